@@ -1,0 +1,134 @@
+"""train_config.yaml: a TrainConfig and its Workload in our own words, for people and for `--base`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.errors import ConfigError, nearest
+from autotune.optimizers import OPTIMIZERS
+from autotune.units import MIB
+
+name = "train-config"
+filename = "train_config.yaml"
+
+VERSION = 1
+"""Of this file's format; a newer one is refused."""
+MAX_FILE_BYTES = MIB
+
+_KEYS = ("version", "evidence", "workload", "config")
+_CHOICES: dict[str, Collection[str]] = {
+    "method": METHODS,
+    "precision": PRECISIONS,
+    "optimizer": OPTIMIZERS,
+    "attention": ATTENTIONS,
+    "quantization": QUANTIZATIONS,
+}
+_SMALLEST = {
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "sequence_length": 1,
+    "activation_checkpointing": 0,
+    "lora_rank": 1,
+}
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """A YAML document that `from_yaml` reads back."""
+    import yaml
+
+    values = dataclasses.asdict(workload)
+    content = {
+        "version": VERSION,
+        "evidence": result["evidence"],
+        "workload": {**values, "methods": list(workload.methods)},
+        "config": config.to_dict(),
+    }
+    return yaml.safe_dump(content, sort_keys=False)
+
+
+def read_train_config(path: Path) -> TrainConfig:
+    """The TrainConfig of a file as `write` makes it, perhaps edited. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path} cannot be read", why=why) from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than 1 MiB", why="A train_config.yaml has 1 KiB")
+    try:
+        return from_yaml(content.decode("utf-8"), source=str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text") from error
+
+
+def from_yaml(text: str, *, source: str = filename) -> TrainConfig:
+    """Read what `write` has written. The workload in it is for people and not read.
+
+    Raises ConfigError, which names every problem: broken YAML, Python tags, unknown or missing
+    keys, wrong types, unknown values, a newer version. `source` names the file in messages.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = getattr(error, "problem", None) or str(error)
+        mark = getattr(error, "problem_mark", None)
+        place = f"Line {mark.line + 1}: " if mark else ""
+        raise ConfigError(f"{source} is not a YAML document", why=f"{place}{why}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
+        raise ConfigError(
+            f'{source} has no section "config"',
+            remedy="Start from a train_config.yaml that `autotune find` has written",
+        )
+    version = content.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise ConfigError(
+            f"{source} has version {version}", why="A newer autotune wrote it", remedy="Update"
+        )
+    problems = [*_unknown(content, _KEYS, ""), *_problems(content["config"])]
+    if version != VERSION:
+        problems.insert(0, f"version is {version!r} and should be {VERSION}")
+    if problems:
+        raise ConfigError(f"{source} cannot be used", why="; ".join(problems))
+    return TrainConfig(**content["config"])
+
+
+def _problems(values: dict[Any, Any]) -> list[str]:
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    problems = _unknown(values, fields, "config.")
+    for key, field in fields.items():
+        if key not in values:
+            if field.default is dataclasses.MISSING:
+                problems.append(f"config.{key} is missing")
+            continue
+        problem = _problem(key, values[key], str(field.type))
+        if problem:
+            problems.append(f"config.{key} {problem}")
+    return problems
+
+
+def _problem(key: str, value: object, annotation: str) -> str | None:
+    """What is wrong with the value, if anything."""
+    allowed = annotation.split(" | ")
+    kind = "None" if value is None else type(value).__name__
+    if kind not in allowed:
+        return f"is of type {kind} and should be {' or '.join(allowed)}"
+    if key in _CHOICES and value not in _CHOICES[key]:
+        return f"is {str(value)[:80]!r}. {nearest(str(value)[:80], _CHOICES[key])}"
+    if isinstance(value, int) and value < _SMALLEST.get(key, 0):
+        return f"is {value} and should be at least {_SMALLEST[key]}"
+    return None
+
+
+def _unknown(values: dict[Any, Any], known: Collection[str], prefix: str) -> list[str]:
+    return [
+        f"{prefix}{str(key)[:80]} is unknown. {nearest(str(key)[:80], known)}"
+        for key in values
+        if key not in known
+    ]

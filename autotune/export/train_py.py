@@ -1,0 +1,80 @@
+"""train.py: the whole recipe as a program of its own (model, quantisation, adapter, Trainer).
+
+The program is train.py.template with one table of values put in. It needs transformers, torch, and
+peft or bitsandbytes where the recipe says so, but not autotune. Tested by
+tests/contracts/test_export_trains.py, which runs what is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.export.training_args import training_arguments
+
+name = "train"
+filename = "train.py"
+
+ATTENTION_PROJECTIONS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj",
+    "query", "key", "value", "q", "k", "v", "o", "dense",
+)  # fmt: skip
+"""What `attention` means as LoRA targets, as far as the model has them: as in the trace."""
+
+_TEMPLATE = Path(__file__).with_name("train.py.template")
+_MARK = "RECIPE: dict[str, Any] = {}\n"
+"""The line of the template that the values replace."""
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """A Python program. Every value in it is an ASCII literal, line breaks escaped."""
+    recipe = _recipe(workload, config)
+    recipe["evidence"] = result["evidence"]
+    lines = (f"    {key!r}: {ascii(value)},\n" for key, value in recipe.items())
+    before, after = _TEMPLATE.read_text(encoding="utf-8").split(_MARK)
+    return f"{before}{_MARK.removesuffix('}\n')}\n{''.join(lines)}}}\n{after}"
+
+
+def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
+    precision = PRECISIONS[config.precision]
+    return {
+        "model": _model_reference(workload.model),
+        "task": workload.task,
+        "sequence_length": config.sequence_length,
+        "dtype": precision.parameter_dtype,
+        "attention": config.attention,
+        "quantization": None if config.quantization == "none" else _quantization(config),
+        "lora": None if config.lora_rank is None else _lora(config),
+        # The newest names; the program translates them where it runs.
+        "training_arguments": training_arguments(config),
+    }
+
+
+def _quantization(config: TrainConfig) -> dict[str, object]:
+    return {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": QUANTIZATIONS[config.quantization].double,
+        "bnb_4bit_compute_dtype": PRECISIONS[config.precision].compute_dtype,
+    }
+
+
+def _lora(config: TrainConfig) -> dict[str, object]:
+    assert config.lora_rank is not None
+    targets = config.lora_targets or "all-linear"
+    names: str | list[str] = targets
+    if targets == "attention":
+        names = list(ATTENTION_PROJECTIONS)
+    elif targets != "all-linear":
+        names = [part.strip() for part in targets.split(",")]
+    return {"r": config.lora_rank, "lora_alpha": 2 * config.lora_rank, "target_modules": names}
+
+
+def _model_reference(model: str) -> str:
+    """What `from_pretrained` takes: a Hub id, or a folder from wherever the program is run."""
+    if not os.path.exists(model):
+        return model
+    folder = os.path.dirname(model) if os.path.isfile(model) else model
+    return os.path.abspath(folder)

@@ -1,0 +1,88 @@
+"""training_args.json: keyword arguments of `transformers.TrainingArguments`.
+
+Holds what autotune decides and nothing else: learning rate, epochs and logging stay the user's.
+The names are those of the installed version. It is asked without being imported (7 s, and torch
+belongs into the worker): the class's fields are read from the syntax tree of its source file.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from autotune.config import PRECISIONS, TrainConfig, Workload
+
+name = "training-args"
+filename = "training_args.json"
+
+OUTPUT_FOLDER = "output"
+"""`output_dir` until the user names another."""
+
+_CHECKPOINTING = ("activation_checkpointing", "activation_checkpointing_kwargs")
+_OLD_CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
+    """A JSON object for `TrainingArguments(**json.load(file))` of the installed version."""
+    return json.dumps(training_arguments(config, installed_fields()), indent=2) + "\n"
+
+
+def training_arguments(
+    config: TrainConfig, fields: Collection[str] | None = None
+) -> dict[str, object]:
+    """The keyword arguments. `fields` are those of the class at hand; None means the newest names.
+
+    `max_grad_norm` is Trainer's default, written out because clipping's memory was predicted.
+    `tf32` needs an Ampere card or later, as TrainingArguments itself says when it is loaded.
+    """
+    precision = PRECISIONS[config.precision]
+    arguments: dict[str, object] = {
+        "output_dir": OUTPUT_FOLDER,
+        "per_device_train_batch_size": config.micro_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "optim": config.optimizer,
+        "max_grad_norm": 1.0,
+        "bf16": precision.autocast and precision.compute_dtype == "bfloat16",
+        "fp16": precision.autocast and precision.compute_dtype == "float16",
+    }
+    if precision.compute_dtype == "float32":
+        arguments["tf32"] = precision.tf32
+    is_new = fields is None or _CHECKPOINTING[0] in fields
+    switch, options = _CHECKPOINTING if is_new else _OLD_CHECKPOINTING
+    arguments[switch] = config.activation_checkpointing > 0
+    if config.activation_checkpointing:
+        # Options that say what is the case anyway are left out: older versions refuse them.
+        choices: dict[str, object] = {"use_reentrant": False}
+        if config.activation_checkpointing > 1:
+            choices["every_n_layers"] = config.activation_checkpointing
+        if config.activation_offloading:
+            choices["offload"] = True
+        arguments[options] = choices
+    return arguments
+
+
+@functools.cache
+def installed_fields() -> frozenset[str] | None:
+    """Field names of the installed TrainingArguments; None when Transformers is not installed."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return None
+    return fields_of(Path(spec.origin).with_name("training_args.py").read_text(encoding="utf-8"))
+
+
+def fields_of(source: str) -> frozenset[str]:
+    """Names that the body of class TrainingArguments annotates."""
+    (body,) = (
+        node.body
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
+    )
+    return frozenset(
+        node.target.id
+        for node in body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    )

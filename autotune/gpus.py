@@ -1,0 +1,278 @@
+"""Facts of a card (Gpu), the catalogue of cards (data/gpus.toml), and what NVML finds here.
+
+What is unknown is None, or a missing key of `peak_flop_per_second`, and must be said as such. Cards
+that are not NVIDIA's are listed, but everything that CUDA decides is unknown for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import ConfigError, nearest
+from autotune.units import GIB, KIB, MIB, format_bytes
+
+PEAK_DTYPES = ("float16", "bfloat16", "tf32", "float32")
+
+_CATALOGUE = Path(__file__).with_name("data") / "gpus.toml"
+
+# pytorch aten/src/ATen/cuda/CublasHandlePool.cpp: the default of CUBLAS_WORKSPACE_CONFIG is
+# `:4096:2:16:8` (two buffers of 4096 KiB and eight of 16 KiB); 32 MiB on these majors.
+_CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * KIB
+_CUBLAS_LARGE_WORKSPACE_BYTES = 32 * MIB
+_CUBLAS_LARGE_WORKSPACE_MAJORS = frozenset({9, 10, 12})
+
+# PCI-SIG: 8, 16 and 32 GT/s per lane, encoded 128b/130b; bytes per second in one direction.
+_PCIE_LANE_BYTES_PER_SECOND = {
+    generation: transfers_per_second * 128 / 130 / 8
+    for generation, transfers_per_second in ((3, 8e9), (4, 16e9), (5, 32e9))
+}
+
+# Which card to plan for when only a budget is known: per memory class one that is widely sold and
+# whose row is complete; to 32 GB a consumer card, above that what clouds rent. Smallest first.
+_PLANNING_CARDS = (
+    "RTX 4070",
+    "RTX 4080",
+    "RTX 4090",
+    "RTX 5090",
+    "L40S",
+    "A100-SXM4-80GB",
+    "H200",
+    "B200",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """Facts of one card, as torch sees one device."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    vendor: str
+    """nvidia or amd."""
+    architecture: str
+    compute_capability: tuple[int, int] | None
+    """(major, minor); None when the card does not run CUDA."""
+    capacity_bytes: int
+    """What torch.cuda.mem_get_info calls total: less than the nominal memory."""
+    capacity_source: str
+    nominal_memory_bytes: int
+    memory_bandwidth_bytes_per_second: float | None
+    peak_flop_per_second: Mapping[str, float] = field(hash=False)
+    """Of PEAK_DTYPES: dense, fp32 accumulation. A missing dtype is unknown or not in hardware."""
+    measured_matmul_bfloat16_flop_per_second: float | None = None
+    """Best rate that somebody measured on large matrix products, as published."""
+    context_bytes: int | None
+    """Device memory of one process outside torch's allocator: context, kernels, driver."""
+    context_source: str
+    cublas_workspace_bytes: int | None
+    """One workspace; eager training holds two, inside torch's allocator."""
+    num_sms: int | None = None
+    """Streaming multiprocessors."""
+    pcie_bandwidth_bytes_per_second: float | None
+    """One direction, of the link, before protocol overhead."""
+    source: str
+    confidence: str
+    """high, medium, low; `detected` for a card that is here but not in the catalogue."""
+    notes: str = ""
+
+    @property
+    def slug(self) -> str:
+        """The name for the command line: `rtx-4070`."""
+        return "-".join(_words(self.name))
+
+
+@functools.cache
+def catalogue() -> tuple[Gpu, ...]:
+    """Return every card of data/gpus.toml, in the file's order."""
+    return tuple(_from_row(row) for row in _tables()["gpu"])
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return the catalogue's card of that name: full, slug or alias, in any case or punctuation.
+
+    Raises ConfigError with the nearest known names.
+    """
+    card = _by_key().get(_key(name))
+    if card is None:
+        known = [gpu.slug for gpu in catalogue()]
+        raise ConfigError(
+            f"Unknown GPU {name[:80]!r}",
+            why="Its speed and memory are not in the catalogue, and are not guessed",
+            remedy=f"{nearest(name, known)} List all with: autotune gpus",
+        )
+    return card
+
+
+def for_budget(budget_bytes: int) -> Gpu:
+    """Return the card to plan for when only a budget is known: the smallest class that has it.
+
+    Raises ConfigError when no single card of the catalogue has that much.
+    """
+    cards = [find_gpu(name) for name in _PLANNING_CARDS]
+    for card in cards:
+        if budget_bytes <= card.nominal_memory_bytes:
+            return card
+    raise ConfigError(
+        f"No single GPU known here has {format_bytes(budget_bytes)}",
+        why=f"The largest is the {cards[-1].name} with {format_bytes(cards[-1].capacity_bytes)}",
+        remedy="Give the memory of one GPU",
+    )
+
+
+def detect() -> list[Gpu]:
+    """Return the NVIDIA cards of this machine in NVML's order, with their real capacity.
+
+    Empty when there is no driver, no card or no NVML; never raises for that. Obeys
+    CUDA_VISIBLE_DEVICES. A card outside the catalogue has unknown peaks. Not modelled: MIG slices,
+    and CUDA_DEVICE_ORDER other than PCI_BUS_ID.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        return [
+            _detected(pynvml, handle)
+            for index, handle in enumerate(handles)
+            if _is_visible(index, _text(pynvml.nvmlDeviceGetUUID(handle)))
+        ]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _detected(pynvml: Any, handle: Any) -> Gpu:
+    name = _text(pynvml.nvmlDeviceGetName(handle))
+    try:
+        # Version 2 tells apart what the driver keeps for itself; torch's total is without it.
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        capacity_bytes, nominal_bytes = memory.total - memory.reserved, memory.total
+    except pynvml.NVMLError:
+        nominal_bytes = capacity_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    capability = (int(major), int(minor))
+    known = _by_key().get(_key(name))
+    # Some names are sold with two memory sizes and other speeds (RTX 3080: 10 and 12 GB).
+    if known is not None and abs(nominal_bytes / known.nominal_memory_bytes - 1) < 0.1:
+        return replace(known, capacity_bytes=capacity_bytes, capacity_source="NVML")
+    return Gpu(
+        name=name,
+        vendor="nvidia",
+        architecture="unknown",
+        compute_capability=capability,
+        capacity_bytes=capacity_bytes,
+        capacity_source="NVML",
+        nominal_memory_bytes=nominal_bytes,
+        memory_bandwidth_bytes_per_second=None,
+        peak_flop_per_second={},
+        **_family_facts(capability),
+        source="NVML",
+        confidence="detected",
+        notes="not in the catalogue: its speed is unknown",
+    )
+
+
+def _is_visible(index: int, uuid: str) -> bool:
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return True
+    entries = [entry.strip() for entry in value.split(",")]
+    return any(
+        entry == str(index) or (entry.startswith("GPU-") and uuid.startswith(entry))
+        for entry in entries
+    )
+
+
+def _text(value: str | bytes) -> str:
+    """NVML's Python binding has returned bytes before version 12."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _words(name: str) -> list[str]:
+    makers = {"nvidia", "geforce", "tesla", "amd", "instinct"}
+    return [word for word in re.findall(r"[a-z0-9]+", name.casefold()) if word not in makers]
+
+
+def _key(name: str) -> str:
+    return "".join(_words(name))
+
+
+@functools.cache
+def _by_key() -> dict[str, Gpu]:
+    return {_key(name): gpu for gpu in catalogue() for name in (gpu.name, *gpu.aliases)}
+
+
+@functools.cache
+def _tables() -> dict[str, list[dict[str, Any]]]:
+    with _CATALOGUE.open("rb") as file:
+        return tomllib.load(file)
+
+
+def _family_facts(capability: tuple[int, int] | None, *, pcie_lanes: int = 16) -> dict[str, Any]:
+    """Return the fields of Gpu that follow from the compute capability's major number."""
+    family = next(
+        (
+            row
+            for row in _tables()["family"]
+            if capability is not None and row["compute_capability_major"] == capability[0]
+        ),
+        None,
+    )
+    if capability is None or family is None:
+        return {
+            "context_bytes": None,
+            "context_source": "unknown",
+            "cublas_workspace_bytes": None,
+            "pcie_bandwidth_bytes_per_second": None,
+        }
+    large_workspace = capability[0] in _CUBLAS_LARGE_WORKSPACE_MAJORS
+    return {
+        "context_bytes": family["context_mib"] * MIB,
+        "context_source": family["context_source"],
+        "cublas_workspace_bytes": (
+            _CUBLAS_LARGE_WORKSPACE_BYTES if large_workspace else _CUBLAS_WORKSPACE_BYTES
+        ),
+        "pcie_bandwidth_bytes_per_second": (
+            _PCIE_LANE_BYTES_PER_SECOND[family["pcie_generation"]] * pcie_lanes
+        ),
+    }
+
+
+def _from_row(row: Mapping[str, Any]) -> Gpu:
+    """Convert a row's units; a key that no field takes is a mistake in our own file."""
+    rest = dict(row)
+    capability = None
+    if "compute_capability" in rest:
+        major, minor = rest.pop("compute_capability").split(".")
+        capability = (int(major), int(minor))
+    if "capacity_bytes" not in rest:
+        rest["capacity_bytes"] = round(rest.pop("capacity_gib") * GIB)
+    bandwidth = rest.pop("memory_bandwidth_gb_per_second", None)
+    matmul = rest.pop("measured_matmul_bfloat16_tflop_per_second", None)
+    peaks = {dtype: peak * 1e12 for dtype, peak in rest.pop("peak_tflop_per_second").items()}
+    assert peaks.keys() <= set(PEAK_DTYPES), f"{row['name']}: unknown dtype in {peaks}"
+    return Gpu(
+        aliases=tuple(rest.pop("aliases")),
+        compute_capability=capability,
+        nominal_memory_bytes=rest.pop("memory_nominal_gib") * GIB,
+        memory_bandwidth_bytes_per_second=None if bandwidth is None else bandwidth * 1e9,
+        peak_flop_per_second=peaks,
+        measured_matmul_bfloat16_flop_per_second=None if matmul is None else matmul * 1e12,
+        **_family_facts(capability, pcie_lanes=rest.pop("pcie_lanes", 16)),
+        **rest,
+    )

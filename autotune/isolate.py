@@ -1,0 +1,358 @@
+"""Runs a worker: a child process that may crash, hang or talk nonsense without hurting the parent.
+
+The contract, whole:
+
+- The command is `python -m autotune.worker REQUEST.json RESULT.jsonl`. Both files lie in a private
+  folder that the parent makes and removes.
+- REQUEST.json, written by the parent: `{"schema_version": int, "verb": str, "request": {...}}`.
+- RESULT.jsonl, appended to by the child: one JSON object per line and per answer, flushed as soon
+  as it is known. A last line without its line break was being written when the child died: it is
+  counted and not read. Any other line that is no JSON object makes the result unreadable.
+- What the child prints, on stdout or stderr, is kept as text and never parsed.
+- Exit code 0 means that every answer was written.
+- The child leads a process group. The group gets TERM at the deadline and KILL one second later,
+  and whatever is left of it is killed when the child ends. The child calls `die_with_parent`.
+
+Needs POSIX process groups. The death of the parent is noticed on Linux only; elsewhere an orphan
+ends when its request is done. Borrowed in outline from pyperf and pyproject-hooks (STYLE.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import WorkerError
+from autotune.results import SCHEMA_VERSION
+
+Answer = dict[str, Any]
+"""One JSON object from the child."""
+
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 1.0
+"""Between TERM and KILL."""
+MAX_STDERR_BYTES = 64 * 2**10
+MAX_CHILDREN = 2
+"""More would compete for the memory of a small machine: importing torch takes 0.3 GiB each."""
+
+PARENT_VARIABLE = "AUTOTUNE_PARENT_PID"
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_COMMON_ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONUTF8": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+_VERB_ENVIRONMENT = {
+    # A trace runs on `meta` and must not create a CUDA context, which takes memory from a real run.
+    # It computes nothing either: threads would only get in the way of the other child.
+    "trace": {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerEnd:
+    """How one child ended. The answers that came before the end are kept whatever it was."""
+
+    how: str
+    """ok, crashed, timeout or unreadable."""
+    exit_code: int
+    """As subprocess gives it: minus the signal's number when a signal ended the child."""
+    answers: tuple[Answer, ...]
+    num_partial_lines: int
+    """1 when the child died while it wrote its last line."""
+    problem: str
+    """What happened, in one clause; empty when ok."""
+    stderr_tail: str
+    """The last MAX_STDERR_BYTES that the child printed."""
+
+    def to_error(self, verb: str) -> WorkerError:
+        """The error for a caller that cannot go on without the missing answers."""
+        last_words = self.stderr_tail.strip().rpartition("\n")[2][:500]
+        if self.exit_code == -signal.SIGKILL and self.how == "crashed":
+            last_words = last_words or "The kernel kills a process when memory runs out"
+        return WorkerError(f"The {verb} process {self.problem}", why=last_words)
+
+
+def run(
+    verb: str,
+    request: Mapping[str, Any],
+    *,
+    deadline_seconds: float,
+    on_answer: Callable[[Answer], None] | None = None,
+    command: Sequence[str] | None = None,
+) -> WorkerEnd:
+    """Run one child to its end; see `run_many`."""
+    (end,) = run_many(
+        verb, [request], deadline_seconds=deadline_seconds, on_answer=on_answer, command=command
+    )
+    return end
+
+
+def run_many(
+    verb: str,
+    requests: Sequence[Mapping[str, Any]],
+    *,
+    deadline_seconds: float,
+    on_answer: Callable[[Answer], None] | None = None,
+    command: Sequence[str] | None = None,
+    max_children: int | None = None,
+) -> tuple[WorkerEnd, ...]:
+    """Run a child per request, at most `max_children` at once; return their ends in order.
+
+    `deadline_seconds` counts for each child from its own start. `on_answer` is called from this
+    thread, in the order in which answers of all the children arrive. `command` replaces
+    `python -m autotune.worker`. However the call is left (Ctrl-C, an exception out of
+    `on_answer`), no child outlives it.
+
+    Raises WorkerError when a request cannot be written or a child cannot be started.
+    """
+    if max_children is None:
+        max_children = min(MAX_CHILDREN, os.cpu_count() or 1)
+    command = worker_command() if command is None else command
+    ends: dict[int, WorkerEnd] = {}
+    running: dict[int, _Child] = {}
+    with contextlib.ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(_private_folder()))
+        while len(ends) < len(requests):
+            while len(running) < max_children and len(running) + len(ends) < len(requests):
+                index = len(running) + len(ends)
+                child = _Child(verb, requests[index], command, folder / str(index))
+                cleanup.callback(child.close)
+                child.start(deadline_seconds)
+                running[index] = child
+            for index, child in list(running.items()):
+                # Asked before the answers are read: nothing can be written after the end.
+                is_over = child.is_over()
+                for answer in child.read_answers():
+                    if on_answer is not None:
+                        on_answer(answer)
+                if is_over or child.is_spoilt():
+                    ends[index] = running.pop(index).end()
+            if running:
+                time.sleep(POLL_SECONDS)
+    return tuple(ends[index] for index in range(len(requests)))
+
+
+def worker_command() -> list[str]:
+    """`python -m autotune.worker`, without the current folder on its path.
+
+    `-P`, because a `torch.py` beside a downloaded model must not be run in place of torch.
+    """
+    return [sys.executable, "-P", "-m", "autotune.worker"]
+
+
+def die_with_parent() -> None:
+    """For a worker's first line: have the kernel kill this process when its parent dies.
+
+    Exits at once when the parent is gone already. Does nothing in a process that `run` did not
+    start, and nothing but that check outside Linux.
+    """
+    expected = os.environ.get(PARENT_VARIABLE)
+    if expected is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(expected):
+        sys.exit("The process that asked for this work is gone.")
+
+
+class _Child:
+    """A started child and its three files. Not reaped before `close`: its id stays its own."""
+
+    def __init__(
+        self, verb: str, request: Mapping[str, Any], command: Sequence[str], folder: Path
+    ) -> None:
+        self._verb = verb
+        self._command = command
+        self._request_path = folder / "request.json"
+        self._result_path = folder / "result.jsonl"
+        self._stderr_path = folder / "stderr.txt"
+        self._answers: list[Answer] = []
+        self._rest = b""
+        self._problem = ""
+        self._how = "ok"
+        self._process: subprocess.Popen[bytes] | None = None
+        content = {"schema_version": SCHEMA_VERSION, "verb": verb, "request": request}
+        text = json.dumps(content, allow_nan=False)
+        try:
+            folder.mkdir(mode=0o700)
+            self._request_path.write_text(text, encoding="utf-8")
+            self._result_path.touch()
+        except OSError as error:
+            raise _no_room(error) from error
+        self._result = self._result_path.open("rb", buffering=0)
+
+    def start(self, deadline_seconds: float) -> None:
+        arguments = [*self._command, str(self._request_path), str(self._result_path)]
+        try:
+            with self._stderr_path.open("wb") as printed:
+                self._process = subprocess.Popen(
+                    arguments,
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=subprocess.STDOUT,
+                    env=_environment(self._verb),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise WorkerError(
+                f"The {self._verb} process could not be started",
+                why=f"{arguments[0]}: {error.strerror}",
+            ) from error
+        self._deadline_seconds = deadline_seconds
+        self._deadline = time.monotonic() + deadline_seconds
+
+    def is_over(self) -> bool:
+        """Whether the child has ended, be it because its deadline has passed."""
+        if self._has_exited():
+            return True
+        if time.monotonic() < self._deadline:
+            return False
+        self._how = "timeout"
+        self._problem = f"did not finish within {self._deadline_seconds:g} s"
+        self._stop()
+        return True
+
+    def is_spoilt(self) -> bool:
+        return self._how == "unreadable"
+
+    def read_answers(self) -> list[Answer]:
+        """The answers that have arrived since the last call, up to the first unreadable line."""
+        new: list[Answer] = []
+        *lines, self._rest = (self._rest + (self._result.readall() or b"")).split(b"\n")
+        for line in lines:
+            answer = _parse(line)
+            if answer is None:
+                self._spoil(len(self._answers) + len(new) + 1, line)
+                break
+            new.append(answer)
+        self._answers += new
+        return new
+
+    def _spoil(self, number: int, line: bytes) -> None:
+        # A deadline that has passed already is the better explanation.
+        if self._how == "ok":
+            self._how = "unreadable"
+            self._problem = f"wrote a line {number} that is no JSON object: {line[:80]!r}"
+
+    def end(self) -> WorkerEnd:
+        self._stop()
+        exit_code = self._reap()
+        if self._how == "ok" and exit_code != 0:
+            self._how, self._problem = "crashed", _describe_exit(exit_code)
+        elif self._how == "ok" and self._rest:
+            self._how = "unreadable"
+            self._problem = f"ended well, but line {len(self._answers) + 1} is cut off"
+        return WorkerEnd(
+            how=self._how,
+            exit_code=exit_code,
+            answers=tuple(self._answers),
+            num_partial_lines=1 if self._rest else 0,
+            problem=self._problem,
+            stderr_tail=_tail(self._stderr_path),
+        )
+
+    def close(self) -> None:
+        """Kill what still runs and close what is open. Safe to call twice."""
+        try:
+            self._stop()
+        finally:
+            self._result.close()
+            if self._process is not None:
+                self._reap()
+
+    def _stop(self) -> None:
+        """TERM, a second, KILL to the group; at once KILL if the child has exited already."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        try:
+            if not self._has_exited():
+                self._signal(signal.SIGTERM)
+                give_up = time.monotonic() + GRACE_SECONDS
+                while not self._has_exited() and time.monotonic() < give_up:
+                    time.sleep(POLL_SECONDS)
+        finally:
+            # A second Ctrl-C during the wait comes here too.
+            self._signal(signal.SIGKILL)
+
+    def _has_exited(self) -> bool:
+        """Whether the child has ended. It is left a zombie, so that no other can take its id."""
+        assert self._process is not None
+        if self._process.returncode is not None:
+            return True
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, options) is not None
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        # macOS answers EPERM for a group whose only member is a zombie.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def _reap(self) -> int:
+        assert self._process is not None
+        return self._process.wait()
+
+
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise _no_room(error) from error
+
+
+def _no_room(error: OSError) -> WorkerError:
+    return WorkerError(
+        "The request for the worker could not be written",
+        why=f"{error.filename or 'temporary folder'}: {error.strerror or error}",
+        remedy="Free some space there, or let TMPDIR name a folder that can be written",
+    )
+
+
+def _environment(verb: str) -> dict[str, str]:
+    """The parent's variables with ours on top; an uninstalled checkout stays importable."""
+    environment = os.environ | _COMMON_ENVIRONMENT | _VERB_ENVIRONMENT.get(verb, {})
+    environment[PARENT_VARIABLE] = str(os.getpid())
+    root = Path(__file__).resolve().parent.parent
+    if root.name not in ("site-packages", "dist-packages"):
+        paths = [environment.get("PYTHONPATH", ""), str(root)]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return environment
+
+
+def _parse(line: bytes) -> Answer | None:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _describe_exit(exit_code: int) -> str:
+    if exit_code > 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"was ended by signal {-exit_code}"
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        size_bytes = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size_bytes - MAX_STDERR_BYTES))
+        return file.read().decode("utf-8", errors="replace")

@@ -1,0 +1,283 @@
+"""What a `--model` may be, and the configuration behind it: never weights, never remote code.
+
+In this order: an existing folder with a config.json, an existing configuration file, a name of the
+catalogue (data/models.csv; needs no network), a Hub id `organisation/name`, of which config.json
+alone is downloaded. Nothing that is read is executed; JSON is the only format.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from autotune.errors import ConfigError, nearest
+from autotune.units import MIB, format_bytes
+
+CONFIG_NAME = "config.json"
+MAX_CONFIG_BYTES = MIB
+"""Configurations are a few KiB; the largest of the Hub, with label maps, some hundreds."""
+
+HUB_TIMEOUT_SECONDS = 5.0
+
+_DATA = Path(__file__).with_name("data")
+# huggingface_hub's own rule (utils/_validators.py), with the organisation made obligatory.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """A model's configuration and where it came from."""
+
+    name: str
+    """Hub id in its own spelling (catalogue, hub), or the path as typed (folder, file)."""
+    config: dict[str, Any] = field(hash=False)
+    """The JSON object as it stands in the file; `model_type` is a non-empty string."""
+    origin: Literal["folder", "file", "catalogue", "hub"]
+    path: Path
+    """The configuration file that was read."""
+    num_parameters_known: int | None = None
+    """The catalogue's exact count (of the task's usual class: see `notes`)."""
+    requires_remote_code: bool
+    """The configuration names Python code of its repository (`auto_map`). That code never runs: the
+    model is usable only when Transformers itself knows its `model_type`, which a worker checks."""
+    notes: str = ""
+
+    @property
+    def short_name(self) -> str:
+        """The last part of the name: `Qwen2.5-1.5B`; for a config.json, its folder's."""
+        if self.origin in ("catalogue", "hub"):
+            return self.name.rpartition("/")[2]
+        path = Path(os.path.abspath(os.path.expanduser(self.name)))
+        if self.origin == "folder":
+            return path.name
+        return path.parent.name if path.name == CONFIG_NAME else path.stem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatalogueEntry:
+    """A model whose configuration is in the package, checked by its exact parameter count."""
+
+    hub_id: str
+    file: str
+    """Name inside data/models/."""
+    num_parameters: int
+    """Distinct parameters of the model, as Transformers builds it from the configuration."""
+    stated_parameters: str
+    """The published counts it was checked against, with what they count."""
+    stated_source: str
+    config_source: str
+    notes: str
+
+    @property
+    def short_name(self) -> str:
+        return self.hub_id.partition("/")[2]
+
+
+@functools.cache
+def catalogue() -> tuple[CatalogueEntry, ...]:
+    """Return every model of data/models.csv, in the file's order."""
+    with (_DATA / "models.csv").open(encoding="utf-8", newline="") as file:
+        return tuple(
+            CatalogueEntry(num_parameters=int(row.pop("num_parameters")), **row)
+            for row in csv.DictReader(file)
+        )
+
+
+def resolve(model: str) -> ModelSource:
+    """Return the configuration that `model` names; see the module's docstring for what it may be.
+
+    Raises ConfigError when nothing has that name, when the Hub cannot be reached or refuses, and
+    when the configuration is unreadable, larger than MAX_CONFIG_BYTES, not a JSON object, without
+    `model_type`, or usable only with its repository's code.
+    """
+    path = os.path.expanduser(model)
+    if os.path.isdir(path):
+        return _from_folder(model, Path(path))
+    if os.path.isfile(path):
+        return _source(model, "file", Path(path))
+    entry = _find_entry(model)
+    if entry is not None:
+        return _from_entry(entry)
+    if model.endswith(".json") or model.startswith(("/", ".", "~")):
+        raise ConfigError(
+            f"No such file or folder: {_shown(model)}",
+            remedy=f"Name a folder with a {CONFIG_NAME}, the file itself, or a model",
+        )
+    if _HUB_ID.fullmatch(model):
+        return _source(model, "hub", _download(model))
+    raise ConfigError(
+        f"Unknown model {_shown(model)}",
+        why="It is no folder, no file, no name of the catalogue, and no Hub id (organisation/name)",
+        remedy=_known(model),
+    )
+
+
+def _find_entry(model: str) -> CatalogueEntry | None:
+    wanted = model.casefold()
+    for entry in catalogue():
+        if wanted in (entry.hub_id.casefold(), entry.short_name.casefold()):
+            return entry
+    return None
+
+
+def _from_entry(entry: CatalogueEntry) -> ModelSource:
+    return _source(
+        entry.hub_id,
+        "catalogue",
+        _DATA / "models" / entry.file,
+        num_parameters_known=entry.num_parameters,
+        notes=entry.notes,
+    )
+
+
+def _from_folder(model: str, folder: Path) -> ModelSource:
+    path = folder / CONFIG_NAME
+    if path.is_file():
+        return _source(model, "folder", path)
+    if (folder / "adapter_config.json").is_file():
+        why = "It holds an adapter (adapter_config.json), not a model"
+        remedy = "Name the adapter's base model"
+    else:
+        why = f"It has no {CONFIG_NAME}"
+        remedy = "Name a folder that save_pretrained has written, or a Hub id (organisation/name)"
+    raise ConfigError(f"The folder {_shown(model)} is not a model", why=why, remedy=remedy)
+
+
+def _source(
+    name: str,
+    origin: Literal["folder", "file", "catalogue", "hub"],
+    path: Path,
+    *,
+    num_parameters_known: int | None = None,
+    notes: str = "",
+) -> ModelSource:
+    config = _read_config(path)
+    requires_remote_code = "auto_map" in config
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type.strip():
+        if requires_remote_code:
+            raise ConfigError(
+                f"The configuration of {_shown(name)} asks for code from its repository (auto_map)",
+                why="Code that comes with a model never runs here, and it names no model_type",
+                remedy="Use a model whose architecture is part of Transformers",
+            )
+        raise ConfigError(
+            f"The configuration {_shown(str(path))} has no model_type",
+            why="Without it the architecture is unknown",
+            remedy='Add the architecture\'s name, such as "model_type": "llama"',
+        )
+    return ModelSource(
+        name=name,
+        config=config,
+        origin=origin,
+        path=path,
+        num_parameters_known=num_parameters_known,
+        requires_remote_code=requires_remote_code,
+        notes=notes,
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    shown = f"The configuration {_shown(str(path))}"
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{shown} cannot be read", why=error.strerror or str(error)) from error
+    if len(content) > MAX_CONFIG_BYTES:
+        raise _too_large(shown)
+    try:
+        # utf-8-sig: editors on Windows put a byte order mark in front.
+        config = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        why = f"Byte {error.start} is not UTF-8"
+    except json.JSONDecodeError as error:
+        why = f"Line {error.lineno}, column {error.colno}: {error.msg}"
+    except RecursionError:
+        why = "It is nested too deeply"
+    except ValueError as error:  # an integer of more digits than Python converts
+        why = str(error)
+    else:
+        if isinstance(config, dict):
+            return config
+        why = f"It holds a {type(config).__name__}, where an object {{...}} is needed"
+    raise ConfigError(
+        f"{shown} is not a JSON object", why=why, remedy="Correct it, or fetch it again"
+    )
+
+
+def _too_large(shown: str) -> ConfigError:
+    return ConfigError(
+        f"{shown} is larger than {format_bytes(MAX_CONFIG_BYTES)}",
+        why="A model's configuration is a few KiB",
+        remedy=f"Name the {CONFIG_NAME}, not the weights",
+    )
+
+
+def _download(hub_id: str) -> Path:
+    """Fetch config.json into the Hub's cache; without network, take the copy that is there."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    url = huggingface_hub.hf_hub_url(hub_id, CONFIG_NAME)
+    try:
+        # Asked first because hf_hub_download retries for 20 s before it says that it is offline.
+        size_bytes = huggingface_hub.get_hf_file_metadata(url, timeout=HUB_TIMEOUT_SECONDS).size
+        if size_bytes is not None and size_bytes > MAX_CONFIG_BYTES:
+            raise _too_large(f"The configuration of {hub_id}")
+        return Path(
+            huggingface_hub.hf_hub_download(hub_id, CONFIG_NAME, etag_timeout=HUB_TIMEOUT_SECONDS)
+        )
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"The model {hub_id} is gated",
+            why="The Hub gives its files only to those who accepted its conditions",
+            remedy=f"Accept them at https://huggingface.co/{hub_id} and run `hf auth login`, or "
+            f"give a folder that has its {CONFIG_NAME}. {_known(hub_id)}",
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"The Hub has no model {hub_id}, or it is private",
+            remedy=f"{_known(hub_id)} A private model needs `hf auth login`",
+        ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise ConfigError(
+            f"The model {hub_id} has no {CONFIG_NAME}",
+            why="It is not in the format of Transformers (an adapter, or GGUF files, perhaps)",
+            remedy="Name its base model",
+        ) from error
+    except ConfigError:
+        raise
+    except Exception as error:  # its HTTP library (httpx, httpx2) raises what it likes
+        cached = huggingface_hub.try_to_load_from_cache(hub_id, CONFIG_NAME)
+        if isinstance(cached, str):
+            return Path(cached)
+        raise ConfigError(
+            f"The configuration of {hub_id} could not be fetched",
+            why=f"It is not in the catalogue, and the Hub did not answer ({_reason(error)})",
+            remedy=f"Connect, or give a folder or file that has its {CONFIG_NAME}. "
+            f"{_known(hub_id)}",
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:160] if lines else type(error).__name__
+
+
+def _known(model: str) -> str:
+    if "/" in model:
+        names = [entry.hub_id for entry in catalogue()]
+    else:
+        names = [entry.short_name for entry in catalogue()]
+    return f"{nearest(model, names)} List the catalogue with: autotune models"
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= 120 else name[:120] + "...")

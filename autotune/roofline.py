@@ -1,0 +1,251 @@
+"""A step's kernels -> predicted seconds on a card: every kernel priced by what bounds it.
+
+A kernel takes the longer of its arithmetic at the attainable matmul rate and its bytes at the
+attainable bandwidth, and a few microseconds whatever it does. The GPU works through them one by
+one while the host, ahead of it, launches the next ones. So a step takes the sum of its kernels or
+the sum of its launches, whichever is longer.
+
+`ceilings(gpu)` is worked out once per card, `seconds` once per configuration. A rate that the
+catalogue does not know makes the time None, never a guess.
+
+The constants come from publications, named at each, and from published A100 times of PyTorch's own
+operations (Liger-Kernel's benchmark table): cross_entropy, rms_norm and geglu only. The other four
+of that table were left for checking: `benchmarks/roofline_ops.py` holds the rows and prints the
+error on both halves. [judgement] marks what nothing published settles.
+
+Known limitations
+- Shapes are not seen: a matmul that fills the card badly (few tiles, odd sizes) costs more.
+- One queue. Launch-bound and compute-bound phases are not told apart within one call: price the
+  micro-step and the optimizer step apart. Copies to and from the host are taken not to overlap
+  with kernels.
+- The L2 cache is not modelled: small tensors that stay in it move faster.
+- Clocks fall under power and heat limits (small cards: T4, L4), which peaks do not show.
+- The host is one figure for every machine; a slow CPU launches more slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autotune.gpus import PEAK_DTYPES, Gpu
+
+KINDS = ("matmul", "attention", "elementwise", "reduction", "copy_host")
+"""What bounds a kernel. `reduction`: rows are read more than once; `copy_host`: over PCIe."""
+
+BOUNDS = ("compute", "memory bandwidth", "transfer", "launch")
+"""What a step spends most of its time on. `transfer`: copies to and from host memory."""
+
+_MATMULS = frozenset(
+    {"mm", "bmm", "addmm", "baddbmm", "addbmm", "_scaled_mm", "_int_mm", "_grouped_mm"}
+)
+_REDUCTIONS = frozenset(
+    {
+        "_softmax",
+        "_softmax_backward_data",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+        "embedding_dense_backward",
+        "sum",
+        "mean",
+        "amax",
+        "var_mean",
+        "linalg_vector_norm",
+        "_foreach_norm",
+    }
+)
+
+# Share of the datasheet's dense peak that the best large matmul reaches, where nobody measured it:
+# between A100 271 of 312 and H100 794 of 989 TFLOP/s (stas00/ml-engineering, compute/accelerator).
+_BEST_MATMUL_OF_PEAK = 0.83
+# A training step's matmuls reach this share of the best one: geglu on the A100, nine products of
+# 4096 x 11008 with 8,192 to 65,536 tokens.
+_USUAL_MATMUL_OF_BEST = 0.95
+# Share of the datasheet's bandwidth, in bytes of inputs and outputs. rms_norm on the A100 (27
+# kernels, all but three elementwise) reaches 0.71 and 0.72 at 16,384 and 32,768 wide; the best one
+# that only reads 0.88 to 0.90 (NVIDIA developer forum 339083). Softmax and its backward read a row
+# two and three times once it outgrows shared memory: cross_entropy on the A100, 4,096 to 131,072
+# wide, with its elementwise part at 0.75.
+_OF_BANDWIDTH = {"matmul": 0.75, "attention": 0.75, "elementwise": 0.75, "reduction": 0.55}
+# [judgement] Pinned copies reach 25 to 26 of the 31.5 GB/s of a PCIe 4.0 x16 link.
+_COPY_OF_PCIE = 0.8
+# Share of the dense peak, causal work counted once. FlashAttention-2 (arXiv 2307.08691): 50 to 73 %
+# on the A100, the backward pass at most 63 %. FlashAttention-3 (arXiv 2407.08608): that version
+# reaches 35 % on the H100. [judgement] within those ranges, and the memory-efficient kernels.
+_ATTENTION_OF_PEAK = {
+    "flash": 0.60,
+    "flash_backward": 0.50,
+    "efficient": 0.35,
+    "efficient_backward": 0.25,
+}
+_ATTENTION_OF_PEAK_9_TO_11 = {
+    "flash": 0.35,
+    "flash_backward": 0.30,
+    "efficient": 0.20,
+    "efficient_backward": 0.15,
+}
+# A kernel's start and drain: rms_norm on the A100 takes 0.1 ms for its 27 kernels beyond what grows
+# with its width.
+_KERNEL_TAIL_SECONDS = 3e-6
+# Host time of one eager op: 5 to 10 us (as commonly published). [judgement] the upper end, as
+# Transformers' Python runs between the ops of a forward pass.
+_LAUNCH_SECONDS = 10e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One operation on the device, launched `count` times alike."""
+
+    name: str
+    """ATen's name without namespace: mm, _softmax, _scaled_dot_product_flash_attention."""
+    kind: str
+    """One of KINDS; kind_of(name) knows ATen's."""
+    dtype: str
+    """What it computes in: a key of config.DTYPE_BYTES, or tf32."""
+    flops: float
+    """Floating-point operations of one launch; a multiplication and its addition are two. A causal
+    attention counts only what it computes: half of the square."""
+    bytes_moved: float
+    """Bytes of the tensors that one launch reads and writes; a gather counts the rows it takes."""
+    count: float = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Attainable rates of one card; what the catalogue does not know is missing."""
+
+    flop_per_second: Mapping[tuple[str, str], float] = field(hash=False)
+    """(engine, dtype) -> rate. Engines are matmul and _ATTENTION_OF_PEAK's."""
+    bytes_per_second: Mapping[str, float] = field(hash=False)
+    """Kind -> rate."""
+    kernel_tail_seconds: float = _KERNEL_TAIL_SECONDS
+    """What the GPU spends on starting and ending any kernel."""
+    launch_seconds: float = _LAUNCH_SECONDS
+    """What the host spends on one operation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Predicted time of a list of kernels."""
+
+    gpu_seconds: float
+    """Sum of the kernels' times."""
+    launch_seconds: float
+    """Time of the host to launch them all."""
+    total_seconds: float
+    """The longer of the two."""
+    bound: str
+    """One of BOUNDS: what most of the time goes to."""
+
+
+def kind_of(name: str) -> str:
+    """Kind of an ATen operation by name; what is not known is elementwise. Never copy_host."""
+    if name in _MATMULS or "convolution" in name:
+        return "matmul"
+    if name.startswith("_scaled_dot_product_"):
+        return "attention"
+    if name in _REDUCTIONS:
+        return "reduction"
+    return "elementwise"
+
+
+def peak_flop_per_second(gpu: Gpu, dtype: str) -> float | None:
+    """Dense peak at which the card's matmuls of a dtype can run; None when unknown.
+
+    Tensor cores take float16 from compute capability 7.0, bfloat16 and tf32 from 8.0; below that
+    PyTorch computes both at the float32 rate.
+    """
+    capability = gpu.compute_capability
+    if dtype in ("bfloat16", "tf32") and capability is not None and capability < (8, 0):
+        dtype = "float32"
+    return gpu.peak_flop_per_second.get(dtype)
+
+
+def ceilings(gpu: Gpu) -> Machine:
+    """Attainable rates of a card."""
+    capability = gpu.compute_capability
+    peaks = {
+        dtype: peak
+        for dtype in PEAK_DTYPES
+        if (peak := peak_flop_per_second(gpu, dtype)) is not None
+    }
+    best_of_peak = _BEST_MATMUL_OF_PEAK
+    measured = gpu.measured_matmul_bfloat16_flop_per_second
+    if measured is not None and "bfloat16" in peaks:
+        best_of_peak = measured / peaks["bfloat16"]
+    engines = {"matmul": best_of_peak * _USUAL_MATMUL_OF_BEST, **_ATTENTION_OF_PEAK}
+    if capability is not None and (9, 0) <= capability < (12, 0):
+        engines |= _ATTENTION_OF_PEAK_9_TO_11
+    bytes_per_second = {}
+    if gpu.memory_bandwidth_bytes_per_second is not None:
+        for kind, share in _OF_BANDWIDTH.items():
+            bytes_per_second[kind] = share * gpu.memory_bandwidth_bytes_per_second
+    if gpu.pcie_bandwidth_bytes_per_second is not None:
+        bytes_per_second["copy_host"] = _COPY_OF_PCIE * gpu.pcie_bandwidth_bytes_per_second
+    return Machine(
+        flop_per_second={
+            (engine, dtype): share * peak
+            for engine, share in engines.items()
+            for dtype, peak in peaks.items()
+        },
+        bytes_per_second=bytes_per_second,
+    )
+
+
+def seconds(kernels: Iterable[Kernel], machine: Machine) -> StepTime | None:
+    """Time of these kernels, run once each; None when a rate that one of them needs is unknown."""
+    flop_per_second, bytes_per_second = machine.flop_per_second, machine.bytes_per_second
+    compute = memory = transfer = num_launches = 0.0
+    for kernel in kernels:
+        kind, count = kernel.kind, kernel.count
+        num_launches += count
+        bandwidth = bytes_per_second.get(kind)
+        if bandwidth is None:
+            assert kind in KINDS, kind
+            return None
+        moving = kernel.bytes_moved / bandwidth
+        if kind == "copy_host":
+            transfer += count * moving
+            continue
+        if kind == "matmul" or kind == "attention":
+            rate = flop_per_second.get((_engine(kernel), kernel.dtype))
+            if rate is None:
+                return None
+            computing = kernel.flops / rate
+            if computing > moving:
+                compute += count * computing
+                continue
+        memory += count * moving
+    gpu = compute + memory + transfer + num_launches * machine.kernel_tail_seconds
+    launch = num_launches * machine.launch_seconds
+    if launch >= gpu:
+        bound = "launch"
+    else:
+        bound = max(zip((compute, memory, transfer), BOUNDS, strict=False))[1]
+    return StepTime(
+        gpu_seconds=gpu,
+        launch_seconds=launch,
+        total_seconds=max(gpu, launch),
+        bound=bound,
+    )
+
+
+def mfu(*, model_flops: float, step_seconds: float, gpu: Gpu, dtype: str) -> float | None:
+    """Share of the card's dense peak in `dtype` that a step achieves; None when it is unknown.
+
+    `model_flops` are those of the step without recomputation.
+    """
+    peak = peak_flop_per_second(gpu, dtype)
+    return None if peak is None else model_flops / step_seconds / peak
+
+
+def _engine(kernel: Kernel) -> str:
+    """Which row of Machine.flop_per_second computes it."""
+    if kernel.kind == "matmul":
+        return "matmul"
+    kernel_family = "efficient" if "efficient" in kernel.name else "flash"
+    return f"{kernel_family}_backward" if "backward" in kernel.name else kernel_family

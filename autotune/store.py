@@ -1,0 +1,426 @@
+"""The database: one Optuna study per workload, at one SQLAlchemy URL, open to Optuna's own tools.
+
+A study maximizes tokens per second. A trial is one TrainConfig. Its parameters are what the search
+varies; what the workload fixes (sequence length, accumulation) is in the user attribute `config`.
+
+| a predicted TrainConfig            | trial    | value             | constraint `memory`      |
+|------------------------------------|----------|-------------------|--------------------------|
+| fits                               | COMPLETE | tokens per second | peak - budget, at most 0 |
+| fits, its speed is unknown         | PRUNED   | none              | peak - budget, at most 0 |
+| does not fit                       | PRUNED   | none              | the excess in bytes      |
+
+Nothing stored is ever changed or removed: what is said again in the same numbers is skipped, and
+what is said in other numbers (a newer library predicts otherwise) becomes one more trial.
+Constraints rather than FAIL, because samplers learn from them (DESIGN.md section 2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.errors import ConfigError, StorageError
+from autotune.optimizers import OPTIMIZERS
+from autotune.results import SCHEMA_VERSION, Estimate
+from autotune.units import GIB
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
+    from sqlalchemy import URL
+
+DEFAULT_URL = "sqlite:///studies/autotune.db"
+CONSTRAINT = "memory"
+"""Name of the trials' constraint: peak_device_bytes minus the budget."""
+
+BUSY_SECONDS = 5.0
+"""How long a statement waits for another process to finish writing to SQLite."""
+CONNECT_SECONDS = 10
+SQLITE_PRAGMAS = ["journal_mode=WAL", "synchronous=NORMAL"]
+"""Readers need not wait for a writer; a crash of the machine loses the last commits, no more."""
+
+MAX_NAME_CHARS = 200
+
+_CATEGORIES: dict[str, Sequence[str | bool]] = {
+    "method": METHODS,
+    "precision": tuple(PRECISIONS),
+    "optimizer": tuple(OPTIMIZERS),
+    "activation_offloading": (False, True),
+    "attention": ATTENTIONS,
+    "lora_targets": ("all-linear", "attention"),
+    "quantization": tuple(QUANTIZATIONS),
+}
+_DRIVERS_WITH_CONNECT_TIMEOUT = ("psycopg", "psycopg2", "pymysql", "mysqldb")
+
+_EXPLANATIONS = (
+    # part of the driver's message, why, remedy
+    ("readonly database", "It cannot be written to", "Make it writable"),
+    ("unable to open", "Its file cannot be opened", "Check its folder and the permissions"),
+    (
+        "file is not a database",
+        "The file is damaged or is not SQLite's; it was left as it is",
+        "Restore it from a copy",
+    ),
+    (
+        "malformed",
+        "The file is damaged; it was left as it is",
+        "Restore it from a copy",
+    ),
+    ("is locked", "Another process is writing to it", "Try again when that has finished"),
+    ("disk is full", "The disk is full; nothing stored is lost", "Free some space and try again"),
+)
+_ELSEWHERE = "or choose another database with --storage"
+
+
+@contextlib.contextmanager
+def open_study(
+    url: str,
+    name: str,
+    *,
+    workload: Workload,
+    gpu: str,
+    command: str = "",
+    versions: Mapping[str, str] | None = None,
+) -> Iterator[optuna.Study]:
+    """Open the study of that name, or create it; use as `with open_study(...) as study:`.
+
+    The workload, card, command and library versions of the run that creates a study are kept as
+    its user attributes. Problems of the database inside the `with` block are translated as well.
+
+    Raises ConfigError when the study belongs to another workload or card, and StorageError for
+    everything that the database refuses.
+    """
+    import optuna
+
+    _check_name(name)
+    # Optuna reports the creation of a study on stderr, where our progress is shown.
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    identity = json.loads(json.dumps({"workload": dataclasses.asdict(workload), "gpu": gpu}))
+    parsed = _parse_url(url)
+    with _explained(parsed):
+        storage = _open_storage(parsed)
+        try:
+            study = optuna.create_study(
+                storage=storage, study_name=name, direction="maximize", load_if_exists=True
+            )
+            if not study.user_attrs and not study.get_trials(deepcopy=False):
+                details = {"command": command, "versions": dict(versions or {})}
+                for key, value in {"schema_version": SCHEMA_VERSION, **details, **identity}.items():
+                    study.set_user_attr(key, value)
+            _check_identity(study, identity)
+            yield study
+        finally:
+            storage.remove_session()
+            storage.engine.dispose()
+
+
+def record_estimates(
+    study: optuna.Study, estimates: Iterable[Estimate], *, budget_bytes: int
+) -> int:
+    """Add a trial per Estimate that is not in the study yet; return how many were added.
+
+    About 7 ms per trial on SQLite (Optuna writes each in its own transaction): pass hundreds.
+
+    Raises ConfigError when a setting has a value that the study's categories do not know.
+    """
+    stored = study.get_trials(deepcopy=False)
+    known = {_identity(trial.user_attrs) for trial in stored}
+    new = []
+    for estimate in estimates:
+        attributes = _attributes(estimate)
+        if _identity(attributes) not in known:
+            known.add(_identity(attributes))
+            new.append((estimate, attributes))
+    distributions = _distributions(study.study_name, stored, [estimate for estimate, _ in new])
+    study.add_trials(
+        _trial(estimate, attributes, distributions, budget_bytes) for estimate, attributes in new
+    )
+    return len(new)
+
+
+def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
+    """A name such as `qwen2.5-1.5b-12gb`, with whatever differs from `find`'s defaults appended.
+
+    `gpu` only where the user named one: two cards of one budget need two studies.
+    """
+    path = Path(workload.model)
+    name = path.parent.name if path.name == "config.json" else path.name
+    parts = [slug(name), _short_size(workload.memory_budget_bytes)]
+    for field, prefix in (("sequence_length", "seq"), ("effective_batch_size", "batch")):
+        if getattr(workload, field) != _default(field):
+            parts.append(f"{prefix}{getattr(workload, field)}")
+    if workload.task != _default("task"):
+        parts.append(workload.task)
+    if set(workload.methods) != set(METHODS):
+        parts += [method for method in METHODS if method in workload.methods]
+    if gpu is not None:
+        parts.append(slug(gpu))
+    return "-".join(parts)
+
+
+def slug(text: str) -> str:
+    """Lower-case letters, digits, dots and dashes: fit for a file's name. Never empty."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower())[:60].strip("-.") or "model"
+
+
+class _SqliteConnection(sqlite3.Connection):
+    """A connection that applies SQLITE_PRAGMAS, whichever engine opens it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for pragma in SQLITE_PRAGMAS:
+            self.execute(f"PRAGMA {pragma}")
+
+
+def _check_name(name: str) -> None:
+    if not name.strip() or len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise ConfigError(
+            f"{name[:40]!r} cannot name a study",
+            why=f"A name is 1 to {MAX_NAME_CHARS} printable characters",
+        )
+
+
+def _parse_url(url: str) -> URL:
+    import sqlalchemy
+
+    try:
+        return sqlalchemy.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        # What follows the scheme may hold a password, so it is not repeated.
+        raise StorageError(
+            f'The database address "{url.partition(":")[0][:80]}..." cannot be read',
+            remedy="Write it as SQLAlchemy does, such as sqlite:///studies/autotune.db",
+        ) from None
+
+
+def _open_storage(url: URL) -> optuna.storages.RDBStorage:
+    import optuna
+
+    _make_folder(url)
+    text = url.render_as_string(hide_password=False)
+    storage = optuna.storages.RDBStorage(
+        # Optuna fills in a {SCHEMA_VERSION}, and stumbles over any other brace.
+        text.replace("{", "{{").replace("}", "}}"),
+        engine_kwargs=_engine_options(url),
+        skip_compatibility_check=True,
+        # Tables are added to an empty database only: never to one that is newer, or another's.
+        skip_table_creation=not _is_empty(url),
+    )
+    version = storage.get_current_version()
+    if version != storage.get_head_version():
+        is_older = version in storage.get_all_versions()
+        command = "optuna storage upgrade --storage URL" if is_older else "pip install -U optuna"
+        raise StorageError(
+            f"The database {url} cannot be used",
+            why=f"It was written by an {'older' if is_older else 'newer'} Optuna ({version})",
+            remedy=f"Run `{command}`, {_ELSEWHERE}",
+        )
+    return storage
+
+
+def _is_empty(url: URL) -> bool:
+    """Whether Optuna's tables are to be created. Raises StorageError for a stranger's SQLite."""
+    import sqlalchemy
+
+    engine = sqlalchemy.create_engine(url, **_engine_options(url))
+    try:
+        tables = sqlalchemy.inspect(engine).get_table_names()
+    finally:
+        engine.dispose()
+    if {"studies", "version_info", "alembic_version"}.issubset(tables):
+        return False
+    if tables and "studies" not in tables and url.get_backend_name() == "sqlite":
+        raise StorageError(
+            f"The database {url} cannot be used",
+            why="It belongs to another program; it was left as it is",
+            remedy="Choose another with --storage",
+        )
+    return True
+
+
+def _make_folder(url: URL) -> None:
+    name = url.database or ""
+    if url.get_backend_name() != "sqlite" or name in ("", ":memory:") or name.startswith("file:"):
+        return
+    try:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"The folder of the database {url} cannot be created",
+            why=error.strerror or str(error),
+            remedy=f"Check its permissions, {_ELSEWHERE}",
+        ) from error
+
+
+def _engine_options(url: URL) -> dict[str, Any]:
+    if url.get_backend_name() == "sqlite":
+        return {"connect_args": {"timeout": BUSY_SECONDS, "factory": _SqliteConnection}}
+    # Without it, an address where nobody answers is waited for during minutes.
+    timed = url.get_driver_name() in _DRIVERS_WITH_CONNECT_TIMEOUT
+    return {"connect_args": {"connect_timeout": CONNECT_SECONDS}} if timed else {}
+
+
+@contextlib.contextmanager
+def _explained(url: URL) -> Iterator[None]:
+    """Turn what Optuna, SQLAlchemy and the driver raise into a StorageError of one line."""
+    import optuna
+    import sqlalchemy
+
+    try:
+        yield
+    except ImportError as error:
+        raise StorageError(
+            f"The database {url} cannot be opened",
+            why=str(error),
+            remedy=f"Install the driver that SQLAlchemy asks for, {_ELSEWHERE}",
+        ) from error
+    except (optuna.exceptions.StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
+        message = _driver_message(error)
+        if isinstance(url.password, str) and url.password:
+            message = message.replace(url.password, "***")
+        for part, why, remedy in _EXPLANATIONS:
+            if part in message:
+                break
+        else:
+            why, remedy = message, "Check its address, and that its server runs"
+        # `str(url)` hides the password.
+        raise StorageError(
+            f"The database {url} cannot be used", why=why, remedy=f"{remedy}, {_ELSEWHERE}"
+        ) from error
+
+
+def _driver_message(error: BaseException) -> str:
+    """The first line of what the driver said, from under the wrappings of the libraries."""
+    cause: BaseException | None = error
+    while cause is not None:
+        original = getattr(cause, "orig", None)
+        if original is not None:
+            return str(original).partition("\n")[0][:300]
+        error, cause = cause, cause.__cause__
+    return str(error).partition("\n")[0][:300]
+
+
+def _check_identity(study: optuna.Study, wanted: dict[str, Any]) -> None:
+    """Raise ConfigError when the study was made for something else than `wanted`."""
+    stored = study.user_attrs
+    if not {"schema_version", "workload", "gpu"}.issubset(stored):
+        raise ConfigError(
+            f'The study "{study.study_name}" was not made by autotune',
+            remedy="Choose another name with --study",
+        )
+    if stored["schema_version"] > SCHEMA_VERSION:
+        raise StorageError(
+            f'The study "{study.study_name}" was written by a newer autotune',
+            remedy="Update autotune, or choose another name with --study",
+        )
+    before = {**stored["workload"], "gpu": stored["gpu"]}
+    now = {**wanted["workload"], "gpu": wanted["gpu"]}
+    differences = [
+        f"{key} was {before.get(key)}, now {now.get(key)}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
+    ]
+    if differences:
+        raise ConfigError(
+            f'The study "{study.study_name}" was made for something else',
+            why="; ".join(differences),
+            remedy="Choose another name with --study",
+        )
+
+
+def _attributes(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "evidence": "predicted",
+        "config": estimate.config.to_dict(),
+        "tokens_per_second": estimate.tokens_per_second,
+        "peak_device_bytes": estimate.peak_device_bytes,
+    }
+
+
+def _identity(attributes: Mapping[str, Any]) -> str:
+    """Equal for trials that say the same about the same TrainConfig."""
+    return json.dumps(
+        {key: attributes.get(key) for key in ("config", "tokens_per_second", "peak_device_bytes")},
+        sort_keys=True,
+    )
+
+
+def _distributions(
+    study_name: str, stored: Sequence[FrozenTrial], estimates: Sequence[Estimate]
+) -> dict[str, BaseDistribution]:
+    """The domain of each parameter.
+
+    Optuna allows one list of choices per study and parameter: the stored one stays, so a value
+    outside of it needs a new study.
+    """
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    configs = [estimate.config for estimate in estimates]
+    fixed = {
+        name: distribution.choices
+        for trial in stored
+        for name, distribution in trial.distributions.items()
+        if isinstance(distribution, CategoricalDistribution)
+    }
+    distributions: dict[str, BaseDistribution] = {}
+    for name, table in _CATEGORIES.items():
+        used = {getattr(config, name) for config in configs} - {None}
+        choices = tuple(fixed.get(name, (*table, *sorted(used.difference(table)))))
+        unknown = sorted(used.difference(choices))
+        if unknown:
+            raise ConfigError(
+                f'The study "{study_name}" cannot hold {name} "{unknown[0]}"',
+                why=f"Its choices were fixed by its first trial: {', '.join(map(str, choices))}",
+                remedy="Choose another name with --study",
+            )
+        distributions[name] = CategoricalDistribution(choices)
+    largest_batch = max((config.effective_batch_size for config in configs), default=1)
+    distributions["micro_batch_size"] = IntDistribution(1, largest_batch, log=True)
+    ranks = [config.lora_rank for config in configs if config.lora_rank is not None]
+    distributions["lora_rank"] = IntDistribution(1, max(1024, *ranks, 0), log=True)
+    strides = [config.activation_checkpointing for config in configs]
+    distributions["activation_checkpointing"] = IntDistribution(0, max(128, *strides, 0))
+    return distributions
+
+
+def _trial(
+    estimate: Estimate,
+    attributes: dict[str, Any],
+    distributions: Mapping[str, BaseDistribution],
+    budget_bytes: int,
+) -> FrozenTrial:
+    import optuna
+
+    settings = {name: getattr(estimate.config, name) for name in distributions}
+    params = {name: value for name, value in settings.items() if value is not None}
+    excess_bytes = estimate.peak_device_bytes - budget_bytes
+    is_complete = excess_bytes <= 0 and estimate.tokens_per_second is not None
+    states = optuna.trial.TrialState
+    return optuna.trial.create_trial(
+        state=states.COMPLETE if is_complete else states.PRUNED,
+        value=estimate.tokens_per_second if is_complete else None,
+        params=params,
+        distributions={name: distributions[name] for name in params},
+        user_attrs=attributes,
+        constraints={CONSTRAINT: float(excess_bytes)},
+    )
+
+
+def _default(field: str) -> object:
+    return next(row.default for row in dataclasses.fields(Workload) if row.name == field)
+
+
+def _short_size(size_bytes: int) -> str:
+    """`12gb`, `24gib`, `11500mb`: the unit in which the size is a whole number, else MiB."""
+    for unit_bytes, unit in ((10**9, "gb"), (GIB, "gib"), (10**6, "mb")):
+        if size_bytes % unit_bytes == 0:
+            return f"{size_bytes // unit_bytes}{unit}"
+    return f"{size_bytes / 2**20:.0f}mib"

@@ -1,0 +1,1 @@
+"""Runs in a child process: the only home of torch, transformers, peft and bitsandbytes."""

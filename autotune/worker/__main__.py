@@ -1,0 +1,65 @@
+"""The worker: `python -m autotune.worker REQUEST.json RESULT.jsonl` (contract: autotune.isolate).
+
+The request names a verb and its arguments; each answer is one JSON line. Verbs:
+
+trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capability": [major, minor],
+         "cublas_workspace_bytes": int, "traces": [{"id": int, "single": bool, "spec": {...}}]}
+        one line per trace: {"id": int, "trace": {...}}, or {"id": int, "unsupported": reason}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from autotune.isolate import die_with_parent
+from autotune.results import SCHEMA_VERSION
+
+Answers = Iterator[dict[str, Any]]
+
+
+def _trace(request: dict[str, Any]) -> Answers:
+    from autotune.worker.cuda import Device
+    from autotune.worker.model import ModelSpec, UnsupportedModel, load_config
+    from autotune.worker.trace import trace_step
+
+    device = Device(
+        compute_capability=tuple(request["compute_capability"]),
+        cublas_workspace_bytes=request["cublas_workspace_bytes"],
+    )
+    for wanted in request["traces"]:
+        try:
+            trace = trace_step(
+                load_config(request["config"]),
+                request["task"],
+                ModelSpec(**wanted["spec"]),
+                sequence_length=request["sequence_length"],
+                device=device,
+                single=wanted["single"],
+            )
+        except UnsupportedModel as error:
+            yield {"id": wanted["id"], "unsupported": str(error)}
+        else:
+            yield {"id": wanted["id"], "trace": trace}
+
+
+VERBS: dict[str, Callable[[dict[str, Any]], Answers]] = {"trace": _trace}
+
+
+def main() -> None:
+    die_with_parent()
+    request_file, result_file = sys.argv[1:]
+    envelope = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    if envelope["schema_version"] != SCHEMA_VERSION:
+        sys.exit(f"request has schema version {envelope['schema_version']}, not {SCHEMA_VERSION}")
+    with open(result_file, "a", encoding="utf-8") as results:
+        for answer in VERBS[envelope["verb"]](envelope["request"]):
+            results.write(json.dumps(answer) + "\n")
+            results.flush()
+
+
+if __name__ == "__main__":
+    main()

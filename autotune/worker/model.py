@@ -1,0 +1,261 @@
+"""The model that the Trainer would train, on `meta`: architecture, quantised base, adapter, checkpointing.
+
+Only a configuration is read. An architecture that Transformers does not know natively is refused, so
+remote code never runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from autotune.config import PRECISIONS, QUANTIZATIONS
+
+RANK = 10_007
+"""LoRA rank of a trace: a prime that divides no model dimension, so that sizes tell their factors."""
+
+_AUTO_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+}
+
+
+class UnsupportedModel(Exception):
+    """The configuration cannot be built or traced; the message is for the user."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """What changes the structure of a traced step: one trace per value."""
+
+    method: str
+    lora_targets: str | None
+    quantization: str
+    precision: str
+    activation_checkpointing: int
+    activation_offloading: bool
+    attention: str
+
+
+def load_config(config: dict[str, Any]) -> PretrainedConfig:
+    """Transformers' configuration object. UnsupportedModel for an architecture that needs remote code."""
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModel(
+            f"model_type {model_type!r} is not known to transformers {transformers.__version__}"
+            + ("; its remote code is never run" if "auto_map" in config else "")
+        )
+    values = {k: v for k, v in config.items() if k not in ("model_type", "auto_map")}
+    values.pop("quantization_config", None)
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except Exception as error:
+        raise UnsupportedModel(f"transformers refuses the configuration: {error}") from error
+
+
+def layer_period(config: PretrainedConfig) -> int:
+    """After how many layers the pattern of layer types repeats."""
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return 1
+    return next(
+        n for n in range(1, len(kinds) + 1) if all(k == kinds[i % n] for i, k in enumerate(kinds))
+    )
+
+
+def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """The same architecture with fewer layers."""
+    small = copy.deepcopy(config)
+    for name, value in list(vars(small).items()):
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(small, name, value[:num_layers])
+    small.num_hidden_layers = num_layers
+    return small
+
+
+def layer_stack(model: nn.Module, num_layers: int) -> nn.ModuleList | None:
+    """The one list of repeated layers; None where the model has none or several."""
+    stacks = [
+        m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers and num_layers > 1
+    ]
+    return stacks[0] if len(stacks) == 1 else None
+
+
+def build_base(config: PretrainedConfig, task: str, spec: ModelSpec) -> nn.Module:
+    """The bare model on `meta`, dtype of its weights as `from_pretrained(dtype=...)` would load it."""
+    auto = getattr(transformers, _AUTO_CLASSES[task])
+    config = copy.deepcopy(config)
+    config.use_cache = False  # TrainingArguments.use_cache's default
+    dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = auto.from_config(
+                config, dtype=dtype, attn_implementation=spec.attention
+            )
+    except Exception as error:
+        raise UnsupportedModel(_reason(error)) from error
+    return model
+
+
+def quantize(model: nn.Module, spec: ModelSpec) -> None:
+    """Linear layers become bitsandbytes' Linear4bit, weights quantised by bitsandbytes' own code."""
+    import bitsandbytes as bnb
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    compute = getattr(torch, PRECISIONS[spec.precision].compute_dtype)
+    quantization = QUANTIZATIONS[spec.quantization]
+    replace_with_bnb_linear(
+        model,
+        modules_to_not_convert=get_keys_to_not_convert(model),
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=quantization.double,
+            bnb_4bit_compute_dtype=compute,
+        ),
+    )
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.compute_type_is_set = True
+
+
+def quantize_weight(linear: Any, dtype: torch.dtype) -> None:
+    """Load one weight in 16 bits, quantise it, drop the original: what loading does, layer by layer."""
+    import bitsandbytes as bnb
+
+    old = linear.weight
+    weight = torch.empty(linear.out_features, linear.in_features, dtype=dtype, device="meta")
+    packed, state = bnb.functional.quantize_4bit(
+        weight,
+        blocksize=old.blocksize,
+        compress_statistics=old.compress_statistics,
+        quant_type=old.quant_type,
+        quant_storage=old.quant_storage,
+    )
+    linear.weight = bnb.nn.Params4bit(
+        packed,
+        requires_grad=False,
+        quant_state=state,
+        blocksize=old.blocksize,
+        compress_statistics=old.compress_statistics,
+        quant_type=old.quant_type,
+        quant_storage=old.quant_storage,
+        module=linear,
+        bnb_quantized=True,
+    )
+    linear.quant_state = state
+
+
+_ATTENTION_PROJECTIONS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj",
+    "query", "key", "value", "q", "k", "v", "o", "dense",
+)  # fmt: skip
+
+
+def lora_target_modules(model: nn.Module, targets: str) -> str | list[str]:
+    """PEFT's `target_modules`: its own all-linear, the attention projections, or the names given."""
+    if targets == "all-linear":
+        return targets
+    names = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_projection(m)}
+    if targets == "attention":
+        wanted = [name for name in _ATTENTION_PROJECTIONS if name in names]
+    else:
+        wanted = [name.strip() for name in targets.split(",")]
+        missing = [name for name in wanted if name not in names]
+        if missing:
+            raise UnsupportedModel(
+                f"LoRA targets {', '.join(missing)} are no linear layers of this model: it has "
+                f"{', '.join(sorted(names))}"
+            )
+    if not wanted:
+        raise UnsupportedModel("no attention projection is known for this model: name the LoRA targets")
+    return wanted
+
+
+def _is_projection(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def add_adapter(model: nn.Module, targets: str, rank: int) -> nn.Module:
+    """PEFT's LoRA, its weights in fp32 (PEFT casts adapters of 16-bit models)."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=lora_target_modules(model, targets), bias="none"
+    )
+    adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)  # type: ignore[arg-type]
+    return adapted
+
+
+def enable_checkpointing(model: Any, spec: ModelSpec) -> None:
+    """What Trainer does for `activation_checkpointing=True`, by the names of the installed version."""
+    kwargs: dict[str, Any] = {"use_reentrant": False}
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None and "every_n_layers" in inspect.signature(
+        _inner(model).activation_checkpointing_enable
+    ).parameters:
+        enable(
+            activation_checkpointing_kwargs=kwargs,
+            every_n_layers=spec.activation_checkpointing,
+            offload=spec.activation_offloading,
+        )
+        return
+    if spec.activation_checkpointing > 1 or spec.activation_offloading:
+        raise UnsupportedModel(
+            f"transformers {transformers.__version__} checkpoints every layer or none, without offloading"
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decayed_parameters(model: nn.Module) -> set[int]:
+    """Ids of the parameters in the Trainer's first group: no biases, no norms.
+
+    Source: transformers 5.23 Trainer.get_decay_parameter_names.
+    """
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    names = set(get_parameter_names(model, [nn.LayerNorm], patterns))
+    return {id(parameter) for name, parameter in model.named_parameters() if name in names}
+
+
+def accepts_loss_kwargs(model: Any) -> bool:
+    """Trainer's own question: does the forward pass take `num_items_in_batch`?"""
+    inner = _inner(model)
+    declared = getattr(inner, "accepts_loss_kwargs", None)
+    if declared is not None:
+        return bool(declared)
+    parameters = inspect.signature(inner.forward).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def small_num_layers(num_layers: int, period: int) -> int:
+    """Layers enough for a first, a repeating and a last period; all of them where that saves nothing."""
+    small = 3 * period + num_layers % period
+    return min(small, num_layers)
+
+
+def trace_period(config: PretrainedConfig, spec: ModelSpec) -> int:
+    """Layer types and checkpointing both repeat after so many layers."""
+    return math.lcm(layer_period(config), max(spec.activation_checkpointing, 1))
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

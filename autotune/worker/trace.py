@@ -1,0 +1,425 @@
+"""One optimizer step's forward and backward on `meta`, as `transformers.Trainer` runs them.
+
+The result is small whatever the size of the model: three periods of layers are traced, the events are
+cut into blocks at the layers' borders, and the middle period is the one that repeats. Sizes are written
+as `coefficient x micro_batch^i x rank^j`, which is known because both are traced with primes that no
+model dimension contains. A micro-batch of one takes other code paths (squeezed dimensions), so it is
+traced by itself.
+
+Not modelled: data loading (the batch lives for its micro-step), evaluation, logging, checkpoints.
+Source of the order of operations: transformers 5.23 Trainer.training_step and Trainer._run_epoch,
+accelerate 1.15 Accelerator.prepare_model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from autotune.config import PRECISIONS
+from autotune.worker import model as models
+from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
+from autotune.worker.model import RANK, ModelSpec, UnsupportedModel
+from autotune.worker.tracker import Recording, TrackedKernel, Tracker
+
+MICRO_BATCH = 1_000_003
+"""Micro-batch of a trace that stands for 2 and more: a prime that divides no model dimension."""
+
+Mark = tuple[str, int]
+"""(phase, layer): where a block of events begins; layer -1 outside the repeated layers."""
+
+
+def trace_step(
+    config: PretrainedConfig,
+    task: str,
+    spec: ModelSpec,
+    *,
+    sequence_length: int,
+    device: Device,
+    single: bool,
+    whole: bool = False,
+) -> dict[str, Any]:
+    """Trace one micro-step. `single`: micro-batch 1; `whole`: every layer, nothing extrapolated.
+
+    Raises UnsupportedModel where the model cannot be built or run on `meta`.
+    """
+    num_layers = getattr(config, "num_hidden_layers", 0)
+    period = models.trace_period(config, spec)
+    small = num_layers if whole else models.small_num_layers(num_layers, period)
+    layers = {"traced": small, "full": num_layers, "period": period}
+    if small < num_layers:
+        model = models.build_base(models.with_layers(config, small), task, spec)
+        if models.layer_stack(model, small) is None:
+            return trace_step(
+                config, task, spec, sequence_length=sequence_length, device=device, single=single, whole=True
+            )
+    else:
+        model = models.build_base(config, task, spec)
+    micro_batch = 1 if single else MICRO_BATCH
+    workspaces = Workspaces(device.cublas_workspace_bytes)
+    tracker = Tracker(
+        "meta",
+        hidden_buffers=hidden_buffers,
+        before=workspaces.before,
+        decompositions=_decompositions(spec),
+    )
+    step = _Step(model, task, spec, tracker)
+    with _trace_settings(tracker):
+        step.set_up()
+        with cuda_choices(device), tracker:
+            step.forward_backward(micro_batch, sequence_length, small)
+    return _encode(step, workspaces, micro_batch, layers)
+
+
+class _Step:
+    """A model on its way through set-up, forward and backward, marking the borders of blocks."""
+
+    def __init__(self, model: nn.Module, task: str, spec: ModelSpec, tracker: Tracker) -> None:
+        self.model = model
+        self.task = task
+        self.spec = spec
+        self.tracker = tracker
+        self.parameters: dict[int, nn.Parameter] = {}
+        """tensor index -> parameter"""
+        self.gradients: dict[int, int] = {}
+        """tensor index of a gradient -> tensor index of its parameter"""
+        self.handed_over: dict[int, list[int]] = {}
+        """event position -> gradients that autograd hands over there"""
+
+    def mark(self, phase: str, layer: int = -1) -> None:
+        self.tracker.recording.mark((phase, layer))
+
+    def set_up(self) -> None:
+        """Weights and buffers reach the device; then the adapter's."""
+        spec = self.spec
+        if spec.method == "qlora":
+            models.quantize(self.model, spec)
+        stack_of = _layer_finder(self.model, models.layer_stack(self.model, _num_layers(self.model)))
+        dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
+        last: Mark = ("", 0)
+        for name, module in self.model.named_modules():
+            mark = ("weights", stack_of(name))
+            if mark != last:
+                self.mark(*mark)
+                last = mark
+            if type(module).__name__ == "Linear4bit":
+                with self.tracker:
+                    models.quantize_weight(module, dtype)
+            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                self._own(tensor)
+        if spec.method != "full":
+            assert spec.lora_targets is not None
+            self.model = models.add_adapter(self.model, spec.lora_targets, RANK)
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    mark = ("adapter", stack_of(name))
+                    if mark != last:
+                        self.mark(*mark)
+                        last = mark
+                    self._own(parameter)
+        if spec.activation_checkpointing:
+            models.enable_checkpointing(self.model, spec)
+        self.model.train()
+
+    def _own(self, tensor: torch.Tensor) -> None:
+        index = self.tracker.index_of(tensor)
+        if isinstance(tensor, nn.Parameter) and index not in self.parameters:
+            self.parameters[index] = tensor
+
+    def forward_backward(self, micro_batch: int, sequence_length: int, num_layers: int) -> None:
+        """Trainer.training_step: loss under autocast, scaled, backward."""
+        precision = PRECISIONS[self.spec.precision]
+        self._hook_gradients()
+        self.mark("batch")
+        model: Any = self.model
+        inputs: dict[str, Any] = _batch(self.task, micro_batch, sequence_length)
+        accepts = models.accepts_loss_kwargs(model)
+        if accepts and self.task != "sequence-classification":
+            inputs["num_items_in_batch"] = torch.empty((), dtype=torch.int64, device="meta")
+        stack = models.layer_stack(model, num_layers)
+        handles = self._hook_layers(stack) if stack is not None else []
+        if precision.autocast:
+            _wrap_forward(model, getattr(torch, precision.compute_dtype))
+        self.mark("embed")
+        outputs = model(**inputs)
+        loss = outputs["loss"]
+        del outputs, inputs
+        if not accepts:
+            loss = loss / 1
+        if precision.grad_scaler:
+            loss = loss * torch.empty((), dtype=torch.float32, device="meta")
+        self.mark("head_backward")
+        # Tensor.backward would switch the function mode off; the engine's own entry does not.
+        torch.autograd.graph._engine_run_backward(
+            (loss,),
+            (torch.ones_like(loss),),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+        self.mark("end")
+        del loss
+        for handle in handles:
+            handle.remove()
+        gc.collect(0)
+
+    def _hook_gradients(self) -> None:
+        for index, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_hook(index))
+
+    def _gradient_hook(self, parameter_index: int) -> Callable[[torch.Tensor], None]:
+        def accumulated(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            gradient = self.tracker.index_of(parameter.grad)
+            self.gradients[gradient] = parameter_index
+            position = len(self.tracker.recording.events)
+            self.handed_over.setdefault(position, []).append(gradient)
+
+        return accumulated
+
+    def _hook_layers(self, stack: nn.ModuleList) -> list[Any]:
+        handles = []
+        last = len(stack) - 1
+        for number, layer in enumerate(stack):
+            handles.append(layer.register_forward_pre_hook(self._enter(number), with_kwargs=True))
+            handles.append(layer.register_forward_hook(self._leave(number, number == last)))
+        return handles
+
+    def _enter(self, number: int) -> Callable[..., None]:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.mark("forward", number)
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if number == 0 and hidden.requires_grad:
+                hidden.register_hook(lambda _: self.mark("embed_backward"))
+
+        return enter
+
+    def _leave(self, number: int, is_last: bool) -> Callable[..., None]:
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _: self.mark("backward", number))
+            if is_last:
+                self.tracker.mark_before_next(("head", -1))
+
+        return leave
+
+
+def _num_layers(model: Any) -> int:
+    return getattr(model.config, "num_hidden_layers", 0)
+
+
+def _layer_finder(model: nn.Module, stack: nn.ModuleList | None) -> Callable[[str], int]:
+    """Number of the repeated layer that a module or parameter name lies in; -1 for none."""
+    if stack is None:
+        return lambda name: -1
+    prefix = next(name for name, module in model.named_modules() if module is stack) + "."
+
+    def layer_of(name: str) -> int:
+        _, found, rest = name.partition(prefix)
+        return int(rest.partition(".")[0]) if found else -1
+
+    return layer_of
+
+
+def _batch(task: str, micro_batch: int, sequence_length: int) -> dict[str, torch.Tensor]:
+    """What the Trainer's collator gives: token ids, an all-ones mask, labels."""
+
+    def tokens() -> torch.Tensor:
+        return torch.empty(micro_batch, sequence_length, dtype=torch.int64, device="meta")
+
+    labels = tokens()
+    if task == "sequence-classification":
+        labels = torch.empty(micro_batch, dtype=torch.int64, device="meta")
+    return {"input_ids": tokens(), "attention_mask": tokens(), "labels": labels}
+
+
+def _wrap_forward(model: Any, dtype: torch.dtype) -> None:
+    """What accelerate does to a model under mixed precision: autocast, outputs converted to fp32."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    forward = model.forward.__func__
+
+    def autocast_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=dtype):
+            return forward(self, *args, **kwargs)
+
+    model.forward = MethodType(autocast_forward, model)
+    model.forward = MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
+
+
+def _decompositions(spec: ModelSpec) -> dict[Any, Callable[..., Any]]:
+    """bitsandbytes multiplies more than 1,536 rows by dequantising first (its backends/cuda/ops.py)."""
+    if spec.method != "qlora":
+        return {}
+    import bitsandbytes  # noqa: F401  (defines the operators)
+    from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
+
+    return {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit_default_impl}
+
+
+@contextlib.contextmanager
+def _trace_settings(tracker: Tracker) -> Iterator[None]:
+    """Offloading parks tensors without a host copy; warnings of libraries stay out of stderr."""
+    import transformers.modeling_utils as modeling_utils
+
+    original = getattr(modeling_utils, "save_on_cpu", None)
+    if original is not None:
+        modeling_utils.save_on_cpu = functools.partial(_park_on_host, tracker)  # type: ignore[assignment,misc]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            if original is not None:
+                modeling_utils.save_on_cpu = original
+
+
+class _park_on_host(torch.autograd.graph.saved_tensors_hooks):
+    """torch.autograd.graph.save_on_cpu for tensors without values: frees on packing, allocates on unpacking."""
+
+    def __init__(self, tracker: Tracker, pin_memory: bool = False, device_type: str = "cuda") -> None:
+        def copy(tensor: torch.Tensor) -> None:
+            size_bytes = tensor.numel() * tensor.element_size()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            tracker.recording.kernels.append(TrackedKernel("copy_host", dtype, 0, (size_bytes,), False))
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+            copy(tensor)
+            return tensor.shape, tensor.dtype
+
+        def unpack(parked: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+            tensor = torch.empty(parked[0], dtype=parked[1], device="meta")
+            copy(tensor)
+            return tensor
+
+        super().__init__(pack, unpack)
+
+
+def _monomial(number: int, micro_batch: int) -> tuple[int, int, int]:
+    """(coefficient, power of the micro-batch, power of the rank) of a traced size."""
+    batch_power = rank_power = 0
+    if number:
+        while micro_batch > 1 and number % micro_batch == 0:
+            number //= micro_batch
+            batch_power += 1
+        while number % RANK == 0:
+            number //= RANK
+            rank_power += 1
+    return number, batch_power, rank_power
+
+
+def _encode(step: _Step, workspaces: Workspaces, micro_batch: int, layers: dict[str, int]) -> dict[str, Any]:
+    recording = step.tracker.recording
+    blocks = _blocks(recording, step, micro_batch)
+    vocabulary = getattr(step.model.config, "vocab_size", -1)  # type: ignore[union-attr]
+    decayed = models.decayed_parameters(step.model)
+    embeddings = {
+        id(module.weight) for module in step.model.modules() if isinstance(module, nn.Embedding)
+    }
+    tensors: list[Any] = []
+    for index, tensor in enumerate(recording.tensors):
+        entry: dict[str, Any] = {"size": _monomial(tensor.size_bytes, micro_batch)}
+        if index in step.parameters:
+            entry["category"] = "parameter"
+            parameter = step.parameters[index]
+            entry["dtype"] = tensor.dtype
+            entry["trainable"] = parameter.requires_grad
+            entry["shape"] = [_monomial(n, 1) for n in parameter.shape]
+            entry["group"] = int(id(parameter) not in decayed)
+            entry["embedding"] = id(parameter) in embeddings
+        elif index in step.gradients:
+            entry["category"] = "gradient"
+            entry["of"] = step.gradients[index]
+        elif index in workspaces.indices:
+            entry["category"] = "workspace"
+        elif tensor.shape and tensor.shape[-1] == vocabulary:
+            entry["category"] = "logits"
+        if tensor.rule is not None:
+            name, *numbers = tensor.rule
+            entry["rule"] = [name, *(_monomial(n, micro_batch) for n in numbers)]
+        tensors.append(entry)
+    return {
+        "layers": layers,
+        "tensors": tensors,
+        "blocks": blocks,
+        "parameters": _count_parameters(step.model),
+    }
+
+
+def _count_parameters(model: nn.Module) -> dict[str, Any]:
+    """Elements of the traced layers, 4-bit weights counted unpacked, by layer as in `blocks`."""
+    quantised = {
+        id(m.weight): m.in_features * m.out_features
+        for m in model.modules()
+        if type(m).__name__ == "Linear4bit"
+    }
+    layer_of = _layer_finder(model, models.layer_stack(model, _num_layers(model)))
+    counted: dict[int, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        elements = quantised.get(id(parameter), parameter.numel())
+        entry = counted.setdefault(layer_of(name), {"total": [], "trainable": []})
+        monomial = _monomial(elements, 1)
+        entry["total"].append(monomial)
+        if parameter.requires_grad:
+            entry["trainable"].append(monomial)
+    return {str(layer): entry for layer, entry in counted.items()}
+
+
+def _blocks(recording: Recording, step: _Step, micro_batch: int) -> list[dict[str, Any]]:
+    marks = recording.marks
+    ends = [*((m[0], m[1]) for m in marks[1:]), (len(recording.events), len(recording.kernels))]
+    handed_over = step.handed_over
+    blocks = []
+    for (first, first_kernel, (phase, layer)), (last, last_kernel) in zip(marks, ends, strict=True):
+        last_position = last + (last == len(recording.events))
+        accumulate = [
+            (position - first, gradient)
+            for position in range(first, last_position)
+            for gradient in handed_over.get(position, ())
+        ]
+        events = recording.events[first:last]
+        kernels = _count_kernels(recording.kernels[first_kernel:last_kernel], micro_batch)
+        if events or kernels or accumulate:
+            blocks.append(
+                {
+                    "phase": phase,
+                    "layer": layer,
+                    "events": events,
+                    "accumulate": accumulate,
+                    "kernels": kernels,
+                }
+            )
+    return blocks
+
+
+def _count_kernels(kernels: list[TrackedKernel], micro_batch: int) -> list[Any]:
+    """Equal kernels of a block once: [name, dtype, flops, [bytes ...], recomputed, count]."""
+    counts: dict[tuple[Any, ...], int] = {}
+    for k in kernels:
+        key = (k.name, k.dtype, k.num_flops, tuple(sorted(k.tensor_bytes)), k.recomputed)
+        counts[key] = counts.get(key, 0) + 1
+    encoded = []
+    for (name, dtype, flops, sizes, recomputed), count in counts.items():
+        moved: dict[tuple[int, int], int] = {}
+        for size in sizes:
+            coefficient, *powers = _monomial(size, micro_batch)
+            moved[tuple(powers)] = moved.get(tuple(powers), 0) + coefficient
+        terms = [(coefficient, i, j) for (i, j), coefficient in moved.items()]
+        encoded.append([name, dtype, _monomial(flops, micro_batch), terms, recomputed, count])
+    return encoded
+
+
+__all__ = ["MICRO_BATCH", "Device", "UnsupportedModel", "trace_step"]

@@ -1,0 +1,236 @@
+"""Watch every storage that PyTorch allocates and frees on one device, and every kernel it launches.
+
+A TorchDispatchMode sees each ATen call once it has been decomposed by autograd. A storage that appears
+in an output for the first time is an allocation; a weak reference to it tells when it is freed. Both go
+to one ordered event list: `i >= 0` allocates tensor i, `~i` frees it (the form that
+`autotune.allocator.replay` reads).
+
+On `meta` the calls cost no memory and no arithmetic, so the sizes may be those of any model. On `cpu` the
+same class watches a real step: the contract tests compare the two.
+
+Not seen: memory that a CUDA kernel allocates for itself. `hidden_buffers` names it per operation.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer inside a kernel. `rule` names a size that is not a product of the traced dimensions."""
+
+    size_bytes: int
+    rule: tuple[Any, ...] | None = None
+
+
+HiddenBuffers = Callable[[Any, tuple[Any, ...], Any], tuple[Buffer, ...]]
+"""(operation, arguments, output) -> the buffers that the CUDA kernel allocates and frees inside."""
+
+
+@dataclass(slots=True)
+class TrackedTensor:
+    """One storage: bytes, and the shape and dtype of the tensor it was made for."""
+
+    size_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    rule: tuple[Any, ...] | None = None
+
+
+@dataclass(slots=True)
+class TrackedKernel:
+    """One launch: arithmetic and the bytes it reads and writes, tensor by tensor."""
+
+    name: str
+    dtype: str
+    num_flops: int
+    tensor_bytes: tuple[int, ...]
+    recomputed: bool
+    """Launched by activation checkpointing's second forward pass."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """Everything seen, in order. `marks` are (events so far, kernels so far, label)."""
+
+    tensors: list[TrackedTensor] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    kernels: list[TrackedKernel] = field(default_factory=list)
+    marks: list[tuple[int, int, Any]] = field(default_factory=list)
+
+    def mark(self, label: Any) -> None:
+        self.marks.append((len(self.events), len(self.kernels), label))
+
+
+class Tracker(TorchDispatchMode):
+    """Record allocations, frees and kernels on `device_type` while active."""
+
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        hidden_buffers: HiddenBuffers | None = None,
+        before: Callable[[Tracker, Any], None] | None = None,
+        decompositions: dict[Any, Callable[..., Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._decompositions = decompositions or {}
+        self.recording = Recording()
+        self._device_type = device_type
+        self._hidden_buffers = hidden_buffers
+        self._before = before
+        self._pending_mark: Any = None
+        self._index_of: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+
+    def mark_before_next(self, label: Any) -> None:
+        """Mark when the next operation starts: frees until then belong to what went before."""
+        self._pending_mark = label
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """Number of the tensor's storage; a storage never seen before is recorded as allocated now."""
+        storage = tensor.untyped_storage()
+        index = self._index_of.get(storage._cdata)
+        if index is None:
+            index = self._allocate(storage, tensor)
+        return index
+
+    def _allocate(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> int:
+        recording = self.recording
+        index = self._record_allocation(storage.nbytes(), tuple(tensor.shape), tensor.dtype)
+        address = storage._cdata
+        self._index_of[address] = index
+
+        def freed(_: object) -> None:
+            recording.events.append(~index)
+            if self._index_of.get(address) == index:
+                del self._index_of[address]
+                del self._references[address]
+
+        self._references[address] = weakref.ref(storage, freed)
+        return index
+
+    def _record_allocation(self, size_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        index = len(self.recording.tensors)
+        self.recording.tensors.append(TrackedTensor(size_bytes, shape, str(dtype)[6:]))
+        self.recording.events.append(index)
+        return index
+
+    def record_buffers(self, buffers: tuple[Buffer, ...]) -> None:
+        """Buffers that live and die inside one kernel."""
+        indices = []
+        for buffer in buffers:
+            index = self._record_allocation(buffer.size_bytes, (), torch.uint8)
+            self.recording.tensors[index].rule = buffer.rule
+            indices.append(index)
+        self.recording.events.extend(~index for index in indices)
+
+    def record_forever(self, size_bytes: int) -> int:
+        """A buffer that the process keeps (a library workspace)."""
+        return self._record_allocation(size_bytes, (), torch.uint8)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device_type = self._device_type
+        if self._pending_mark is not None:
+            self.recording.mark(self._pending_mark)
+            self._pending_mark = None
+        if func is aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return _answer(args[0])
+        decomposition = self._decompositions.get(func)
+        if decomposition is not None:
+            with self:
+                return decomposition(*args, **kwargs)
+        if self._before is not None:
+            self._before(self, func)
+        out = func(*args, **kwargs)
+        outputs = [t for t in _tensors(out) if t.device.type == device_type]
+        fresh = False
+        for tensor in outputs:
+            if tensor.untyped_storage()._cdata not in self._index_of:
+                fresh = True
+                self._allocate(tensor.untyped_storage(), tensor)
+        if not _launches(func, fresh):
+            return out
+        inputs = [t for t in _tensors((args, tuple(kwargs.values()))) if t.device.type == device_type]
+        if not outputs and not inputs:
+            return out
+        if self._hidden_buffers is not None:
+            self.record_buffers(self._hidden_buffers(func, args, out))
+        counter = flop_registry.get(func._overloadpacket)
+        flops = counter(*args, **kwargs, out_val=out) if counter is not None else 0
+        if flops and _is_causal(func, args, kwargs):
+            flops //= 2
+        moved = tuple(_moved_bytes(t) for t in inputs) + tuple(_moved_bytes(t) for t in outputs)
+        dtype = str((inputs or outputs)[0].dtype)[6:]
+        recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+        self.recording.kernels.append(
+            TrackedKernel(str(func._overloadpacket)[5:], dtype, int(flops), moved, recomputed)
+        )
+        return out
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an attention kernel skips the half of the square that the mask hides."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[position] if position < len(args) else kwargs.get("is_causal"))
+    return False
+
+
+def _answer(tensor: torch.Tensor) -> bool:
+    """What `.item()` says of a tensor without values.
+
+    Transformers asks whether a whole mask is ones and whether a batch is unpacked; the workload's batch
+    is unpadded and unpacked, so the answer is yes. A number cannot be answered.
+    """
+    if tensor.dtype is not torch.bool:
+        raise NotImplementedError("the model reads a number from a tensor, which a trace does not have")
+    return True
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+_EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+_ALIAS = {
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.set_.source_Storage,
+}
+
+
+def _launches(func: Any, fresh: bool) -> bool:
+    """Views, aliases and uninitialised memory cost no kernel; a view that had to copy does."""
+    if func in _EMPTY:
+        return False
+    return fresh or not (func in _ALIAS or func.is_view)
+
+
+def _moved_bytes(tensor: torch.Tensor) -> int:
+    """Bytes a kernel touches of it: an expanded tensor is read once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

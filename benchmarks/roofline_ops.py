@@ -1,0 +1,207 @@
+"""Predicted against published times of PyTorch's own operations, forward and backward, on an A100.
+
+Run: python benchmarks/roofline_ops.py
+
+The published milliseconds are medians of triton.testing.do_bench from Liger-Kernel's table
+(linkedin/Liger-Kernel, benchmark/data/all_benchmark_data.csv, provider huggingface, mode full,
+version 0.2.1, NVIDIA A100-SXM4-80GB). The kernels are written down by hand from the operations that
+those benchmarks run: for each the bytes of its inputs and outputs (a gather: the rows it takes).
+
+roofline.py's constants were chosen with the rows marked `chosen with`; the others test them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from autotune.gpus import find_gpu
+from autotune.roofline import Kernel, ceilings, kind_of, seconds
+
+CHOSEN_WITH = ("cross_entropy", "rms_norm", "geglu")
+
+
+def op(name: str, nbytes: float) -> Kernel:
+    return Kernel(name=name, kind=kind_of(name), dtype="float32", flops=0, bytes_moved=nbytes)
+
+
+def matmul(m: int, n: int, k: int) -> Kernel:
+    nbytes = 2 * (m * k + k * n + m * n)
+    return Kernel(
+        name="mm", kind="matmul", dtype="bfloat16", flops=2 * m * n * k, bytes_moved=nbytes
+    )
+
+
+def rms_norm(width: int) -> list[Kernel]:
+    """Llama's, bf16 input of 2,048 rows, fp32 weight: 24 passes over the rows, 3 small kernels."""
+    n = 2048 * width
+    elementwise = [
+        6,  # to fp32
+        8,  # pow
+        8,  # times rsqrt
+        6,  # to bf16
+        6,  # times the weight, fp32 out
+        *(6, 8, 10, 6, 6),  # backward: gradient to fp32, of both factors, casts
+        *(12, 8, 4),  # of both factors of the rsqrt, of the mean
+        *(8, 8, 12, 12, 6),  # of pow, sum of both paths, to bf16
+    ]
+    return [
+        *(op("mul", nbytes * n) for nbytes in elementwise),
+        *(op("sum", 4 * n) for _ in range(3)),
+        *(op("rsqrt", 2048 * 8) for _ in range(6)),
+    ]
+
+
+def layer_norm(width: int) -> list[Kernel]:
+    """fp32, 4,096 rows; weight and bias gradients accumulate."""
+    n = 4096 * width * 4
+    return [
+        op("native_layer_norm", 2 * n),
+        op("native_layer_norm_backward", 3 * n),
+        op("add_", 12 * width),
+        op("add_", 12 * width),
+    ]
+
+
+def cross_entropy_kernels(logits_bytes: int) -> list[Kernel]:
+    return [
+        op("_log_softmax", 2 * logits_bytes),
+        op("nll_loss_forward", 0),
+        op("nll_loss_backward", logits_bytes),
+        op("_log_softmax_backward_data", 3 * logits_bytes),
+    ]
+
+
+def cross_entropy(vocabulary: int) -> list[Kernel]:
+    """fp32, 16,384 tokens; the logits' gradient accumulates over calls."""
+    logits_bytes = 16384 * vocabulary * 4
+    return [*cross_entropy_kernels(logits_bytes), op("add_", 3 * logits_bytes)]
+
+
+def lm_head_cross_entropy(tokens: int) -> list[Kernel]:
+    """bf16, hidden 4,096, vocabulary 128,256; gradients accumulate."""
+    hidden, vocabulary = 4096, 128256
+    return [
+        matmul(tokens, vocabulary, hidden),
+        *cross_entropy_kernels(tokens * vocabulary * 2),
+        matmul(tokens, hidden, vocabulary),
+        matmul(vocabulary, hidden, tokens),
+        op("add_", 6 * tokens * hidden),
+        op("add_", 6 * vocabulary * hidden),
+    ]
+
+
+def geglu(length: int) -> list[Kernel]:
+    """A gated MLP 4096 -> 11008, bf16, 8 sequences; weight gradients accumulate."""
+    tokens, hidden, inner = 8 * length, 4096, 11008
+    n, weight = tokens * inner * 2, hidden * inner * 2
+    products = [(tokens, inner, hidden)] * 2 + [(tokens, hidden, inner)]
+    backward = [(m, k, n) for m, n, k in products] + [(n, k, m) for m, n, k in products]
+    return [
+        *(matmul(*sizes) for sizes in products + backward),
+        op("gelu", 2 * n),
+        op("gelu_backward", 3 * n),
+        *(op("mul", 3 * n) for _ in range(3)),
+        op("add", 3 * tokens * hidden * 2),
+        *(op("add_", 3 * weight) for _ in range(3)),
+    ]
+
+
+def rope(length: int, width: int) -> list[Kernel]:
+    """Llama's apply_rotary_pos_emb, bf16, 32 query and 8 key heads."""
+    kernels = []
+    for heads in (32, 8):
+        n = length * heads * width // 32 * 2
+        forward = (2, 1, 2, 2, 3)  # mul, neg of a half, cat, mul, add
+        backward = (2, 1, 1.5, 1.5, 3, 2, 3)  # mul, neg, two slices, add, mul, add
+        kernels += [op("mul", passes * n) for passes in forward + backward]
+    return kernels
+
+
+def embedding(vocabulary: int, width: int) -> list[Kernel]:
+    """fp32, 16,384 tokens; makes its random gradient; the weight's gradient accumulates."""
+    n, weight = 16384 * width * 4, vocabulary * width * 4
+    return [
+        op("embedding", 2 * n),
+        op("randn_like", n),
+        op("embedding_dense_backward", 2 * n + weight),
+        op("add_", 3 * weight),
+    ]
+
+
+def by_vocabulary(*milliseconds: float) -> dict[int, float]:
+    """Eight rows, from 1,024 on, doubling."""
+    return {1024 << index: value for index, value in enumerate(milliseconds)}
+
+
+PUBLISHED: list[tuple[str, Callable[[int], list[Kernel]], dict[int, float]]] = [
+    (
+        "cross_entropy",
+        cross_entropy,
+        {4096: 2.226, 8192: 3.5976, 16384: 6.8023, 32768: 15.486, 65536: 30.7781, 131072: 60.4383},
+    ),
+    (
+        "rms_norm",
+        rms_norm,
+        {1024: 0.3177, 2048: 0.4904, 4096: 1.0114, 8192: 1.8622, 16384: 3.544, 32768: 6.9104},
+    ),
+    ("geglu", geglu, {1024: 27.9386, 2048: 54.5128, 4096: 110.9772, 8192: 220.9395}),
+    (
+        "layer_norm",
+        layer_norm,
+        {1024: 0.1188, 2048: 0.1966, 4096: 0.4314, 8192: 0.8296, 16384: 1.6213},
+    ),
+    (
+        "lm_head + cross_entropy",
+        lm_head_cross_entropy,
+        {4096: 55.9668, 8192: 111.4547, 16384: 220.7836, 32768: 452.4713},
+    ),
+    (
+        "rope, by length",
+        lambda length: rope(length, 8192),
+        {1024: 0.6059, 2048: 1.1327, 4096: 2.1762, 8192: 4.2483, 16384: 8.366},
+    ),
+    (
+        "rope, by width",
+        lambda width: rope(2048, width),
+        {512: 0.5161, 2048: 0.5289, 8192: 1.133},
+    ),
+    (
+        "embedding, 768 wide",
+        lambda vocabulary: embedding(vocabulary, 768),
+        by_vocabulary(0.4538, 0.4741, 0.531, 0.6529, 0.8057, 0.9545, 1.196, 1.6426),
+    ),
+    (
+        "embedding, 4096 wide",
+        lambda vocabulary: embedding(vocabulary, 4096),
+        by_vocabulary(1.5775, 1.7074, 1.9505, 2.4049, 3.1199, 4.3286, 5.0652, 7.4894),
+    ),
+]
+"""Operation, its kernels by size, and size -> published milliseconds."""
+
+
+def main() -> None:
+    machine = ceilings(find_gpu("A100-SXM4-80GB"))
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    print(f"{'operation':24} {'size':>7} {'published':>11} {'predicted':>11} {'error':>7}  bound")
+    for name, kernels, rows in PUBLISHED:
+        for size, published_ms in rows.items():
+            time = seconds(kernels(size), machine)
+            assert time is not None, "the A100's rates are known"
+            error = time.total_seconds * 1e3 / published_ms - 1
+            errors[name in CHOSEN_WITH].append(error)
+            print(
+                f"{name:24} {size:7} {published_ms:8.3f} ms {time.total_seconds * 1e3:8.3f} ms"
+                f" {error:+7.1%}  {time.bound}"
+            )
+    for chosen_with, label in ((True, "chosen with"), (False, "held out")):
+        sizes = [abs(error) for error in errors[chosen_with]]
+        print(
+            f"{label:12} {len(sizes):3} rows: median error {statistics.median(sizes):.1%},"
+            f" median signed {statistics.median(errors[chosen_with]):+.1%},"
+            f" worst {max(sizes):.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""The catalogue's rows, the names that find them, and NVML's answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.errors import ConfigError
+from autotune.gpus import PEAK_DTYPES, Gpu, catalogue, detect, find_gpu, for_budget
+from autotune.units import GIB, MIB
+
+NVIDIA_CARDS = [gpu for gpu in catalogue() if gpu.vendor == "nvidia"]
+
+
+def test_the_catalogue_holds_all_cards_of_the_table() -> None:
+    assert len(catalogue()) == 36
+    assert len({gpu.slug for gpu in catalogue()}) == 36
+
+
+@pytest.mark.parametrize("gpu", catalogue(), ids=lambda gpu: gpu.slug)
+def test_a_row_is_plausible_and_sourced(gpu: Gpu) -> None:
+    assert gpu.source
+    assert gpu.capacity_source
+    assert gpu.confidence in ("high", "medium", "low")
+    # A card withholds something, never a tenth of it (ECC in GDDR memory takes a sixteenth).
+    assert 0.9 * gpu.nominal_memory_bytes < gpu.capacity_bytes < gpu.nominal_memory_bytes
+    assert set(gpu.peak_flop_per_second) <= set(PEAK_DTYPES)
+    assert all(1e12 < peak < 1e16 for peak in gpu.peak_flop_per_second.values())
+    # Popular tables list sparse rates: the dense fp16 peak is at most 30 times fp32's.
+    peaks = gpu.peak_flop_per_second
+    assert peaks["float16"] <= 30 * peaks.get("float32", float("inf"))
+    if gpu.memory_bandwidth_bytes_per_second is not None:
+        assert 1e11 < gpu.memory_bandwidth_bytes_per_second < 1e13
+    if gpu.measured_matmul_bfloat16_flop_per_second is not None:
+        assert 0.4 < gpu.measured_matmul_bfloat16_flop_per_second / peaks["bfloat16"] < 1
+
+
+@pytest.mark.parametrize("gpu", NVIDIA_CARDS, ids=lambda gpu: gpu.slug)
+def test_what_cuda_decides_is_known_for_every_nvidia_card(gpu: Gpu) -> None:
+    assert gpu.compute_capability is not None
+    assert gpu.context_bytes is not None
+    assert 0.5 * GIB <= gpu.context_bytes <= 0.91 * GIB
+    large = gpu.compute_capability[0] >= 9
+    assert gpu.cublas_workspace_bytes == (32 * MIB if large else 8_519_680)
+    assert ("bfloat16" in gpu.peak_flop_per_second) == (gpu.compute_capability >= (8, 0))
+
+
+def test_what_cuda_decides_is_unknown_for_other_vendors() -> None:
+    card = find_gpu("mi300x")
+    assert card.vendor == "amd"
+    assert card.compute_capability is None
+    assert card.context_bytes is None
+    assert card.cublas_workspace_bytes is None
+
+
+def test_units_of_a_row() -> None:
+    card = find_gpu("RTX 3060")
+    assert card.capacity_bytes == 12_622_168_064
+    assert card.nominal_memory_bytes == 12 * 2**30
+    assert card.memory_bandwidth_bytes_per_second == 360e9
+    assert card.peak_flop_per_second["bfloat16"] == 25.5e12
+    # PCIe 4.0 x16: 16 GT/s x 16 lanes x 128/130 / 8 bits
+    assert card.pcie_bandwidth_bytes_per_second == pytest.approx(31.508e9, rel=1e-4)
+    # The 4060 Ti has eight lanes.
+    assert find_gpu("4060 ti").pcie_bandwidth_bytes_per_second == pytest.approx(15.754e9, rel=1e-4)
+
+
+def test_what_the_table_left_open_stays_unknown() -> None:
+    assert find_gpu("a40").memory_bandwidth_bytes_per_second is None
+    assert "float32" not in find_gpu("rtx-pro-6000").peak_flop_per_second
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("rtx-4070", "NVIDIA RTX 4070"),
+        ("RTX 4070", "NVIDIA RTX 4070"),
+        ("4090", "NVIDIA RTX 4090"),
+        ("a100", "NVIDIA A100-SXM4-80GB"),
+        ("A100-40GB", "NVIDIA A100-SXM4-40GB"),
+        ("h100", "NVIDIA H100 80GB HBM3"),
+        ("t4", "NVIDIA T4"),
+        # As NVML and torch.cuda.get_device_name spell them.
+        ("Tesla V100-SXM2-16GB", "NVIDIA V100-SXM2 16GB"),
+        ("NVIDIA GeForce RTX 3090", "NVIDIA RTX 3090"),
+        ("NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX 6000 Ada"),
+        ("NVIDIA A10G", "NVIDIA A10G"),
+    ],
+)
+def test_names(name: str, card: str) -> None:
+    assert find_gpu(name).name == card
+
+
+@pytest.mark.parametrize("gpu", catalogue(), ids=lambda gpu: gpu.slug)
+def test_every_spelling_of_a_row_finds_that_row(gpu: Gpu) -> None:
+    assert {find_gpu(name).name for name in (gpu.name, gpu.slug, *gpu.aliases)} == {gpu.name}
+
+
+def test_another_model_of_a_series_is_not_taken_for_its_neighbour() -> None:
+    for name in ("rtx-4070-ti", "rtx 4080 super", "rtx 4090 laptop gpu", "", "---"):
+        with pytest.raises(ConfigError, match="Unknown GPU"):
+            find_gpu(name)
+
+
+def test_an_unknown_card_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match='Did you mean "rtx-4070"'):
+        find_gpu("rtx-4071")
+
+
+@pytest.mark.parametrize(
+    ("budget_gb", "slug"),
+    [
+        (6, "rtx-4070"),
+        (12, "rtx-4070"),
+        (16, "rtx-4080"),
+        (24, "rtx-4090"),
+        (32, "rtx-5090"),
+        (48, "l40s"),
+        (80, "a100-sxm4-80gb"),
+        (141, "h200"),
+        (180, "b200"),
+    ],
+)
+def test_the_card_to_plan_for(budget_gb: int, slug: str) -> None:
+    card = for_budget(budget_gb * 10**9)
+    assert card.slug == slug
+    assert card.memory_bandwidth_bytes_per_second is not None
+    assert "bfloat16" in card.peak_flop_per_second
+
+
+def test_a_budget_beyond_every_card_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="B200"):
+        for_budget(400 * 10**9)
+
+
+def test_a_card_is_a_value() -> None:
+    card = find_gpu("a100")
+    assert hash(card) == hash(dataclasses.replace(card))
+    assert json.loads(json.dumps(dataclasses.asdict(card)))["name"] == card.name
+
+
+class NvmlError(Exception):
+    pass
+
+
+def fake_nvml(
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str],
+    *,
+    total_bytes: int = 12288 * MIB,
+    reserved_bytes: int | None = 250 * MIB,
+    driver: bool = True,
+) -> list[str]:
+    """Install a stand-in for pynvml; returns the list that records nvmlShutdown."""
+    calls: list[str] = []
+
+    def init() -> None:
+        if not driver:
+            raise NvmlError("Driver Not Loaded")
+
+    def memory(_handle: int, version: int | None = None) -> SimpleNamespace:
+        if version is None:
+            return SimpleNamespace(total=total_bytes)
+        if reserved_bytes is None:
+            raise NvmlError("Function Not Found")
+        return SimpleNamespace(total=total_bytes, reserved=reserved_bytes)
+
+    nvml: Any = ModuleType("pynvml")
+    nvml.NVMLError = NvmlError
+    nvml.nvmlMemory_v2 = 2
+    nvml.nvmlInit = init
+    nvml.nvmlShutdown = lambda: calls.append("shutdown")
+    nvml.nvmlDeviceGetCount = lambda: len(names)
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
+    nvml.nvmlDeviceGetName = lambda handle: names[handle]
+    nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}abc"
+    nvml.nvmlDeviceGetMemoryInfo = memory
+    nvml.nvmlDeviceGetCudaComputeCapability = lambda _handle: (8, 9)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return calls
+
+
+def test_detection_gives_the_catalogues_card_its_real_capacity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = fake_nvml(monkeypatch, ["NVIDIA GeForce RTX 4070"])
+    (card,) = detect()
+    assert card.name == "NVIDIA RTX 4070"
+    assert card.capacity_bytes == (12288 - 250) * MIB
+    assert card.capacity_source == "NVML"
+    assert card.peak_flop_per_second == find_gpu("rtx-4070").peak_flop_per_second
+    assert calls == ["shutdown"]
+
+
+def test_detection_with_an_older_driver_takes_the_whole_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_nvml(monkeypatch, ["NVIDIA GeForce RTX 4070"], reserved_bytes=None)
+    assert detect()[0].capacity_bytes == 12288 * MIB
+
+
+def test_a_detected_card_outside_the_catalogue_has_no_invented_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_nvml(monkeypatch, ["NVIDIA GeForce RTX 4070 Ti"])
+    (card,) = detect()
+    assert card.name == "NVIDIA GeForce RTX 4070 Ti"
+    assert card.compute_capability == (8, 9)
+    assert card.cublas_workspace_bytes == 8_519_680
+    assert card.peak_flop_per_second == {}
+    assert card.memory_bandwidth_bytes_per_second is None
+    assert card.confidence == "detected"
+
+
+def test_the_same_name_with_another_memory_is_another_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_nvml(monkeypatch, ["NVIDIA GeForce RTX 3080"])  # the catalogue's has 10 GB, this one 12
+    assert detect()[0].peak_flop_per_second == {}
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("1", ["NVIDIA L4"]),
+        ("0,1", ["Tesla T4", "NVIDIA L4"]),
+        ("GPU-1a", ["NVIDIA L4"]),
+        ("", []),
+        ("-1", []),
+    ],
+)
+def test_detection_obeys_cuda_visible_devices(
+    monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
+) -> None:
+    fake_nvml(monkeypatch, ["Tesla T4", "NVIDIA L4"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [card.name for card in detect()] == names
+
+
+def test_without_a_driver_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch, ["NVIDIA L4"], driver=False)
+    assert detect() == []
+
+
+def test_without_the_library_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert detect() == []

@@ -1,0 +1,176 @@
+"""The house's rows (DESIGN.md section 4): imports point down, without cycles; torch stays below."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "autotune"
+
+ROWS = {
+    "errors": 0,
+    "units": 1,
+    "config": 2,
+    "optimizers": 2,
+    "gpus": 2,
+    "models": 2,
+    "allocator": 2,
+    "roofline": 2,
+    "results": 3,
+    "space": 3,
+    "export": 3,
+    "worker": 4,
+    "isolate": 4,
+    "store": 4,
+    "estimate": 5,
+    "sampler": 5,
+    "tune": 5,
+    "report": 5,
+    "nightly": 6,
+    "cli": 7,
+}
+"""Row of each module or folder of autotune/. A new module goes here and into the tree together."""
+
+WORKER_ONLY = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl"}
+SLOW_IMPORTS = ("torch", "transformers", "optuna", "sqlalchemy", "numpy", "pydantic", "rich")
+
+
+def problems(package: Path) -> list[str]:
+    """Return every breach of the rows in the package at that folder, one line each."""
+    paths = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
+    found: list[str] = []
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        unit = top(module)
+        if unit and unit not in ROWS:
+            found.append(f"{module}: not in the table of rows")
+            continue
+        graph[module] = set()
+        for target, line in imports(path, set(paths)):
+            place = f"{module}:{line}"
+            if target == ".":
+                found.append(f"{place}: relative import")
+            elif target.split(".")[0] in WORKER_ONLY and unit != "worker":
+                found.append(f"{place}: {target} outside worker/")
+            elif target.split(".")[0] == "autotune":
+                graph[module].add(target)
+                # The package itself holds nothing but its version: anyone may ask for it.
+                if top(target) and ROWS.get(top(target), 99) > (ROWS[unit] if unit else -1):
+                    found.append(f"{place}: {target} is in a higher row")
+    return found + cycles(graph)
+
+
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return ["cycle: " + " <- ".join(error.args[1])]
+    return []
+
+
+def module_name(path: Path, package: Path) -> str:
+    parts = ("autotune", *path.relative_to(package).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def top(module: str) -> str:
+    """`autotune.worker.trace` -> `worker`; empty for the package itself."""
+    return f"{module}.".split(".")[1]
+
+
+def imports(path: Path, modules: set[str]) -> Iterator[tuple[str, int]]:
+    """Yield what a file imports, wherever in it, with the line; "." for a relative import."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level or node.module is None:
+                yield ".", node.lineno
+                continue
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield (name if name in modules else node.module), node.lineno
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
+            argument = node.args[0] if node.args else None
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield argument.value, node.lineno
+
+
+def called(node: ast.Call) -> str:
+    function = node.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def test_the_package_keeps_its_rows() -> None:
+    assert problems(PACKAGE) == []
+
+
+def house(folder: Path, **files: str) -> Path:
+    for name, content in files.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("units", "from autotune.config import Workload", "higher row"),
+        ("units", "def f():\n    import autotune.config", "units:2: autotune.config is in"),
+        ("config", "from autotune import tune", "autotune.tune is in a higher row"),
+        ("gpus", "from . import units", "relative import"),
+        ("gpus", "import autotune.unheard_of", "higher row"),
+        ("estimate", "def f():\n    import torch", "torch outside worker/"),
+        ("estimate", "from transformers.utils import logging", "transformers.utils outside"),
+        ("estimate", "import importlib\nimportlib.import_module('torch')", "torch outside"),
+        ("surprise", "", "not in the table"),
+    ],
+)
+def test_a_breach_is_found(tmp_path: Path, name: str, content: str, part: str) -> None:
+    package = house(tmp_path, **{"tune": "", "config": "", name: content})
+    (line,) = problems(package)
+    assert part in line
+
+
+def test_a_cycle_is_found(tmp_path: Path) -> None:
+    package = house(
+        tmp_path,
+        gpus="from autotune.models import resolve",
+        models="def f():\n    from autotune.gpus import Gpu",
+    )
+    (line,) = problems(package)
+    assert line.startswith("cycle: ")
+    assert "autotune.gpus" in line
+
+
+def test_what_is_allowed_is_not_a_breach(tmp_path: Path) -> None:
+    package = house(
+        tmp_path,
+        __init__="",
+        worker__trace="import torch\nfrom autotune.worker.model import build",
+        worker__model="from transformers import AutoModel\nfrom autotune import units",
+        units="from autotune.errors import ConfigError",
+        cli="from autotune import __version__\nimport autotune.tune",
+    )
+    assert problems(package) == []
+
+
+@pytest.mark.skipif(not (PACKAGE / "cli.py").exists(), reason="there is no command line yet")
+def test_the_command_line_imports_nothing_slow() -> None:
+    code = (
+        "import sys, autotune.cli\n"
+        f"print(*(name for name in {SLOW_IMPORTS!r} if name in sys.modules))"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert child.stdout.split() == []

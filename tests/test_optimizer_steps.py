@@ -1,0 +1,117 @@
+"""Costs of an optimizer step, of clipping and of unscaling, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune.allocator import Tape, live_bytes_by_category
+from autotune.optimizer_steps import (
+    StepCost,
+    TensorSpec,
+    clip_cost,
+    unscale_cost,
+    write_clip,
+    write_unscale,
+)
+from autotune.optimizers import OPTIMIZERS
+
+CHUNK = 65_536
+ONE_LAUNCH = TensorSpec(shape=(320 * CHUNK,), dtype="float32")
+"""Fills the 320 blocks of a launch exactly."""
+
+
+def cost(name: str, *specs: TensorSpec) -> StepCost:
+    return OPTIMIZERS[name].algorithm.cost(specs)
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_element"),
+    [
+        ("adamw_torch", 18 * 2),
+        ("adamw_torch_fused", 7 * 2),
+        ("adamw_bnb_8bit", 3 * 2 + 4 * (1 + 4 / 256)),
+        ("paged_adamw_32bit", 3 * 2 + 4 * 4),
+        ("lion_8bit", 3 * 2 + 2 * (1 + 4 / 256)),
+        ("adafactor", 3 * 2 + 24 * 4),
+        ("sgd", 3 * 2),
+    ],
+)
+def test_traffic_of_a_large_bf16_matrix(name: str, bytes_per_element: float) -> None:
+    spec = TensorSpec(shape=(4096, 4096), dtype="bfloat16")
+    assert cost(name, spec).bytes_moved == pytest.approx(bytes_per_element * 4096**2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("specs", "num_launches"),
+    [
+        ([ONE_LAUNCH], 1),
+        ([TensorSpec(shape=(320 * CHUNK + 1,), dtype="float32")], 2),
+        ([TensorSpec(shape=(960 * CHUNK,), dtype="float32")], 3),
+        # Two lists: 64 tensors fit a launch.
+        ([TensorSpec(shape=(8,), dtype="float32")] * 64, 1),
+        ([TensorSpec(shape=(8,), dtype="float32")] * 65, 2),
+        # A tensor carried over from a full launch keeps a slot of the next.
+        (
+            [TensorSpec(shape=(321 * CHUNK,), dtype="float32")]
+            + [TensorSpec(shape=(8,), dtype="float32")] * 63,
+            2,
+        ),
+        (
+            [TensorSpec(shape=(321 * CHUNK,), dtype="float32")]
+            + [TensorSpec(shape=(8,), dtype="float32")] * 64,
+            3,
+        ),
+        ([TensorSpec(shape=(0,), dtype="float32")], 0),
+        # Lists hold one dtype and one parameter group.
+        ([TensorSpec(shape=(8,), dtype=dtype) for dtype in ("float32", "bfloat16")], 2),
+        ([TensorSpec(shape=(8,), dtype="float32", group=group) for group in (0, 1, 0)], 2),
+    ],
+)
+def test_launches_of_one_pass_over_two_lists(specs: list[TensorSpec], num_launches: int) -> None:
+    assert cost("sgd", *specs).num_kernels == num_launches
+
+
+def test_foreach_adamw_launches_seven_kernels_where_fused_launches_two() -> None:
+    assert cost("adamw_torch", ONE_LAUNCH).num_kernels == 7
+    # The update, and the step counts' += 1.
+    assert cost("adamw_torch_fused", ONE_LAUNCH).num_kernels == 2
+
+
+def test_bitsandbytes_waits_after_every_parameter() -> None:
+    specs = [TensorSpec(shape=(5000,), dtype="float32")] * 10
+    plain, paged = cost("adamw_bnb_8bit", *specs), cost("paged_adamw_8bit", *specs)
+    assert (plain.num_kernels, plain.num_synchronizations) == (10, 10)
+    assert (paged.num_kernels, paged.num_synchronizations) == (10, 11)
+    assert cost("adamw_torch", *specs).num_synchronizations == 0
+
+
+def test_clip_reads_gradients_twice_and_writes_them_once() -> None:
+    specs = [ONE_LAUNCH, TensorSpec(shape=(8,), dtype="float32", group=1)]
+    result = clip_cost(specs)
+    assert result.bytes_moved == 3 * (ONE_LAUNCH.size_bytes + 32)
+    # Groups do not matter: one list needs 321 blocks. Norm and mul twice each, and 8 small ones.
+    assert result.num_kernels == 2 * 2 + 8
+
+
+def test_clip_leaves_only_the_total_norm() -> None:
+    tape = Tape()
+    total = write_clip(tape, [ONE_LAUNCH, TensorSpec(shape=(8,), dtype="float32")])
+    assert tape.sizes[total] == 4
+    assert sum(live_bytes_by_category(tape, len(tape.events) - 1).values()) == 512
+    # CUDA's partial sums: 320 chunks of the largest, for each of two tensors.
+    assert tape.sizes[0] == 2 * 320 * 4
+    assert max(tape.sizes) == tape.sizes[0]
+
+
+def test_unscale_leaves_only_found_inf() -> None:
+    tape = Tape()
+    found_inf = write_unscale(tape)
+    assert tape.sizes[found_inf] == 4
+    assert sum(live_bytes_by_category(tape, len(tape.events) - 1).values()) == 512
+
+
+def test_unscale_passes_once_and_waits_once() -> None:
+    result = unscale_cost([ONE_LAUNCH])
+    assert result.bytes_moved == 2 * ONE_LAUNCH.size_bytes
+    assert result.num_synchronizations == 1
+    assert result.num_kernels == 7

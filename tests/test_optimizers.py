@@ -1,0 +1,112 @@
+"""The table of optimizers: state bytes worked out by hand, and the published exact figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune.allocator import Tape, replay
+from autotune.config import TRADEOFF_CLASSES
+from autotune.optimizer_steps import TensorSpec
+from autotune.optimizers import OPTIMIZERS, state_bytes
+
+BIG = TensorSpec(shape=(1000, 1000), dtype="bfloat16")
+"""A million elements: quantised under 8-bit optimizers, paged under paged ones."""
+MIDDLE = TensorSpec(shape=(99_999,), dtype="bfloat16")
+"""One element too few to be paged."""
+SMALL = TensorSpec(shape=(4095,), dtype="bfloat16")
+"""One element too few to be quantised."""
+EMBEDDING = TensorSpec(shape=(1000, 1000), dtype="bfloat16", embedding=True)
+
+QMAP = 1024
+BIG_ABSMAX = 3907 * 4
+"""A million elements in blocks of 256."""
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "device_bytes", "managed_bytes"),
+    [
+        ("adamw_torch", BIG, 4_000_000, 0),
+        ("adamw_torch_fused", BIG, 4_000_004, 0),
+        ("adamw_bnb_8bit", BIG, 2_000_000 + 2 * BIG_ABSMAX + 2 * QMAP, 0),
+        ("adamw_bnb_8bit", SMALL, 8 * 4095, 0),
+        ("adamw_bnb_8bit", EMBEDDING, 8_000_000, 0),
+        ("paged_adamw_8bit", BIG, 2 * BIG_ABSMAX + 2 * QMAP, 2_000_000),
+        ("paged_adamw_8bit", MIDDLE, 2 * 99_999 + 2 * 391 * 4 + 2 * QMAP, 0),
+        ("paged_adamw_8bit", EMBEDDING, 0, 8_000_000),
+        ("paged_adamw_32bit", BIG, 0, 8_000_000),
+        ("paged_adamw_32bit", MIDDLE, 8 * 99_999, 0),
+        ("lion_32bit", BIG, 4_000_000, 0),
+        ("lion_8bit", BIG, 1_000_000 + BIG_ABSMAX + QMAP, 0),
+        ("paged_lion_8bit", BIG, BIG_ABSMAX + QMAP, 1_000_000),
+        ("adafactor", BIG, 4000 + 4000 + 4, 0),
+        ("adafactor", SMALL, 4 * 4095 + 4, 0),
+        ("sgd", BIG, 0, 0),
+    ],
+)
+def test_state_bytes(name: str, spec: TensorSpec, device_bytes: int, managed_bytes: int) -> None:
+    assert state_bytes(name, [spec]) == (device_bytes, managed_bytes)
+
+
+def test_code_books_are_shared() -> None:
+    one, _ = state_bytes("adamw_bnb_8bit", [BIG])
+    three, _ = state_bytes("adamw_bnb_8bit", [SMALL, BIG, BIG])
+    assert three == 2 * one - 2 * QMAP + 8 * 4095
+
+
+def test_polyglot_ko_adamw_state_in_16_bits() -> None:
+    """The published 4.961 GiB of AdamW state, and 0.006 GiB under LoRA r8 (facts/CUDA_MEMORY.md)."""
+    everything = TensorSpec(shape=(1_331_810_304,), dtype="float16")
+    adapters = TensorSpec(shape=(1_572_864,), dtype="float16")
+    assert round(state_bytes("adamw_torch", [everything])[0] / 2**30, 3) == 4.961
+    assert round(state_bytes("adamw_torch", [adapters])[0] / 2**30, 3) == 0.006
+
+
+def test_rows_are_keyed_by_their_own_name() -> None:
+    assert all(name == row.name for name, row in OPTIMIZERS.items())
+
+
+@pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_row_is_consistent(row: object) -> None:
+    assert row.tradeoff in TRADEOFF_CLASSES
+    assert row.paged == row.name.startswith("paged_")
+    assert (row.needs == "bitsandbytes") == any(tag in row.name for tag in ("bit", "lion"))
+    assert row.source
+    assert row.summary
+    # A recipe is what leaves the AdamW family; within it only torch's own two are exact.
+    assert (row.tradeoff == "recipe") == (row.family != "adamw")
+    assert (row.tradeoff == "exact") == row.name.startswith("adamw_torch")
+
+
+@pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_later_steps_add_no_memory(row: object) -> None:
+    """Three steps: after the first only temporaries come and go."""
+    specs = [BIG, SMALL, TensorSpec(shape=(3, 5), dtype="bfloat16", group=1)]
+    tape = Tape()
+    states = None
+    after = []
+    for _ in range(3):
+        states = row.algorithm.write_step(tape, specs, states)
+        after.append(replay(tape.sizes, tape.events).final_allocated_bytes)
+    assert after[0] == after[1] == after[2]
+    assert sum(after[:1]) >= state_bytes(row.name, specs)[0]
+
+
+def test_foreach_peak_holds_a_full_temporary_and_fused_none() -> None:
+    peaks = {}
+    for name in ("adamw_torch", "adamw_torch_fused"):
+        tape = Tape()
+        OPTIMIZERS[name].algorithm.write_step(tape, [BIG, BIG], None)
+        peaks[name] = replay(tape.sizes, tape.events).peak_allocated_bytes
+    # The temporary is as large as the parameters; fused keeps two scalars of 512 B blocks.
+    assert peaks["adamw_torch"] == 3 * 2 * 2_000_384
+    assert peaks["adamw_torch_fused"] == 2 * 2 * 2_000_384 + 2 * 512
+
+
+def test_second_group_is_initialised_after_the_first_has_stepped() -> None:
+    weights = TensorSpec(shape=(1000, 1000), dtype="float32")
+    norm = TensorSpec(shape=(1000,), dtype="float32", group=1)
+    tape = Tape()
+    OPTIMIZERS["adamw_torch"].algorithm.write_step(tape, [norm, weights], None)
+    # Weights: two moments, a temporary that goes; then the norm's, though listed first.
+    assert tape.events == [0, 1, 2, ~2, 3, 4, 5, ~5]
+    assert tape.sizes == [4_000_000] * 3 + [4000] * 3

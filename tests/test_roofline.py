@@ -1,0 +1,253 @@
+"""Times worked out by hand on a machine with round rates, and the rules for cards."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autotune.gpus import Gpu, find_gpu
+from autotune.roofline import (
+    BOUNDS,
+    KINDS,
+    Kernel,
+    Machine,
+    ceilings,
+    kind_of,
+    mfu,
+    peak_flop_per_second,
+    seconds,
+)
+
+# 1 TFLOP/s (a tenth in flash backward), 1 GB/s, no tail, 1 us a launch.
+MACHINE = Machine(
+    flop_per_second={
+        ("matmul", "bfloat16"): 1e12,
+        ("flash", "bfloat16"): 5e11,
+        ("flash_backward", "bfloat16"): 1e11,
+        ("efficient", "bfloat16"): 2e11,
+        ("efficient_backward", "bfloat16"): 5e10,
+    },
+    bytes_per_second={
+        "matmul": 1e9,
+        "attention": 1e9,
+        "elementwise": 1e9,
+        "reduction": 5e8,
+        "copy_host": 1e8,
+    },
+    kernel_tail_seconds=0,
+    launch_seconds=1e-6,
+)
+
+
+def kernel(kind: str, *, name: str = "", flops: float = 0, nbytes: float = 0) -> Kernel:
+    return Kernel(name=name, kind=kind, dtype="bfloat16", flops=flops, bytes_moved=nbytes)
+
+
+@pytest.mark.parametrize(
+    ("one", "expected_seconds", "bound"),
+    [
+        # 2e12 FLOP at 1e12: 2 s; 1e9 B at 1e9: 1 s.
+        (kernel("matmul", flops=2e12, nbytes=1e9), 2.0, "compute"),
+        # 1e12 FLOP: 1 s; 3e9 B: 3 s.
+        (kernel("matmul", flops=1e12, nbytes=3e9), 3.0, "memory bandwidth"),
+        (kernel("elementwise", nbytes=1e9), 1.0, "memory bandwidth"),
+        # Arithmetic of an elementwise kernel is not priced.
+        (kernel("elementwise", flops=1e15, nbytes=1e9), 1.0, "memory bandwidth"),
+        (kernel("reduction", nbytes=1e9), 2.0, "memory bandwidth"),
+        (kernel("copy_host", nbytes=1e9), 10.0, "transfer"),
+        (kernel("attention", name="_scaled_dot_product_flash_attention", flops=1e12), 2, "compute"),
+        (
+            kernel("attention", name="_scaled_dot_product_flash_attention_backward", flops=1e12),
+            10.0,
+            "compute",
+        ),
+        (
+            kernel("attention", name="_scaled_dot_product_efficient_attention", flops=1e12),
+            5.0,
+            "compute",
+        ),
+        (
+            kernel(
+                "attention", name="_scaled_dot_product_efficient_attention_backward", flops=1e12
+            ),
+            20.0,
+            "compute",
+        ),
+        # 100 B take 0.1 us, the launch 1 us.
+        (kernel("elementwise", nbytes=100), 1e-6, "launch"),
+    ],
+)
+def test_one_kernel(one: Kernel, expected_seconds: float, bound: str) -> None:
+    time = seconds([one], MACHINE)
+    assert time is not None
+    assert time.total_seconds == pytest.approx(expected_seconds)
+    assert time.bound == bound
+    assert bound in BOUNDS
+
+
+def test_kernels_add_up_and_launches_run_beside_them() -> None:
+    # 10 x 1 us of bytes and one matmul of 5 us: 15 us of work, 11 launches in 11 us beside it.
+    ten = dataclasses.replace(kernel("elementwise", nbytes=1e3), count=10)
+    one = kernel("matmul", flops=5e6)
+    time = seconds([ten, one], MACHINE)
+    assert time is not None
+    assert time.gpu_seconds == pytest.approx(15e-6)
+    assert time.launch_seconds == pytest.approx(11e-6)
+    assert time.total_seconds == pytest.approx(15e-6)
+    # 10 us of bytes against 5 us of arithmetic.
+    assert time.bound == "memory bandwidth"
+
+
+def test_the_tail_of_every_launch() -> None:
+    machine = dataclasses.replace(MACHINE, kernel_tail_seconds=3e-6)
+    hundred = dataclasses.replace(kernel("elementwise", nbytes=1e3), count=100)
+    time = seconds([hundred], machine)
+    assert time is not None
+    # 100 x (1 + 3) us.
+    assert time.gpu_seconds == pytest.approx(400e-6)
+
+
+def test_nothing_takes_no_time() -> None:
+    time = seconds([], MACHINE)
+    assert time is not None
+    assert time.total_seconds == 0
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        Kernel(name="mm", kind="matmul", dtype="float64", flops=1, bytes_moved=1),
+        Kernel(name="mm", kind="matmul", dtype="tf32", flops=1, bytes_moved=1),
+    ],
+)
+def test_an_unknown_rate_makes_the_time_unknown(unknown: Kernel) -> None:
+    assert seconds([kernel("elementwise", nbytes=1), unknown], MACHINE) is None
+
+
+def test_an_unknown_bandwidth_matters_only_where_it_is_needed() -> None:
+    card = dataclasses.replace(find_gpu("rtx-4070"), pcie_bandwidth_bytes_per_second=None)
+    assert seconds([kernel("elementwise", nbytes=1)], ceilings(card)) is not None
+    assert seconds([kernel("copy_host", nbytes=1)], ceilings(card)) is None
+    card = dataclasses.replace(card, memory_bandwidth_bytes_per_second=None)
+    assert seconds([kernel("elementwise", nbytes=1)], ceilings(card)) is None
+
+
+def test_a_kind_that_does_not_exist() -> None:
+    with pytest.raises(AssertionError):
+        seconds([kernel("convolution", nbytes=1)], MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mm", "matmul"),
+        ("convolution_backward", "matmul"),
+        ("_scaled_dot_product_flash_attention_backward", "attention"),
+        ("_log_softmax", "reduction"),
+        ("native_layer_norm_backward", "reduction"),
+        ("add_", "elementwise"),
+        ("_fused_adamw_", "elementwise"),
+        ("something_new", "elementwise"),
+    ],
+)
+def test_kind_of(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+    assert kind in KINDS
+
+
+# --- cards
+
+
+def peaks(gpu: Gpu) -> list[float | None]:
+    dtypes = ("float16", "bfloat16", "tf32", "float32")
+    return [peak_flop_per_second(gpu, dtype) for dtype in dtypes]
+
+
+def test_tensor_cores_by_compute_capability() -> None:
+    # T4 (7.5): 65 TFLOP/s in fp16; bf16 and tf32 run at fp32's 8.1.
+    assert peaks(find_gpu("T4")) == [65e12, 8.1e12, 8.1e12, 8.1e12]
+    # A100 (8.0): all four.
+    assert peaks(find_gpu("A100-SXM4-80GB")) == [312e12, 312e12, 156e12, 19.5e12]
+    # A card that nobody knows: nothing.
+    unknown = dataclasses.replace(find_gpu("T4"), peak_flop_per_second={})
+    assert peaks(unknown) == [None] * 4
+
+
+def test_an_older_card_does_not_lend_float32_to_float16() -> None:
+    # Without tensor cores fp16 is not simply fp32's rate.
+    pascal = dataclasses.replace(
+        find_gpu("T4"), compute_capability=(6, 1), peak_flop_per_second={"float32": 10e12}
+    )
+    assert peaks(pascal) == [None, 10e12, 10e12, 10e12]
+
+
+@pytest.mark.parametrize("name", ["A100-SXM4-80GB", "H100 80GB HBM3", "rtx-4070", "T4", "rtx-5090"])
+def test_attainable_rates_stay_below_what_is_possible(name: str) -> None:
+    card = find_gpu(name)
+    machine = ceilings(card)
+    for (_, dtype), rate in machine.flop_per_second.items():
+        peak = peak_flop_per_second(card, dtype)
+        assert peak is not None
+        assert 0.1 * peak < rate < peak
+    bandwidth = card.memory_bandwidth_bytes_per_second
+    pcie = card.pcie_bandwidth_bytes_per_second
+    assert bandwidth is not None
+    assert pcie is not None
+    for kind in ("matmul", "attention", "elementwise", "reduction"):
+        assert 0.4 * bandwidth < machine.bytes_per_second[kind] < bandwidth
+    assert machine.bytes_per_second["copy_host"] < pcie < bandwidth
+
+
+def test_a_measured_matmul_rate_is_never_exceeded() -> None:
+    # Published: 271.2 TFLOP/s in bf16 on the A100; tf32 in proportion, half of it.
+    rates = ceilings(find_gpu("A100-SXM4-80GB")).flop_per_second
+    assert 0.9 * 271.2e12 < rates["matmul", "bfloat16"] <= 271.2e12
+    assert rates["matmul", "tf32"] == pytest.approx(rates["matmul", "bfloat16"] / 2)
+
+
+def test_flash_attention_by_generation() -> None:
+    # FlashAttention-3's paper: the version before it reaches about 35 % on Hopper. GeForce Blackwell
+    # (12.0) has the tensor cores of 8.x.
+    def of_peak(name: str) -> float:
+        card = find_gpu(name)
+        peak = peak_flop_per_second(card, "bfloat16")
+        assert peak is not None
+        return ceilings(card).flop_per_second["flash", "bfloat16"] / peak
+
+    assert of_peak("H100 80GB HBM3") == pytest.approx(0.35, abs=0.03)
+    assert of_peak("A100-SXM4-80GB") > 0.5
+    assert of_peak("rtx-5090") == of_peak("A100-SXM4-80GB")
+
+
+def test_a_large_matmul_and_cross_entropy_as_published() -> None:
+    """Liger-Kernel's table: lm_head + cross-entropy, 4,096 tokens, bf16, A100: 55.97 ms.
+
+    Three products of 4096 x 4096 x 128256, and six passes over logits of 1.05 GB and three over as
+    large a weight. None of the constants was chosen with this row.
+    """
+    flops = 2 * 4096 * 4096 * 128256
+    size = 4096 * 128256 * 2
+    product = Kernel(
+        name="mm", kind="matmul", dtype="bfloat16", flops=flops, bytes_moved=2 * size, count=3
+    )
+    step = [
+        product,
+        kernel("reduction", nbytes=2 * size),
+        kernel("reduction", nbytes=3 * size),
+        kernel("elementwise", nbytes=4 * size),
+    ]
+    time = seconds(step, ceilings(find_gpu("A100-SXM4-80GB")))
+    assert time is not None
+    assert time.total_seconds == pytest.approx(55.97e-3, rel=0.05)
+    assert time.bound == "compute"
+
+
+def test_mfu() -> None:
+    card = find_gpu("A100-SXM4-80GB")
+    # 312e12 x 10 s x 0.4 of it.
+    assert mfu(model_flops=1.248e15, step_seconds=10, gpu=card, dtype="bfloat16") == pytest.approx(
+        0.4
+    )
+    unknown = dataclasses.replace(card, peak_flop_per_second={})
+    assert mfu(model_flops=1e12, step_seconds=1, gpu=unknown, dtype="bfloat16") is None

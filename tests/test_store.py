@@ -1,0 +1,431 @@
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from autotune import store
+from autotune.config import TrainConfig, Workload
+from autotune.errors import AutotuneError, ConfigError, StorageError
+from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
+from autotune.units import GIB
+
+BUDGET_BYTES = 12 * 10**9
+WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=BUDGET_BYTES)
+LORA = TrainConfig(
+    method="lora",
+    micro_batch_size=4,
+    gradient_accumulation_steps=8,
+    sequence_length=1024,
+    precision="bf16-mixed",
+    optimizer="adamw_torch_fused",
+    activation_checkpointing=2,
+    lora_rank=16,
+    lora_targets="all-linear",
+)
+FULL = dataclasses.replace(LORA, method="full", lora_rank=None, lora_targets=None)
+
+
+def estimate(
+    config: TrainConfig = LORA,
+    *,
+    peak_device_bytes: int = 10 * 10**9,
+    tokens_per_second: float | None = 4096.0,
+) -> Estimate:
+    step_seconds = None if tokens_per_second is None else config.tokens_per_step / tokens_per_second
+    return Estimate(
+        config=config,
+        gpu="rtx-4070",
+        peak_allocated_bytes=peak_device_bytes - 10**9,
+        peak_reserved_bytes=peak_device_bytes - 10**8,
+        nontorch_bytes=10**8,
+        breakdown=Breakdown(**{row.name: 0 for row in dataclasses.fields(Breakdown)}),
+        state=StateBytes(**{row.name: 0 for row in dataclasses.fields(StateBytes)}),
+        parameters=ParameterCount(total=2, trainable=1),
+        micro_step_seconds=None if step_seconds is None else 0.0,
+        optimizer_step_seconds=step_seconds,
+        flops_per_step=1.0,
+        model_flops_per_step=1.0,
+        mfu=None,
+        bound=None,
+    )
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/studies/autotune.db"
+
+
+@contextmanager
+def opened(url: str, name: str = "s", **kwargs: Any) -> Iterator[optuna.Study]:
+    arguments = {"workload": WORKLOAD, "gpu": "rtx-4070", **kwargs}
+    with store.open_study(url, name, **arguments) as study:
+        yield study
+
+
+def fill(url: str, estimates: list[Estimate] | None = None) -> int:
+    with opened(url) as study:
+        return store.record_estimates(study, estimates or [estimate()], budget_bytes=BUDGET_BYTES)
+
+
+@contextmanager
+def refused(kind: type[AutotuneError], *parts: str) -> Iterator[None]:
+    """Expect an error of one line that says all of these parts."""
+    with pytest.raises(kind) as caught:
+        yield
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text
+
+
+def test_optuna_opens_what_was_stored(url: str) -> None:
+    best = estimate(tokens_per_second=5000.0)
+    too_large = estimate(FULL, peak_device_bytes=14 * 10**9, tokens_per_second=9000.0)
+    small = dataclasses.replace(FULL, quantization="none", micro_batch_size=1)
+    assert fill(url, [best, too_large, estimate(small)]) == 3
+
+    study = optuna.load_study(study_name="s", storage=url)
+    assert study.direction == optuna.study.StudyDirection.MAXIMIZE
+    assert study.best_trial.value == pytest.approx(5000.0)
+    assert study.best_trial.params == {
+        "method": "lora",
+        "micro_batch_size": 4,
+        "precision": "bf16-mixed",
+        "optimizer": "adamw_torch_fused",
+        "activation_checkpointing": 2,
+        "activation_offloading": False,
+        "attention": "sdpa",
+        "lora_rank": 16,
+        "lora_targets": "all-linear",
+        "quantization": "none",
+    }
+    assert study.best_trial.user_attrs["evidence"] == "predicted"
+    assert TrainConfig(**study.best_trial.user_attrs["config"]) == LORA
+    frame = study.trials_dataframe()
+    assert list(frame["state"]) == ["COMPLETE", "PRUNED", "COMPLETE"]
+    assert frame["params_lora_rank"].isna().tolist() == [False, True, True]
+
+
+def test_what_does_not_fit_is_pruned_with_its_excess(url: str) -> None:
+    fill(url, [estimate(peak_device_bytes=14 * 10**9), estimate(FULL)])
+    pruned, fits = optuna.load_study(study_name="s", storage=url).trials
+    assert (pruned.state, pruned.value) == (TrialState.PRUNED, None)
+    assert pruned.constraints == {store.CONSTRAINT: 2 * 10**9}
+    assert (fits.state, fits.constraints) == (TrialState.COMPLETE, {store.CONSTRAINT: -2 * 10**9})
+
+
+def test_a_budget_that_is_met_exactly_is_met(url: str) -> None:
+    fill(url, [estimate(peak_device_bytes=BUDGET_BYTES)])
+    assert optuna.load_study(study_name="s", storage=url).best_trial.number == 0
+
+
+def test_unknown_speed_stays_unknown(url: str) -> None:
+    fill(url, [estimate(tokens_per_second=None)])
+    (trial,) = optuna.load_study(study_name="s", storage=url).trials
+    assert (trial.state, trial.value) == (TrialState.PRUNED, None)
+    assert trial.constraints[store.CONSTRAINT] < 0
+
+
+def test_a_sampler_of_optuna_can_go_on(url: str) -> None:
+    others = [
+        dataclasses.replace(LORA, micro_batch_size=2**i, gradient_accumulation_steps=32 // 2**i)
+        for i in range(5)
+    ]
+    fill(url, [estimate(config, tokens_per_second=9.0 + i) for i, config in enumerate(others)])
+    sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=1)
+    study = optuna.load_study(study_name="s", storage=url, sampler=sampler)
+    trial = study.ask(study.trials[0].distributions)
+    assert trial.params["method"] in ("full", "lora", "qlora")
+
+
+def test_the_run_that_makes_a_study_is_remembered(url: str) -> None:
+    with opened(url, command="autotune find", versions={"torch": "2.13.0"}):
+        pass
+    with opened(url, command="autotune find --json"):
+        pass
+    attributes = optuna.load_study(study_name="s", storage=url).user_attrs
+    assert attributes["command"] == "autotune find"
+    assert attributes["versions"] == {"torch": "2.13.0"}
+    assert attributes["gpu"] == "rtx-4070"
+    assert attributes["workload"]["model"] == "Qwen/Qwen2.5-1.5B"
+    assert attributes["workload"]["memory_budget_bytes"] == BUDGET_BYTES
+
+
+def test_the_same_again_adds_nothing(url: str) -> None:
+    assert fill(url, [estimate(), estimate(), estimate(FULL)]) == 2
+    assert fill(url, [estimate(), estimate(FULL)]) == 0
+    assert fill(url, [estimate(dataclasses.replace(FULL, attention="eager"))]) == 1
+    assert len(optuna.load_study(study_name="s", storage=url).trials) == 3
+
+
+def test_another_prediction_is_another_trial(url: str) -> None:
+    fill(url, [estimate(tokens_per_second=5000.0)])
+    assert fill(url, [estimate(tokens_per_second=6000.0)]) == 1
+    values = [trial.value for trial in optuna.load_study(study_name="s", storage=url).trials]
+    assert values == pytest.approx([5000.0, 6000.0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"workload": dataclasses.replace(WORKLOAD, sequence_length=2048)}, "was 1024, now 2048"),
+        ({"workload": dataclasses.replace(WORKLOAD, methods=("lora",))}, "methods was"),
+        ({"gpu": "a100"}, "gpu was rtx-4070, now a100"),
+    ],
+)
+def test_another_workload_needs_another_study(
+    url: str, change: dict[str, Any], said: str
+) -> None:
+    fill(url)
+    with refused(ConfigError, '"s"', said, "--study"), opened(url, **change):
+        pass
+    assert len(optuna.load_study(study_name="s", storage=url).trials) == 1
+    with opened(url, "another", **change):
+        pass
+
+
+def test_a_study_of_somebody_else(url: str, tmp_path: Path) -> None:
+    (tmp_path / "studies").mkdir()
+    theirs = optuna.create_study(storage=url, study_name="s")
+    theirs.set_user_attr("mine", 1)
+    with refused(ConfigError, "not made by autotune", "--study"), opened(url):
+        pass
+    with opened(url, "ours"):
+        pass
+    assert theirs.user_attrs == {"mine": 1}
+
+
+def test_a_study_of_a_newer_autotune(url: str) -> None:
+    with opened(url) as study:
+        study.set_user_attr("schema_version", 1_000_000)
+    with refused(StorageError, "newer autotune"), opened(url):
+        pass
+
+
+def test_module_names_as_targets(url: str) -> None:
+    named = dataclasses.replace(LORA, lora_targets="q_proj,v_proj")
+    assert fill(url, [estimate(named)]) == 1
+    assert fill(url, [estimate(LORA)]) == 1
+    other = dataclasses.replace(LORA, lora_targets="k_proj")
+    with refused(ConfigError, 'lora_targets "k_proj"', "q_proj,v_proj", "--study"):
+        fill(url, [estimate(other)])
+
+
+def test_values_beyond_the_usual_ranges(url: str) -> None:
+    large = dataclasses.replace(LORA, lora_rank=4096, activation_checkpointing=300)
+    assert fill(url, [estimate(), estimate(large)]) == 2
+    assert fill(url, [estimate(dataclasses.replace(LORA, lora_rank=8192))]) == 1
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "x" * 300])
+def test_names_that_no_study_can_have(url: str, name: str) -> None:
+    with refused(ConfigError, "cannot name a study"), opened(url, name):
+        pass
+
+
+def test_a_hundred_trials_are_quick(url: str) -> None:
+    estimates = [estimate(tokens_per_second=1.0 + i) for i in range(100)]
+    start = time.perf_counter()
+    assert fill(url, estimates) == 100
+    assert time.perf_counter() - start < 4.0  # 1.0 s on two idle cores, opening included
+
+
+def test_the_wal_file_is_gone_afterwards(url: str, tmp_path: Path) -> None:
+    fill(url)
+    assert [path.name for path in (tmp_path / "studies").iterdir()] == ["autotune.db"]
+
+
+# What databases refuse
+
+
+def test_a_corrupt_file_is_left_as_it_is(url: str, tmp_path: Path) -> None:
+    path = tmp_path / "studies" / "autotune.db"
+    path.parent.mkdir()
+    content = b"these are the notes of my thesis\n" * 100
+    path.write_bytes(content)
+    with refused(StorageError, "damaged", "--storage"), opened(url):
+        pass
+    assert path.read_bytes() == content
+
+
+def test_a_damaged_page(url: str, tmp_path: Path) -> None:
+    fill(url)
+    path = tmp_path / "studies" / "autotune.db"
+    content = bytearray(path.read_bytes())
+    content[4096:] = b"\xff" * (len(content) - 4096)
+    path.write_bytes(content)
+    with refused(StorageError, "damaged"), opened(url):
+        pass
+    assert path.read_bytes() == content
+
+
+def test_the_database_of_another_program(url: str, tmp_path: Path) -> None:
+    (tmp_path / "studies").mkdir()
+    path = tmp_path / "studies" / "autotune.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE recipes (name TEXT)")
+    connection.close()
+    with refused(StorageError, "another program", "--storage"), opened(url):
+        pass
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("recipes",)]
+    connection.close()
+
+
+def test_read_only(url: str, tmp_path: Path) -> None:
+    fill(url)
+    read_only = f"sqlite:///file:{tmp_path}/studies/autotune.db?mode=ro&uri=true"
+    with refused(StorageError, "cannot be written", "--storage"), opened(read_only, "new"):
+        pass
+
+
+def test_locked(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(url)
+    monkeypatch.setattr(store, "BUSY_SECONDS", 0.05)
+    connection = sqlite3.connect(tmp_path / "studies" / "autotune.db", isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
+    with refused(StorageError, "Another process", "Try again"), opened(url, "new"):
+        pass
+    connection.rollback()
+    connection.close()
+    with opened(url, "new"):
+        pass
+
+
+def test_full_disk(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(url)
+    # An empty study database has 40 pages; Optuna tries five times with pauses.
+    monkeypatch.setattr(store, "SQLITE_PRAGMAS", [*store.SQLITE_PRAGMAS, "max_page_count=45"])
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    many = [estimate(tokens_per_second=1.0 + i) for i in range(200)]
+    with refused(StorageError, "disk is full", "Free some space"):
+        fill(url, many)
+    monkeypatch.undo()
+    stored = optuna.load_study(study_name="s", storage=url).trials
+    assert len(stored) >= 1
+    assert all(trial.state.is_finished() for trial in stored)
+    assert fill(url, many) == 201 - len(stored)
+
+
+@pytest.mark.parametrize(("version", "said"), [("v99.0.0.a", "newer"), ("v2.6.0.a", "older")])
+def test_the_schema_of_another_optuna(url: str, tmp_path: Path, version: str, said: str) -> None:
+    fill(url)
+    path = tmp_path / "studies" / "autotune.db"
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE alembic_version SET version_num = ?", (version,))
+    connection.commit()
+    connection.close()
+    content = path.read_bytes()
+    with refused(StorageError, said, version, "optuna"), opened(url):
+        pass
+    assert path.read_bytes() == content
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with refused(StorageError, "folder"), opened(f"sqlite:///{tmp_path}/file/studies/a.db"):
+        pass
+
+
+def test_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
+    with refused(StorageError, "cannot be opened"), opened(f"sqlite:///{tmp_path}"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "bad_url",
+    [
+        "autotune.db",
+        "",
+        "postgresql://user:secret@host:port/db",
+        "nosuchdb://user:secret@host/db",
+        "oracle://user:secret@host/db",
+    ],
+)
+def test_addresses_that_cannot_be_used(bad_url: str) -> None:
+    with refused(StorageError), opened(bad_url):
+        pass
+    with pytest.raises(StorageError) as caught, opened(bad_url):
+        pass
+    assert "secret" not in str(caught.value)
+
+
+def test_the_password_is_hidden_in_what_a_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sqlalchemy
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise sqlalchemy.exc.OperationalError("", {}, Exception("no host for user:secret\nhint"))
+
+    monkeypatch.setattr(sqlalchemy, "create_engine", fail)
+    with pytest.raises(StorageError) as caught, opened("postgresql://user:secret@host/db"):
+        pass
+    assert "secret" not in str(caught.value)
+    assert "no host for user:***" in str(caught.value)
+    assert "hint" not in str(caught.value)
+
+
+def test_braces_in_a_path(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path}/{{a}}.db"):
+        pass
+    assert (tmp_path / "{a}.db").exists()
+
+
+def test_problems_inside_the_block_are_translated(url: str) -> None:
+    with refused(StorageError, "boom"), opened(url):
+        raise optuna.exceptions.StorageInternalError("boom")
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("change", "gpu", "name"),
+    [
+        ({}, None, "qwen2.5-1.5b-12gb"),
+        ({"memory_budget_bytes": 24 * GIB}, None, "qwen2.5-1.5b-24gib"),
+        ({"memory_budget_bytes": 11_500 * 10**6}, None, "qwen2.5-1.5b-11500mb"),
+        ({"sequence_length": 2048, "effective_batch_size": 8}, None, "-12gb-seq2048-batch8"),
+        ({"methods": ("qlora", "lora")}, "NVIDIA L4", "-12gb-lora-qlora-nvidia-l4"),
+        ({"methods": ("qlora", "lora", "full")}, None, "qwen2.5-1.5b-12gb"),
+        ({"task": "masked-lm"}, None, "-masked-lm"),
+        ({"model": "/models/My Model!/config.json"}, None, "my-model-12gb"),
+        ({"model": "../.."}, None, "model-12gb"),
+    ],
+)
+def test_default_study_name(change: dict[str, Any], gpu: str | None, name: str) -> None:
+    workload = dataclasses.replace(WORKLOAD, **change)
+    assert store.default_study_name(workload, gpu=gpu).endswith(name)
+
+
+@pytest.mark.parametrize("text", ["", "../../etc", "a" * 500, "\n\0", "Ünïcode", "-rf", "..."])
+def test_a_slug_is_a_safe_file_name(text: str) -> None:
+    made = store.slug(text)
+    assert 0 < len(made) <= 60
+    assert set(made) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-")
+    assert made[0] not in ".-"
+
+
+def test_importing_it_is_cheap() -> None:
+    code = (
+        "import sys, autotune.store;"
+        "print({'optuna', 'sqlalchemy', 'torch', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "set()"
