@@ -8,10 +8,39 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from autotune.config import TrainConfig
+from autotune.config import TrainConfig, Workload
 
 SCHEMA_VERSION = 1
 """Version of result.json and of the worker's request and result files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceSpec:
+    """What changes the structure of a traced step: configurations that agree in it share a trace."""
+
+    method: str
+    lora_targets: str | None
+    quantization: str
+    precision: str
+    activation_checkpointing: int
+    activation_offloading: bool
+    attention: str
+    single: bool
+    """Micro-batch 1, which takes other code paths than 2 and more."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> TraceSpec:
+        return cls(
+            method=config.method,
+            lora_targets=config.lora_targets,
+            quantization=config.quantization,
+            # TF32 changes the rate of a matrix product, not what is allocated or launched.
+            precision="fp32" if config.precision == "tf32" else config.precision,
+            activation_checkpointing=config.activation_checkpointing,
+            activation_offloading=config.activation_offloading,
+            attention=config.attention,
+            single=config.micro_batch_size == 1,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +104,7 @@ class Estimate:
     """The same without recomputation: what `mfu` counts."""
     mfu: float | None
     bound: str | None
-    """What limits the step: compute, memory bandwidth, or launch."""
+    """What limits the step: one of autotune.roofline.BOUNDS."""
 
     @property
     def peak_device_bytes(self) -> int:
@@ -116,4 +145,105 @@ class Estimate:
             "flops_per_step": self.flops_per_step,
             "mfu": self.mfu,
             "bound": self.bound,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """What became of the points of the space."""
+
+    enumerated: int
+    invalid: int
+    """Dropped by a rule of the space."""
+    unsupported: int
+    """The model cannot be traced that way (no activation checkpointing, say)."""
+    predicted_oom: int
+    """Live tensors alone pass the budget, or a replay did."""
+    feasible: int
+    """The rest: those that could win were replayed, the others were not excluded."""
+    replayed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """The answer with one setting changed."""
+
+    setting: str
+    """A field of TrainConfig, or `memory_budget_bytes`."""
+    value: object
+    estimate: Estimate
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """The numbers of an answer: what the terminal draws and `find --json` prints. All predicted."""
+
+    workload: Workload
+    gpu: str
+    gpu_reason: str
+    """Why this card: named, found here, or planned for."""
+    space: str
+    allow: str
+    """Highest trade-off class that the answer may be of."""
+    widened: bool
+    """`allow` was raised because nothing of a lower class fits."""
+    best: Estimate
+    best_class: str
+    base: TrainConfig
+    """What classes and speed-up are measured against."""
+    baseline: Estimate | None
+    """The base as it fits; None when it does not fit at any micro-batch."""
+    best_by_class: dict[str, Estimate]
+    tied: tuple[Estimate, ...]
+    """Others within the noise of the best, best first."""
+    changes: tuple[Change, ...]
+    """The answer with one setting put back to the base's."""
+    more_memory: Change | None
+    """The fastest with 2 GB more."""
+    counts: Counts
+    invalid_by_rule: dict[str, int]
+    elapsed_seconds: float
+
+    @property
+    def speedup(self) -> float | None:
+        """Predicted speed over the baseline's; None without a baseline."""
+        if self.baseline is None:
+            return None
+        best, base = self.best.tokens_per_second, self.baseline.tokens_per_second
+        return None if best is None or base is None else best / base
+
+    def to_dict(self) -> dict[str, object]:
+        """The object of `find --json`, its `files` aside."""
+        budget = self.workload.memory_budget_bytes
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "evidence": "predicted",
+            "workload": dataclasses.asdict(self.workload),
+            "gpu": self.gpu,
+            "gpu_reason": self.gpu_reason,
+            "memory_budget_bytes": budget,
+            "space": self.space,
+            "allow": self.allow,
+            "widened": self.widened,
+            "best": {**self.best.to_dict(budget), "class": self.best_class},
+            "base": self.base.to_dict(),
+            "baseline": None if self.baseline is None else self.baseline.to_dict(budget),
+            "speedup": self.speedup,
+            "best_by_class": {k: e.to_dict(budget) for k, e in self.best_by_class.items()},
+            "tied": [e.to_dict(budget) for e in self.tied],
+            "changes": [
+                {
+                    "setting": change.setting,
+                    "value": change.value,
+                    "fits": change.fits,
+                    "peak_device_bytes": change.estimate.peak_device_bytes,
+                    "tokens_per_second": change.estimate.tokens_per_second,
+                    "config": change.estimate.config.to_dict(),
+                }
+                for change in [*self.changes, *([self.more_memory] if self.more_memory else [])]
+            ],
+            "counts": dataclasses.asdict(self.counts),
+            "invalid_by_rule": self.invalid_by_rule,
+            "elapsed_seconds": self.elapsed_seconds,
         }

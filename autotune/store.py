@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, Workload
 from autotune.errors import ConfigError, StorageError
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import SCHEMA_VERSION, Estimate
@@ -286,11 +286,8 @@ def _explained(url: URL) -> Iterator[None]:
         message = _driver_message(error)
         if isinstance(url.password, str) and url.password:
             message = message.replace(url.password, "***")
-        for part, why, remedy in _EXPLANATIONS:
-            if part in message:
-                break
-        else:
-            why, remedy = message, "Check its address, and that its server runs"
+        known = ((why, remedy) for part, why, remedy in _EXPLANATIONS if part in message)
+        why, remedy = next(known, (message, "Check its address, and that its server runs"))
         # `str(url)` hides the password.
         raise StorageError(
             f"The database {url} cannot be used", why=why, remedy=f"{remedy}, {_ELSEWHERE}"

@@ -718,7 +718,7 @@ def test_bounds_hold(tape: Tape, conf: AllocatorSettings) -> None:
 
 
 def test_speed() -> None:
-    """20,000 events in at most 0.1 s: five times what they take on a 2020s core."""
+    """20,000 events in at most 0.1 s: about ten times what they take on an idle core."""
     tape = Tape()
     for layer in range(1000):
         kept = [tape.alloc((layer % 7 + 1) * 999_000 * k, "activation") for k in range(8)]

@@ -7,7 +7,7 @@ import pytest
 from autotune.allocator import Tape, replay
 from autotune.config import TRADEOFF_CLASSES
 from autotune.optimizer_steps import TensorSpec
-from autotune.optimizers import OPTIMIZERS, state_bytes
+from autotune.optimizers import OPTIMIZERS, Optimizer, state_bytes
 
 BIG = TensorSpec(shape=(1000, 1000), dtype="bfloat16")
 """A million elements: quantised under 8-bit optimizers, paged under paged ones."""
@@ -54,7 +54,7 @@ def test_code_books_are_shared() -> None:
 
 
 def test_polyglot_ko_adamw_state_in_16_bits() -> None:
-    """The published 4.961 GiB of AdamW state, and 0.006 GiB under LoRA r8 (facts/CUDA_MEMORY.md)."""
+    """Published: 4.961 GiB of AdamW state, 0.006 GiB under LoRA r8 on query_key_value."""
     everything = TensorSpec(shape=(1_331_810_304,), dtype="float16")
     adapters = TensorSpec(shape=(1_572_864,), dtype="float16")
     assert round(state_bytes("adamw_torch", [everything])[0] / 2**30, 3) == 4.961
@@ -66,7 +66,7 @@ def test_rows_are_keyed_by_their_own_name() -> None:
 
 
 @pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-def test_row_is_consistent(row: object) -> None:
+def test_row_is_consistent(row: Optimizer) -> None:
     assert row.tradeoff in TRADEOFF_CLASSES
     assert row.paged == row.name.startswith("paged_")
     assert (row.needs == "bitsandbytes") == any(tag in row.name for tag in ("bit", "lion"))
@@ -78,7 +78,7 @@ def test_row_is_consistent(row: object) -> None:
 
 
 @pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-def test_later_steps_add_no_memory(row: object) -> None:
+def test_later_steps_add_no_memory(row: Optimizer) -> None:
     """Three steps: after the first only temporaries come and go."""
     specs = [BIG, SMALL, TensorSpec(shape=(3, 5), dtype="bfloat16", group=1)]
     tape = Tape()

@@ -19,7 +19,7 @@ from autotune.roofline import (
     seconds,
 )
 
-# 1 TFLOP/s (a tenth in flash backward), 1 GB/s, no tail, 1 us a launch.
+# Round rates: 1 TFLOP/s and 1 GB/s, attention and reductions slower; no tail, 1 us a launch.
 MACHINE = Machine(
     flop_per_second={
         ("matmul", "bfloat16"): 1e12,
@@ -207,8 +207,8 @@ def test_a_measured_matmul_rate_is_never_exceeded() -> None:
 
 
 def test_flash_attention_by_generation() -> None:
-    # FlashAttention-3's paper: the version before it reaches about 35 % on Hopper. GeForce Blackwell
-    # (12.0) has the tensor cores of 8.x.
+    # FlashAttention-3's paper: the version before it reaches about 35 % on Hopper. GeForce
+    # Blackwell (12.0) has the tensor cores of 8.x.
     def of_peak(name: str) -> float:
         card = find_gpu(name)
         peak = peak_flop_per_second(card, "bfloat16")

@@ -184,9 +184,7 @@ def test_another_prediction_is_another_trial(url: str) -> None:
         ({"gpu": "a100"}, "gpu was rtx-4070, now a100"),
     ],
 )
-def test_another_workload_needs_another_study(
-    url: str, change: dict[str, Any], said: str
-) -> None:
+def test_another_workload_needs_another_study(url: str, change: dict[str, Any], said: str) -> None:
     fill(url)
     with refused(ConfigError, '"s"', said, "--study"), opened(url, **change):
         pass

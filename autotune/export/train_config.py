@@ -1,4 +1,4 @@
-"""train_config.yaml: a TrainConfig and its Workload in our own words, for people and for `--base`."""
+"""train_config.yaml: TrainConfig and Workload in our own words, for people and for `--base`."""
 
 from __future__ import annotations
 

@@ -24,17 +24,28 @@ ATTENTION_PROJECTIONS = (
 """What `attention` means as LoRA targets, as far as the model has them: as in the trace."""
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
-_MARK = "RECIPE: dict[str, Any] = {}\n"
-"""The line of the template that the values replace."""
+_OPENING = "RECIPE: dict[str, Any] = {"
+"""Followed by a closing brace in the template, where the values go in between."""
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A Python program. Every value in it is an ASCII literal, line breaks escaped."""
     recipe = _recipe(workload, config)
     recipe["evidence"] = result["evidence"]
-    lines = (f"    {key!r}: {ascii(value)},\n" for key, value in recipe.items())
-    before, after = _TEMPLATE.read_text(encoding="utf-8").split(_MARK)
-    return f"{before}{_MARK.removesuffix('}\n')}\n{''.join(lines)}}}\n{after}"
+    before, after = _TEMPLATE.read_text(encoding="utf-8").split(_OPENING)
+    return f"{before}{_OPENING}\n{_entries(recipe, '    ')}{after}"
+
+
+def _entries(values: Mapping[str, object], indent: str) -> str:
+    """The inside of a dict display, one entry per line."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            text = f"{{\n{_entries(value, indent + '    ')}{indent}}}"
+        else:
+            text = ascii(value)
+        lines.append(f"{indent}{key!a}: {text},\n")
+    return "".join(lines)
 
 
 def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:

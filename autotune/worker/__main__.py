@@ -3,7 +3,7 @@
 The request names a verb and its arguments; each answer is one JSON line. Verbs:
 
 trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capability": [major, minor],
-         "cublas_workspace_bytes": int, "traces": [{"id": int, "single": bool, "spec": {...}}]}
+         "cublas_workspace_bytes": int, "traces": [{"id": int, "spec": {...}}]}
         one line per trace: {"id": int, "trace": {...}}, or {"id": int, "unsupported": reason}
 """
 
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from autotune.isolate import die_with_parent
-from autotune.results import SCHEMA_VERSION
+from autotune.results import SCHEMA_VERSION, TraceSpec
 
 Answers = Iterator[dict[str, Any]]
 
 
 def _trace(request: dict[str, Any]) -> Answers:
     from autotune.worker.cuda import Device
-    from autotune.worker.model import ModelSpec, UnsupportedModel, load_config
+    from autotune.worker.model import UnsupportedModel, load_config
     from autotune.worker.trace import trace_step
 
     device = Device(
@@ -35,10 +35,9 @@ def _trace(request: dict[str, Any]) -> Answers:
             trace = trace_step(
                 load_config(request["config"]),
                 request["task"],
-                ModelSpec(**wanted["spec"]),
+                TraceSpec(**wanted["spec"]),
                 sequence_length=request["sequence_length"],
                 device=device,
-                single=wanted["single"],
             )
         except UnsupportedModel as error:
             yield {"id": wanted["id"], "unsupported": str(error)}

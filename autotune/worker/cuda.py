@@ -8,8 +8,8 @@
 Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, .../flash_attn/flash_api.cpp,
 aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu, aten/src/ATen/autocast_mode.{h,cpp}.
 
-Not modelled: cuDNN attention's own workspace (no closed form: taken to be flash attention's), the
-temporary storage of cub's sort beyond its double buffer.
+Not modelled: cuDNN attention's own workspace (no closed form: taken to be flash attention's),
+cub's temporary storage (in an embedding's backward it is free again before the partial sums are made).
 """
 
 from __future__ import annotations
@@ -84,18 +84,31 @@ EMBEDDING_SORT_THRESHOLD = 3072
 """Up to so many indices the backward of an embedding needs no buffer (Embedding.cu)."""
 
 
-def _embedding_backward_buffers(gradient: torch.Tensor, indices: torch.Tensor, rows: int) -> tuple[Buffer, ...]:
-    """Sorted, original and range indices, cub's double buffer, segments, and the partial sums."""
+def _embedding_backward_buffers(
+    gradient: torch.Tensor, indices: torch.Tensor, rows: int
+) -> tuple[Buffer, ...]:
+    """What is alive together when the partial sums are made (EmbeddingBackwardKernel.cu).
+
+    Per index: the sorted ones, where they stood, where segments start. Per segment, of which there
+    are at most `rows`: its number of partial sums and their offset. Two counters. Per partial sum:
+    where it starts, and the sum.
+    """
     tokens = indices.numel()
     if tokens <= EMBEDDING_SORT_THRESHOLD:
         return ()
-    width = gradient.shape[-1]
     accumulate_bytes = max(gradient.element_size(), 4)
-    per_index = 6 * tokens * 8
-    partials = accumulate_bytes * width * (tokens // 10 + min(tokens, rows))
+    segments = min(tokens, rows)
+    partials = tokens // 10 + segments
+
+    def per_partial(row_bytes: int) -> Buffer:
+        return Buffer(partials * row_bytes, rule=("embedding", tokens, rows, row_bytes))
+
     return (
-        Buffer(per_index),
-        Buffer(partials, rule=("embedding", tokens, rows, width * accumulate_bytes)),
+        *(Buffer(tokens * 8) for _ in range(3)),
+        *(Buffer(segments * 8) for _ in range(2)),
+        *(Buffer(8) for _ in range(2)),
+        per_partial(8),
+        per_partial(accumulate_bytes * gradient.shape[-1]),
     )
 
 
@@ -321,17 +334,28 @@ class Workspaces:
 
 @contextlib.contextmanager
 def cuda_choices(device: Device) -> Iterator[CudaChoices]:
-    """CudaChoices for a block, its cast weights forgotten whenever autocast forgets its own."""
+    """CudaChoices for a block; torch's questions about CUDA's autocast are answered by the CPU's state.
+
+    The cast weights are forgotten whenever autocast forgets its own.
+    """
     mode = CudaChoices(device)
-    clear = torch.clear_autocast_cache
+    clear, is_enabled, get_dtype = (
+        torch.clear_autocast_cache,
+        torch.is_autocast_enabled,
+        torch.get_autocast_dtype,
+    )
 
     def clear_both() -> None:
         mode.clear_cast_weights()
         clear()
 
     torch.clear_autocast_cache = clear_both
+    torch.is_autocast_enabled = lambda device_type="cpu": is_enabled("cpu")
+    torch.get_autocast_dtype = lambda device_type="cpu": get_dtype("cpu")
     try:
         with mode:
             yield mode
     finally:
         torch.clear_autocast_cache = clear
+        torch.is_autocast_enabled = is_enabled
+        torch.get_autocast_dtype = get_dtype

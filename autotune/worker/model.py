@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autotune.config import PRECISIONS, QUANTIZATIONS
+from autotune.results import TraceSpec
 
 RANK = 10_007
 """LoRA rank of a trace: a prime that divides no model dimension, so that sizes tell their factors."""
@@ -33,19 +33,6 @@ _AUTO_CLASSES = {
 
 class UnsupportedModel(Exception):
     """The configuration cannot be built or traced; the message is for the user."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSpec:
-    """What changes the structure of a traced step: one trace per value."""
-
-    method: str
-    lora_targets: str | None
-    quantization: str
-    precision: str
-    activation_checkpointing: int
-    activation_offloading: bool
-    attention: str
 
 
 def load_config(config: dict[str, Any]) -> PretrainedConfig:
@@ -92,7 +79,7 @@ def layer_stack(model: nn.Module, num_layers: int) -> nn.ModuleList | None:
     return stacks[0] if len(stacks) == 1 else None
 
 
-def build_base(config: PretrainedConfig, task: str, spec: ModelSpec) -> nn.Module:
+def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Module:
     """The bare model on `meta`, dtype of its weights as `from_pretrained(dtype=...)` would load it."""
     auto = getattr(transformers, _AUTO_CLASSES[task])
     config = copy.deepcopy(config)
@@ -108,7 +95,7 @@ def build_base(config: PretrainedConfig, task: str, spec: ModelSpec) -> nn.Modul
     return model
 
 
-def quantize(model: nn.Module, spec: ModelSpec) -> None:
+def quantize(model: nn.Module, spec: TraceSpec) -> None:
     """Linear layers become bitsandbytes' Linear4bit, weights quantised by bitsandbytes' own code."""
     import bitsandbytes as bnb
     from transformers import BitsAndBytesConfig
@@ -130,6 +117,8 @@ def quantize(model: nn.Module, spec: ModelSpec) -> None:
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.compute_type_is_set = True
+            if module.bias is not None:  # the replacement made it fp32; loading keeps the dtype
+                module.bias = nn.Parameter(module.bias.to(compute), requires_grad=False)
 
 
 def quantize_weight(linear: Any, dtype: torch.dtype) -> None:
@@ -200,7 +189,7 @@ def add_adapter(model: nn.Module, targets: str, rank: int) -> nn.Module:
     return adapted
 
 
-def enable_checkpointing(model: Any, spec: ModelSpec) -> None:
+def enable_checkpointing(model: Any, spec: TraceSpec) -> None:
     """What Trainer does for `activation_checkpointing=True`, by the names of the installed version."""
     kwargs: dict[str, Any] = {"use_reentrant": False}
     enable = getattr(model, "activation_checkpointing_enable", None)
@@ -252,7 +241,7 @@ def small_num_layers(num_layers: int, period: int) -> int:
     return min(small, num_layers)
 
 
-def trace_period(config: PretrainedConfig, spec: ModelSpec) -> int:
+def trace_period(config: PretrainedConfig, spec: TraceSpec) -> int:
     """Layer types and checkpointing both repeat after so many layers."""
     return math.lcm(layer_period(config), max(spec.activation_checkpointing, 1))
 

@@ -26,9 +26,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from autotune.config import PRECISIONS
+from autotune.results import TraceSpec
 from autotune.worker import model as models
 from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
-from autotune.worker.model import RANK, ModelSpec, UnsupportedModel
+from autotune.worker.model import RANK, UnsupportedModel
 from autotune.worker.tracker import Recording, TrackedKernel, Tracker
 
 MICRO_BATCH = 1_000_003
@@ -41,14 +42,13 @@ Mark = tuple[str, int]
 def trace_step(
     config: PretrainedConfig,
     task: str,
-    spec: ModelSpec,
+    spec: TraceSpec,
     *,
     sequence_length: int,
     device: Device,
-    single: bool,
     whole: bool = False,
 ) -> dict[str, Any]:
-    """Trace one micro-step. `single`: micro-batch 1; `whole`: every layer, nothing extrapolated.
+    """Trace one micro-step. `whole`: every layer, nothing extrapolated.
 
     Raises UnsupportedModel where the model cannot be built or run on `meta`.
     """
@@ -60,11 +60,11 @@ def trace_step(
         model = models.build_base(models.with_layers(config, small), task, spec)
         if models.layer_stack(model, small) is None:
             return trace_step(
-                config, task, spec, sequence_length=sequence_length, device=device, single=single, whole=True
+                config, task, spec, sequence_length=sequence_length, device=device, whole=True
             )
     else:
         model = models.build_base(config, task, spec)
-    micro_batch = 1 if single else MICRO_BATCH
+    micro_batch = 1 if spec.single else MICRO_BATCH
     workspaces = Workspaces(device.cublas_workspace_bytes)
     tracker = Tracker(
         "meta",
@@ -83,7 +83,7 @@ def trace_step(
 class _Step:
     """A model on its way through set-up, forward and backward, marking the borders of blocks."""
 
-    def __init__(self, model: nn.Module, task: str, spec: ModelSpec, tracker: Tracker) -> None:
+    def __init__(self, model: nn.Module, task: str, spec: TraceSpec, tracker: Tracker) -> None:
         self.model = model
         self.task = task
         self.spec = spec
@@ -143,8 +143,8 @@ class _Step:
         model: Any = self.model
         inputs: dict[str, Any] = _batch(self.task, micro_batch, sequence_length)
         accepts = models.accepts_loss_kwargs(model)
-        if accepts and self.task != "sequence-classification":
-            inputs["num_items_in_batch"] = torch.empty((), dtype=torch.int64, device="meta")
+        if accepts:
+            inputs["num_items_in_batch"] = torch.empty((), dtype=torch.float32, device="meta")
         stack = models.layer_stack(model, num_layers)
         handles = self._hook_layers(stack) if stack is not None else []
         if precision.autocast:
@@ -152,16 +152,19 @@ class _Step:
         self.mark("embed")
         outputs = model(**inputs)
         loss = outputs["loss"]
-        del outputs, inputs
-        if not accepts:
-            loss = loss / 1
+        del outputs
+        if accepts:
+            loss *= 1  # Trainer.compute_loss: the number of processes
+        else:
+            loss = loss / 1  # Trainer.training_step: the number of micro-batches
+        scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
         if precision.grad_scaler:
-            loss = loss * torch.empty((), dtype=torch.float32, device="meta")
+            scaled = scaled * torch.empty((), dtype=torch.float32, device="meta")
         self.mark("head_backward")
         # Tensor.backward would switch the function mode off; the engine's own entry does not.
         torch.autograd.graph._engine_run_backward(
-            (loss,),
-            (torch.ones_like(loss),),
+            (scaled,),
+            (torch.ones_like(scaled),),
             False,
             False,
             (),
@@ -169,7 +172,7 @@ class _Step:
             accumulate_grad=True,
         )
         self.mark("end")
-        del loss
+        del loss, scaled, inputs  # the Trainer's list of micro-batches keeps them so long
         for handle in handles:
             handle.remove()
         gc.collect(0)
@@ -260,7 +263,7 @@ def _wrap_forward(model: Any, dtype: torch.dtype) -> None:
     model.forward = MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
 
 
-def _decompositions(spec: ModelSpec) -> dict[Any, Callable[..., Any]]:
+def _decompositions(spec: TraceSpec) -> dict[Any, Callable[..., Any]]:
     """bitsandbytes multiplies more than 1,536 rows by dequantising first (its backends/cuda/ops.py)."""
     if spec.method != "qlora":
         return {}

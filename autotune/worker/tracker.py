@@ -13,6 +13,7 @@ Not seen: memory that a CUDA kernel allocates for itself. `hidden_buffers` names
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -152,6 +153,9 @@ class Tracker(TorchDispatchMode):
         if decomposition is not None:
             with self:
                 return decomposition(*args, **kwargs)
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         if self._before is not None:
             self._before(self, func)
         out = func(*args, **kwargs)
@@ -172,13 +176,29 @@ class Tracker(TorchDispatchMode):
         flops = counter(*args, **kwargs, out_val=out) if counter is not None else 0
         if flops and _is_causal(func, args, kwargs):
             flops //= 2
-        moved = tuple(_moved_bytes(t) for t in inputs) + tuple(_moved_bytes(t) for t in outputs)
+        moved = tuple(_moved_bytes(t) for t in outputs)
+        if func in _GATHERS:
+            moved *= 2
+        elif func is not aten.nll_loss_backward.default:
+            moved += tuple(_moved_bytes(t) for t in inputs)
         dtype = str((inputs or outputs)[0].dtype)[6:]
         recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         self.recording.kernels.append(
             TrackedKernel(str(func._overloadpacket)[5:], dtype, int(flops), moved, recomputed)
         )
         return out
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether the operation is made of others; outside autograd it arrives here whole.
+
+    One with kernels of its own besides (silu_backward) runs those.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(
+        func.name(), "CPU"
+    )
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -222,6 +242,15 @@ _ALIAS = {
     aten.alias.default,
     aten.set_.source_Storage,
 }
+
+
+_GATHERS = {
+    aten.embedding.default,
+    aten.gather.default,
+    aten.index_select.default,
+    aten.nll_loss_forward.default,
+}
+"""Read no more of their input than they write."""
 
 
 def _launches(func: Any, fresh: bool) -> bool:

@@ -1,0 +1,258 @@
+"""What may vary (SearchSpace), which points of it are valid (RULES), and what each one gives up.
+
+A space comes from a YAML file (autotune.space_file). Every combination of its values is a point;
+gradient accumulation follows from the effective batch size of the workload.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autotune.config import PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.optimizers import OPTIMIZERS
+
+_ADAPTERS = ("lora", "qlora")
+# CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units.
+_AMPERE = (8, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MethodSpace:
+    """The domains of one training method; named as TrainConfig's fields."""
+
+    method: str
+    micro_batch_size: tuple[int, ...]
+    precision: tuple[str, ...]
+    optimizer: tuple[str, ...]
+    activation_checkpointing: tuple[int, ...]
+    activation_offloading: tuple[bool, ...]
+    attention: tuple[str, ...]
+    lora_rank: tuple[int | None, ...] = (None,)
+    lora_targets: tuple[str | None, ...] = (None,)
+    quantization: tuple[str, ...] = ("none",)
+
+    @property
+    def num_points(self) -> int:
+        points = 1
+        for domain in self.domains().values():
+            points *= len(domain)
+        return points
+
+    def domains(self) -> dict[str, tuple[Any, ...]]:
+        """Return the domains by field, `method` aside."""
+        names = (field.name for field in fields(self) if field.name != "method")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchSpace:
+    """What may vary."""
+
+    name: str
+    description: str
+    methods: tuple[MethodSpace, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """What a rule may ask beyond the TrainConfig. None: not known, the rule lets pass."""
+
+    effective_batch_size: int
+    num_layers: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    precisions: tuple[str, ...] = ()
+    """What the space offers to this method."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """A combination that is never tried, and why."""
+
+    name: str
+    reason: str
+    breaks: Callable[[TrainConfig, Context], bool]
+
+
+def _lacks_ampere(context: Context) -> bool:
+    capability = context.compute_capability
+    return capability is not None and capability < _AMPERE
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="micro-batch-divides",
+        reason="micro-batch x accumulation must equal the effective batch size",
+        breaks=lambda c, context: c.effective_batch_size != context.effective_batch_size,
+    ),
+    Rule(
+        name="adapter-needs-rank",
+        reason="an adapter has a rank and target modules",
+        breaks=lambda c, _: c.method in _ADAPTERS and not (c.lora_rank and c.lora_targets),
+    ),
+    Rule(
+        name="full-has-no-adapter",
+        reason="full fine-tuning trains the weights themselves: rank and targets have no meaning",
+        breaks=lambda c, _: c.method == "full" and bool(c.lora_rank or c.lora_targets),
+    ),
+    Rule(
+        name="quantization-needs-qlora",
+        reason="quantised weights cannot be trained: they need an adapter, which is method qlora",
+        breaks=lambda c, _: c.method != "qlora" and c.quantization != "none",
+    ),
+    Rule(
+        name="qlora-needs-quantization",
+        reason="qlora without quantised weights is lora",
+        breaks=lambda c, _: c.method == "qlora" and c.quantization == "none",
+    ),
+    Rule(
+        name="offloading-needs-checkpointing",
+        reason="what is parked in host memory is the input of a checkpointed layer",
+        breaks=lambda c, _: c.activation_offloading and not c.activation_checkpointing,
+    ),
+    Rule(
+        name="checkpoint-interval-within-layers",
+        reason="the model has fewer layers than the checkpointing interval",
+        breaks=lambda c, context: (
+            context.num_layers is not None and c.activation_checkpointing > context.num_layers
+        ),
+    ),
+    Rule(
+        name="bf16-needs-ampere",
+        reason="bfloat16 matrix products need compute capability 8.0",
+        breaks=lambda c, context: (
+            PRECISIONS[c.precision].compute_dtype == "bfloat16" and _lacks_ampere(context)
+        ),
+    ),
+    Rule(
+        name="tf32-needs-ampere",
+        reason="TF32 matrix products need compute capability 8.0",
+        breaks=lambda c, context: PRECISIONS[c.precision].tf32 and _lacks_ampere(context),
+    ),
+    Rule(
+        name="bf16-replaces-fp16",
+        reason="the space offers bf16 autocast too, as fast on this card and without loss scaling",
+        breaks=lambda c, context: (
+            c.precision == "fp16-mixed"
+            and ("bf16-mixed" in context.precisions or "bf16-autocast" in context.precisions)
+            and not _lacks_ampere(context)
+        ),
+    ),
+)
+
+
+def broken_rules(config: TrainConfig, context: Context) -> list[Rule]:
+    """Return every rule that the configuration breaks."""
+    return [rule for rule in RULES if rule.breaks(config, context)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Enumeration:
+    """Every valid point of a space, and what became of the others."""
+
+    configs: list[TrainConfig]
+    num_enumerated: int
+    invalid: dict[str, int]
+    """Points dropped, by the name of the first rule that they break."""
+
+
+def enumerate_configs(
+    space: SearchSpace,
+    workload: Workload,
+    *,
+    num_layers: int | None = None,
+    compute_capability: tuple[int, int] | None = None,
+) -> Enumeration:
+    """Return the valid points for the workload's methods, in the order of the file.
+
+    A micro-batch that does not divide the effective batch size is counted as an invalid point.
+    """
+    configs: list[TrainConfig] = []
+    invalid: Counter[str] = Counter()
+    num_enumerated = 0
+    for section in space.methods:
+        if section.method not in workload.methods:
+            continue
+        context = Context(
+            effective_batch_size=workload.effective_batch_size,
+            num_layers=num_layers,
+            compute_capability=compute_capability,
+            precisions=section.precision,
+        )
+        for config in _points(section, workload):
+            num_enumerated += 1
+            for rule in RULES:
+                if rule.breaks(config, context):
+                    invalid[rule.name] += 1
+                    break
+            else:
+                configs.append(config)
+    return Enumeration(configs=configs, num_enumerated=num_enumerated, invalid=dict(invalid))
+
+
+def _points(section: MethodSpace, workload: Workload) -> Iterator[TrainConfig]:
+    domains = section.domains()
+    sizes = domains.pop("micro_batch_size")
+    accumulations = [max(1, workload.effective_batch_size // size) for size in sizes]
+    for values in itertools.product(*domains.values()):
+        rest = dict(zip(domains, values, strict=True))
+        for size, accumulation in zip(sizes, accumulations, strict=True):
+            yield TrainConfig(
+                method=section.method,
+                micro_batch_size=size,
+                gradient_accumulation_steps=accumulation,
+                sequence_length=workload.sequence_length,
+                **rest,
+            )
+
+
+KNOB_CLASSES = {
+    "micro_batch_size": "exact",
+    "gradient_accumulation_steps": "exact",
+    "activation_checkpointing": "exact",
+    "activation_offloading": "exact",
+    "attention": "exact",
+    "precision": "numerics",
+    "method": "recipe",
+    "sequence_length": "recipe",
+    "effective_batch_size": "recipe",
+    "lora_rank": "recipe",
+    "lora_targets": "recipe",
+    "quantization": "recipe",
+}
+"""Trade-off class of a change of each setting (DESIGN section 5). The optimizer's depends on what
+it is changed for."""
+
+_LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
+_COSTLY_KNOBS = tuple(
+    (knob, _LEVEL[name]) for knob, name in KNOB_CLASSES.items() if name != TRADEOFF_CLASSES[0]
+)
+
+
+def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
+    """Return what `config` gives up against `base`: the highest class among their differences."""
+    level = _optimizer_level(config.optimizer, base.optimizer)
+    for knob, cost in _COSTLY_KNOBS:
+        if cost > level and getattr(config, knob) != getattr(base, knob):
+            level = cost
+    return TRADEOFF_CLASSES[level]
+
+
+def filter_allowed(
+    configs: Iterable[TrainConfig], base: TrainConfig, allow: str
+) -> list[TrainConfig]:
+    """Return the configurations that give up at most `allow`, one of TRADEOFF_CLASSES."""
+    limit = _LEVEL[allow]
+    return [config for config in configs if _LEVEL[tradeoff_class(config, base)] <= limit]
+
+
+@functools.cache
+def _optimizer_level(name: str, base_name: str) -> int:
+    optimizer, base = OPTIMIZERS[name], OPTIMIZERS[base_name]
+    if optimizer.family != base.family:
+        return _LEVEL["recipe"]
+    return _LEVEL["exact" if optimizer.state_format == base.state_format else "numerics"]

@@ -1,0 +1,308 @@
+"""Reads a search space from YAML, and says everything that is wrong with it at once.
+
+search_spaces/default.yaml explains each line; in short:
+
+    name: my-space
+    description: one line for `autotune spaces`
+    methods:
+      full | lora | qlora:
+        micro_batch_size: [1, 2, 4]                     required; samples in one forward pass
+        precision: [bf16-mixed]                         required; keys of config.PRECISIONS
+        optimizer: [adamw_torch_fused]                  required; keys of optimizers.OPTIMIZERS
+        activation_checkpointing: [none, full, every-2] default [none]
+        activation_offloading: [false, true]            default [false]
+        attention: [sdpa, eager]                        default [sdpa]
+        lora_rank: [8, 16]                              lora and qlora only; default [16]
+        lora_targets: [all-linear, attention]           lora and qlora only; default [all-linear]
+        quantization: [nf4, nf4-double]                 qlora only; default [nf4]
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS
+from autotune.errors import ConfigError, nearest
+from autotune.optimizers import OPTIMIZERS
+from autotune.space import MethodSpace, SearchSpace
+
+MAX_FILE_BYTES = 256 * 1024
+MAX_POINTS = 1_000_000
+"""Of one file: a larger space is a slip, and would not be searched in minutes."""
+MAX_NUMBER = 1_000_000
+"""Of a micro-batch size, rank or layer interval."""
+
+_MAX_PROBLEMS = 20
+_REMEDY = "Copy a file of search_spaces/ and edit it; search_spaces/default.yaml explains each line"
+
+
+def available() -> list[SearchSpace]:
+    """Return the spaces that come with autotune, by name."""
+    return [load(name) for name in _shipped()]
+
+
+def load(name_or_path: str | Path) -> SearchSpace:
+    """Read a search space: the name of a shipped one, else the path of a YAML file.
+
+    Raises ConfigError, with every problem of the file and its place.
+    """
+    shipped = _shipped()
+    path = shipped.get(str(name_or_path)) or Path(name_or_path)
+    shown = str(name_or_path)[:200]
+    document = _parse(_read(path, shown, shipped), shown)
+    space, problems = _validated(document, path.stem)
+    if not problems and space is not None:
+        num_points = sum(section.num_points for section in space.methods)
+        if num_points <= MAX_POINTS:
+            return space
+        problems = [f"{num_points:,} points are more than {MAX_POINTS:,}"]
+    raise ConfigError(
+        f"The search space {shown!r} cannot be used", why="; ".join(problems), remedy=_REMEDY
+    )
+
+
+def _shipped() -> dict[str, Path]:
+    """Shipped files by name: inside the package of a wheel, beside it in a checkout."""
+    package = Path(__file__).parent
+    folder = package / "search_spaces"
+    if not folder.is_dir():
+        folder = package.parent / "search_spaces"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _read(path: Path, shown: str, names: Iterable[str]) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            why = f"It has more than {MAX_FILE_BYTES // 1024} KiB"
+            raise ConfigError(f"The search space {shown!r} is too large", why=why)
+        return content.decode("utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"There is no search space {shown!r}",
+            why="It is neither one that comes with autotune nor a file",
+            remedy=nearest(shown, names),
+        ) from error
+    except UnicodeDecodeError as error:
+        why = f"It is not UTF-8 text: byte {error.start}"
+        raise ConfigError(f"The search space {shown!r} cannot be read", why=why) from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"The search space {shown!r} cannot be read", why=why) from error
+
+
+def _parse(text: str, shown: str) -> object:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Safe: a tag that names a Python object is an error. So are two more things here."""
+
+    def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key, count in Counter(keys).items():
+            problem = f"the key {key[:40]!r} is given {count} times" if count > 1 else ""
+            if key == "<<":  # A merge of merges grows without bound.
+                problem = "merge keys (<<) are not supported"
+            if problem:
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return loader.construct_mapping(node, deep=True)
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}: " if mark else ""
+        why = f"{place}{error.problem or error.context}"
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = "It nests too deep" if isinstance(error, RecursionError) else str(error)
+    raise ConfigError(f"The search space {shown!r} is not YAML", why=why[:300], remedy=_REMEDY)
+
+
+def _one_of(known: Sequence[str], what: str) -> Callable[[object], str]:
+    def read(value: object) -> str:
+        if not isinstance(value, str):
+            raise ValueError(f"must be a name, not {_kind(value)}")
+        if value not in known:
+            raise ValueError(f"unknown {what} {value[:40]!r}. {nearest(value[:40], known)}")
+        return value
+
+    return read
+
+
+def _positive(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"must be a whole number, not {_kind(value)}")
+    if not 0 < value <= MAX_NUMBER:
+        raise ValueError(f"must be from 1 to {MAX_NUMBER:,}")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {_kind(value)}")
+    return value
+
+
+def _checkpointing(value: object) -> int:
+    """none: 0; full: 1; every-N: N."""
+    if value in ("none", "full"):
+        return int(value == "full")
+    match = re.fullmatch(r"every-([1-9][0-9]{0,5})", value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("must be none, full or every-N (every-2: each second layer)")
+    return int(match[1])
+
+
+def _targets(value: object) -> str:
+    """all-linear, attention, or names of modules joined by commas."""
+    if isinstance(value, str) and len(value) <= 1000:
+        names = [name.strip() for name in value.split(",")]
+        if value == "all-linear" or all(re.fullmatch(r"[\w.]+", name, re.ASCII) for name in names):
+            return ",".join(names)
+    raise ValueError("must be all-linear, attention, or module names joined by commas")
+
+
+def _kind(value: object) -> str:
+    """How to call a wrong value; never its repr, which aliases can make endless."""
+    if isinstance(value, (bool, int, float)):
+        return str(value)[:40]
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    names = {list: "a list", dict: "a mapping", type(None): "nothing"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+_Reader = Callable[[object], object]
+
+_REQUIRED: dict[str, _Reader] = {
+    "micro_batch_size": _positive,
+    "precision": _one_of(tuple(PRECISIONS), "precision"),
+    "optimizer": _one_of(tuple(OPTIMIZERS), "optimizer"),
+}
+_OPTIONAL: dict[str, tuple[_Reader, object]] = {
+    "activation_checkpointing": (_checkpointing, 0),
+    "activation_offloading": (_flag, False),
+    "attention": (_one_of(ATTENTIONS, "attention"), "sdpa"),
+}
+_OF_ADAPTERS: dict[str, tuple[_Reader, object]] = {
+    "lora_rank": (_positive, 16),
+    "lora_targets": (_targets, "all-linear"),
+}
+_OF_QUANTIZED: dict[str, tuple[_Reader, object]] = {
+    "quantization": (
+        _one_of([name for name in QUANTIZATIONS if name != "none"], "quantization"),
+        "nf4",
+    ),
+}
+_OPTIONAL_OF_METHOD = {
+    "full": _OPTIONAL,
+    "lora": _OPTIONAL | _OF_ADAPTERS,
+    "qlora": _OPTIONAL | _OF_ADAPTERS | _OF_QUANTIZED,
+}
+
+
+@functools.cache
+def _schema() -> Any:
+    """The file's pydantic model; its import is paid by whoever reads a file."""
+    from typing import Annotated
+
+    from pydantic import AfterValidator, ConfigDict, Field, create_model
+
+    strict = ConfigDict(extra="forbid", strict=True)
+
+    def distinct(values: list[object]) -> tuple[object, ...]:
+        if repeated := [str(value) for value, count in Counter(values).items() if count > 1]:
+            raise ValueError(f"given twice: {', '.join(repeated)}")
+        return tuple(values)
+
+    def domain(read: _Reader) -> Any:
+        items = list[Annotated[Any, AfterValidator(read)]]
+        return Annotated[items, Field(min_length=1), AfterValidator(distinct)]
+
+    sections: dict[str, Any] = {}
+    for method, optional in _OPTIONAL_OF_METHOD.items():
+        required: dict[str, Any] = {knob: (domain(read), ...) for knob, read in _REQUIRED.items()}
+        defaulted: dict[str, Any] = {
+            knob: (domain(read), (default,)) for knob, (read, default) in optional.items()
+        }
+        section = create_model(method, __config__=strict, **required, **defaulted)
+        sections[method] = (section, None)
+    methods = create_model("methods", __config__=strict, **sections)
+    top: dict[str, Any] = {
+        "name": (Annotated[str, Field(pattern=r"^[\w .+-]{1,60}$")], ""),
+        "description": (Annotated[str, Field(max_length=200), AfterValidator(_printable)], ""),
+        "methods": (methods, ...),
+    }
+    return create_model("space", __config__=strict, **top)
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must be one line without control characters")
+    return text
+
+
+def _validated(document: object, file_name: str) -> tuple[SearchSpace | None, list[str]]:
+    """Return the space, or everything that is wrong with the document."""
+    from pydantic import ValidationError
+
+    if not isinstance(document, dict):
+        return None, [f"the file must be a mapping with `methods`, not {_kind(document)}"]
+    try:
+        read = _schema().model_validate(document)
+    except ValidationError as error:
+        entries = error.errors(include_url=False)
+        more = len(entries) - _MAX_PROBLEMS
+        problems = [_problem(entry) for entry in entries[:_MAX_PROBLEMS]]
+        return None, [*problems, f"and {more} more"] if more > 0 else problems
+    sections = tuple(
+        MethodSpace(method=method, **dict(section))
+        for method in METHODS
+        if (section := getattr(read.methods, method)) is not None
+    )
+    if not sections:
+        return None, [f"methods: needs at least one of {', '.join(METHODS)}"]
+    space = SearchSpace(name=read.name or file_name, description=read.description, methods=sections)
+    return space, []
+
+
+_KNOWN_KEYS: dict[tuple[str, ...], Sequence[str]] = {
+    (): ("name", "description", "methods"),
+    ("methods",): METHODS,
+    **{
+        ("methods", method): (*_REQUIRED, *optional)
+        for method, optional in _OPTIONAL_OF_METHOD.items()
+    },
+}
+
+_MESSAGES = {
+    "missing": "is missing",
+    "too_short": "must not be empty",
+    "list_type": "must be a list",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "string_type": "must be text",
+    "string_too_long": "is too long",
+    "string_pattern_mismatch": "must be 1 to 60 letters, digits, spaces or . + -",
+}
+"""Pydantic's error types in the words of a YAML file."""
+
+
+def _problem(entry: Any) -> str:
+    """One of pydantic's errors as `methods.full.precision, item 2: what is wrong`."""
+    location = entry["loc"]
+    parts = (f", item {part + 1}" if isinstance(part, int) else f".{part}" for part in location)
+    place = "".join(parts).removeprefix(".")[:120]
+    if entry["type"] == "extra_forbidden":
+        known = _KNOWN_KEYS.get(location[:-1], ())
+        message = f"unknown key. {nearest(str(location[-1])[:40], known)}"
+    else:
+        message = _MESSAGES.get(entry["type"]) or entry["msg"].removeprefix("Value error, ")
+    return f"{place}: {message.removesuffix('.')}"

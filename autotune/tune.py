@@ -1,0 +1,449 @@
+"""The funnel: a workload, a space and a card -> the fastest configuration predicted to fit.
+
+Enumerate, trace once per structure, price every point, replay what could win. The answer equals that
+of a full replay of every point: a point is passed over only when live tensors alone exceed the budget,
+or when its speed, which paging can only lower, is below what already fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.errors import ConfigError, HardwareError, NothingFitsError
+from autotune.estimate import Estimator, trace_all
+from autotune.gpus import Gpu
+from autotune.models import ModelSource
+from autotune.results import Change, Counts, Estimate, Summary, TraceSpec
+from autotune.space import Context, SearchSpace, broken_rules, enumerate_configs, tradeoff_class
+from autotune.units import format_bytes
+
+NOISE = 0.02
+"""Speeds closer than this are tied: a probe measures until its spread is under 2 %."""
+
+MORE_MEMORY_BYTES = 2 * 10**9
+"""What the answer says of more memory."""
+
+_LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How much a search may cost."""
+
+    num_recorded: int
+    """Configurations that the study keeps, best first."""
+
+
+EFFORTS = {
+    "quick": Effort(num_recorded=20),
+    "normal": Effort(num_recorded=60),
+    "thorough": Effort(num_recorded=300),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """An answer, and the estimates that a study should keep."""
+
+    summary: Summary
+    considered: tuple[Estimate, ...]
+
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, of how many)."""
+
+
+def default_base(workload: Workload, gpu: Gpu) -> TrainConfig:
+    """TrainingArguments' defaults (transformers 5.23), micro-batch 1: what a search improves on.
+
+    The weights keep the checkpoint's bfloat16 (`bf16` left False); a card without bfloat16 units
+    gets what its owner would choose, fp16. An adapter has rank 16 on every linear layer.
+    """
+    method = workload.methods[0]
+    adapter = method != "full"
+    has_bfloat16 = gpu.compute_capability is None or gpu.compute_capability >= (8, 0)
+    precision = ("bf16-autocast" if adapter else "bf16-true") if has_bfloat16 else "fp16-mixed"
+    return TrainConfig(
+        method=method,
+        micro_batch_size=1,
+        gradient_accumulation_steps=workload.effective_batch_size,
+        sequence_length=workload.sequence_length,
+        precision=precision,
+        optimizer="adamw_torch_fused",
+        lora_rank=16 if adapter else None,
+        lora_targets="all-linear" if adapter else None,
+        quantization="nf4" if method == "qlora" else "none",
+    )
+
+
+def find(
+    model: ModelSource,
+    workload: Workload,
+    space: SearchSpace,
+    gpu: Gpu,
+    *,
+    gpu_reason: str = "",
+    allow: str | None = None,
+    base: TrainConfig | None = None,
+    effort: str = "normal",
+    progress: Progress = lambda what, done, total: None,
+) -> Found:
+    """Answer a workload by prediction.
+
+    `allow` None: numerics, raised to recipe where nothing else fits. `base` None: default_base.
+    Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
+    HardwareError for a card whose speed is unknown.
+    """
+    started = time.monotonic()
+    num_layers = model.config.get("num_hidden_layers")
+    points = enumerate_configs(
+        space,
+        workload,
+        num_layers=num_layers if isinstance(num_layers, int) else None,
+        compute_capability=gpu.compute_capability,
+    )
+    if not points.configs:
+        raise ConfigError(
+            f"The space {space.name} has no valid configuration for this workload",
+            why=", ".join(f"{count} break {name}" for name, count in points.invalid.items())
+            or f"it has no section for {' or '.join(workload.methods)}",
+            remedy="Change the methods, the effective batch size or the space",
+        )
+    progress("space", len(points.configs), points.num_enumerated)
+    reference = base or default_base(workload, gpu)
+    baselines = [base] if base is not None else _larger_micro_batches(reference)
+    traces = trace_all(
+        model,
+        workload.task,
+        workload.sequence_length,
+        gpu,
+        {TraceSpec.of(config) for config in [*points.configs, *baselines]},
+        on_trace=functools.partial(progress, "trace"),
+    )
+    estimator = Estimator(traces, gpu, memory_budget_bytes=workload.memory_budget_bytes)
+    supported = [config for config in points.configs if estimator.supports(config)]
+    candidates = Candidates(estimator, supported, reference)
+    progress("priced", candidates.num_possible, len(supported))
+
+    best_by_class = {}
+    for name in TRADEOFF_CLASSES:
+        best = candidates.best(lambda c, name=name: candidates.class_of(c) == name)  # type: ignore[misc]
+        if best is not None:
+            best_by_class[name] = best[0]
+    chosen = allow or "numerics"
+    answer = candidates.best(lambda c: _LEVEL[candidates.class_of(c)] <= _LEVEL[chosen])
+    widened = answer is None and allow is None and bool(best_by_class)
+    if widened:
+        chosen = "recipe"
+        answer = candidates.best(lambda c: True)
+    if answer is None:
+        raise _nothing_fits(estimator, supported, candidates, workload, chosen, best_by_class)
+    best, tied = answer[0], answer[1:]
+    progress("replayed", candidates.num_replayed, candidates.num_possible)
+
+    def same_cap(config: TrainConfig) -> bool:
+        return _LEVEL[candidates.class_of(config)] <= _LEVEL[chosen]
+
+    summary = Summary(
+        workload=workload,
+        gpu=gpu.name,
+        gpu_reason=gpu_reason,
+        space=space.name,
+        allow=chosen,
+        widened=widened,
+        best=best,
+        best_class=candidates.class_of(best.config),
+        base=reference,
+        baseline=_baseline(estimator, baselines),
+        best_by_class=best_by_class,
+        tied=tied,
+        changes=_changes(estimator, best, reference, workload, gpu),
+        more_memory=_more_memory(estimator, supported, reference, best, same_cap),
+        counts=Counts(
+            enumerated=points.num_enumerated,
+            invalid=points.num_enumerated - len(points.configs),
+            unsupported=len(points.configs) - len(supported),
+            predicted_oom=len(supported) - candidates.num_possible + candidates.num_replayed_oom,
+            feasible=candidates.num_possible - candidates.num_replayed_oom,
+            replayed=candidates.num_replayed,
+        ),
+        invalid_by_rule=points.invalid,
+        elapsed_seconds=time.monotonic() - started,
+    )
+    return Found(
+        summary=summary, considered=candidates.considered(EFFORTS[effort].num_recorded)
+    )
+
+
+class Candidates:
+    """Configurations by falling speed; a full replay is made when one is asked for, once."""
+
+    def __init__(
+        self, estimator: Estimator, configs: Iterable[TrainConfig], base: TrainConfig
+    ) -> None:
+        self._estimator = estimator
+        self._base = base
+        self._estimates: dict[TrainConfig, Estimate] = {}
+        self._classes: dict[TrainConfig, str] = {}
+        ranked = []
+        for config in configs:
+            if estimator.floor_bytes(config) > estimator.memory_budget_bytes:
+                continue
+            speed = estimator.tokens_per_second(config)
+            if speed is None:
+                raise HardwareError(
+                    f"The speed of {estimator.gpu.name} is not known",
+                    why=f"a peak rate or the bandwidth is missing ({estimator.gpu.source})",
+                    remedy="Name a card like it with --gpu (autotune gpus lists what is known)",
+                )
+            ranked.append((speed, config))
+        # The order among equals must not depend on the order of the space's file.
+        ranked.sort(key=lambda pair: (-pair[0], repr(pair[1])))
+        self._ranked: list[tuple[float, TrainConfig]] = ranked
+
+    @property
+    def num_possible(self) -> int:
+        """Configurations whose live tensors alone fit."""
+        return len(self._ranked)
+
+    @property
+    def num_replayed(self) -> int:
+        return len(self._estimates)
+
+    @property
+    def num_replayed_oom(self) -> int:
+        return sum(not self.fits(e) for e in self._estimates.values())
+
+    def class_of(self, config: TrainConfig) -> str:
+        """Trade-off class against the base."""
+        found = self._classes.get(config)
+        if found is None:
+            found = self._classes[config] = tradeoff_class(config, self._base)
+        return found
+
+    def fits(self, estimate: Estimate) -> bool:
+        return estimate.peak_device_bytes <= self._estimator.memory_budget_bytes
+
+    def estimate(self, config: TrainConfig) -> Estimate:
+        found = self._estimates.get(config)
+        if found is None:
+            found = self._estimates[config] = self._estimator.estimate(config)
+        return found
+
+    def fastest(self, wanted: Callable[[TrainConfig], bool]) -> Estimate | None:
+        """The fastest that fits; None when nothing wanted does."""
+        best: Estimate | None = None
+        for speed, config in self._ranked:
+            if best is not None and speed <= _speed(best):
+                break
+            if not wanted(config):
+                continue
+            estimate = self.estimate(config)
+            if self.fits(estimate) and (best is None or _speed(estimate) > _speed(best)):
+                best = estimate
+        return best
+
+    def best(self, wanted: Callable[[TrainConfig], bool]) -> tuple[Estimate, ...] | None:
+        """By the rule of DESIGN section 5, then what is tied with it; None when nothing fits.
+
+        Among configurations within NOISE of the fastest: the lowest class, then the highest rank,
+        then the most headroom.
+        """
+        fastest = self.fastest(wanted)
+        if fastest is None:
+            return None
+        threshold = _speed(fastest) * (1 - NOISE)
+        groups: dict[tuple[int, int], list[TrainConfig]] = {}
+        for speed, config in self._ranked:
+            if speed < threshold:
+                break
+            if wanted(config):
+                key = (_LEVEL[self.class_of(config)], -(config.lora_rank or 0))
+                groups.setdefault(key, []).append(config)
+        for _, configs in sorted(groups.items()):
+            fitting = [
+                estimate
+                for estimate in map(self.estimate, configs)
+                if self.fits(estimate) and _speed(estimate) >= threshold
+            ]
+            if fitting:
+                winner = min(fitting, key=lambda e: (e.peak_device_bytes, -_speed(e)))
+                return winner, *self._tied(winner, threshold)
+        raise AssertionError("the fastest is in one of the groups")
+
+    def _tied(self, winner: Estimate, threshold: float) -> list[Estimate]:
+        """Others known to fit at the winner's speed, fastest first."""
+        others = [
+            estimate
+            for estimate in self._estimates.values()
+            if estimate is not winner and self.fits(estimate) and _speed(estimate) >= threshold
+            and self.class_of(estimate.config) == self.class_of(winner.config)
+        ]
+        return sorted(others, key=lambda e: (-_speed(e), repr(e.config)))[:10]
+
+    def considered(self, limit: int) -> tuple[Estimate, ...]:
+        """What was replayed, what fits first, fastest first."""
+        return tuple(
+            sorted(
+                self._estimates.values(),
+                key=lambda e: (not self.fits(e), -_speed(e), repr(e.config)),
+            )[:limit]
+        )
+
+
+def _speed(estimate: Estimate) -> float:
+    assert estimate.tokens_per_second is not None
+    return estimate.tokens_per_second
+
+
+def _larger_micro_batches(config: TrainConfig) -> list[TrainConfig]:
+    """The same at every power of two that divides the effective batch size, largest first."""
+    effective = config.effective_batch_size
+    sizes = [2**n for n in range(effective.bit_length()) if effective % 2**n == 0]
+    return [
+        dataclasses.replace(
+            config, micro_batch_size=size, gradient_accumulation_steps=effective // size
+        )
+        for size in reversed(sizes)
+    ]
+
+
+def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate | None:
+    """The first of them that fits."""
+    for config in configs:
+        if not estimator.supports(config):
+            continue
+        if estimator.floor_bytes(config) <= estimator.memory_budget_bytes:
+            estimate = estimator.estimate(config)
+            if estimate.peak_device_bytes <= estimator.memory_budget_bytes:
+                return estimate
+    return None
+
+
+_SETTINGS = (
+    "activation_checkpointing",
+    "activation_offloading",
+    "optimizer",
+    "precision",
+    "quantization",
+    "lora_rank",
+    "lora_targets",
+    "attention",
+)
+
+
+def _changes(
+    estimator: Estimator, best: Estimate, base: TrainConfig, workload: Workload, gpu: Gpu
+) -> tuple[Change, ...]:
+    """The answer with one setting put back to the base's, where that is valid and was traced."""
+    context = Context(
+        effective_batch_size=workload.effective_batch_size,
+        compute_capability=gpu.compute_capability,
+    )
+    changes = []
+    for setting in _SETTINGS:
+        value = getattr(base, setting)
+        if value == getattr(best.config, setting):
+            continue
+        config = dataclasses.replace(best.config, **{setting: value})
+        if broken_rules(config, context) or not estimator.supports(config):
+            continue
+        estimate = estimator.estimate(config)
+        fits = estimate.peak_device_bytes <= estimator.memory_budget_bytes
+        changes.append(Change(setting=setting, value=value, estimate=estimate, fits=fits))
+    return tuple(changes)
+
+
+def _more_memory(
+    estimator: Estimator,
+    configs: Iterable[TrainConfig],
+    base: TrainConfig,
+    best: Estimate,
+    wanted: Callable[[TrainConfig], bool],
+) -> Change | None:
+    """The fastest under a larger budget, where that is faster by more than the noise."""
+    budget = estimator.memory_budget_bytes + MORE_MEMORY_BYTES
+    roomier = Candidates(estimator.with_budget(budget), configs, base)
+    fastest = roomier.fastest(wanted)
+    if fastest is None or _speed(fastest) < _speed(best) * (1 + NOISE):
+        return None
+    return Change(setting="memory_budget_bytes", value=budget, estimate=fastest, fits=True)
+
+
+def _nothing_fits(
+    estimator: Estimator,
+    configs: Sequence[TrainConfig],
+    candidates: Candidates,
+    workload: Workload,
+    allow: str,
+    best_by_class: dict[str, Estimate],
+) -> NothingFitsError:
+    """The smallest configuration, and the one change that lowers it most."""
+    budget = format_bytes(estimator.memory_budget_bytes)
+    allowed = [c for c in configs if _LEVEL[candidates.class_of(c)] <= _LEVEL[allow]]
+    if not allowed:
+        return NothingFitsError(
+            f"No configuration of the class {allow} is in the space", remedy="Raise --allow"
+        )
+    smallest = estimator.estimate(min(allowed, key=estimator.floor_bytes))
+    why = (
+        f"the smallest, {describe(smallest.config)}, is predicted to need "
+        f"{format_bytes(smallest.peak_device_bytes)}"
+    )
+    if best_by_class:
+        name, other = next(iter(best_by_class.items()))
+        remedy = (
+            f"--allow {name}: {describe(other.config)} is predicted to need "
+            f"{format_bytes(other.peak_device_bytes)}"
+        )
+    elif "qlora" not in workload.methods:
+        remedy = "--method qlora lowers it most: the weights take 4 bits instead of 16 or 32"
+    else:
+        remedy = _lower_most(smallest, workload)
+    return NothingFitsError(f"Nothing fits into {budget}", why=why, remedy=remedy)
+
+
+def _lower_most(smallest: Estimate, workload: Workload) -> str:
+    """Which part of the peak to go for."""
+    parts = smallest.breakdown
+    grows_with_length = parts.activations_bytes + parts.logits_bytes + parts.temporaries_bytes
+    if grows_with_length > parts.parameters_bytes:
+        half = workload.sequence_length // 2
+        return (
+            f"--seq-len {half} lowers it most: {format_bytes(grows_with_length)} of the peak grow "
+            "with the length"
+        )
+    return (
+        "A smaller model lowers it most: the weights alone take "
+        f"{format_bytes(parts.parameters_bytes)}"
+    )
+
+
+def describe(config: TrainConfig) -> str:
+    """One line for people: what differs from plain."""
+    parts = [{"full": "full fine-tune", "lora": "LoRA", "qlora": "QLoRA"}[config.method]]
+    if config.lora_rank is not None:
+        parts[0] += f" r={config.lora_rank} on {config.lora_targets}"
+    if config.quantization != "none":
+        parts.append(config.quantization)
+    parts += [
+        config.precision,
+        config.optimizer,
+        f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}",
+    ]
+    interval = config.activation_checkpointing
+    if interval:
+        each = "every layer" if interval == 1 else f"every {ordinal(interval)} layer"
+        parts.append(f"checkpoint {each}" + (", offloaded" if config.activation_offloading else ""))
+    parts.append(config.attention)
+    return ", ".join(parts)
+
+
+def ordinal(number: int) -> str:
+    suffix = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"

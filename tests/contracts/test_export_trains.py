@@ -1,0 +1,316 @@
+"""The files that we write do train: train.py for two steps on the CPU, with tiny models.
+
+Importing Trainer takes most of the time, so that one child runs all the programs, each as
+`__main__`. About 30 s on two cores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune import export
+from autotune.config import TrainConfig, Workload
+
+pytestmark = pytest.mark.slow
+
+NUM_LAYERS = 4
+NUM_STEPS = 2
+WORDS = [f"w{number}" for number in range(60)]
+TEXT = " ".join(WORDS * 8)
+
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=2,
+    gradient_accumulation_steps=2,
+    sequence_length=16,
+    precision="fp32",
+    optimizer="adamw_torch_fused",
+)
+LORA = dataclasses.replace(
+    FULL,
+    method="lora",
+    precision="bf16-autocast",
+    optimizer="adamw_torch",
+    activation_checkpointing=2,
+    lora_rank=4,
+    lora_targets="all-linear",
+)
+QLORA = dataclasses.replace(
+    LORA, method="qlora", quantization="nf4-double", activation_checkpointing=1
+)
+ATTENTION = dataclasses.replace(
+    LORA,
+    lora_targets="attention",
+    attention="eager",
+    activation_checkpointing=1,
+    activation_offloading=True,
+    precision="bf16-true",
+)
+MIXED = dataclasses.replace(FULL, precision="bf16-mixed", optimizer="adafactor")
+
+# name: model folder, task, configuration, further options
+RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
+    "full": ("llama", "causal-lm", FULL, []),
+    "full-mixed": ("llama", "causal-lm", MIXED, []),
+    "full-from-config": ("llama", "causal-lm", FULL, ["--from-config"]),
+    "lora": ("llama", "causal-lm", LORA, []),
+    "lora-attention": ("llama", "causal-lm", ATTENTION, []),
+    "qlora": ("llama", "causal-lm", QLORA, []),
+    "masked": ("bert", "masked-lm", FULL, []),
+    "classes": ("bert", "sequence-classification", LORA, []),
+    "seq2seq": ("t5", "seq2seq-lm", LORA, []),
+}
+
+# name: the dataset's file, its content, what is said about it
+BAD_DATA = {
+    "short": ("short.txt", "w1 w2", "fewer than one block of 16"),
+    "empty": ("empty.txt", "\n\n", "is empty"),
+    "no-field": ("no-field.jsonl", "\n{}", "line 2: KeyError 'text'"),
+    "no-json": ("no-json.jsonl", "[1", "line 1: JSONDecodeError"),
+    "no-object": ("no-object.jsonl", "3", "line 1: TypeError"),
+    "no-text": ("no-text.jsonl", '{"text": 3}', "line 1: the text is no string"),
+    "not-utf-8": ("not-utf-8.txt", "\udcff", "is not UTF-8"),
+}
+
+MAKE_MODELS = f"""
+import sys
+from pathlib import Path
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
+    T5Config, T5ForConditionalGeneration,
+)
+words = ["[PAD]", "[UNK]", "[EOS]", "[MASK]", *{WORDS!r}]
+torch.manual_seed(0)
+llama = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers={NUM_LAYERS},
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+    bos_token_id=2, eos_token_id=2, pad_token_id=0,
+)
+bert = BertConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers={NUM_LAYERS},
+    num_attention_heads=2, max_position_embeddings=64,
+)
+t5 = T5Config(
+    vocab_size=64, d_model=64, d_kv=32, d_ff=128, num_layers={NUM_LAYERS}, num_heads=2,
+    decoder_start_token_id=0,
+)
+for name, made in dict(
+    llama=LlamaForCausalLM(llama), bert=BertForMaskedLM(bert), t5=T5ForConditionalGeneration(t5)
+).items():
+    tokenizer = Tokenizer(models.WordLevel({{w: i for i, w in enumerate(words)}}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {{"pad_token": "[PAD]", "unk_token": "[UNK]"}}
+    special |= {{"eos_token": "[EOS]", "mask_token": "[MASK]"}}
+    made.save_pretrained(Path(sys.argv[1]) / name)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.save_pretrained(Path(sys.argv[1]) / name)
+"""
+
+DRIVER = """
+import contextlib, io, json, runpy, sys, traceback
+import transformers.modeling_utils
+real = transformers.modeling_utils.checkpoint
+num_checkpoints = 0
+def counting(*args, **kwargs):
+    global num_checkpoints
+    num_checkpoints += 1
+    assert kwargs["use_reentrant"] is False
+    return real(*args, **kwargs)
+transformers.modeling_utils.checkpoint = counting
+
+programs, report_path = json.loads(sys.argv[1]), sys.argv[2]
+reports = {}
+for name, (arguments, program) in programs.items():
+    sys.argv = [program, *arguments]
+    num_checkpoints = 0
+    printed = io.StringIO()
+    problem = ""
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(program, run_name="__main__")
+    except BaseException:
+        problem = traceback.format_exc()
+    reports[name] = dict(
+        printed=printed.getvalue(), problem=problem, num_checkpoints=num_checkpoints
+    )
+with open(report_path, "w") as file:
+    json.dump(reports, file)
+"""
+
+
+def run_python(code: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with a tiny model and its tokenizer: llama, bert, t5."""
+    folder = tmp_path_factory.mktemp("models")
+    run_python(MAKE_MODELS, str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
+    """A folder with a folder per row of RUNS: its files, `output`; and reports.json."""
+    folder = tmp_path_factory.mktemp("runs")
+    datasets = {
+        "causal-lm": folder / "text.txt",
+        "masked-lm": folder / "lines.jsonl",
+        "sequence-classification": folder / "lines.jsonl",
+        "seq2seq-lm": folder / "lines.jsonl",
+    }
+    datasets["causal-lm"].write_text(f"{TEXT}\n\n{TEXT}\n")
+    rows = [
+        {"text": TEXT, "label": ("yes", "no")[number % 2], "target": TEXT[:40]}
+        for number in range(8)
+    ]
+    datasets["masked-lm"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    programs = {}
+    for name, (model, task, config, options) in RUNS.items():
+        export.export_files(
+            folder / name,
+            workload=Workload(model=str(models / model), task=task, memory_budget_bytes=10**9),
+            config=config,
+            result={"evidence": "predicted"},
+        )
+        arguments = [
+            *("--dataset", str(datasets[task]), "--output-dir", str(folder / name / "output")),
+            *("--max-steps", str(NUM_STEPS), "--learning-rate", "0.01", *options),
+        ]
+        programs[name] = (arguments, str(folder / name / "train.py"))
+    for name, (filename, content, _) in BAD_DATA.items():
+        path = folder / filename
+        path.write_text(content, encoding="utf-8", errors="surrogateescape")
+        programs[name] = (["--dataset", str(path)], str(folder / "full" / "train.py"))
+    run_python(DRIVER, json.dumps(programs), str(folder / "reports.json"))
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_steps(runs: Path, name: str) -> None:
+    report = json.loads((runs / "reports.json").read_text())[name]
+    assert report["problem"] == ""
+    found = re.search(rf"^{NUM_STEPS} steps, loss ([\d.]+)$", report["printed"], re.MULTILINE)
+    assert found is not None
+    # Untrained models guess: the mean over all micro-batches is near that of a uniform guess.
+    num_choices = 2 if name == "classes" else 64
+    assert float(found[1]) == pytest.approx(math.log(num_choices), rel=0.3)
+
+
+@pytest.mark.parametrize("name", [name for name, row in RUNS.items() if row[0] == "llama"])
+def test_the_checkpointing_that_was_chosen(runs: Path, name: str) -> None:
+    config = RUNS[name][2]
+    stride = config.activation_checkpointing
+    num_layers = len(range(0, NUM_LAYERS, stride)) if stride else 0
+    num_forwards = NUM_STEPS * config.gradient_accumulation_steps
+    report = json.loads((runs / "reports.json").read_text())[name]
+    assert report["num_checkpoints"] == num_layers * num_forwards
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    (path,) = folder.glob("*.safetensors")
+    return load_file(path)
+
+
+def test_what_a_full_fine_tune_saves(runs: Path, models: Path) -> None:
+    before, after = tensors(models / "llama"), tensors(runs / "full" / "output")
+    assert before.keys() == after.keys()
+    assert all(not before[name].equal(after[name]) for name in before)
+
+
+def test_random_weights_are_other_weights(runs: Path) -> None:
+    loaded, random = (
+        tensors(runs / "full" / "output"),
+        tensors(runs / "full-from-config" / "output"),
+    )
+    name = "model.embed_tokens.weight"
+    assert (loaded[name] - random[name]).abs().max() > 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "num_projections"), [("lora", 7), ("lora-attention", 4), ("qlora", 7)]
+)
+def test_what_an_adapter_saves(runs: Path, name: str, num_projections: int) -> None:
+    output = runs / name / "output"
+    saved = tensors(output)
+    assert len(saved) == 2 * num_projections * NUM_LAYERS
+    assert {4} == {min(tensor.shape) for tensor in saved.values()}
+    # PEFT starts with B = 0: anything else is training.
+    assert all(saved[key].any() for key in saved if "lora_B" in key)
+    adapter = json.loads((output / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"], adapter["task_type"]) == (4, 8, "CAUSAL_LM")
+
+
+def test_a_classification_head_is_trained(runs: Path) -> None:
+    saved = tensors(runs / "classes" / "output")
+    heads = [tensor for key, tensor in saved.items() if key.endswith("classifier.weight")]
+    assert [tuple(head.shape) for head in heads] == [(2, 64)]
+
+
+LOAD_ARGUMENTS = """
+import json, sys
+from transformers import TrainingArguments
+for path in sys.argv[1:]:
+    values = json.load(open(path))
+    arguments = TrainingArguments(**values, use_cpu=True)
+    for name, value in values.items():
+        assert getattr(arguments, name) == value, (path, name)
+"""
+
+
+def test_training_arguments_load(tmp_path: Path) -> None:
+    configs = [
+        FULL,
+        QLORA,
+        ATTENTION,
+        MIXED,
+        dataclasses.replace(QLORA, precision="fp16-mixed", optimizer="paged_lion_8bit"),
+    ]
+    paths = []
+    for index, config in enumerate(configs):
+        files = export.export_files(
+            tmp_path / str(index),
+            workload=Workload(model="m", memory_budget_bytes=1),
+            config=config,
+            result={"evidence": "predicted"},
+        )
+        paths += [str(path) for path in files if path.name == "training_args.json"]
+    assert len(paths) == len(configs)
+    run_python(LOAD_ARGUMENTS, *paths)
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_data_is_explained(runs: Path, name: str) -> None:
+    report = json.loads((runs / "reports.json").read_text())[name]
+    assert BAD_DATA[name][2] in report["problem"].splitlines()[-1]
+    assert "SystemExit" in report["problem"]
+
+
+def test_as_a_user_runs_it(runs: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(runs / "full" / "train.py"), "--dataset", "absent.txt"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1] == "absent.txt: No such file or directory"
+    assert "Traceback" not in done.stderr

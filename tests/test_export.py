@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune import export
+from autotune.config import TASKS, TrainConfig, Workload
+from autotune.errors import ConfigError, StorageError
+from autotune.export import train_config, train_py, training_args
+
+WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=4,
+    gradient_accumulation_steps=8,
+    sequence_length=1024,
+    precision="bf16-autocast",
+    optimizer="adamw_bnb_8bit",
+    activation_checkpointing=2,
+)
+QLORA = TrainConfig(
+    method="qlora",
+    micro_batch_size=1,
+    gradient_accumulation_steps=32,
+    sequence_length=512,
+    precision="fp16-mixed",
+    optimizer="paged_adamw_8bit",
+    activation_checkpointing=1,
+    activation_offloading=True,
+    attention="eager",
+    lora_rank=64,
+    lora_targets="all-linear",
+    quantization="nf4-double",
+)
+RESULT: dict[str, object] = {"schema_version": 1, "evidence": "predicted", "speedup": 2.1}
+
+HOSTILE = [
+    'Qwen/"Qwen"',
+    "it's",
+    "triple \"\"\" quotes ''' both",
+    "line\nbreak\r\nimport os; os.system('true')",
+    "\\",
+    '\\"',
+    "{braces} %s ${HOME} {0}",
+    "\u2028separator\u2029\x85\x0b\x0c",
+    "right-to-left \u202e override",
+    "zero\0byte",
+    "e\u0301mbed \U0001f600",
+    "undecodable \udcff",
+    "x" * 10_000,
+    "# comment\n!!python/object/apply:os.system ['true']",
+    "--- \nversion: 9",
+    "RECIPE: dict[str, Any] = {}\n",
+]
+
+
+def write(module: Any, config: TrainConfig = FULL, workload: Workload = WORKLOAD) -> str:
+    text: str = module.write(workload=workload, config=config, result=RESULT)
+    return text
+
+
+def recipe(program: str) -> Any:
+    """The literal that the program assigns to RECIPE; fails when it is no literal."""
+    found = [
+        node.value
+        for node in ast.parse(program).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "RECIPE"
+    ]
+    (value,) = found
+    assert value is not None
+    return ast.literal_eval(value)
+
+
+def shape(program: str) -> str:
+    """The program with every string constant blanked: equal unless a value became code."""
+    tree = ast.parse(program)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
+    return ast.dump(tree)
+
+
+# All exporters
+
+
+def test_the_four_files(tmp_path: Path) -> None:
+    folder = tmp_path / "studies" / "deep"
+    paths = export.export_files(folder, workload=WORKLOAD, config=FULL, result=RESULT)
+    names = {"train.py", "training_args.json", "train_config.yaml", "result.json"}
+    assert {path.name for path in paths} == names
+    assert paths == export.export_paths(folder)
+    assert {path.name for path in folder.iterdir()} == names
+    for exporter, path in zip(export.EXPORTERS, paths, strict=True):
+        assert path.read_text(encoding="utf-8") == write(exporter)
+
+
+def test_names_are_unique() -> None:
+    assert len({exporter.name for exporter in export.EXPORTERS}) == len(export.EXPORTERS)
+    assert len({exporter.filename for exporter in export.EXPORTERS}) == len(export.EXPORTERS)
+
+
+def test_writing_again_replaces(tmp_path: Path) -> None:
+    for config in (QLORA, FULL):
+        export.export_files(tmp_path, workload=WORKLOAD, config=config, result=RESULT)
+    assert train_config.read_train_config(tmp_path / "train_config.yaml") == FULL
+    assert len(list(tmp_path.iterdir())) == len(export.EXPORTERS)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export.export_files(tmp_path, workload=WORKLOAD, config=QLORA, result=RESULT)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    calls = []
+
+    def fail_the_third_time(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail_the_third_time)
+    with pytest.raises(StorageError, match=r"cannot be written.*No space left.*--out"):
+        export.export_files(tmp_path, workload=WORKLOAD, config=FULL, result=RESULT)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"cannot be written to .*file"):
+        export.export_files(tmp_path / "file", workload=WORKLOAD, config=FULL, result=RESULT)
+
+
+@pytest.mark.parametrize("model", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_model_name_stays_a_value(tmp_path: Path, model: str) -> None:
+    workload = dataclasses.replace(WORKLOAD, model=model)
+    result = {**RESULT, "workload": {"model": model}}
+    export.export_files(tmp_path, workload=workload, config=FULL, result=result)
+    program = (tmp_path / "train.py").read_bytes()
+    assert program.isascii()
+    compile(program, "train.py", "exec", dont_inherit=True)
+    assert recipe(program.decode())["model"] == model
+    assert shape(program.decode()) == shape(write(train_py))
+    assert json.loads((tmp_path / "result.json").read_bytes())["workload"]["model"] == model
+    content = (tmp_path / "train_config.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(content)["workload"]["model"] == model
+    assert train_config.from_yaml(content) == FULL
+
+
+@given(model=st.text(), targets=st.text(min_size=1))
+def test_any_text_stays_a_value(model: str, targets: str) -> None:
+    config = dataclasses.replace(QLORA, lora_targets=targets)
+    workload = dataclasses.replace(WORKLOAD, model=model)
+    program = write(train_py, config, workload)
+    assert isinstance(recipe(program)["lora"]["target_modules"], list | str)
+    assert program.isascii()
+    content = write(train_config, config, workload)
+    assert train_config.from_yaml(content) == config
+    assert yaml.safe_load(content)["workload"]["model"] == model
+
+
+def test_importing_it_is_cheap() -> None:
+    code = (
+        "import sys, autotune.export as e;"
+        "from autotune.export import training_args; training_args.installed_fields();"
+        "print({'transformers', 'torch', 'yaml', 'pydantic', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "set()"
+
+
+# training_args.json
+
+
+def test_training_arguments_of_a_full_fine_tune() -> None:
+    assert training_args.training_arguments(FULL) == {
+        "output_dir": "output",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 8,
+        "optim": "adamw_bnb_8bit",
+        "max_grad_norm": 1.0,
+        "bf16": True,
+        "fp16": False,
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "flags"),
+    [
+        ("fp32", {"bf16": False, "fp16": False, "tf32": False}),
+        ("tf32", {"bf16": False, "fp16": False, "tf32": True}),
+        ("fp16-mixed", {"bf16": False, "fp16": True}),
+        ("bf16-mixed", {"bf16": True, "fp16": False}),
+        ("bf16-true", {"bf16": False, "fp16": False}),
+        ("bf16-autocast", {"bf16": True, "fp16": False}),
+    ],
+)
+def test_precision_flags(precision: str, flags: dict[str, bool]) -> None:
+    arguments = training_args.training_arguments(dataclasses.replace(FULL, precision=precision))
+    names = ("bf16", "fp16", "tf32")
+    assert {name: arguments[name] for name in names if name in arguments} == flags
+
+
+@pytest.mark.parametrize(
+    ("stride", "offload", "options"),
+    [
+        (0, False, None),
+        (1, False, {"use_reentrant": False}),
+        (1, True, {"use_reentrant": False, "offload": True}),
+        (3, True, {"use_reentrant": False, "every_n_layers": 3, "offload": True}),
+    ],
+)
+def test_checkpointing(stride: int, offload: bool, options: dict[str, Any] | None) -> None:
+    config = dataclasses.replace(
+        FULL, activation_checkpointing=stride, activation_offloading=offload
+    )
+    new = training_args.training_arguments(config, {"activation_checkpointing"})
+    old = training_args.training_arguments(config, {"gradient_checkpointing"})
+    assert new["activation_checkpointing"] is old["gradient_checkpointing"] is bool(stride)
+    assert new.get("activation_checkpointing_kwargs") == options
+    assert old.get("gradient_checkpointing_kwargs") == options
+    assert not any(name.startswith("activation") for name in old)
+
+
+def test_fields_are_read_from_the_source() -> None:
+    source = '"""doc"""\nclass TrainingArguments:\n    a: int = 1\n    b = 2\n    c: str\nx: int\n'
+    assert training_args.fields_of(source) == {"a", "c"}
+
+
+def test_installed_fields_are_those_of_the_class() -> None:
+    from transformers import TrainingArguments
+
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    read = training_args.installed_fields()
+    assert read is not None
+    assert fields <= read
+    assert set(json.loads(write(training_args, QLORA))) <= fields
+
+
+def test_without_transformers_the_newest_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    training_args.installed_fields.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert training_args.installed_fields() is None
+    assert "activation_checkpointing" in json.loads(write(training_args))
+    training_args.installed_fields.cache_clear()
+
+
+# train.py
+
+
+def test_the_recipe_of_qlora() -> None:
+    values = recipe(write(train_py, QLORA))
+    assert values == {
+        "model": "Qwen/Qwen2.5-1.5B",
+        "task": "causal-lm",
+        "sequence_length": 512,
+        "dtype": "float32",
+        "attention": "eager",
+        "quantization": {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": "float16",
+        },
+        "lora": {"r": 64, "lora_alpha": 128, "target_modules": "all-linear"},
+        "training_arguments": training_args.training_arguments(QLORA),
+        "evidence": "predicted",
+    }
+
+
+def test_the_recipe_of_a_full_fine_tune() -> None:
+    values = recipe(write(train_py))
+    assert (values["dtype"], values["lora"], values["quantization"]) == ("bfloat16", None, None)
+
+
+def test_lora_targets() -> None:
+    def targets(text: str) -> Any:
+        config = dataclasses.replace(QLORA, lora_targets=text)
+        return recipe(write(train_py, config))["lora"]["target_modules"]
+
+    assert targets("q_proj, v_proj") == ["q_proj", "v_proj"]
+    assert {"q_proj", "query_key_value", "c_attn"} <= set(targets("attention"))
+
+
+def test_attention_means_the_same_as_in_the_trace() -> None:
+    from autotune.worker import model
+
+    assert train_py.ATTENTION_PROJECTIONS == model._ATTENTION_PROJECTIONS
+
+
+def test_a_local_model_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    for named in ("mine", "./mine/config.json", str(tmp_path / "mine")):
+        workload = dataclasses.replace(WORKLOAD, model=named)
+        assert recipe(write(train_py, workload=workload))["model"] == str(tmp_path / "mine")
+
+
+def test_the_program_knows_every_task() -> None:
+    program = ast.parse(write(train_py))
+    (table,) = (
+        node.value
+        for node in program.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TASKS"
+    )
+    assert table is not None
+    assert set(ast.literal_eval(table)) == set(TASKS)
+
+
+# train_config.yaml
+
+
+@pytest.mark.parametrize("config", [FULL, QLORA])
+def test_train_config_comes_back(config: TrainConfig) -> None:
+    text = write(train_config, config)
+    assert train_config.from_yaml(text) == config
+    assert yaml.safe_load(text)["evidence"] == "predicted"
+
+
+def edited(**changes: Any) -> str:
+    content = yaml.safe_load(write(train_config))
+    content["config"].update(changes)
+    return yaml.safe_dump(content)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["section"]),
+        ("- a\n- b\n", ["section"]),
+        ("config: 3", ["section"]),
+        ("a: [1\nb: 2", ["not a YAML document", "Line 2"]),
+        ("!!python/object/apply:os.system ['true']", ["not a YAML document", "python"]),
+        ("a: 2001-99-99", ["not a YAML document"]),
+        ("version: 7\nconfig: {}", ["version 7", "newer"]),
+        ("config: {}", ["version is None", "config.method is missing"]),
+        (
+            edited(micro_batch="4"),
+            ['config.micro_batch is unknown. Did you mean "micro_batch_size"'],
+        ),
+        (edited(precision="bf16"), ["config.precision is 'bf16'", "bf16-"]),
+        (edited(optimizer="adamw_torch_fusd"), ["adamw_torch_fused"]),
+        (edited(micro_batch_size=0), ["config.micro_batch_size is 0", "at least 1"]),
+        (edited(micro_batch_size="4"), ["micro_batch_size is of type str and should be int"]),
+        (edited(activation_offloading=1), ["activation_offloading is of type int"]),
+        (edited(activation_checkpointing=True), ["activation_checkpointing is of type bool"]),
+        (edited(lora_rank=1.5), ["lora_rank is of type float and should be int or None"]),
+        (edited(precision="x", attention="y"), ["config.precision", "config.attention"]),
+    ],
+)
+def test_a_bad_file_is_explained(text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train_config.from_yaml(text, source="my.yaml")
+    assert "my.yaml" in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    huge = tmp_path / "huge.yaml"
+    huge.write_bytes(b"#" * (train_config.MAX_FILE_BYTES + 1))
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, part in [
+        (tmp_path / "absent.yaml", "No such file"),
+        (tmp_path, "directory"),
+        (huge, "larger than 1 MiB"),
+        (binary, "UTF-8"),
+    ]:
+        with pytest.raises(ConfigError, match=part):
+            train_config.read_train_config(path)
