@@ -38,7 +38,7 @@ from autotune.optimizer_steps import (
 )
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
-from autotune.traces import Trace, evaluate
+from autotune.traces import Trace
 
 TRACE_DEADLINE_SECONDS = 600.0
 
@@ -118,7 +118,6 @@ def _plain(spec: TraceSpec) -> dict[str, Any]:
 class _MicroStep:
     """Bytes of one (trace, micro-batch, rank), rounded as the allocator rounds."""
 
-    sizes: list[int]
     weights_bytes: int
     workspace_bytes: int
     gradients_bytes: int
@@ -165,7 +164,8 @@ class Estimator:
         self._machine = roofline.ceilings(gpu)
         self._micro_step = functools.cache(self._price_micro_step)
         self._optimizer_step = functools.cache(self._price_optimizer_step)
-        self._specs = functools.cache(self._trainable)
+        self._lists: dict[tuple[TensorSpec, ...], int] = {}
+        self._list = functools.cache(self._list_number)
         self._forward_backward = functools.cache(self._price_forward_backward)
         self._accumulation = functools.cache(self._price_accumulation)
 
@@ -183,7 +183,7 @@ class Estimator:
         """A lower bound of peak_device_bytes: live tensors and the context, nothing cached."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         micro = self._micro_step(spec, config.micro_batch_size, rank)
-        optimizer = self._optimizer_step(spec, rank, config.optimizer)
+        optimizer = self._update(spec, rank, config.optimizer)
         above = max(
             micro.peak_first_bytes,
             micro.gradients_bytes + optimizer.temporary_peak_bytes,
@@ -202,8 +202,8 @@ class Estimator:
         """
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         micro = self._forward_backward(spec, config.micro_batch_size, rank, config.precision)
-        added = self._accumulation(spec, rank)
-        optimizer = self._optimizer_step(spec, rank, config.optimizer)
+        added = self._accumulation(self._list(spec, rank))
+        optimizer = self._update(spec, rank, config.optimizer)
         if resident_bytes is None:
             resident_bytes = self.floor_bytes(config) if optimizer.managed_bytes else 0
         paged = self._paged_out_bytes(optimizer, resident_bytes)
@@ -228,10 +228,10 @@ class Estimator:
         """Predicted peaks, breakdown and time by a full replay."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         trace = self._traces[spec]
-        micro = self._micro_step(spec, config.micro_batch_size, rank)
-        optimizer = self._optimizer_step(spec, rank, config.optimizer)
-        sizes = micro.sizes + optimizer.sizes
-        events = self._two_steps(trace, optimizer, len(micro.sizes), config)
+        optimizer = self._update(spec, rank, config.optimizer)
+        micro_sizes = trace.sizes(config.micro_batch_size, rank)
+        sizes = micro_sizes + optimizer.sizes
+        events = self._two_steps(trace, optimizer, len(micro_sizes), config)
         result = replay(sizes, events)
         resident = result.peak_reserved_bytes + self._context_bytes
         managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)
@@ -293,26 +293,29 @@ class Estimator:
 
     def _price_micro_step(self, spec: TraceSpec, micro_batch: int, rank: int) -> _MicroStep:
         trace = self._traces[spec]
-        sizes = trace.sizes(micro_batch, rank)
-        rounded = (np.asarray(sizes, dtype=np.int64) + 511) // 512 * 512
-        weights = _running(rounded, trace.setup)
-        workspace = sum(int(rounded[i]) for i, c in enumerate(trace.categories) if c == "workspace")
         return _MicroStep(
-            sizes=sizes,
-            weights_bytes=int(weights[-1]),
-            workspace_bytes=workspace,
-            gradients_bytes=int(rounded[trace.gradients].sum()),
-            peak_first_bytes=int(_running(rounded, trace.again).max()),
-            peak_next_bytes=int(_running(rounded, trace.next).max()),
+            weights_bytes=int(trace.running_bytes("setup", micro_batch, rank)[-1]),
+            workspace_bytes=trace.bytes_of(trace.workspaces, micro_batch, rank),
+            gradients_bytes=trace.bytes_of(trace.gradients, micro_batch, rank),
+            peak_first_bytes=int(trace.running_bytes("again", micro_batch, rank).max()),
+            peak_next_bytes=int(trace.running_bytes("next", micro_batch, rank).max()),
         )
 
-    def _trainable(self, spec: TraceSpec, rank: int) -> list[TensorSpec]:
-        return self._traces[spec].trainable(rank)
+    def _list_number(self, spec: TraceSpec, rank: int) -> int:
+        """Number of the list of trainable parameters: traces that train the same share it."""
+        specs = tuple(self._traces[spec].trainable(rank))
+        return self._lists.setdefault(specs, len(self._lists))
 
-    def _price_optimizer_step(self, spec: TraceSpec, rank: int, name: str) -> _OptimizerStep:
-        specs = self._specs(spec, rank)
-        algorithm = OPTIMIZERS[name].algorithm
+    def _trainable(self, list_number: int) -> tuple[TensorSpec, ...]:
+        return next(specs for specs, number in self._lists.items() if number == list_number)
+
+    def _update(self, spec: TraceSpec, rank: int, name: str) -> _OptimizerStep:
         scaled = PRECISIONS[spec.precision].grad_scaler
+        return self._optimizer_step(self._list(spec, rank), scaled, name)
+
+    def _price_optimizer_step(self, list_number: int, scaled: bool, name: str) -> _OptimizerStep:
+        specs = self._trainable(list_number)
+        algorithm = OPTIMIZERS[name].algorithm
         tape = Tape()
         first, states = _write_update(tape, specs, algorithm, None, scaled=scaled)
         state_bytes = sum(
@@ -347,24 +350,27 @@ class Estimator:
         self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
     ) -> roofline.StepTime | None:
         tf32 = PRECISIONS[precision].tf32
+        trace = self._traces[spec]
+        flops = trace.flops.at(micro_batch, rank).tolist()
+        moved = trace.moved.at(micro_batch, rank).tolist()
         kernels = []
-        for k in self._traces[spec].kernels:
+        for k, num_flops, bytes_moved in zip(trace.kernels, flops, moved, strict=True):
             kind = "copy_host" if k.name == "copy_host" else roofline.kind_of(k.name)
             kernels.append(
                 roofline.Kernel(
                     name=k.name,
                     kind=kind,
                     dtype="tf32" if tf32 and kind == "matmul" and k.dtype == "float32" else k.dtype,
-                    flops=evaluate(k.flops, micro_batch, rank),
-                    bytes_moved=sum(evaluate(t, micro_batch, rank) for t in k.moved),
+                    flops=num_flops,
+                    bytes_moved=bytes_moved,
                     count=k.count,
                 )
             )
         return self._time(kernels)
 
-    def _price_accumulation(self, spec: TraceSpec, rank: int) -> roofline.StepTime | None:
+    def _price_accumulation(self, list_number: int) -> roofline.StepTime | None:
         """Adding each gradient to the one that is there: two reads and a write."""
-        specs = self._specs(spec, rank)
+        specs = self._trainable(list_number)
         return self._time(
             roofline.Kernel(
                 name="add_", kind="elementwise", dtype=s.dtype, flops=0, bytes_moved=3 * s.size_bytes
@@ -377,9 +383,11 @@ class Estimator:
 
     def _flops(self, config: TrainConfig, spec: TraceSpec, rank: int) -> tuple[float, float]:
         """(all, without recomputation) of one optimizer step."""
+        trace = self._traces[spec]
         total = model = 0
-        for kernel in self._traces[spec].kernels:
-            flops = kernel.count * evaluate(kernel.flops, config.micro_batch_size, rank)
+        flops_of_each = trace.flops.at(config.micro_batch_size, rank).tolist()
+        for kernel, each in zip(trace.kernels, flops_of_each, strict=True):
+            flops = kernel.count * each
             total += flops
             model += 0 if kernel.recomputed else flops
         accumulation = config.gradient_accumulation_steps

@@ -5,7 +5,7 @@ module makes the event lists of the whole model: the blocks of the middle period
 and each reference to a neighbour's tensor is shifted with the copy. Sizes are
 `coefficient x micro_batch^i x rank^j`.
 
-Pure Python. Raises BrokenTrace when the blocks do not repeat the way this assumes; the worker then
+Raises BrokenTrace when the blocks do not repeat the way this assumes; the worker then
 traces every layer.
 """
 
@@ -15,6 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from autotune.optimizer_steps import TensorSpec
 
 Term = tuple[int, int, int]
@@ -22,6 +25,9 @@ Term = tuple[int, int, int]
 
 SETUP_PHASES = ("weights", "adapter")
 FORWARD_PHASES = ("batch", "embed", "forward", "head")
+
+
+Array = npt.NDArray[np.int64]
 
 
 class BrokenTrace(Exception):
@@ -58,6 +64,46 @@ def _embedding_partials(numbers: Sequence[int]) -> int:
 _RULES = {"embedding": _embedding_partials}
 
 
+class Terms:
+    """Many terms, evaluated together."""
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        table = np.asarray(terms, dtype=np.int64).reshape(-1, 3)
+        self._coefficients, self._batch_powers, self._rank_powers = table.T
+
+    def at(self, micro_batch: int, rank: int) -> Array:
+        values: Array = (
+            self._coefficients * micro_batch**self._batch_powers * rank**self._rank_powers
+        )
+        return values
+
+
+class Sums:
+    """Many sums of terms, evaluated together."""
+
+    def __init__(self, sums: Sequence[Sequence[Term]]) -> None:
+        self._terms = Terms([term for terms in sums for term in terms])
+        self._owners = np.repeat(np.arange(len(sums)), [len(terms) for terms in sums])
+        self._length = len(sums)
+
+    def at(self, micro_batch: int, rank: int) -> npt.NDArray[np.float64]:
+        values = self._terms.at(micro_batch, rank)
+        return np.bincount(self._owners, weights=values, minlength=self._length)
+
+
+class _Deltas:
+    """Events as signed references to traced tensors."""
+
+    def __init__(self, events: Sequence[int], template: Sequence[int]) -> None:
+        numbers = np.asarray(events, dtype=np.int64)
+        frees = numbers < 0
+        self._tensors = np.asarray(template, dtype=np.int64)[np.where(frees, ~numbers, numbers)]
+        self._signs = np.where(frees, -1, 1)
+
+    def running(self, sizes: Array) -> Array:
+        return np.cumsum(sizes[self._tensors] * self._signs)
+
+
 class Trace:
     """The events and kernels of one micro-step of the whole model, sizes still symbolic.
 
@@ -83,21 +129,39 @@ class Trace:
         for phase, block, layer in self._instances(answer["blocks"]):
             self._write(phase, block, layer)
         self._check()
+        self.workspaces = [i for i, c in enumerate(self.categories) if c == "workspace"]
         self.again = [e for e in self.first if e < 0 or self.categories[e] != "workspace"]
         self.kernels = self._kernels(answer["blocks"])
+        self._terms = Terms([tensor["size"] for tensor in self._tensors])
+        self._deltas = {
+            name: _Deltas(getattr(self, name), self.template) for name in ("setup", "again", "next")
+        }
+        self.flops = Terms([kernel.flops for kernel in self.kernels])
+        self.moved = Sums([kernel.moved for kernel in self.kernels])
         self._counts = answer["parameters"]
 
     def sizes(self, micro_batch: int, rank: int) -> list[int]:
         """Bytes of each tensor."""
-        traced = []
-        for tensor in self._tensors:
-            rule = tensor.get("rule")
-            if rule is None:
-                traced.append(evaluate(tensor["size"], micro_batch, rank))
-            else:
-                name, *terms = rule
-                traced.append(_RULES[name]([evaluate(t, micro_batch, rank) for t in terms]))
+        traced = self._traced_sizes(micro_batch, rank).tolist()
         return [traced[index] for index in self.template]
+
+    def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
+        """Bytes alive after each event of `setup`, `again` or `next`, from zero, rounded to 512 B."""
+        rounded = (self._traced_sizes(micro_batch, rank) + 511) // 512 * 512
+        return self._deltas[events].running(rounded)
+
+    def bytes_of(self, numbers: Sequence[int], micro_batch: int, rank: int) -> int:
+        """Sum of tensors' sizes, each rounded to 512 B."""
+        rounded = (self._traced_sizes(micro_batch, rank) + 511) // 512 * 512
+        return int(rounded[[self.template[number] for number in numbers]].sum())
+
+    def _traced_sizes(self, micro_batch: int, rank: int) -> Array:
+        traced = self._terms.at(micro_batch, rank)
+        for index, tensor in enumerate(self._tensors):
+            if "rule" in tensor:
+                name, *terms = tensor["rule"]
+                traced[index] = _RULES[name]([evaluate(t, micro_batch, rank) for t in terms])
+        return traced
 
     def trainable(self, rank: int) -> list[TensorSpec]:
         """Trainable parameters in the model's order."""

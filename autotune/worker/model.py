@@ -114,6 +114,7 @@ def quantize(model: nn.Module, spec: TraceSpec) -> None:
             bnb_4bit_compute_dtype=compute,
         ),
     )
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # PEFT asks
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.compute_type_is_set = True

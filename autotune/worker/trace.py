@@ -138,7 +138,7 @@ class _Step:
     def forward_backward(self, micro_batch: int, sequence_length: int, num_layers: int) -> None:
         """Trainer.training_step: loss under autocast, scaled, backward."""
         precision = PRECISIONS[self.spec.precision]
-        self._hook_gradients()
+        handles = self._hook_gradients()
         self.mark("batch")
         model: Any = self.model
         inputs: dict[str, Any] = _batch(self.task, micro_batch, sequence_length)
@@ -146,7 +146,7 @@ class _Step:
         if accepts:
             inputs["num_items_in_batch"] = torch.empty((), dtype=torch.float32, device="meta")
         stack = models.layer_stack(model, num_layers)
-        handles = self._hook_layers(stack) if stack is not None else []
+        handles += self._hook_layers(stack) if stack is not None else []
         if precision.autocast:
             _wrap_forward(model, getattr(torch, precision.compute_dtype))
         self.mark("embed")
@@ -172,15 +172,17 @@ class _Step:
             accumulate_grad=True,
         )
         self.mark("end")
-        del loss, scaled, inputs  # the Trainer's list of micro-batches keeps them so long
+        del scaled, loss, inputs  # the Trainer's list of micro-batches keeps them so long
+        # Hooks in C++ keep what they refer to from ever being collected.
         for handle in handles:
             handle.remove()
-        gc.collect(0)
 
-    def _hook_gradients(self) -> None:
-        for index, parameter in self.parameters.items():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._gradient_hook(index))
+    def _hook_gradients(self) -> list[Any]:
+        return [
+            parameter.register_post_accumulate_grad_hook(self._gradient_hook(index))
+            for index, parameter in self.parameters.items()
+            if parameter.requires_grad
+        ]
 
     def _gradient_hook(self, parameter_index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(parameter: torch.Tensor) -> None:
@@ -275,17 +277,21 @@ def _decompositions(spec: TraceSpec) -> dict[Any, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def _trace_settings(tracker: Tracker) -> Iterator[None]:
-    """Offloading parks tensors without a host copy; warnings of libraries stay out of stderr."""
+    """Offloading parks tensors without a host copy; nothing is collected at a random moment."""
     import transformers.modeling_utils as modeling_utils
 
     original = getattr(modeling_utils, "save_on_cpu", None)
     if original is not None:
         modeling_utils.save_on_cpu = functools.partial(_park_on_host, tracker)  # type: ignore[assignment,misc]
+    collects = gc.isenabled()
+    gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
+            if collects:
+                gc.enable()
             if original is not None:
                 modeling_utils.save_on_cpu = original
 

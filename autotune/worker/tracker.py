@@ -14,6 +14,7 @@ Not seen: memory that a CUDA kernel allocates for itself. `hidden_buffers` names
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -158,7 +159,11 @@ class Tracker(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if self._before is not None:
             self._before(self, func)
-        out = func(*args, **kwargs)
+        out = None
+        if func in _ELEMENTWISE and device_type == "meta":
+            out = _like_first(args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
         outputs = [t for t in _tensors(out) if t.device.type == device_type]
         fresh = False
         for tensor in outputs:
@@ -172,10 +177,7 @@ class Tracker(TorchDispatchMode):
             return out
         if self._hidden_buffers is not None:
             self.record_buffers(self._hidden_buffers(func, args, out))
-        counter = flop_registry.get(func._overloadpacket)
-        flops = counter(*args, **kwargs, out_val=out) if counter is not None else 0
-        if flops and _is_causal(func, args, kwargs):
-            flops //= 2
+        flops = _count_flops(func, args, kwargs, out)
         moved = tuple(_moved_bytes(t) for t in outputs)
         if func in _GATHERS:
             moved *= 2
@@ -184,9 +186,76 @@ class Tracker(TorchDispatchMode):
         dtype = str((inputs or outputs)[0].dtype)[6:]
         recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         self.recording.kernels.append(
-            TrackedKernel(str(func._overloadpacket)[5:], dtype, int(flops), moved, recomputed)
+            TrackedKernel(_name(func), dtype, flops, moved, recomputed)
         )
         return out
+
+
+_ELEMENTWISE = {
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar,
+    aten.pow.Tensor_Scalar, aten.neg.default, aten.rsqrt.default, aten.abs.default,
+    aten.silu.default, aten.gelu.default, aten.tanh.default, aten.sigmoid.default,
+}  # fmt: skip
+
+
+def _like_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The result of an elementwise operation that looks like its first operand; None: ask PyTorch.
+
+    PyTorch's own shape functions for these are written in Python and take most of a trace's time.
+    TensorIterator lays a result out like its first operand when that has the full shape and is dense.
+    """
+    first = args[0]
+    if not isinstance(first, torch.Tensor) or not first.is_floating_point() or kwargs:
+        return None
+    shape = first.shape
+    for other in args[1:]:
+        if isinstance(other, torch.Tensor):
+            if other.dim() and (other.dtype != first.dtype or not _broadcasts(other.shape, shape)):
+                return None
+            if not other.dim() and other.is_floating_point() and other.device.type != "cpu":
+                return None
+        elif isinstance(other, complex):
+            return None
+    if not first.dim() or not aten.is_non_overlapping_and_dense.default(first):
+        return None
+    if first.is_contiguous():
+        return torch.empty(shape, dtype=first.dtype, device=first.device)
+    return torch.empty_strided(shape, first.stride(), dtype=first.dtype, device=first.device)
+
+
+def _broadcasts(small: torch.Size, shape: torch.Size) -> bool:
+    """Whether `small` expands to `shape`."""
+    if small == shape:
+        return True
+    offset = len(shape) - len(small)
+    return offset >= 0 and all(n in (1, shape[offset + i]) for i, n in enumerate(small))
+
+
+def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations, a causal attention's by half."""
+    operands = _PRODUCT_OPERANDS.get(func)
+    if operands is not None:
+        left, right = args[operands].shape, args[operands + 1].shape
+        return 2 * math.prod(left) * right[-1]
+    counter = flop_registry.get(func._overloadpacket)
+    if counter is None:
+        return 0
+    flops = int(counter(*args, **kwargs, out_val=out))
+    return flops // 2 if _is_causal(func, args, kwargs) else flops
+
+
+_PRODUCT_OPERANDS = {
+    aten.mm.default: 0,
+    aten.bmm.default: 0,
+    aten.addmm.default: 1,
+    aten.baddbmm.default: 1,
+}
+"""Where the left matrix of a product stands among the arguments."""
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    return str(func._overloadpacket).partition(".")[2]
 
 
 @functools.cache

@@ -1,13 +1,13 @@
 """A real `transformers.Trainer` run on the CPU, watched by the trace's own tracker.
 
-`run_trainer` returns every storage that the run allocated and freed, the operation that made it, and
-marks: ("micro-step", n) and ("after", n) around each Trainer.training_step, ("clip", n) and ("end", n)
-around clipping, optimizer step and zero_grad.
+`run_trainer` records the storages that two optimizer steps allocate and free, cut into windows:
+one per Trainer.training_step and one per clipping, optimizer step and zero_grad.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,77 +15,113 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.worker.tracker import Tracker
+from autotune.worker.tracker import TrackedTensor, Tracker
 
-SEQUENCE_LENGTH = 32
 NUM_STEPS = 2
+
+Events = list[tuple[str, int, int]]
+"""("alloc" or "free", number of the tensor by first appearance, bytes)."""
+
+
+def canonical(events: Iterable[int], sizes: Sequence[int]) -> Events:
+    number_of: dict[int, int] = {}
+    return [
+        (
+            "alloc" if event >= 0 else "free",
+            number_of.setdefault(max(event, ~event), len(number_of)),
+            sizes[max(event, ~event)],
+        )
+        for event in events
+    ]
 
 
 class NamingTracker(Tracker):
     """The tracker, noting which operation made each storage."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
         self.made_by: dict[int, str] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = len(self.recording.tensors)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for index in range(first, len(self.recording.tensors)):
-            self.made_by.setdefault(index, str(func))
+            self.made_by.setdefault(index, func._schema.name)
         return out
 
 
 @dataclass
 class Run:
-    """What the tracker saw of a Trainer."""
+    """What the tracker saw. A window is (first event, last event)."""
 
-    tracker: NamingTracker
-    model: nn.Module
-    marks: list[tuple[int, str]] = field(default_factory=list)
+    model: Any
+    tensors: list[TrackedTensor]
+    events: list[int]
+    made_by: dict[int, str]
+    micro_steps: list[tuple[int, int]] = field(default_factory=list)
+    optimizer_steps: list[tuple[int, int]] = field(default_factory=list)
+    gradients: list[list[int]] = field(default_factory=list)
+    """Per optimizer step, the storages of the gradients in the model's order."""
 
-    def mark(self, label: str) -> None:
-        self.marks.append((len(self.tracker.recording.events), label))
+    def window(self, window: tuple[int, int]) -> list[int]:
+        return self.events[slice(*window)]
 
 
-def batches(num_samples: int, vocab_size: int) -> list[dict[str, torch.Tensor]]:
-    tokens = torch.arange(num_samples * SEQUENCE_LENGTH).reshape(num_samples, -1) % vocab_size
+def samples(num_samples: int, sequence_length: int, task: str) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.arange(num_samples * sequence_length).reshape(num_samples, -1) % 500
     return [
-        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in tokens
+        {
+            "input_ids": row,
+            "attention_mask": torch.ones_like(row),
+            "labels": row[0] % 2 if task == "sequence-classification" else row,
+        }
+        for row in tokens
     ]
 
 
 def run_trainer(
-    model: nn.Module,
+    model: Any,
     folder: Path,
+    task: str,
     *,
+    sequence_length: int,
     micro_batch_size: int,
     accumulation: int,
-    optimizer: torch.optim.Optimizer | None = None,
     **arguments: Any,
 ) -> Run:
-    """Two optimizer steps of the real Trainer."""
-    from transformers import Trainer, TrainingArguments
+    """Two optimizer steps of the real Trainer with AdamW, its kernels foreach as on CUDA."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     tracker = NamingTracker("cpu")
-    run = Run(tracker, model)
+    recording = tracker.recording
+    run = Run(model, recording.tensors, recording.events, tracker.made_by)
+    clipping_began = 0
 
     class Watched(Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            run.mark("micro-step")
-            try:
-                return super().training_step(*args, **kwargs)
-            finally:
-                run.mark("after")
+            first = len(recording.events)
+            loss = super().training_step(*args, **kwargs)
+            run.micro_steps.append((first, len(recording.events)))
+            return loss
+
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+            optimizer = super().create_optimizer(*args, **kwargs)
+            for group in optimizer.param_groups:
+                group["foreach"] = True
+            return optimizer
 
         def _clip_grad_norm(self, model: nn.Module) -> Any:
-            run.mark("clip")
+            nonlocal clipping_began
+            clipping_began = len(recording.events)
+            run.gradients.append(
+                [tracker.index_of(p.grad) for p in model.parameters() if p.grad is not None]
+            )
             return super()._clip_grad_norm(model)
 
-    for tensor in [*model.parameters(), *model.buffers()]:
-        tracker.index_of(tensor)
+    class Ended(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            run.optimizer_steps.append((clipping_began, len(recording.events)))
+
     trainer = Watched(
         model=model,
         args=TrainingArguments(
@@ -93,24 +129,25 @@ def run_trainer(
             per_device_train_batch_size=micro_batch_size,
             gradient_accumulation_steps=accumulation,
             max_steps=NUM_STEPS,
+            optim="adamw_torch",
             use_cpu=True,
             report_to="none",
             save_strategy="no",
             logging_strategy="no",
             disable_tqdm=True,
             dataloader_pin_memory=False,
-            optim="adamw_torch",
             **arguments,
         ),
-        train_dataset=batches(
-            NUM_STEPS * accumulation * micro_batch_size, model.config.vocab_size
-        ),
-        optimizers=(optimizer, None),
+        train_dataset=samples(NUM_STEPS * accumulation * micro_batch_size, sequence_length, task),
+        callbacks=[Ended()],
     )
+    # A storage must die with its last reference, not when the collector comes by.
     gc.collect()
     gc.disable()
     try:
         with tracker:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tracker.index_of(tensor)
             trainer.train()
     finally:
         gc.enable()

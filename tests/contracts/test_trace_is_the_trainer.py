@@ -1,0 +1,320 @@
+"""A real `transformers.Trainer` on the CPU, against the trace of the same step on `meta`.
+
+The same tracker watches both. Allocations and frees must agree one by one, in order, to the byte, but
+for DIFFERENCES, each of which is undone by name and by nothing else. The trace is extrapolated (a few
+of the layers, a symbolic micro-batch and LoRA rank) before it is compared.
+
+Not compared: sdpa by any kernel but math (the CPU has not CUDA's; tests/contracts/test_op_memory.py has
+their bytes), QLoRA and fp16 (no such Trainer on a CPU), offloading (nothing to offload to), BERT under
+autocast (the CPU's list leaves softmax, layer_norm and gelu in bfloat16).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autotune.allocator import Tape
+from autotune.config import PRECISIONS
+from autotune.optimizer_steps import write_clip
+from autotune.optimizers import OPTIMIZERS
+from autotune.results import TraceSpec
+from autotune.traces import Trace
+from autotune.worker import model as models
+from autotune.worker import trace as trace_module
+from autotune.worker.cuda import Device
+from trainer_step import Events, Run, canonical, run_trainer
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+pytestmark = [
+    # PEFT 0.21 asks Transformers 5.23 by the old names of activation checkpointing.
+    pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
+]
+
+DIFFERENCES = {
+    "attention kernel": "CUDA's kernels do not run on a CPU: eager on both sides, or sdpa by its math "
+    "kernel (what CUDA takes for bfloat16 below compute capability 8.0)",
+    "library workspace": "cuBLAS keeps one per thread: left out of the trace",
+    "hidden buffers": "CUDA's embedding backward sorts its indices in buffers of its own, the CPU's does "
+    "not: left out of the trace",
+    "layer norm statistics": "float32 on CUDA and meta, the dtype of the input on a CPU: the real sizes "
+    "are doubled in 16 bits",
+    "dropout": "CUDA's fused kernel makes a mask of bytes, the CPU multiplies by noise in the input's "
+    "dtype: the real run is sent to the fused operation, which a CPU has too",
+    "batch": "made by the data loader before the micro-step and kept after it, together with "
+    "num_items_in_batch: left out of the trace",
+    "loss": "the Trainer keeps it, 4 bytes, until the next micro-step's is known: its free is left out of "
+    "the trace",
+    "autocast cache": "a hash table, emptied in no order: adjacent frees are compared as a set (an "
+    "allocator cannot tell either)",
+    "norm's partial sums": "made by CUDA's _foreach_norm only: left out of the prediction",
+    "step counts": "tensors on the CPU even when the parameters are on a GPU: left out of the real run",
+}
+
+SEQUENCE_LENGTH = 32
+RANK = 4
+SMALL = {"hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4, "max_position_embeddings": 64}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        **SMALL,
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "intermediate_size": 176,
+        "num_key_value_heads": 2,
+    },
+    "qwen2": {
+        **SMALL,
+        "model_type": "qwen2",
+        "num_hidden_layers": 4,
+        "intermediate_size": 176,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox": {
+        **SMALL,
+        "model_type": "gpt_neox",
+        "num_hidden_layers": 5,
+        "intermediate_size": 256,
+    },
+    "bert": {**SMALL, "model_type": "bert", "num_hidden_layers": 4, "intermediate_size": 256},
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    architecture: str
+    task: str = "causal-lm"
+    method: str = "full"
+    precision: str = "bf16-true"
+    checkpointing: int = 0
+    num_layers: int | None = None
+    """None: as in CONFIGS."""
+    micro_batch: int = 2
+    accumulation: int = 2
+    attention: str = "eager"
+
+    @property
+    def config(self) -> transformers.PretrainedConfig:
+        values = dict(CONFIGS[self.architecture])
+        values["num_hidden_layers"] = self.num_layers or values["num_hidden_layers"]
+        return models.load_config(values)
+
+    @property
+    def spec(self) -> TraceSpec:
+        return TraceSpec(
+            method=self.method,
+            lora_targets=None if self.method == "full" else "all-linear",
+            quantization="none",
+            precision=self.precision,
+            activation_checkpointing=self.checkpointing,
+            activation_offloading=False,
+            attention=self.attention,
+            single=self.micro_batch == 1,
+        )
+
+
+CASES = {
+    "llama full": Case(architecture="llama"),
+    "llama full fp32 checkpointed": Case(architecture="llama", precision="fp32", checkpointing=1),
+    "llama full every 2nd layer": Case(architecture="llama", num_layers=8, checkpointing=2),
+    "llama full micro-batch 1": Case(architecture="llama", micro_batch=1, accumulation=1),
+    "llama full sdpa": Case(architecture="llama", attention="sdpa", accumulation=1),
+    "llama full bf16-mixed": Case(architecture="llama", precision="bf16-mixed", checkpointing=1),
+    "llama lora checkpointed": Case(architecture="llama", method="lora", checkpointing=1),
+    "llama lora bf16-autocast": Case(
+        architecture="llama", method="lora", precision="bf16-autocast", accumulation=1
+    ),
+    "qwen2 full": Case(architecture="qwen2", accumulation=1),
+    "qwen2 lora fp32": Case(architecture="qwen2", method="lora", precision="fp32"),
+    "gpt_neox full checkpointed": Case(architecture="gpt_neox", checkpointing=1),
+    "gpt_neox lora": Case(architecture="gpt_neox", method="lora", accumulation=1),
+    "gpt_neox full bf16-mixed": Case(
+        architecture="gpt_neox", precision="bf16-mixed", accumulation=1
+    ),
+    "bert full": Case(architecture="bert", task="masked-lm"),
+    "bert lora fp32 checkpointed": Case(
+        architecture="bert", task="masked-lm", method="lora", precision="fp32", checkpointing=1
+    ),
+    "bert classification": Case(
+        architecture="bert", task="sequence-classification", precision="fp32", accumulation=1
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fused_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DIFFERENCES: dropout."""
+
+    def fused(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        return torch.native_dropout(input, p, True)[0] if training and p else input
+
+    monkeypatch.setattr(F, "dropout", fused)
+
+
+@pytest.fixture(autouse=True)
+def _no_hidden_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DIFFERENCES: hidden buffers."""
+    monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
+
+
+def traced(case: Case, *, whole: bool = False) -> tuple[Trace, set[int]]:
+    """The trace, through JSON as the worker sends it, and the numbers of the batch's tensors."""
+    # Compute capability 7.5: sdpa in bfloat16 takes the math kernel.
+    answer = trace_module.trace_step(
+        case.config,
+        case.task,
+        case.spec,
+        sequence_length=SEQUENCE_LENGTH,
+        device=Device(compute_capability=(7, 5), cublas_workspace_bytes=1),
+        whole=whole,
+    )
+    trace = Trace(json.loads(json.dumps(answer)))
+    made = {e for b in answer["blocks"] if b["phase"] == "batch" for e in b["events"] if e >= 0}
+    batch = {number for number, template in enumerate(trace.template) if template in made}
+    return trace, batch
+
+
+def predicted(case: Case, trace: Trace, batch: set[int], *, is_first: bool) -> Events:
+    """DIFFERENCES: library workspace, batch, loss."""
+    events = [
+        event
+        for event in (trace.first if is_first else trace.next)
+        if max(event, ~event) not in batch
+        and trace.categories[max(event, ~event)] != "workspace"
+    ]
+    sizes = trace.sizes(case.micro_batch, RANK)
+    assert events[-1] < 0, "the last event is the free of the loss"
+    assert sizes[~events[-1]] == (2 if case.architecture == "bert" and "bf16" in case.precision else 4)
+    return canonical(events[:-1], sizes)
+
+
+def real_sizes(run: Run) -> list[int]:
+    """DIFFERENCES: layer norm statistics."""
+    return [
+        4 * tensor.size_bytes // 2
+        if run.made_by.get(index) == "aten::native_layer_norm"
+        and tensor.dtype == "bfloat16"
+        and tensor.shape[-1] == 1
+        else tensor.size_bytes
+        for index, tensor in enumerate(run.tensors)
+    ]
+
+
+def frees_in_no_order(events: Events) -> Events:
+    """DIFFERENCES: autocast cache."""
+    return [
+        event
+        for _, group in itertools.groupby(events, key=lambda event: event[0])
+        for event in sorted(group)
+    ]
+
+
+def real_model(case: Case) -> Any:
+    config = case.config
+    config.use_cache = False
+    auto = getattr(transformers, models._AUTO_CLASSES[case.task])
+    dtype = getattr(torch, PRECISIONS[case.precision].parameter_dtype)
+    model = auto.from_config(config, dtype=dtype, attn_implementation=case.attention)
+    if case.method == "full":
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", bias="none")
+    return get_peft_model(model, lora)
+
+
+def run_case(case: Case, folder: Path) -> Run:
+    arguments: dict[str, Any] = {"bf16": PRECISIONS[case.precision].autocast}
+    if case.checkpointing:
+        arguments["activation_checkpointing"] = True
+        arguments["activation_checkpointing_kwargs"] = {"use_reentrant": False}
+        if case.checkpointing > 1:
+            arguments["activation_checkpointing_kwargs"]["every_n_layers"] = case.checkpointing
+    with sdpa_kernel(SDPBackend.MATH):
+        return run_trainer(
+            real_model(case),
+            folder,
+            case.task,
+            sequence_length=SEQUENCE_LENGTH,
+            micro_batch_size=case.micro_batch,
+            accumulation=case.accumulation,
+            **arguments,
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    run = run_case(case, tmp_path)
+    trace, batch = traced(case)
+    sizes = real_sizes(run)
+    for number, window in enumerate(run.micro_steps):
+        real = canonical(run.window(window), sizes)
+        expected = predicted(case, trace, batch, is_first=number % case.accumulation == 0)
+        if PRECISIONS[case.precision].autocast:
+            real, expected = frees_in_no_order(real), frees_in_no_order(expected)
+        assert real == expected, f"micro-step {number}"
+    assert len(run.micro_steps) == 2 * case.accumulation
+
+
+@pytest.mark.parametrize("name", ["llama full", "gpt_neox lora"])
+def test_extrapolating_the_layers_changes_nothing(name: str) -> None:
+    case = CASES[name]
+    few, few_batch = traced(case)
+    every, every_batch = traced(case, whole=True)
+    assert few.sizes(1, 1) != [] and len(few.first) == len(every.first)
+    for is_first in (True, False):
+        assert predicted(case, few, few_batch, is_first=is_first) == predicted(
+            case, every, every_batch, is_first=is_first
+        )
+
+
+@pytest.mark.parametrize("name", ["llama full", "qwen2 lora fp32", "bert full"])
+def test_optimizer_steps_allocate_and_free_as_written(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    run = run_case(case, tmp_path)
+    trace, _ = traced(case)
+    specs = trace.trainable(RANK)
+    trainable = [p for p in run.model.parameters() if p.requires_grad]
+    assert [spec.shape for spec in specs] == [tuple(p.shape) for p in trainable]
+
+    states = None
+    for window, gradients in zip(run.optimizer_steps, run.gradients, strict=True):
+        tape = Tape()
+        write_clip(tape, specs)
+        partial_sums = 0  # DIFFERENCES: the first tensor of the one dtype
+        states = OPTIMIZERS["adamw_torch"].algorithm.write_step(tape, specs, states)
+        expected = [event for event in tape.events if max(event, ~event) != partial_sums]
+
+        real = run.window(window)
+        zeroed = [~event for event in real if ~event in set(gradients)]
+        assert zeroed == gradients, "zero_grad frees them in the model's order"
+        assert real[-len(zeroed) :] == [~gradient for gradient in zeroed]
+        stepped = [
+            event
+            for event in real[: -len(zeroed)]
+            if run.made_by[max(event, ~event)] != "aten::lift_fresh"
+        ]
+        assert canonical(stepped, real_sizes(run)) == canonical(expected, tape.sizes)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet_libraries() -> Iterator[None]:
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(verbosity)
