@@ -269,7 +269,10 @@ def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], args: Any, kwar
             return type(value)(mapped(item) for item in value)
         return value
 
-    return tuple(mapped(a) for a in args), {k: mapped(v) for k, v in kwargs.items()}
+    # C++ leaves the order of a call's casts to the compiler: GCC goes from the last to the first.
+    cast_kwargs = {name: mapped(kwargs[name]) for name in reversed(kwargs)}
+    cast_args = [mapped(argument) for argument in reversed(args)]
+    return tuple(reversed(cast_args)), cast_kwargs
 
 
 def _cast_lower(mode: CudaChoices, args: Any, kwargs: Any) -> _Call:

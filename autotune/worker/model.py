@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autotune.config import PRECISIONS, QUANTIZATIONS
+from autotune.config import ATTENTION_PROJECTIONS, PEFT_TASK_TYPES, PRECISIONS, QUANTIZATIONS
 from autotune.results import TraceSpec
 
 RANK = 10_007
@@ -91,7 +91,7 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
                 config, dtype=dtype, attn_implementation=spec.attention
             )
     except Exception as error:
-        raise UnsupportedModel(_reason(error)) from error
+        raise UnsupportedModel(first_line(error)) from error
     return model
 
 
@@ -102,6 +102,8 @@ def quantize(model: nn.Module, spec: TraceSpec) -> None:
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import get_keys_to_not_convert
 
+    # Its table for 8-bit codes is made once per process: every trace must see it made.
+    bnb.functional.name2qmap.clear()
     compute = getattr(torch, PRECISIONS[spec.precision].compute_dtype)
     quantization = QUANTIZATIONS[spec.quantization]
     replace_with_bnb_linear(
@@ -149,19 +151,13 @@ def quantize_weight(linear: Any, dtype: torch.dtype) -> None:
     linear.quant_state = state
 
 
-_ATTENTION_PROJECTIONS = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj",
-    "query", "key", "value", "q", "k", "v", "o", "dense",
-)  # fmt: skip
-
-
 def lora_target_modules(model: nn.Module, targets: str) -> str | list[str]:
     """PEFT's `target_modules`: its own all-linear, the attention projections, or the names given."""
     if targets == "all-linear":
         return targets
     names = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_projection(m)}
     if targets == "attention":
-        wanted = [name for name in _ATTENTION_PROJECTIONS if name in names]
+        wanted = [name for name in ATTENTION_PROJECTIONS if name in names]
     else:
         wanted = [name.strip() for name in targets.split(",")]
         missing = [name for name in wanted if name not in names]
@@ -179,12 +175,16 @@ def _is_projection(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def add_adapter(model: nn.Module, targets: str, rank: int) -> nn.Module:
+def add_adapter(model: nn.Module, task: str, targets: str, rank: int) -> nn.Module:
     """PEFT's LoRA, its weights in fp32 (PEFT casts adapters of 16-bit models)."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=lora_target_modules(model, targets), bias="none"
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=lora_target_modules(model, targets),
+        bias="none",
+        task_type=PEFT_TASK_TYPES[task],
     )
     adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)  # type: ignore[arg-type]
     return adapted
@@ -247,5 +247,6 @@ def trace_period(config: PretrainedConfig, spec: TraceSpec) -> int:
     return math.lcm(layer_period(config), max(spec.activation_checkpointing, 1))
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def first_line(error: Exception) -> str:
+    """What an exception of a library says, short enough for a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

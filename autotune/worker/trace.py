@@ -75,8 +75,14 @@ def trace_step(
     step = _Step(model, task, spec, tracker)
     with _trace_settings(tracker):
         step.set_up()
-        with cuda_choices(device), tracker:
-            step.forward_backward(micro_batch, sequence_length, small)
+        try:
+            with cuda_choices(device), tracker:
+                step.forward_backward(micro_batch, sequence_length, small)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            raise UnsupportedModel(
+                f"its training step cannot run without data ({type(error).__name__}: "
+                f"{models.first_line(error)})"
+            ) from error
     return _encode(step, workspaces, micro_batch, layers)
 
 
@@ -118,7 +124,7 @@ class _Step:
                 self._own(tensor)
         if spec.method != "full":
             assert spec.lora_targets is not None
-            self.model = models.add_adapter(self.model, spec.lora_targets, RANK)
+            self.model = models.add_adapter(self.model, self.task, spec.lora_targets, RANK)
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     mark = ("adapter", stack_of(name))

@@ -91,6 +91,7 @@ class Tracker(TorchDispatchMode):
         self._hidden_buffers = hidden_buffers
         self._before = before
         self._pending_mark: Any = None
+        self._sole_owner_counts = _sole_owner_counts()
         self._index_of: dict[int, int] = {}
         self._references: dict[int, Any] = {}
 
@@ -140,6 +141,22 @@ class Tracker(TorchDispatchMode):
         """A buffer that the process keeps (a library workspace)."""
         return self._record_allocation(size_bytes, (), torch.uint8)
 
+    def _engine_adds_in_place(self, args: tuple[Any, ...]) -> bool:
+        """Whether autograd would add a tensor's second gradient into its first, were no mode on.
+
+        An active dispatch mode counts as a tensor subclass, for which the engine makes a new sum.
+        Source: pytorch v2.13 torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace.
+        """
+        old, new = args
+        return (
+            torch._C._current_graph_task_id() != -1
+            and not torch.is_grad_enabled()
+            and isinstance(new, torch.Tensor)
+            and old.shape == new.shape
+            and _use_counts(old) == self._sole_owner_counts
+            and aten.is_non_overlapping_and_dense.default(old)
+        )
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -157,6 +174,8 @@ class Tracker(TorchDispatchMode):
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if func is aten.add.Tensor and self._engine_adds_in_place(args):
+            func = aten.add_.Tensor
         if self._before is not None:
             self._before(self, func)
         out = None
@@ -268,6 +287,33 @@ def _is_composite(func: Any) -> bool:
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(
         func.name(), "CPU"
     )
+
+
+def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """References to the tensor and to its storage, those of the Python objects included."""
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _sole_owner_counts() -> tuple[int, int]:
+    """`_use_counts` that a dispatch mode sees of a gradient which only the engine holds."""
+
+    class Probe(TorchDispatchMode):
+        counts = (0, 0)
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            if func is aten.add.Tensor:
+                self.counts = _use_counts(args[0])
+            return func(*args, **(kwargs or {}))
+
+    used_twice = torch.ones((), requires_grad=True) * 1
+    total = used_twice * 2 + used_twice * 3
+    with Probe() as probe:
+        total.backward()
+    return probe.counts
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
