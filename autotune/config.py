@@ -30,6 +30,21 @@ METHODS = ("full", "lora", "qlora")
 ATTENTIONS = ("eager", "sdpa")
 
 
+ATTENTION_PROJECTIONS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj",
+    "query", "key", "value", "q", "k", "v", "o", "dense",
+)  # fmt: skip
+"""What `attention` means as LoRA targets, as far as a model has them."""
+
+PEFT_TASK_TYPES = {
+    "causal-lm": "CAUSAL_LM",
+    "masked-lm": None,
+    "sequence-classification": "SEQ_CLS",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+}
+"""PEFT's `task_type`: it decides which heads train beside the adapter."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
     """What a value of `--precision` means to Transformers' Trainer."""
@@ -71,6 +86,14 @@ PRECISIONS: dict[str, Precision] = {
         grad_scaler=True,
         tf32=False,
         summary="float32 weights, float16 autocast with loss scaling",
+    ),
+    "fp16-autocast": Precision(
+        parameter_dtype="float16",
+        compute_dtype="float16",
+        autocast=True,
+        grad_scaler=True,
+        tf32=False,
+        summary="frozen float16 weights, float32 adapters under float16 autocast",
     ),
     "bf16-mixed": Precision(
         parameter_dtype="float32",

@@ -38,7 +38,7 @@ from autotune.optimizer_steps import (
 )
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
-from autotune.traces import Trace
+from autotune.traces import BrokenTrace, Trace
 
 TRACE_DEADLINE_SECONDS = 600.0
 
@@ -81,31 +81,60 @@ def trace_all(
         "compute_capability": list(gpu.compute_capability),
         "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
     }
-    jobs = [{"id": i, "spec": _plain(spec)} for i, spec in enumerate(wanted)]
-    num_children = 2 if len(jobs) > _WORTH_A_SECOND_CHILD else 1
-    requests = [{**shared, "traces": jobs[i::num_children]} for i in range(num_children)]
+    jobs: list[dict[str, Any]] = [
+        {"id": i, "spec": _plain(spec), "whole": False} for i, spec in enumerate(wanted)
+    ]
     traces: dict[TraceSpec, Trace] = {}
-    refused: list[str] = []
+    refused: dict[int, str] = {}
+    answered: set[int] = set()
 
     def arrived(answer: dict[str, Any]) -> None:
+        number = answer["id"]
+        answered.add(number)
         if "unsupported" in answer:
-            refused.append(answer["unsupported"])
-        else:
-            traces[wanted[answer["id"]]] = Trace(answer["trace"])
+            refused[number] = answer["unsupported"]
+            return
+        try:
+            traces[wanted[number]] = Trace(answer["trace"])
+        except BrokenTrace as error:
+            if jobs[number]["whole"]:
+                refused[number] = f"the trace does not add up: {error}"
+            jobs[number]["whole"] = True
         if on_trace is not None:
             on_trace(len(traces) + len(refused), len(jobs))
 
-    ends = run_many("trace", requests, deadline_seconds=TRACE_DEADLINE_SECONDS, on_answer=arrived)
-    for end in ends:
-        if end.how != "ok":
-            raise end.to_error("trace")
+    for attempt in range(_MAX_ATTEMPTS):
+        left = [job for job in jobs if job["id"] not in refused and wanted[job["id"]] not in traces]
+        if not left:
+            break
+        num_children = 2 if len(left) > _WORTH_A_SECOND_CHILD else 1
+        shares = [left[i::num_children] for i in range(num_children)]
+        answered.clear()
+        ends = run_many(
+            "trace",
+            [{**shared, "traces": share} for share in shares],
+            deadline_seconds=TRACE_DEADLINE_SECONDS,
+            on_answer=arrived,
+        )
+        for share, end in zip(shares, ends, strict=True):
+            if end.how == "ok":
+                continue
+            unanswered = [job["id"] for job in share if job["id"] not in answered]
+            if end.how != "crashed" or attempt == _MAX_ATTEMPTS - 1 or not unanswered:
+                raise end.to_error("trace")
+            # Answers come in order: the first without one is what the process died of.
+            refused[unanswered[0]] = f"tracing it ended the process: {end.problem}"
     if not traces:
         raise ConfigError(
-            f"{model.name} cannot be traced", why=refused[0], remedy="Name another model or method"
+            f"{model.name} cannot be traced",
+            why=next(iter(refused.values())),
+            remedy="Name another model, method or precision",
         )
     return traces
 
 
+# One for all, one for traces that need every layer, one each for two crashes.
+_MAX_ATTEMPTS = 4
 # Importing torch, transformers and peft takes a worker about 4 s, a trace 0.06 s (2 cores).
 _WORTH_A_SECOND_CHILD = 24
 
@@ -255,7 +284,9 @@ class Estimator:
                 parameters_bytes=_sum_of(sizes, categories, trace.setup, "parameter"),
                 gradients_bytes=_sum_of(sizes, categories, trace.first, "gradient"),
                 optimizer_state_bytes=optimizer.managed_bytes
-                + _sum_of(optimizer.sizes, optimizer.categories, optimizer.first, "optimizer_state"),
+                + _sum_of(
+                    optimizer.sizes, optimizer.categories, optimizer.first, "optimizer_state"
+                ),
                 optimizer_state_managed_bytes=optimizer.managed_bytes,
             ),
             parameters=ParameterCount(total=total, trainable=trainable),
@@ -373,7 +404,11 @@ class Estimator:
         specs = self._trainable(list_number)
         return self._time(
             roofline.Kernel(
-                name="add_", kind="elementwise", dtype=s.dtype, flops=0, bytes_moved=3 * s.size_bytes
+                name="add_",
+                kind="elementwise",
+                dtype=s.dtype,
+                flops=0,
+                bytes_moved=3 * s.size_bytes,
             )
             for s in specs
         )

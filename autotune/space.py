@@ -134,10 +134,15 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, context: PRECISIONS[c.precision].tf32 and _lacks_ampere(context),
     ),
     Rule(
+        name="fp16-weights-cannot-train",
+        reason="gradients in float16 cannot be unscaled: only a frozen base may be float16",
+        breaks=lambda c, _: c.precision == "fp16-autocast" and c.method == "full",
+    ),
+    Rule(
         name="bf16-replaces-fp16",
         reason="the space offers bf16 autocast too, as fast on this card and without loss scaling",
         breaks=lambda c, context: (
-            c.precision == "fp16-mixed"
+            c.precision in ("fp16-mixed", "fp16-autocast")
             and ("bf16-mixed" in context.precisions or "bf16-autocast" in context.precisions)
             and not _lacks_ampere(context)
         ),

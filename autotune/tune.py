@@ -67,7 +67,10 @@ def default_base(workload: Workload, gpu: Gpu) -> TrainConfig:
     method = workload.methods[0]
     adapter = method != "full"
     has_bfloat16 = gpu.compute_capability is None or gpu.compute_capability >= (8, 0)
-    precision = ("bf16-autocast" if adapter else "bf16-true") if has_bfloat16 else "fp16-mixed"
+    if has_bfloat16:
+        precision = "bf16-autocast" if adapter else "bf16-true"
+    else:
+        precision = "fp16-autocast" if adapter else "fp16-mixed"
     return TrainConfig(
         method=method,
         micro_batch_size=1,
@@ -91,7 +94,7 @@ def find(
     allow: str | None = None,
     base: TrainConfig | None = None,
     effort: str = "normal",
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda *_: None,
 ) -> Found:
     """Answer a workload by prediction.
 
@@ -132,23 +135,19 @@ def find(
 
     best_by_class = {}
     for name in TRADEOFF_CLASSES:
-        best = candidates.best(lambda c, name=name: candidates.class_of(c) == name)  # type: ignore[misc]
-        if best is not None:
-            best_by_class[name] = best[0]
+        of_class = candidates.best(candidates.exactly(name))
+        if of_class is not None:
+            best_by_class[name] = of_class[0]
     chosen = allow or "numerics"
-    answer = candidates.best(lambda c: _LEVEL[candidates.class_of(c)] <= _LEVEL[chosen])
+    answer = candidates.best(candidates.at_most(chosen))
     widened = answer is None and allow is None and bool(best_by_class)
     if widened:
         chosen = "recipe"
-        answer = candidates.best(lambda c: True)
+        answer = candidates.best(candidates.at_most(chosen))
     if answer is None:
         raise _nothing_fits(estimator, supported, candidates, workload, chosen, best_by_class)
-    best, tied = answer[0], answer[1:]
+    best, *tied = answer
     progress("replayed", candidates.num_replayed, candidates.num_possible)
-
-    def same_cap(config: TrainConfig) -> bool:
-        return _LEVEL[candidates.class_of(config)] <= _LEVEL[chosen]
-
     summary = Summary(
         workload=workload,
         gpu=gpu.name,
@@ -161,9 +160,9 @@ def find(
         base=reference,
         baseline=_baseline(estimator, baselines),
         best_by_class=best_by_class,
-        tied=tied,
+        tied=tuple(tied),
         changes=_changes(estimator, best, reference, workload, gpu),
-        more_memory=_more_memory(estimator, supported, reference, best, same_cap),
+        more_memory=_more_memory(estimator, supported, reference, best, candidates.at_most(chosen)),
         counts=Counts(
             enumerated=points.num_enumerated,
             invalid=points.num_enumerated - len(points.configs),
@@ -175,9 +174,7 @@ def find(
         invalid_by_rule=points.invalid,
         elapsed_seconds=time.monotonic() - started,
     )
-    return Found(
-        summary=summary, considered=candidates.considered(EFFORTS[effort].num_recorded)
-    )
+    return Found(summary=summary, considered=candidates.considered(EFFORTS[effort].num_recorded))
 
 
 class Candidates:
@@ -225,6 +222,14 @@ class Candidates:
         if found is None:
             found = self._classes[config] = tradeoff_class(config, self._base)
         return found
+
+    def exactly(self, name: str) -> Callable[[TrainConfig], bool]:
+        """Whether a configuration is of that class."""
+        return lambda config: self.class_of(config) == name
+
+    def at_most(self, allow: str) -> Callable[[TrainConfig], bool]:
+        """Whether a configuration gives up no more than `allow`."""
+        return lambda config: _LEVEL[self.class_of(config)] <= _LEVEL[allow]
 
     def fits(self, estimate: Estimate) -> bool:
         return estimate.peak_device_bytes <= self._estimator.memory_budget_bytes
@@ -281,7 +286,9 @@ class Candidates:
         others = [
             estimate
             for estimate in self._estimates.values()
-            if estimate is not winner and self.fits(estimate) and _speed(estimate) >= threshold
+            if estimate is not winner
+            and self.fits(estimate)
+            and _speed(estimate) >= threshold
             and self.class_of(estimate.config) == self.class_of(winner.config)
         ]
         return sorted(others, key=lambda e: (-_speed(e), repr(e.config)))[:10]
@@ -385,7 +392,7 @@ def _nothing_fits(
 ) -> NothingFitsError:
     """The smallest configuration, and the one change that lowers it most."""
     budget = format_bytes(estimator.memory_budget_bytes)
-    allowed = [c for c in configs if _LEVEL[candidates.class_of(c)] <= _LEVEL[allow]]
+    allowed = list(filter(candidates.at_most(allow), configs))
     if not allowed:
         return NothingFitsError(
             f"No configuration of the class {allow} is in the space", remedy="Raise --allow"
@@ -445,5 +452,7 @@ def describe(config: TrainConfig) -> str:
 
 
 def ordinal(number: int) -> str:
-    suffix = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    suffix = (
+        "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    )
     return f"{number}{suffix}"

@@ -297,12 +297,6 @@ def test_lora_targets() -> None:
     assert {"q_proj", "query_key_value", "c_attn"} <= set(targets("attention"))
 
 
-def test_attention_means_the_same_as_in_the_trace() -> None:
-    from autotune.worker import model
-
-    assert train_py.ATTENTION_PROJECTIONS == model._ATTENTION_PROJECTIONS
-
-
 def test_a_local_model_is_found_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

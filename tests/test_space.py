@@ -88,6 +88,7 @@ BREAKERS = {
     ),
     "bf16-needs-ampere": (FULL, TURING),
     "tf32-needs-ampere": (dataclasses.replace(FULL, precision="tf32"), TURING),
+    "fp16-weights-cannot-train": (dataclasses.replace(FULL, precision="fp16-autocast"), TURING),
     "bf16-replaces-fp16": (
         dataclasses.replace(FULL, precision="fp16-mixed"),
         dataclasses.replace(ADA, precisions=("bf16-mixed", "fp16-mixed")),

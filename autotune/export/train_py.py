@@ -11,17 +11,17 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import (
+    ATTENTION_PROJECTIONS,
+    PRECISIONS,
+    QUANTIZATIONS,
+    TrainConfig,
+    Workload,
+)
 from autotune.export.training_args import training_arguments
 
 name = "train"
 filename = "train.py"
-
-ATTENTION_PROJECTIONS = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj",
-    "query", "key", "value", "q", "k", "v", "o", "dense",
-)  # fmt: skip
-"""What `attention` means as LoRA targets, as far as the model has them: as in the trace."""
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
 _OPENING = "RECIPE: dict[str, Any] = {"

@@ -3,7 +3,7 @@
 The request names a verb and its arguments; each answer is one JSON line. Verbs:
 
 trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capability": [major, minor],
-         "cublas_workspace_bytes": int, "traces": [{"id": int, "spec": {...}}]}
+         "cublas_workspace_bytes": int, "traces": [{"id": int, "spec": {...}, "whole": bool}]}
         one line per trace: {"id": int, "trace": {...}}, or {"id": int, "unsupported": reason}
 """
 
@@ -44,6 +44,7 @@ def _trace(request: dict[str, Any]) -> Answers:
                 TraceSpec(**wanted["spec"]),
                 sequence_length=request["sequence_length"],
                 device=device,
+                whole=wanted["whole"],
             )
         except UnsupportedModel as error:
             yield {"id": wanted["id"], "unsupported": str(error)}

@@ -45,12 +45,18 @@ def attention_kernel(
     capability = device.compute_capability
     half = dtype in HALF and capability >= (8, 0)
     same = head_size == value_head_size
-    if half and same and capability in ((9, 0), (10, 0)) and head_size % 8 == 0 and head_size <= 128:
+    if (
+        half
+        and same
+        and capability in ((9, 0), (10, 0))
+        and head_size % 8 == 0
+        and head_size <= 128
+    ):
         return "cudnn"
     small_card = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
-    if half and same and not has_mask and head_size <= 256:
-        if not (small_card and 192 < head_size <= 224):
-            return "flash"
+    flash_size = head_size <= 256 and not (small_card and 192 < head_size <= 224)
+    if half and same and not has_mask and flash_size:
+        return "flash"
     if dtype in (torch.float16, torch.float32) or half:
         return "efficient"
     return "math"
@@ -138,7 +144,11 @@ class CudaChoices(TorchFunctionMode):
         self._cast_weights: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         policy = _AUTOCAST.get(func)
@@ -178,7 +188,9 @@ class CudaChoices(TorchFunctionMode):
     ) -> torch.Tensor:
         """scaled_dot_product_attention by the kernel that the card would run."""
         size = query.shape[-1]
-        kernel = attention_kernel(self._device, query.dtype, size, value.shape[-1], attn_mask is not None)
+        kernel = attention_kernel(
+            self._device, query.dtype, size, value.shape[-1], attn_mask is not None
+        )
         if kernel == "flash":
             padding = -size % 8
             if padding:
@@ -190,7 +202,14 @@ class CudaChoices(TorchFunctionMode):
             return out[..., :size] if padding else out
         if kernel == "math":
             return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
         bias = _additive_mask(attn_mask, query)
         if kernel == "cudnn":
@@ -216,7 +235,11 @@ def _additive_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tens
 
 
 def _dropout(
-    _: CudaChoices, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    _: CudaChoices,
+    input: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
 ) -> torch.Tensor:
     if not training or p == 0.0:
         return input
@@ -233,7 +256,7 @@ def _softmax(
     """CUDA softmaxes fp16 into fp32 without a copy; bf16 is converted first (SoftMax.cpp)."""
     assert dim is not None
     if dtype == torch.float32 and input.dtype == torch.float16:
-        return _HalfToFloatSoftmax.apply(input, dim)  # type: ignore[no-any-return,no-untyped-call]
+        return _HalfToFloatSoftmax.apply(input, dim)
     return F.softmax(input, dim, _stacklevel, dtype)
 
 
@@ -283,10 +306,22 @@ def _cast_float32(_: CudaChoices, args: Any, kwargs: Any) -> _Call:
     return _map_tensors(lambda t: t.float() if t.dtype in HALF else t, args, kwargs)
 
 
+def _default_float32(_: CudaChoices, args: Any, kwargs: Any) -> _Call:
+    """Autocast names the result's dtype and leaves the input as it is (fp32_set_opt_dtype)."""
+    if args[0].dtype not in HALF or any(isinstance(a, torch.dtype) for a in args):
+        return args, kwargs
+    return args, {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
+
+
 def _cast_widest(_: CudaChoices, args: Any, kwargs: Any) -> _Call:
-    wide: list[bool] = []
-    _map_tensors(lambda t: wide.append(t.dtype == torch.float32) or t, args, kwargs)
-    return _cast_float32(_, args, kwargs) if any(wide) else (args, kwargs)
+    dtypes: list[torch.dtype] = []
+
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
+        dtypes.append(tensor.dtype)
+        return tensor
+
+    _map_tensors(seen, args, kwargs)
+    return _cast_float32(_, args, kwargs) if torch.float32 in dtypes else (args, kwargs)
 
 
 # The functions of autocast_mode.h that Transformers' and PEFT's modelling code reaches.
@@ -297,19 +332,23 @@ _LOWER = (
     torch.Tensor.bmm, torch.Tensor.addmm, torch.Tensor.baddbmm,
 )  # fmt: skip
 _FLOAT32 = (
-    F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy, F.nll_loss, F.mse_loss,
+    F.layer_norm, F.rms_norm, F.group_norm, F.cross_entropy, F.nll_loss, F.mse_loss,
     F.softplus, F.binary_cross_entropy_with_logits, F.cosine_similarity,
-    torch.softmax, torch.log_softmax, torch.pow, torch.rsqrt, torch.exp, torch.log, torch.cumsum,
-    torch.cumprod, torch.prod, torch.sum, torch.norm, torch.reciprocal, torch.erfinv,
-    torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.pow, torch.Tensor.__pow__,
-    torch.Tensor.rsqrt, torch.Tensor.exp, torch.Tensor.log, torch.Tensor.cumsum, torch.Tensor.cumprod,
-    torch.Tensor.prod, torch.Tensor.sum, torch.Tensor.norm, torch.Tensor.reciprocal,
+    torch.pow, torch.rsqrt, torch.exp, torch.log, torch.norm, torch.reciprocal, torch.erfinv,
+    torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.rsqrt, torch.Tensor.exp, torch.Tensor.log,
+    torch.Tensor.norm, torch.Tensor.reciprocal,
+)  # fmt: skip
+_FLOAT32_RESULT = (
+    F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, torch.cumsum, torch.cumprod,
+    torch.prod, torch.sum, torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.cumsum,
+    torch.Tensor.cumprod, torch.Tensor.prod, torch.Tensor.sum,
 )  # fmt: skip
 _WIDEST = (torch.cat, torch.stack, torch.addcmul, torch.addcdiv, torch.cross, torch.dot)
 
 _AUTOCAST: dict[Any, Callable[[CudaChoices, Any, Any], _Call]] = {
     **dict.fromkeys(_LOWER, _cast_lower),
     **dict.fromkeys(_FLOAT32, _cast_float32),
+    **dict.fromkeys(_FLOAT32_RESULT, _default_float32),
     **dict.fromkeys(_WIDEST, _cast_widest),
 }
 
@@ -353,8 +392,8 @@ def cuda_choices(device: Device) -> Iterator[CudaChoices]:
         clear()
 
     torch.clear_autocast_cache = clear_both
-    torch.is_autocast_enabled = lambda device_type="cpu": is_enabled("cpu")
-    torch.get_autocast_dtype = lambda device_type="cpu": get_dtype("cpu")
+    torch.is_autocast_enabled = lambda *_: is_enabled("cpu")
+    torch.get_autocast_dtype = lambda *_: get_dtype("cpu")
     try:
         with mode:
             yield mode

@@ -37,7 +37,7 @@ class UnsupportedModel(Exception):
 
 def load_config(config: dict[str, Any]) -> PretrainedConfig:
     """Transformers' configuration object. UnsupportedModel for an architecture that needs remote code."""
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(
             f"model_type {model_type!r} is not known to transformers {transformers.__version__}"
@@ -74,7 +74,9 @@ def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
 def layer_stack(model: nn.Module, num_layers: int) -> nn.ModuleList | None:
     """The one list of repeated layers; None where the model has none or several."""
     stacks = [
-        m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers and num_layers > 1
+        m
+        for m in model.modules()
+        if isinstance(m, nn.ModuleList) and len(m) == num_layers and num_layers > 1
     ]
     return stacks[0] if len(stacks) == 1 else None
 
@@ -167,7 +169,9 @@ def lora_target_modules(model: nn.Module, targets: str) -> str | list[str]:
                 f"{', '.join(sorted(names))}"
             )
     if not wanted:
-        raise UnsupportedModel("no attention projection is known for this model: name the LoRA targets")
+        raise UnsupportedModel(
+            "no attention projection is known for this model: name the LoRA targets"
+        )
     return wanted
 
 
@@ -186,7 +190,7 @@ def add_adapter(model: nn.Module, task: str, targets: str, rank: int) -> nn.Modu
         bias="none",
         task_type=PEFT_TASK_TYPES[task],
     )
-    adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)  # type: ignore[arg-type]
+    adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
     return adapted
 
 
@@ -194,9 +198,11 @@ def enable_checkpointing(model: Any, spec: TraceSpec) -> None:
     """What Trainer does for `activation_checkpointing=True`, by the names of the installed version."""
     kwargs: dict[str, Any] = {"use_reentrant": False}
     enable = getattr(model, "activation_checkpointing_enable", None)
-    if enable is not None and "every_n_layers" in inspect.signature(
-        _inner(model).activation_checkpointing_enable
-    ).parameters:
+    if (
+        enable is not None
+        and "every_n_layers"
+        in inspect.signature(_inner(model).activation_checkpointing_enable).parameters
+    ):
         enable(
             activation_checkpointing_kwargs=kwargs,
             every_n_layers=spec.activation_checkpointing,

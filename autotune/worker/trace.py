@@ -109,7 +109,9 @@ class _Step:
         spec = self.spec
         if spec.method == "qlora":
             models.quantize(self.model, spec)
-        stack_of = _layer_finder(self.model, models.layer_stack(self.model, _num_layers(self.model)))
+        stack_of = _layer_finder(
+            self.model, models.layer_stack(self.model, _num_layers(self.model))
+        )
         dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
         last: Mark = ("", 0)
         for name, module in self.model.named_modules():
@@ -288,7 +290,7 @@ def _trace_settings(tracker: Tracker) -> Iterator[None]:
 
     original = getattr(modeling_utils, "save_on_cpu", None)
     if original is not None:
-        modeling_utils.save_on_cpu = functools.partial(_park_on_host, tracker)  # type: ignore[assignment,misc]
+        modeling_utils.save_on_cpu = functools.partial(_ParkOnHost, tracker)  # type: ignore[assignment,misc]
     collects = gc.isenabled()
     gc.disable()
     with warnings.catch_warnings():
@@ -299,17 +301,21 @@ def _trace_settings(tracker: Tracker) -> Iterator[None]:
             if collects:
                 gc.enable()
             if original is not None:
-                modeling_utils.save_on_cpu = original
+                modeling_utils.save_on_cpu = original  # type: ignore[misc]
 
 
-class _park_on_host(torch.autograd.graph.saved_tensors_hooks):
-    """torch.autograd.graph.save_on_cpu for tensors without values: frees on packing, allocates on unpacking."""
+class _ParkOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """torch.autograd.graph.save_on_cpu for tensors without values."""
 
-    def __init__(self, tracker: Tracker, pin_memory: bool = False, device_type: str = "cuda") -> None:
+    def __init__(
+        self, tracker: Tracker, pin_memory: bool = False, device_type: str = "cuda"
+    ) -> None:
         def copy(tensor: torch.Tensor) -> None:
             size_bytes = tensor.numel() * tensor.element_size()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            tracker.recording.kernels.append(TrackedKernel("copy_host", dtype, 0, (size_bytes,), False))
+            tracker.recording.kernels.append(
+                TrackedKernel("copy_host", dtype, 0, (size_bytes,), False)
+            )
 
         def pack(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
             copy(tensor)
@@ -336,10 +342,12 @@ def _monomial(number: int, micro_batch: int) -> tuple[int, int, int]:
     return number, batch_power, rank_power
 
 
-def _encode(step: _Step, workspaces: Workspaces, micro_batch: int, layers: dict[str, int]) -> dict[str, Any]:
+def _encode(
+    step: _Step, workspaces: Workspaces, micro_batch: int, layers: dict[str, int]
+) -> dict[str, Any]:
     recording = step.tracker.recording
     blocks = _blocks(recording, step, micro_batch)
-    vocabulary = getattr(step.model.config, "vocab_size", -1)  # type: ignore[union-attr]
+    vocabulary = getattr(step.model.config, "vocab_size", -1)
     decayed = models.decayed_parameters(step.model)
     embeddings = {
         id(module.weight) for module in step.model.modules() if isinstance(module, nn.Embedding)
@@ -376,11 +384,8 @@ def _encode(step: _Step, workspaces: Workspaces, micro_batch: int, layers: dict[
 
 def _count_parameters(model: nn.Module) -> dict[str, Any]:
     """Elements of the traced layers, 4-bit weights counted unpacked, by layer as in `blocks`."""
-    quantised = {
-        id(m.weight): m.in_features * m.out_features
-        for m in model.modules()
-        if type(m).__name__ == "Linear4bit"
-    }
+    linears: list[Any] = [m for m in model.modules() if type(m).__name__ == "Linear4bit"]
+    quantised: dict[int, int] = {id(m.weight): m.in_features * m.out_features for m in linears}
     layer_of = _layer_finder(model, models.layer_stack(model, _num_layers(model)))
     counted: dict[int, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -430,8 +435,9 @@ def _count_kernels(kernels: list[TrackedKernel], micro_batch: int) -> list[Any]:
     for (name, dtype, flops, sizes, recomputed), count in counts.items():
         moved: dict[tuple[int, int], int] = {}
         for size in sizes:
-            coefficient, *powers = _monomial(size, micro_batch)
-            moved[tuple(powers)] = moved.get(tuple(powers), 0) + coefficient
+            coefficient, batch_power, rank_power = _monomial(size, micro_batch)
+            powers = batch_power, rank_power
+            moved[powers] = moved.get(powers, 0) + coefficient
         terms = [(coefficient, i, j) for (i, j), coefficient in moved.items()]
         encoded.append([name, dtype, _monomial(flops, micro_batch), terms, recomputed, count])
     return encoded

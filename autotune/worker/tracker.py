@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A buffer inside a kernel. `rule` names a size that is not a product of the traced dimensions."""
@@ -122,7 +123,9 @@ class Tracker(TorchDispatchMode):
         self._references[address] = weakref.ref(storage, freed)
         return index
 
-    def _record_allocation(self, size_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def _record_allocation(
+        self, size_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> int:
         index = len(self.recording.tensors)
         self.recording.tensors.append(TrackedTensor(size_bytes, shape, str(dtype)[6:]))
         self.recording.events.append(index)
@@ -158,7 +161,11 @@ class Tracker(TorchDispatchMode):
         )
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         device_type = self._device_type
@@ -191,7 +198,9 @@ class Tracker(TorchDispatchMode):
                 self._allocate(tensor.untyped_storage(), tensor)
         if not _launches(func, fresh):
             return out
-        inputs = [t for t in _tensors((args, tuple(kwargs.values()))) if t.device.type == device_type]
+        inputs = [
+            t for t in _tensors((args, tuple(kwargs.values()))) if t.device.type == device_type
+        ]
         if not outputs and not inputs:
             return out
         if self._hidden_buffers is not None:
@@ -204,9 +213,7 @@ class Tracker(TorchDispatchMode):
             moved += tuple(_moved_bytes(t) for t in inputs)
         dtype = str((inputs or outputs)[0].dtype)[6:]
         recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
-        self.recording.kernels.append(
-            TrackedKernel(_name(func), dtype, flops, moved, recomputed)
-        )
+        self.recording.kernels.append(TrackedKernel(_name(func), dtype, flops, moved, recomputed))
         return out
 
 
@@ -331,7 +338,9 @@ def _answer(tensor: torch.Tensor) -> bool:
     is unpadded and unpacked, so the answer is yes. A number cannot be answered.
     """
     if tensor.dtype is not torch.bool:
-        raise NotImplementedError("the model reads a number from a tensor, which a trace does not have")
+        raise NotImplementedError(
+            "the model reads a number from a tensor, which a trace does not have"
+        )
     return True
 
 
