@@ -23,11 +23,46 @@ CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = MIB
 """Configurations are a few KiB; the largest of the Hub, with label maps, some hundreds."""
 
+MAX_LAYERS = 10_000
+"""The deepest models of the Hub have some hundreds; every layer is replayed."""
+
 HUB_TIMEOUT_SECONDS = 5.0
 
 _DATA = Path(__file__).with_name("data")
 # huggingface_hub's own rule (utils/_validators.py), with the organisation made obligatory.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
+_ENCODERS = frozenset(
+    {
+        "albert",
+        "bert",
+        "camembert",
+        "deberta-v2",
+        "distilbert",
+        "electra",
+        "modernbert",
+        "roberta",
+        "xlm-roberta",
+    }
+)
+_ENCODER_DECODERS = frozenset({"bart", "mbart", "mt5", "pegasus", "t5", "umt5"})
+
+# Rows before the first position, by model_type: roberta's positions start after its padding index
+# (transformers 5.23 models/roberta/modeling_roberta.py, create_position_ids_from_input_ids).
+_LEARNED_POSITIONS = {
+    "albert": 0,
+    "bert": 0,
+    "camembert": 2,
+    "distilbert": 0,
+    "electra": 0,
+    "gpt2": 0,
+    "gpt_bigcode": 0,
+    "gpt_neo": 0,
+    "opt": 0,
+    "roberta": 2,
+    "xlm-roberta": 2,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +82,32 @@ class ModelSource:
     """The configuration names Python code of its repository (`auto_map`). That code never runs: the
     model is usable only when Transformers itself knows its `model_type`, which a worker checks."""
     notes: str = ""
+
+    @property
+    def task(self) -> str:
+        """What the model is trained for unless the user says otherwise, of config.TASKS."""
+        architectures = self.config.get("architectures")
+        architecture = ""
+        if isinstance(architectures, list) and architectures:
+            architecture = str(architectures[0])
+        if architecture.endswith("ForSequenceClassification"):
+            return "sequence-classification"
+        model_type = self.config["model_type"]
+        if self.config.get("is_encoder_decoder") is True or model_type in _ENCODER_DECODERS:
+            return "seq2seq-lm"
+        if architecture.endswith("ForMaskedLM") or model_type in _ENCODERS:
+            return "masked-lm"
+        return "causal-lm"
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Tokens that the table of learned positions has rows for; None where there is no table."""
+        reserved = _LEARNED_POSITIONS.get(self.config["model_type"])
+        for key in ("max_position_embeddings", "n_positions"):
+            positions = self.config.get(key)
+            if reserved is not None and isinstance(positions, int) and positions > reserved:
+                return positions - reserved
+        return None
 
     @property
     def short_name(self) -> str:
@@ -172,6 +233,14 @@ def _source(
             why="Without it the architecture is unknown",
             remedy='Add the architecture\'s name, such as "model_type": "llama"',
         )
+    for key in _LAYER_KEYS:
+        num_layers = config.get(key)
+        if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+            raise ConfigError(
+                f"The configuration {_shown(str(path))} has {num_layers:,} layers ({key})",
+                why=f"More than {MAX_LAYERS:,} are taken for a slip",
+                remedy="Correct it, or fetch it again",
+            )
     return ModelSource(
         name=name,
         config=config,

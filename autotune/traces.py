@@ -1,17 +1,19 @@
 """A traced step, extrapolated: in layers, in the micro-batch and in the LoRA rank.
 
 The worker traces a few layers with prime dimensions (autotune.worker.trace). From its answer this
-module makes the event lists of the whole model: the blocks of the middle period of layers are copied,
-and each reference to a neighbour's tensor is shifted with the copy. Sizes are
+module makes the event lists of the whole model: the blocks of the middle period of layers are
+copied, and each reference to a neighbour's tensor is shifted with the copy. Sizes are
 `coefficient x micro_batch^i x rank^j`.
 
-Raises BrokenTrace when the blocks do not repeat the way this assumes; the worker then
-traces every layer.
+Raises BrokenTrace when the blocks do not repeat the way this assumes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,8 @@ FORWARD_PHASES = ("batch", "embed", "forward", "head")
 
 
 Array = npt.NDArray[np.int64]
+Events = npt.NDArray[np.int32]
+"""In order: i when tensor i is allocated, ~i when it is freed."""
 
 
 class BrokenTrace(Exception):
@@ -48,14 +52,15 @@ class TracedKernel:
 
 def evaluate(term: Sequence[int], micro_batch: int, rank: int) -> int:
     coefficient, batch_power, rank_power = term
-    return coefficient * micro_batch**batch_power * rank**rank_power
+    value: int = coefficient * micro_batch**batch_power * rank**rank_power
+    return value
 
 
 def _embedding_partials(numbers: Sequence[int]) -> int:
     """Partial sums of an embedding's backward: (indices, rows, bytes per row).
 
-    EmbeddingBackwardKernel.cu: `numel / 10 + min(numel, num_weights)` rows; none up to 3,072 indices
-    (Embedding.cu).
+    EmbeddingBackwardKernel.cu: `numel / 10 + min(numel, num_weights)` rows; none up to 3,072
+    indices (Embedding.cu).
     """
     indices, rows, row_bytes = numbers
     return 0 if indices <= 3072 else row_bytes * (indices // 10 + min(indices, rows))
@@ -87,87 +92,112 @@ class Sums:
         self._length = len(sums)
 
     def at(self, micro_batch: int, rank: int) -> npt.NDArray[np.float64]:
-        values = self._terms.at(micro_batch, rank)
-        return np.bincount(self._owners, weights=values, minlength=self._length)
-
-
-class _Deltas:
-    """Events as signed references to traced tensors."""
-
-    def __init__(self, events: Sequence[int], template: Sequence[int]) -> None:
-        numbers = np.asarray(events, dtype=np.int64)
-        frees = numbers < 0
-        self._tensors = np.asarray(template, dtype=np.int64)[np.where(frees, ~numbers, numbers)]
-        self._signs = np.where(frees, -1, 1)
-
-    def running(self, sizes: Array) -> Array:
-        return np.cumsum(sizes[self._tensors] * self._signs)
+        values = self._terms.at(micro_batch, rank).astype(np.float64)
+        sums = np.bincount(self._owners, weights=values, minlength=self._length)
+        return np.asarray(sums, dtype=np.float64)
 
 
 class Trace:
     """The events and kernels of one micro-step of the whole model, sizes still symbolic.
 
-    Tensors are numbered; `setup` allocates weights, `first` is a micro-step that makes the gradients
-    (and the library workspaces, which stay), `again` the same once workspaces exist, `next` one that
-    adds to gradients already there.
+    Tensors are numbered; `setup` allocates weights, `first` is a micro-step that makes the
+    gradients (and the library workspaces, which stay), `again` the same once workspaces exist,
+    `next` one that adds to gradients already there.
     """
 
     def __init__(self, answer: dict[str, Any]) -> None:
-        self._layers = _Layers(**answer["layers"])
+        layers = _Layers(**answer["layers"])
+        blocks: list[dict[str, Any]] = answer["blocks"]
         self._tensors: list[dict[str, Any]] = answer["tensors"]
-        self._key_of = _home_keys(self._tensors, answer["blocks"])
-        self._number_of: dict[tuple[str, int, int], int] = {}
-        self.template: list[int] = []
-        """Traced tensor that each tensor is a copy of."""
-        self.categories: list[str] = []
-        self._freed_in: list[str | None] = []
-        self.setup: list[int] = []
-        self.first: list[int] = []
-        self.next: list[int] = []
-        self.gradients: list[int] = []
-        self._gradient_shadows: dict[int, int] = {}
-        for phase, block, layer in self._instances(answer["blocks"]):
-            self._write(phase, block, layer)
-        self._check()
-        self.workspaces = [i for i, c in enumerate(self.categories) if c == "workspace"]
-        self.again = [e for e in self.first if e < 0 or self.categories[e] != "workspace"]
-        self.kernels = self._kernels(answer["blocks"])
+        self._rules = [(i, t["rule"]) for i, t in enumerate(self._tensors) if "rule" in t]
         self._terms = Terms([tensor["size"] for tensor in self._tensors])
-        self._deltas = {
-            name: _Deltas(getattr(self, name), self.template) for name in ("setup", "again", "next")
-        }
+        copies = _Copies(self._tensors, blocks, layers)
+        self._template = copies.template
+
+        def whole(wanted: Callable[[str], bool], events_of: Callable[..., list[int]]) -> Events:
+            return copies.events(
+                {i: events_of(b) for i, b in enumerate(blocks) if wanted(b["phase"])}
+            )
+
+        traced = operator.itemgetter("events")
+        self._setup = whole(lambda phase: phase in SETUP_PHASES, traced)
+        forward = whole(lambda phase: phase in FORWARD_PHASES, traced)
+        backward = whole(lambda phase: phase not in (*SETUP_PHASES, *FORWARD_PHASES), traced)
+        self._first = np.concatenate((forward, backward))
+        self._next = whole(
+            lambda phase: phase not in SETUP_PHASES, functools.partial(_adding, self._tensors)
+        )
+        self._categories = self._categorise(forward)
+        is_workspace = self._categories[_numbers_of(self._first)] == "workspace"
+        self._again = self._first[~is_workspace]
+        self._check(self._first)
+        self._check(self._next)
+        made = self._first[self._first >= 0]
+        self.gradients: list[int] = made[self._categories[made] == "gradient"].tolist()
+        self.workspaces: list[int] = made[self._categories[made] == "workspace"].tolist()
+        self.kernels = _count_kernels(blocks, layers)
         self.flops = Terms([kernel.flops for kernel in self.kernels])
         self.moved = Sums([kernel.moved for kernel in self.kernels])
-        self._counts = answer["parameters"]
+        self._counts = [
+            (layers.copies(int(layer)), entry) for layer, entry in answer["parameters"].items()
+        ]
+
+    # Few of a search's traces are replayed: the others never become lists.
+
+    @functools.cached_property
+    def template(self) -> list[int]:
+        """Traced tensor that each tensor is a copy of."""
+        return _listed(self._template)
+
+    @functools.cached_property
+    def categories(self) -> list[str]:
+        """Of allocator.CATEGORIES, per tensor."""
+        return list(self._categories)
+
+    @functools.cached_property
+    def setup(self) -> list[int]:
+        return _listed(self._setup)
+
+    @functools.cached_property
+    def first(self) -> list[int]:
+        return _listed(self._first)
+
+    @functools.cached_property
+    def again(self) -> list[int]:
+        return _listed(self._again)
+
+    @functools.cached_property
+    def next(self) -> list[int]:
+        return _listed(self._next)
 
     def sizes(self, micro_batch: int, rank: int) -> list[int]:
         """Bytes of each tensor."""
-        traced = self._traced_sizes(micro_batch, rank).tolist()
-        return [traced[index] for index in self.template]
+        return _listed(self._traced_sizes(micro_batch, rank)[self._template])
 
     def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
-        """Bytes alive after each event of `setup`, `again` or `next`, from zero, rounded to 512 B."""
-        rounded = (self._traced_sizes(micro_batch, rank) + 511) // 512 * 512
-        return self._deltas[events].running(rounded)
+        """Bytes alive after each event of `setup`, `again` or `next`, from zero; 512 B blocks."""
+        order: Events = getattr(self, f"_{events}")
+        sizes = self._rounded_sizes(micro_batch, rank)[self._template[_numbers_of(order)]]
+        return np.cumsum(np.where(order < 0, -sizes, sizes))
 
     def bytes_of(self, numbers: Sequence[int], micro_batch: int, rank: int) -> int:
         """Sum of tensors' sizes, each rounded to 512 B."""
-        rounded = (self._traced_sizes(micro_batch, rank) + 511) // 512 * 512
-        return int(rounded[[self.template[number] for number in numbers]].sum())
+        return int(self._rounded_sizes(micro_batch, rank)[self._template[list(numbers)]].sum())
+
+    def _rounded_sizes(self, micro_batch: int, rank: int) -> Array:
+        return (self._traced_sizes(micro_batch, rank) + 511) // 512 * 512
 
     def _traced_sizes(self, micro_batch: int, rank: int) -> Array:
         traced = self._terms.at(micro_batch, rank)
-        for index, tensor in enumerate(self._tensors):
-            if "rule" in tensor:
-                name, *terms = tensor["rule"]
-                traced[index] = _RULES[name]([evaluate(t, micro_batch, rank) for t in terms])
+        for index, (name, *terms) in self._rules:
+            traced[index] = _RULES[name]([evaluate(t, micro_batch, rank) for t in terms])
         return traced
 
     def trainable(self, rank: int) -> list[TensorSpec]:
         """Trainable parameters in the model's order."""
         specs = []
         for number in self.setup:
-            if number >= 0 and (entry := self._tensors[self.template[number]]).get("trainable"):
+            if number >= 0 and (entry := self._tensors[self._template[number]]).get("trainable"):
                 specs.append(
                     TensorSpec(
                         shape=tuple(evaluate(term, 1, rank) for term in entry["shape"]),
@@ -181,137 +211,234 @@ class Trace:
     def num_parameters(self, rank: int) -> tuple[int, int]:
         """(all, trainable) elements, 4-bit weights counted unpacked."""
         total = trainable = 0
-        for layer, entry in self._counts.items():
-            copies = self._layers.copies(int(layer))
+        for copies, entry in self._counts:
             total += copies * sum(evaluate(t, 1, rank) for t in entry["total"])
             trainable += copies * sum(evaluate(t, 1, rank) for t in entry["trainable"])
         return total, trainable
 
-    def _instances(self, blocks: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], int]]:
-        """(phase, traced block, layer of the whole model) in order of execution."""
-        position = 0
-        while position < len(blocks):
-            block = blocks[position]
-            if block["layer"] < 0:
-                yield block["phase"], block, -1
-                position += 1
-                continue
-            run = [block]
-            while (
-                position + len(run) < len(blocks)
-                and blocks[position + len(run)]["phase"] == block["phase"]
-                and blocks[position + len(run)]["layer"] >= 0
-            ):
-                run.append(blocks[position + len(run)])
-            position += len(run)
-            by_layer = {b["layer"]: b for b in run}
-            if sorted(by_layer) != list(range(self._layers.traced)) or len(run) != len(by_layer):
-                raise BrokenTrace(f"{block['phase']}: layers {[b['layer'] for b in run]}")
-            order = range(self._layers.full)
-            for layer in order if run[0]["layer"] == 0 else reversed(order):
-                yield block["phase"], by_layer[self._layers.source(layer)], layer
+    def _categorise(self, forward: Events) -> npt.NDArray[np.object_]:
+        """The worker's word; else a parameter is what set-up leaves, an activation what the forward
+        pass leaves, and the rest are temporaries."""
+        worker = np.array([tensor.get("category") for tensor in self._tensors], dtype=object)
+        categories = worker[self._template]
+        unnamed = np.array([category is None for category in categories])
+        for events, name in ((self._setup, "parameter"), (forward, "activation")):
+            left = np.zeros(len(categories), dtype=bool)
+            left[events[events >= 0]] = True
+            left[~events[events < 0]] = False
+            categories[unnamed & left] = name
+            unnamed &= ~left
+        categories[unnamed] = "temporary"
+        categories[~self._setup[self._setup < 0]] = "temporary"
+        return categories
 
-    def _write(self, phase: str, block: dict[str, Any], layer: int) -> None:
-        accumulate = {position: [] for position, _ in block["accumulate"]}
-        for position, gradient in block["accumulate"]:
-            accumulate[position].append(gradient)
-        for position, event in enumerate(block["events"]):
-            self._hand_over(accumulate.get(position, ()), layer)
-            tensor = event if event >= 0 else ~event
-            for number in self._numbers(tensor, layer, new=event >= 0):
-                self._emit(phase, number, is_free=event < 0)
-        self._hand_over(accumulate.get(len(block["events"]), ()), layer)
+    def _check(self, events: Events) -> None:
+        """Every tensor is made once and freed once after; only gradients and workspaces stay."""
+        numbers, positions = _numbers_of(events), np.arange(len(events))
+        is_free = events < 0
+        made_at = np.full(len(self._template), len(events))
+        made_at[numbers[~is_free]] = positions[~is_free]
+        uses = np.bincount(2 * numbers + is_free, minlength=2 * len(self._template))
+        wrong = (positions < made_at[numbers]) | (uses[2 * numbers + is_free] > 1)
+        if wrong.any():
+            number = numbers[wrong][0]
+            raise BrokenTrace(f"tensor {number} is freed before it is allocated, or twice")
+        made, freed = uses[::2], uses[1::2]
+        left = set(self._categories[made > freed]) - {"gradient", "workspace"}
+        if left:
+            raise BrokenTrace(f"{', '.join(sorted(left))} tensors outlive the step")
 
-    def _emit(self, phase: str, number: int, *, is_free: bool) -> None:
-        if phase in SETUP_PHASES:
-            self.setup.append(~number if is_free else number)
-            if is_free:
-                self.categories[number] = "temporary"
-            return
-        if is_free:
-            self._freed_in[number] = phase
-        self.first.append(~number if is_free else number)
-        if self.categories[number] == "workspace":
-            return
-        shadow = self._gradient_shadows.get(number, number)
-        self.next.append(~shadow if is_free else shadow)
 
-    def _hand_over(self, gradients: Sequence[int], layer: int) -> None:
-        """Where gradients exist already, the new one is added to them and freed."""
-        for gradient in gradients:
-            for number in self._numbers(gradient, layer, new=False):
-                self.next.append(~self._gradient_shadows[number])
+def _numbers_of(events: Events) -> Events:
+    return np.where(events < 0, ~events, events)
 
-    def _numbers(self, tensor: int, layer: int, *, new: bool) -> list[int]:
-        """Numbers of a traced tensor as seen from a block of `layer`."""
-        phase, home, ordinal = self._key_of[tensor]
-        if home < 0:
-            layers = [-1]
-        elif layer < 0:
-            layers = self._layers.instances(home)
-        else:
-            layers = [layer + home - self._layers.source(layer)]
-        if new:
-            return [self._create(tensor, phase, layers[0], ordinal)]
-        try:
-            return [self._number_of[phase, instance, ordinal] for instance in layers]
-        except KeyError:
-            raise BrokenTrace(f"{phase} layer {layer}: a tensor that no layer made") from None
 
-    def _create(self, tensor: int, phase: str, layer: int, ordinal: int) -> int:
-        number = self._append(tensor)
-        self._number_of[phase, layer, ordinal] = number
-        category = self._tensors[tensor].get("category")
+def _listed(values: npt.NDArray[Any]) -> list[int]:
+    listed: list[int] = values.tolist()
+    return listed
+
+
+def _adding(tensors: Sequence[Mapping[str, Any]], block: Mapping[str, Any]) -> list[int]:
+    """A block's events where gradients exist already: the new one is added to the old and freed."""
+    shadow = len(tensors)
+    handed_over: dict[int, list[int]] = {}
+    for position, gradient in block["accumulate"]:
+        handed_over.setdefault(position, []).append(~(gradient + shadow))
+    events: list[int] = []
+    for position, event in enumerate([*block["events"], None]):
+        events += handed_over.get(position, ())
+        if event is None:
+            break
+        category = tensors[event if event >= 0 else ~event].get("category")
         if category == "gradient":
-            self.gradients.append(number)
-            self._gradient_shadows[number] = self._append(tensor)
-        elif category is None:
-            self.categories[number] = "parameter" if phase in SETUP_PHASES else "activation"
-        return number
+            events.append(event + shadow if event >= 0 else event - shadow)
+        elif category != "workspace":
+            events.append(event)
+    return events
 
-    def _append(self, tensor: int) -> int:
-        self.template.append(tensor)
-        self.categories.append(self._tensors[tensor].get("category") or "temporary")
-        self._freed_in.append(None)
-        return len(self.template) - 1
 
-    def _check(self) -> None:
-        """Every free has its allocation; only gradients and workspaces outlive the step."""
-        for events in (self.first, self.next):
-            alive: set[int] = set()
-            for event in events:
-                if event >= 0:
-                    alive.add(event)
-                elif ~event in alive:
-                    alive.remove(~event)
-                else:
-                    raise BrokenTrace(f"tensor {~event} is freed before it is allocated, or twice")
-            left = {self.categories[number] for number in alive} - {"gradient", "workspace"}
-            if left:
-                raise BrokenTrace(f"{', '.join(sorted(left))} tensors outlive the step")
-        made_in_forward = {
-            number for key, number in self._number_of.items() if key[0] in FORWARD_PHASES
+class _Copies:
+    """Numbers for every copy of every traced tensor.
+
+    The tensors that a copy of a block makes are numbered in a row, so that a tensor's number is
+    the start of its row and its place in it. A gradient takes two places: the second is its
+    shadow's, the tensor that is added to it where gradients exist already; the shadow of traced
+    tensor t goes by `t + len(tensors)`. A workspace is made once, not once per layer: it has a row
+    to itself.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Mapping[str, Any]],
+        blocks: Sequence[Mapping[str, Any]],
+        layers: _Layers,
+    ) -> None:
+        self._layers = layers
+        self._layer_of_block = [block["layer"] for block in blocks]
+        self._order = _order(blocks, layers)
+        index_of = {(b["phase"], b["layer"]): i for i, b in enumerate(blocks) if b["layer"] >= 0}
+        self._next_period = {
+            index: index_of[phase, layer + layers.period]
+            for (phase, layer), index in index_of.items()
+            if (phase, layer + layers.period) in index_of
         }
-        for number, category in enumerate(self.categories):
-            if category == "activation":
-                saved = number in made_in_forward and self._freed_in[number] not in FORWARD_PHASES
-                self.categories[number] = "activation" if saved else "temporary"
+        num_traced = len(tensors)
+        self._row, self._home, self._place = np.full((3, 2 * num_traced), -1, dtype=np.int32)
+        """Of each traced tensor and shadow: row, layer (-1: outside all), place in the row."""
+        rows: dict[object, int] = {}
+        made: list[list[tuple[int, int, list[int]]]] = []
 
-    def _kernels(self, blocks: list[dict[str, Any]]) -> list[TracedKernel]:
-        counts: dict[tuple[Any, ...], int] = {}
-        for block in blocks:
-            if block["phase"] in SETUP_PHASES:
-                continue
-            copies = self._layers.copies(block["layer"])
-            for name, dtype, flops, moved, recomputed, count in block["kernels"]:
-                key = (name, dtype, tuple(flops), tuple(tuple(t) for t in moved), recomputed)
-                counts[key] = counts.get(key, 0) + count * copies
-        return [
-            TracedKernel(
-                name=name, dtype=dtype, flops=flops, moved=moved, recomputed=recomputed, count=count
-            )
-            for (name, dtype, flops, moved, recomputed), count in counts.items()
-        ]
+        def add_row(key: object, layer: int, members: list[int]) -> tuple[int, int, list[int]]:
+            row = rows.setdefault(key, len(rows))
+            self._row[members], self._home[members] = row, layer
+            self._place[members] = np.arange(len(members))
+            return row, layer, [member % num_traced for member in members]
+
+        for index, block in enumerate(blocks):
+            members: list[int] = []
+            made.append([])
+            for tensor in block["events"]:
+                category = tensors[tensor].get("category") if tensor >= 0 else None
+                if category == "workspace":
+                    made[index].append(add_row(("workspace", tensor), -1, [tensor]))
+                elif tensor >= 0:
+                    members.append(tensor)
+                    if category == "gradient":
+                        members.append(tensor + num_traced)
+            key = index if block["layer"] < 0 else block["phase"]
+            made[index].append(add_row(key, block["layer"], members))
+        self._number(made, len(rows))
+        alike: dict[tuple[Any, ...], int] = {}
+        self._alike = np.array(
+            [alike.setdefault((*t["size"], t.get("category")), len(alike)) for t in tensors] * 2
+        )
+
+    def _number(self, made: Sequence[Sequence[tuple[int, int, list[int]]]], num_rows: int) -> None:
+        # The last column, -1, is for what lies outside the layers.
+        self._start = np.full((num_rows, self._layers.full + 1), -1, dtype=np.int32)
+        self._stop = self._start.copy()
+        template: list[int] = []
+        for index, layer in self._order:
+            for row, home, members in made[index]:
+                column = layer if home >= 0 else -1
+                self._start[row, column] = len(template)
+                template += members
+                self._stop[row, column] = len(template)
+        self.template = np.array(template, dtype=np.int32)
+        """Traced tensor of each number."""
+
+    def events(self, traced: Mapping[int, list[int]]) -> Events:
+        """The whole model's events in order, from those of traced blocks."""
+        located = {index: self._locate(index, events) for index, events in traced.items()}
+        copied = {index: self._seen_from_within(index, located) for index in traced}
+        parts, columns = [], []
+        for index, layer in self._order:
+            if index in located:
+                shift = layer - self._layer_of_block[index]
+                events, homes = (copied if shift else located)[index]
+                parts.append(events)
+                columns.append(np.where(homes < 0, homes, homes + shift) if shift else homes)
+        if not parts:
+            return np.zeros(0, dtype=np.int32)
+        return self._resolve(np.concatenate(parts), np.concatenate(columns))
+
+    def _locate(self, index: int, events: list[int]) -> tuple[Events, Events]:
+        """A block's events, and the layer of each; outside the layers a block means all copies."""
+        order = np.array(events, dtype=np.int32)
+        homes = self._home[_numbers_of(order)]
+        if self._layer_of_block[index] >= 0 or (homes < 0).all():
+            return order, homes
+        layers = [[-1] if home < 0 else self._layers.instances(home) for home in homes.tolist()]
+        order = np.repeat(order, [len(copies) for copies in layers])
+        return order, np.array([n for copies in layers for n in copies], dtype=np.int32)
+
+    def _seen_from_within(
+        self, index: int, located: Mapping[int, tuple[Events, Events]]
+    ) -> tuple[Events, Events]:
+        """A block of the second period, from which its copies are made: before them is no first.
+
+        The first period is unlike the others (its input may need no gradient). Where the block
+        refers to it, the block of the third period refers to the second: the copies do likewise.
+        """
+        events, homes = located[index]
+        later = located.get(self._next_period.get(index, -1))
+        if later is None or len(later[0]) != len(events):
+            return events, homes
+        is_first = (homes >= 0) & (homes < self._layers.period)
+        homes = np.where(is_first, later[1] - self._layers.period, homes)
+        return np.where(is_first, later[0], events), homes
+
+    def _resolve(self, events: Events, columns: Events) -> Events:
+        traced = _numbers_of(events)
+        rows = self._row[traced]
+        starts = self._start[rows, columns]
+        numbers = starts + self._place[traced]
+        missing = (starts < 0) | (numbers >= self._stop[rows, columns])
+        numbers[missing] = 0
+        missing |= self._alike[self.template[numbers]] != self._alike[traced]
+        if missing.any():
+            layer, tensor = columns[missing][0], traced[missing][0]
+            raise BrokenTrace(f"layer {layer} makes nothing like the trace's tensor {tensor}")
+        return np.where(events < 0, ~numbers, numbers)
+
+
+def _order(blocks: Sequence[Mapping[str, Any]], layers: _Layers) -> list[tuple[int, int]]:
+    """(traced block, layer of the whole model) in order of execution."""
+    order: list[tuple[int, int]] = []
+    indices = range(len(blocks))
+    for (phase, repeats), group in itertools.groupby(
+        indices, lambda i: (blocks[i]["phase"], blocks[i]["layer"] >= 0)
+    ):
+        run = list(group)
+        if not repeats:
+            order += [(index, -1) for index in run]
+            continue
+        by_layer = {blocks[index]["layer"]: index for index in run}
+        if sorted(by_layer) != list(range(layers.traced)) or len(run) != len(by_layer):
+            raise BrokenTrace(f"{phase}: layers {[blocks[index]['layer'] for index in run]}")
+        whole = range(layers.full)
+        if blocks[run[0]]["layer"] != 0:
+            whole = whole[::-1]
+        order += [(by_layer[layers.source(layer)], layer) for layer in whole]
+    return order
+
+
+def _count_kernels(blocks: Iterable[Mapping[str, Any]], layers: _Layers) -> list[TracedKernel]:
+    """Equal kernels of a micro-step once, with their number."""
+    counts: dict[tuple[Any, ...], int] = {}
+    for block in blocks:
+        if block["phase"] in SETUP_PHASES:
+            continue
+        copies = layers.copies(block["layer"])
+        for name, dtype, flops, moved, recomputed, count in block["kernels"]:
+            key = (name, dtype, tuple(flops), tuple(map(tuple, moved)), recomputed)
+            counts[key] = counts.get(key, 0) + count * copies
+    return [
+        TracedKernel(
+            name=name, dtype=dtype, flops=flops, moved=moved, recomputed=recomputed, count=count
+        )
+        for (name, dtype, flops, moved, recomputed), count in counts.items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,22 +467,3 @@ class _Layers:
 
     def copies(self, traced_layer: int) -> int:
         return 1 if traced_layer < 0 else len(self.instances(traced_layer))
-
-
-def _home_keys(
-    tensors: list[dict[str, Any]], blocks: list[dict[str, Any]]
-) -> list[tuple[str, int, int]]:
-    """(phase, layer, ordinal within the block) where each traced tensor is allocated."""
-    keys: list[tuple[str, int, int]] = [("", -1, -1)] * len(tensors)
-    for block in blocks:
-        ordinal = 0
-        for event in block["events"]:
-            if event < 0:
-                continue
-            is_once = tensors[event].get("category") == "workspace"
-            if block["layer"] < 0 or is_once:
-                keys[event] = (block["phase"], -1, event)
-            else:
-                keys[event] = (block["phase"], block["layer"], ordinal)
-                ordinal += 1
-    return keys

@@ -36,7 +36,9 @@ ROWS = {
     "tune": 5,
     "report": 5,
     "nightly": 6,
+    "inputs": 6,
     "cli": 7,
+    "__main__": 7,
 }
 """Row of each module or folder of autotune/. A new module goes here and into the tree together."""
 

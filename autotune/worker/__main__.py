@@ -23,7 +23,7 @@ Answers = Iterator[dict[str, Any]]
 
 
 def _trace(request: dict[str, Any]) -> Answers:
-    import peft  # noqa: F401
+    _import_adapters()
 
     from autotune.worker.cuda import Device
     from autotune.worker.model import UnsupportedModel, load_config
@@ -51,6 +51,22 @@ def _trace(request: dict[str, Any]) -> Answers:
         else:
             yield {"id": wanted["id"], "trace": trace}
         gc.collect()
+
+
+def _import_adapters() -> None:
+    """Import bitsandbytes and PEFT while torch.compile does nothing.
+
+    bitsandbytes compiles its CPU kernels as it is imported, which loads the compiler: 0.9 s for
+    what a trace never runs.
+    """
+    import torch
+
+    compile_function = torch.compile
+    torch.compile = lambda function=None, **_: function or (lambda f: f)
+    try:
+        import peft  # noqa: F401
+    finally:
+        torch.compile = compile_function
 
 
 VERBS: dict[str, Callable[[dict[str, Any]], Answers]] = {"trace": _trace}

@@ -6,7 +6,8 @@
 * buffers that kernels allocate and free inside one call.
 
 Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, .../flash_attn/flash_api.cpp,
-aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu, aten/src/ATen/autocast_mode.{h,cpp}.
+aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu and SoftMax.cu,
+aten/src/ATen/autocast_mode.{h,cpp}.
 
 Not modelled: cuDNN attention's own workspace (no closed form: taken to be flash attention's),
 cub's temporary storage (in an embedding's backward it is free again before the partial sums are made).
@@ -122,6 +123,8 @@ def hidden_buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, 
     """Buffers that the CUDA kernel of `func` allocates and frees inside the call."""
     if func is aten.embedding_dense_backward.default:
         return _embedding_backward_buffers(args[0], args[1], args[2])
+    if func is aten._softmax_backward_data.default:  # SoftMax.cu: `tmp = grad * output`
+        return (Buffer(args[0].numel() * args[0].element_size()),)
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         return tuple(Buffer(size) for size in _flash_backward_buffers(args[1], args[2]))
     if func is aten._scaled_dot_product_cudnn_attention_backward.default:
@@ -272,7 +275,9 @@ class _HalfToFloatSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (out,) = ctx.saved_tensors
-        return torch.empty_like(out, dtype=torch.float16), None
+        gradient = torch.empty_like(out, dtype=torch.float16)
+        torch.empty_like(out)  # `tmp = grad * output`, as in hidden_buffers
+        return gradient, None
 
 
 _REPLACED: dict[Any, Callable[..., Any]] = {

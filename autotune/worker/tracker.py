@@ -263,6 +263,8 @@ def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
     if operands is not None:
         left, right = args[operands].shape, args[operands + 1].shape
         return 2 * math.prod(left) * right[-1]
+    if func in _GROUPED_PRODUCTS:  # each row meets one expert, or each expert some rows
+        return 2 * math.prod(args[0].shape[-2:]) * args[1].shape[-1]
     counter = flop_registry.get(func._overloadpacket)
     if counter is None:
         return 0
@@ -277,6 +279,7 @@ _PRODUCT_OPERANDS = {
     aten.baddbmm.default: 1,
 }
 """Where the left matrix of a product stands among the arguments."""
+_GROUPED_PRODUCTS = {aten._grouped_mm.default}
 
 
 @functools.cache

@@ -1,0 +1,104 @@
+"""From what was typed to what the search takes: the card, the budget, the length, the base.
+
+Each function raises ConfigError with what, why and the remedy when the pieces do not go together.
+"""
+
+from __future__ import annotations
+
+import re
+
+from autotune import gpus
+from autotune.config import TrainConfig, Workload
+from autotune.errors import ConfigError, HardwareError
+from autotune.gpus import Gpu
+from autotune.models import ModelSource
+from autotune.space import Context, broken_rules
+from autotune.units import format_bytes, parse_bytes
+
+NAMED = "named"
+FOUND = "found here"
+
+
+def choose_card(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
+    """(card, why this one, budget in bytes). The budget is what was typed, else all of the card."""
+    budget_bytes = None if size is None else parse_bytes(size)
+    if name is not None:
+        card, reason = gpus.find_gpu(name), NAMED
+        if card.compute_capability is None:
+            raise HardwareError(
+                f"{card.name} does not run CUDA",
+                why="What its kernels and its allocator do is not modelled",
+                remedy="Name an NVIDIA card (autotune gpus)",
+            )
+        if budget_bytes is not None and budget_bytes > card.capacity_bytes:
+            raise ConfigError(
+                f"--gpu-mem {size} ({format_bytes(budget_bytes)}) is more than the {card.name} has",
+                why=f"Of its memory {format_bytes(card.capacity_bytes)} can be used",
+                remedy="Lower --gpu-mem, leave it out, or name another card",
+            )
+        return card, reason, budget_bytes or card.capacity_bytes
+    here = gpus.detect()
+    roomy = [card for card in here if budget_bytes is None or budget_bytes <= card.capacity_bytes]
+    if roomy:
+        return roomy[0], FOUND, budget_bytes or roomy[0].capacity_bytes
+    if budget_bytes is None:
+        raise ConfigError(
+            "There is no memory budget",
+            why="No CUDA GPU is here whose memory could be taken",
+            remedy="Give --gpu-mem 12GB, or --gpu with a card's name (autotune gpus)",
+        )
+    lacking = "the GPU here has less" if here else "no CUDA GPU is here"
+    reason = f"planned for: {lacking} (--gpu names another)"
+    return gpus.for_budget(budget_bytes), reason, budget_bytes
+
+
+def agreed(option: str, value: int, of_base: int, *, is_given: bool) -> int:
+    """The base's value where the option was left out. ConfigError where the two differ."""
+    if is_given and value != of_base:
+        raise ConfigError(
+            f"{option} is {value}, and the base has {of_base}",
+            why="Speeds are compared for the same work",
+            remedy=f"Leave {option} out, or change the base",
+        )
+    return of_base
+
+
+def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
+    """The sequence length, or all that the model has positions for where none was asked for."""
+    limit = source.max_sequence_length
+    if limit is None or length <= limit:
+        return length
+    if is_given:
+        raise ConfigError(
+            f"A sequence of {length} tokens is too long for {source.short_name}",
+            why=f"It has learned positions for {limit}",
+            remedy=f"Give --seq-len {limit} or less",
+        )
+    return limit
+
+
+def lora_targets(text: str) -> str:
+    names = [name.strip() for name in text.split(",")]
+    if text == "all-linear" or all(re.fullmatch(r"[\w.]{1,100}", name, re.ASCII) for name in names):
+        return ",".join(names)
+    raise ConfigError(
+        f"--targets {text[:80]!r} cannot be used",
+        remedy="Give all-linear, attention, or names of modules joined by commas",
+    )
+
+
+def check_rules(
+    config: TrainConfig, workload: Workload, card: Gpu, source: ModelSource, *, what: str
+) -> None:
+    """Raise ConfigError with the reason of each rule of the space that is broken."""
+    num_layers = source.config.get("num_hidden_layers")
+    context = Context(
+        effective_batch_size=workload.effective_batch_size,
+        num_layers=num_layers if isinstance(num_layers, int) else None,
+        compute_capability=card.compute_capability,
+    )
+    rules = broken_rules(config, context)
+    if rules:
+        raise ConfigError(
+            f"{what} cannot work", why="; ".join(f"{rule.reason} ({rule.name})" for rule in rules)
+        )

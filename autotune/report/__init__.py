@@ -1,0 +1,1 @@
+"""Drawings of a record that is computed elsewhere: the same numbers whoever draws them."""

@@ -1,0 +1,164 @@
+"""The textbook's sum of a training step beside the traced figure, and what makes the difference.
+
+The textbook: weights, gradients and optimizer moments, all in the precision of the weights
+(P x bytes, P x bytes, moments x P x bytes), and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS
+from autotune.optimizers import OPTIMIZERS
+from autotune.results import Estimate
+from autotune.units import format_count
+
+_MOMENTS = {"adamw": 2, "lion": 1, "adafactor": 0, "sgd": 0}
+"""Per parameter, by family; Adafactor keeps a row and a column of each matrix instead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One line of the sum. None: the textbook has no such line, or there is no such state."""
+
+    name: str
+    formula: str
+    textbook_bytes: int | None
+    state_bytes: int | None
+    """Once all of it exists."""
+    peak_bytes: int
+    """Of it, alive at the peak."""
+    why: str
+    """Why the figures differ; empty where they do not."""
+
+
+def explain(estimate: Estimate) -> tuple[Line, ...]:
+    """The lines of the sum, the total last; `peak_bytes` add up to peak_device_bytes."""
+    lines = [*_states(estimate), *_beyond(estimate)]
+    total = Line(
+        name="total",
+        formula="",
+        textbook_bytes=sum(line.textbook_bytes or 0 for line in lines),
+        state_bytes=None,
+        peak_bytes=sum(line.peak_bytes for line in lines),
+        why="",
+    )
+    assert total.peak_bytes == estimate.peak_device_bytes
+    return (*lines, total)
+
+
+def _states(estimate: Estimate) -> list[Line]:
+    config, parts, state = estimate.config, estimate.breakdown, estimate.state
+    trainable = estimate.parameters.trainable
+    frozen = estimate.parameters.total - trainable
+    bits = 8 * DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
+    base_bits = QUANTIZATIONS[config.quantization].bits if config.quantization != "none" else bits
+    moments = _MOMENTS[OPTIMIZERS[config.optimizer].family]
+    if config.method == "full":
+        weights, weights_formula = trainable * bits // 8, _product(trainable, bits)
+    else:
+        weights = (frozen * base_bits + trainable * bits) // 8
+        weights_formula = f"{_product(frozen, base_bits)} + {_product(trainable, bits)}"
+    moments_bytes = moments * trainable * bits // 8
+    return [
+        Line(
+            name="weights",
+            formula=weights_formula,
+            textbook_bytes=weights,
+            state_bytes=state.parameters_bytes,
+            peak_bytes=parts.parameters_bytes,
+            why=_why_weights(estimate, weights),
+        ),
+        Line(
+            name="gradients",
+            formula=_product(trainable, bits),
+            textbook_bytes=trainable * bits // 8,
+            state_bytes=state.gradients_bytes,
+            peak_bytes=parts.gradients_bytes,
+            why=_why_gradients(estimate, trainable * bits // 8),
+        ),
+        Line(
+            name="optimizer",
+            formula=f"{moments} x {_product(trainable, bits)}" if moments else "no moments",
+            textbook_bytes=moments_bytes,
+            state_bytes=state.optimizer_state_bytes,
+            peak_bytes=parts.optimizer_state_bytes,
+            why=_why_optimizer(estimate, moments_bytes),
+        ),
+    ]
+
+
+def _beyond(estimate: Estimate) -> list[Line]:
+    parts = estimate.breakdown
+    paged = estimate.state.optimizer_state_managed_bytes
+    rows = [
+        ("activations", parts.activations_bytes, "kept for the backward pass"),
+        ("logits", parts.logits_bytes, "as wide as the vocabulary, in float32 for the loss"),
+        ("temporaries", parts.temporaries_bytes, "of the operation at the peak"),
+        ("workspace", parts.workspace_bytes, "cuBLAS keeps it"),
+        ("rounding", parts.rounding_bytes, "the allocator's blocks are larger than the tensors"),
+        (
+            "cached",
+            estimate.peak_reserved_bytes - estimate.peak_allocated_bytes,
+            "reserved by the allocator, in no tensor: gaps and blocks kept for reuse",
+        ),
+        (
+            "outside",
+            estimate.nontorch_bytes,
+            "CUDA context and kernels" + (", and paged state that finds room" if paged else ""),
+        ),
+    ]
+    return [
+        Line(
+            name=name,
+            formula="",
+            textbook_bytes=None,
+            state_bytes=None,
+            peak_bytes=size_bytes,
+            why=why,
+        )
+        for name, size_bytes, why in rows
+    ]
+
+
+def _product(count: int, bits: int) -> str:
+    return f"{format_count(count)} x {bits / 8:g} bytes"
+
+
+def _same(state_bytes: int, textbook_bytes: int) -> bool:
+    """Closer than what the eye can tell apart in the table."""
+    return abs(state_bytes - textbook_bytes) <= max(0.002 * textbook_bytes, 4096)
+
+
+def _why_weights(estimate: Estimate, textbook_bytes: int) -> str:
+    if _same(estimate.state.parameters_bytes, textbook_bytes):
+        return ""
+    if estimate.config.quantization != "none":
+        return "embeddings, norms and head are not quantised; scales; adapters in float32"
+    if estimate.config.method != "full":
+        return "adapters are in float32"
+    return "buffers, or weights that are shared"
+
+
+def _why_gradients(estimate: Estimate, textbook_bytes: int) -> str:
+    if not _same(estimate.state.gradients_bytes, textbook_bytes):
+        return "adapters are in float32" if estimate.config.method != "full" else "shared weights"
+    if estimate.breakdown.gradients_bytes < 0.9 * estimate.state.gradients_bytes:
+        return "not all of them exist at the peak"
+    return ""
+
+
+def _why_optimizer(estimate: Estimate, textbook_bytes: int) -> str:
+    row, state = OPTIMIZERS[estimate.config.optimizer], estimate.state
+    if state.optimizer_state_managed_bytes:
+        kind = "8-bit moments" if row.state_format == "8bit" else "float32 moments"
+        return f"{kind}, in managed memory outside of torch"
+    if _same(state.optimizer_state_bytes, textbook_bytes):
+        return ""
+    if row.state_format == "8bit":
+        return "8-bit moments and their scales; small tensors in float32"
+    if row.family == "adafactor":
+        return "rows and columns of float32 statistics"
+    if estimate.config.method != "full" or row.state_format == "32bit":
+        return "float32 moments"
+    return "step counters"

@@ -1,0 +1,48 @@
+"""How far the work is, on stderr: a bar on a terminal, lines in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+
+from autotune.tune import Progress
+
+_PROGRESS = {
+    "space": "{done:,} of {total:,} points of the space are valid",
+    "trace": "{done} of {total} training steps traced",
+    "priced": "{done:,} of {total:,} may fit",
+    "replayed": "{done:,} of {total:,} replayed",
+}
+_LINE_EVERY = 20
+"""Traces per line of a log."""
+
+
+@contextlib.contextmanager
+def progress_on_stderr(*, quiet: bool) -> Iterator[Progress]:
+    """Something that `tune.find` can call. `quiet` keeps it out of a log, not off a terminal."""
+    if not sys.stderr.isatty():
+        yield functools.partial(_log_progress, quiet=quiet)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        line = bar.add_task("starting", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            text = _PROGRESS[what].format(done=done, total=total)
+            if what == "trace":
+                bar.update(line, description=text, completed=done, total=total)
+            else:
+                bar.update(line, description=text)
+
+        yield show
+
+
+def _log_progress(what: str, done: int, total: int, *, quiet: bool) -> None:
+    if not quiet and (what != "trace" or done == total or done % _LINE_EVERY == 0):
+        print(_PROGRESS[what].format(done=done, total=total), file=sys.stderr, flush=True)

@@ -1,0 +1,258 @@
+"""Draws an answer or an estimate for people; every figure comes from the record.
+
+One screen, the answer first. Text of others (a model's name) is shown with its control characters
+escaped, and never as markup. Colours go to terminals only, and not where NO_COLOR is set.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from autotune.config import TRADEOFF_CLASSES
+from autotune.gpus import Gpu
+from autotune.report import words
+from autotune.report.explain import Line
+from autotune.report.words import printable
+from autotune.results import Estimate, Summary
+from autotune.tune import describe
+from autotune.units import GIB, format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+PIPED_WIDTH_COLUMNS = 100
+"""Of what is no terminal: rich's own 80 would break lines that a log has room for."""
+
+_LABEL_WIDTH = 9
+
+Row = tuple[str, str] | tuple[str, str, str]
+"""Label, text, and perhaps a style."""
+
+
+def draw_summary(
+    summary: Summary, file: TextIO, *, base_name: str = "the Trainer's defaults"
+) -> None:
+    """The answer of a search: what it is, why it is that one, and what else there is.
+
+    `base_name`: what to call the configuration that the answer is compared with, in the plural.
+    """
+    best, counts = summary.best, summary.counts
+    budget_bytes = summary.workload.memory_budget_bytes
+    console = _console(file)
+    _print_header(console, summary.workload.model, best)
+    num_valid = counts.enumerated - counts.invalid
+    traceable = f" > traceable {num_valid - counts.unsupported:,}" if counts.unsupported else ""
+    _print_rows(
+        console,
+        [
+            ("card", f"{printable(summary.gpu)}, {summary.gpu_reason}"),
+            ("budget", words.exact_size(budget_bytes)),
+            (
+                "space",
+                f"{summary.space} {counts.enumerated:,} > valid {num_valid:,}{traceable} > fit "
+                f"{counts.feasible:,}, in {format_seconds(summary.elapsed_seconds)}",
+            ),
+        ],
+    )
+    console.print()
+    rows: list[Row] = [
+        ("answer", describe(best.config), "bold green"),
+        ("speed", f"{words.speed(best)}; {words.against_baseline(summary, base_name)}"),
+        ("step", words.step(best)),
+        ("memory", words.memory(best, budget_bytes)),
+        ("why", words.why(summary)),
+    ]
+    if summary.widened:
+        rows.append(("", "Nothing of a lower class fits, so another recipe was allowed."))
+    if best.state.optimizer_state_managed_bytes:
+        rows.append(("note", words.paging(best)))
+    if summary.tied:
+        rows.append(("tied", words.tied(summary)))
+    _print_rows(console, rows)
+    console.print()
+    _print_classes(console, summary)
+
+
+def draw_outcome(files: Sequence[Path], study: str, file: TextIO) -> None:
+    """What was written where, what to do next, and what a prediction leaves out.
+
+    No files, or an empty study: they could not be written.
+    """
+    rows: list[Row] = []
+    if files:
+        names = "  ".join(printable(path.name) for path in files)
+        rows.append(("written", f"{printable(str(files[0].parent))}/  {names}"))
+    if study:
+        rows.append(("study", printable(study)))
+    for path in files:
+        if path.suffix == ".py":
+            command = f"python {printable(shlex.quote(str(path)))} --dataset FILE.jsonl"
+            rows.append(("next", command.replace(" ", words.GLUE), "bold"))
+    rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
+    console = _console(file)
+    console.print()
+    _print_rows(console, rows)
+
+
+def draw_estimate(
+    estimate: Estimate, *, model: str, gpu_reason: str, budget_bytes: int, file: TextIO
+) -> None:
+    """One configuration: whether it fits, where the memory goes, how fast it is."""
+    console = _console(file)
+    _print_header(console, model, estimate)
+    state, count = estimate.state, estimate.parameters
+    headroom_bytes = budget_bytes - estimate.peak_device_bytes
+    verdict: Row = ("verdict", f"fits, {format_bytes(headroom_bytes)} to spare", "bold green")
+    if headroom_bytes < 0:
+        verdict = ("verdict", f"does not fit, by {format_bytes(-headroom_bytes)}", "bold red")
+    rows: list[Row] = [
+        ("card", f"{printable(estimate.gpu)}, {gpu_reason}"),
+        ("config", describe(estimate.config), "bold"),
+        ("budget", words.exact_size(budget_bytes)),
+        verdict,
+        ("memory", words.memory(estimate, budget_bytes)),
+        (
+            "peaks",
+            f"allocated {format_bytes(estimate.peak_allocated_bytes)}, reserved "
+            f"{format_bytes(estimate.peak_reserved_bytes)}, on the device "
+            f"{format_bytes(estimate.peak_device_bytes)}",
+        ),
+        (
+            "state",
+            f"weights {format_bytes(state.parameters_bytes)}, gradients "
+            f"{format_bytes(state.gradients_bytes)}, optimizer "
+            f"{format_bytes(state.optimizer_state_bytes)}: whole, once they exist",
+        ),
+        ("trains", f"{count.trainable:,} of {count.total:,} parameters"),
+        ("speed", words.speed(estimate)),
+        ("step", words.step(estimate)),
+    ]
+    if state.optimizer_state_managed_bytes:
+        rows.append(("note", words.paging(estimate)))
+    rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
+    _print_rows(console, rows)
+
+
+def draw_explanation(lines: Sequence[Line], file: TextIO) -> None:
+    """The textbook's sum beside the traced figures, in GiB."""
+    console = _console(file)
+    table = _table("GiB", "textbook", "=>", "whole>", "at the peak>", "why")
+    for line in lines:
+        figures = (line.textbook_bytes, line.state_bytes, line.peak_bytes)
+        cells = ("" if figure is None else f"{figure / GIB:.3f}" for figure in figures)
+        _add_row(table, [line.name, line.formula, *cells, line.why], bold=line.name == "total")
+    console.print()
+    console.print(table)
+
+
+def draw_gpus(here: Sequence[Gpu], known: Sequence[Gpu], file: TextIO) -> None:
+    """The cards of this machine, then the catalogue's; what is unknown says so."""
+    console = _console(file)
+    found = ", ".join(f"{card.name} ({format_bytes(card.capacity_bytes)})" for card in here)
+    console.print(printable(f"Here: {found or 'no CUDA GPU'}"), soft_wrap=True)
+    headers = ("--gpu", "name", "GiB>", "GB/s>", "TFLOP/s 16 bits>", "CUDA>")
+    draw_table(headers, map(_gpu_cells, known), file)
+
+
+def _gpu_cells(card: Gpu) -> tuple[str, ...]:
+    bandwidth = card.memory_bandwidth_bytes_per_second
+    peaks = card.peak_flop_per_second
+    peak = peaks.get("bfloat16") or peaks.get("float16")
+    capability = card.compute_capability
+    return (
+        card.slug,
+        card.name,
+        f"{card.capacity_bytes / GIB:.1f}",
+        "unknown" if bandwidth is None else f"{bandwidth / 1e9:,.0f}",
+        "unknown" if peak is None else f"{peak / 1e12:,.0f}",
+        "no" if capability is None else f"{capability[0]}.{capability[1]}",
+    )
+
+
+def draw_table(headers: Sequence[str], rows: Iterable[Sequence[str]], file: TextIO) -> None:
+    """A plain table; a column whose header ends in `>` is aligned to the right."""
+    table = _table(*headers)
+    for row in rows:
+        _add_row(table, row)
+    _console(file).print(table)
+
+
+def _console(file: TextIO) -> Console:
+    from rich.console import Console
+
+    width = None if file.isatty() or os.environ.get("COLUMNS") else PIPED_WIDTH_COLUMNS
+    return Console(file=file, highlight=False, markup=False, emoji=False, width=width)
+
+
+def _table(*headers: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for header in headers:
+        right = header.endswith(">")
+        table.add_column(
+            header.removesuffix(">"),
+            justify="right" if right else "left",
+            no_wrap=right,
+            overflow="fold",
+        )
+    return table
+
+
+def _add_row(table: Table, cells: Iterable[str], *, bold: bool = False) -> None:
+    from rich.text import Text
+
+    table.add_row(*(Text(printable(cell), "bold" if bold else "") for cell in cells))
+
+
+def _print_header(console: Console, model: str, estimate: Estimate) -> None:
+    from rich.text import Text
+
+    count = estimate.parameters
+    of_adapter = 0 if estimate.config.method == "full" else count.trainable
+    console.print(
+        Text.assemble(
+            (words.model_name(model), "bold"),
+            f", {format_count(count.total - of_adapter)} parameters. ",
+            ("PREDICTED, not measured.", "bold yellow"),
+        )
+    )
+
+
+def _print_rows(console: Console, rows: Iterable[Row]) -> None:
+    """A column of labels, and text that wraps beside it. A path too long for the line stays whole."""
+    from rich.text import Text
+
+    width = max(console.width - _LABEL_WIDTH, 20)
+    for label, text, *style in rows:
+        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        for line in lines:
+            line = line.replace(words.GLUE, " ")
+            row = Text.assemble((f"{label:<{_LABEL_WIDTH}}", "dim"), (line, "".join(style)))
+            console.print(row, soft_wrap=True)
+            label = ""
+
+
+def _print_classes(console: Console, summary: Summary) -> None:
+    """The best of each trade-off class beside the winner."""
+    table = _table("class", "fastest of its class", "tokens/s>", "GiB>", "speed>")
+    for name in TRADEOFF_CLASSES:
+        estimate = summary.best_by_class.get(name)
+        figures = ["", "", ""]
+        if estimate is not None:
+            figures = [
+                f"{estimate.tokens_per_second:,.0f}",
+                f"{estimate.peak_device_bytes / GIB:.1f}",
+                ""
+                if estimate.config == summary.best.config
+                else words.gain(estimate, summary.best),
+            ]
+        _add_row(table, [name, words.class_entry(name, summary), *figures])
+    console.print(table)
+    console.print(words.CLASS_MEANINGS, style="dim")

@@ -1,0 +1,205 @@
+"""An answer's figures in words, one line each: what the terminal draws."""
+
+from __future__ import annotations
+
+from autotune.config import TrainConfig
+from autotune.results import Change, Estimate, Summary
+from autotune.tune import MORE_MEMORY_BYTES, NOISE, describe, ordinal
+from autotune.units import GIB, format_bytes, format_seconds
+
+CLASS_MEANINGS = (
+    "exact: the mathematics of the base; numerics: other rounding; recipe: another training run"
+)
+LIMITS = "torch.compile, overlapping streams, data loading, evaluation, logging"
+"""Of every prediction; autotune.estimate and autotune.roofline name the finer ones."""
+
+MAX_NAME_CHARS = 120
+GLUE = "\N{NO-BREAK SPACE}"
+"""Where a line of ours must not break; printed as a space."""
+
+
+def printable(text: str) -> str:
+    """Text of others on one line: control characters, line breaks and the like escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def model_name(name: str) -> str:
+    """The name as typed, printable, its end cut off where it is endless."""
+    return printable(name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}...")
+
+
+def exact_size(size_bytes: int) -> str:
+    """`12 GB = 11.18 GiB`: as it may have been typed, and as everything else is printed."""
+    if size_bytes % 10**9 == 0:
+        return f"{size_bytes // 10**9} GB = {size_bytes / GIB:.2f} GiB"
+    return f"{size_bytes / GIB:.2f} GiB"
+
+
+def speed(estimate: Estimate) -> str:
+    tokens = estimate.tokens_per_second
+    return (
+        "unknown: the card's rates are not known" if tokens is None else f"{tokens:,.0f} tokens/s"
+    )
+
+
+def step(estimate: Estimate) -> str:
+    """Length of a step and what bounds it."""
+    config = estimate.config
+    if estimate.step_seconds is None:
+        return "unknown"
+    share = "" if estimate.mfu is None else f" ({100 * estimate.mfu:.0f} % of the card's peak)"
+    return (
+        f"{format_seconds(estimate.step_seconds)} at {config.effective_batch_size} x "
+        f"{config.sequence_length:,} tokens, bound by {estimate.bound}{share}"
+    )
+
+
+def against_baseline(summary: Summary, base_name: str) -> str:
+    """The speed-up over the base, or that there is none to speak of."""
+    baseline = summary.baseline
+    if baseline is None:
+        return f"{base_name} ({describe_base(summary.base)}) fit at no micro-batch"
+    if baseline.config == summary.best.config:
+        return f"{base_name}, at the largest micro-batch that fits"
+    assert baseline.tokens_per_second is not None
+    assert summary.speedup is not None
+    return (
+        f"{summary.speedup:.2f} x the {baseline.tokens_per_second:,.0f} of {base_name} "
+        f"({describe_base(baseline.config)}, micro-batch {baseline.config.micro_batch_size})"
+    )
+
+
+def describe_base(config: TrainConfig) -> str:
+    method = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}[config.method]
+    return f"{method}, {config.precision}, {config.optimizer}"
+
+
+def memory(estimate: Estimate, budget_bytes: int) -> str:
+    """What is alive at the peak; the parts add up to the peak on the device."""
+    parts = estimate.breakdown
+    paged = bool(estimate.state.optimizer_state_managed_bytes)
+    rows = [
+        ("weights", parts.parameters_bytes),
+        ("gradients", parts.gradients_bytes),
+        ("optimizer", parts.optimizer_state_bytes),
+        ("activations", parts.activations_bytes),
+        ("logits", parts.logits_bytes),
+        ("other", parts.temporaries_bytes + parts.workspace_bytes + parts.rounding_bytes),
+        ("cached", estimate.peak_reserved_bytes - estimate.peak_allocated_bytes),
+        ("paged state, CUDA" if paged else "CUDA", estimate.nontorch_bytes),
+    ]
+    parted = [f"{name} {size_bytes / GIB:.1f}".replace(" ", GLUE) for name, size_bytes in rows]
+    listed = f"{GLUE}| ".join(parted)
+    used, of = estimate.peak_device_bytes / GIB, budget_bytes / GIB
+    return f"{used:.1f} of {of:.1f} GiB  {listed}"
+
+
+def why(summary: Summary, more_bytes: int = MORE_MEMORY_BYTES) -> str:
+    """What stands in the way of a faster one, and what each setting that was changed is good for."""
+    best, more = summary.best, summary.more_memory
+    if more is None:
+        bound = str(best.bound)
+        sentences = [
+            f"{bound[0].upper()}{bound[1:]} binds, memory does not: {more_bytes / 10**9:.0f} GB more "
+            "would make nothing faster."
+        ]
+    else:
+        sentences = [
+            "Memory binds.",
+            f"With {more_bytes / 10**9:.0f} GB more: "
+            f"{difference(more.estimate.config, best.config)}, {gain(more.estimate, best)}.",
+        ]
+    budget_bytes = summary.workload.memory_budget_bytes
+    return " ".join([*sentences, *(changed(c, best, budget_bytes) for c in summary.changes)])
+
+
+def changed(change: Change, best: Estimate, budget_bytes: int) -> str:
+    """The answer with one setting put back."""
+    words = setting(change.setting, change.value)
+    if change.fits:
+        return f"With {words}: {gain(change.estimate, best)}."
+    excess_bytes = change.estimate.peak_device_bytes - budget_bytes
+    return f"With {words}: does not fit, by {format_bytes(excess_bytes)}."
+
+
+def gain(estimate: Estimate, best: Estimate) -> str:
+    """`+14 %` against the answer's speed."""
+    assert estimate.tokens_per_second is not None
+    assert best.tokens_per_second is not None
+    ratio = estimate.tokens_per_second / best.tokens_per_second - 1
+    return "as fast" if abs(ratio) < 0.005 else f"{100 * ratio:+.0f} %"
+
+
+def paging(estimate: Estimate) -> str:
+    managed_bytes = estimate.state.optimizer_state_managed_bytes
+    return (
+        f"{format_bytes(managed_bytes)} of optimizer state is paged: what finds no room on the card "
+        "waits in host memory, and its transfers are in the step time."
+    )
+
+
+def tied(summary: Summary) -> str:
+    first = difference(summary.tied[0].config, summary.best.config)
+    more = f" and {len(summary.tied) - 1} more" if len(summary.tied) > 1 else ""
+    return f"within {100 * NOISE:.0f} %, so no worse: {first}{more}"
+
+
+def class_entry(name: str, summary: Summary) -> str:
+    """The best of a class, as a row of the table says it."""
+    estimate = summary.best_by_class.get(name)
+    if estimate is None:
+        return "none fits"
+    if estimate.config == summary.best.config:
+        return "the answer"
+    words = describe(estimate.config)
+    count = estimate.parameters
+    if count.trainable < count.total:
+        share = 100 * count.trainable / count.total
+        words += f"; trains {share:.1f} % of the weights"
+    return words
+
+
+def difference(config: TrainConfig, other: TrainConfig) -> str:
+    """What `config` has that `other` has not."""
+    words = []
+    if config.method != other.method:
+        return describe(config)
+    if config.micro_batch_size != other.micro_batch_size:
+        words.append(
+            f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}"
+        )
+    words += [
+        setting(name, getattr(config, name))
+        for name in _SETTINGS
+        if getattr(config, name) != getattr(other, name)
+    ]
+    return ", ".join(words) or "the same settings"
+
+
+_SETTINGS = (
+    "activation_checkpointing",
+    "activation_offloading",
+    "precision",
+    "optimizer",
+    "quantization",
+    "lora_rank",
+    "lora_targets",
+    "attention",
+)
+
+
+def setting(name: str, value: object) -> str:
+    """One setting in words."""
+    if name == "activation_checkpointing":
+        interval = int(str(value))
+        each = {0: "no checkpointing", 1: "checkpoint every layer"}
+        return each.get(interval) or f"checkpoint every {ordinal(interval)} layer"
+    if name == "activation_offloading":
+        return "offloading" if value else "no offloading"
+    if name == "lora_rank":
+        return f"rank {value}"
+    if name == "lora_targets":
+        return f"LoRA on {value}"
+    if name == "attention":
+        return f"{value} attention"
+    return str(value)

@@ -1,0 +1,79 @@
+"""Attention as earlier versions of Transformers and torch wrote it, where that changes what is alive.
+
+Each stands in for today's in a trace on `meta`. Written after transformers 4.16.2
+models/bert/modeling_bert.py and 4.28.1 models/distilbert/modeling_distilbert.py, and pytorch 1.10
+tools/autograd/derivatives.yaml and aten/src/ATen/native/cuda/SoftMax.cu.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from transformers.models.bert import modeling_bert
+from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention
+
+
+class _SoftmaxKeepingInput(torch.autograd.Function):
+    """torch 1.10's: `_softmax_backward_data(grad, result, dim, self)` in derivatives.yaml."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(scores)
+        ctx.save_for_backward(scores, out)
+        return out
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        gradient = torch.empty_like(gradients[0])
+        torch.empty_like(gradient)  # SoftMax.cu: `tmp = grad * output`
+        return gradient
+
+
+def _bert_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """BertSelfAttention.forward of 2022: a mask is always added, and under autocast it is float32."""
+    scores = torch.matmul(query, key.transpose(-1, -2))
+    scores = scores / math.sqrt(query.shape[-1])
+    scores = scores + _zeros(query.shape[0], 1, 1, query.shape[2])
+    weights: torch.Tensor = _SoftmaxKeepingInput.apply(scores)
+    weights = F.dropout(weights, dropout, module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def _distilbert_attention(
+    self: Any, hidden_states: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """MultiHeadSelfAttention.forward of 4.28: the masked scores live until it returns."""
+    shape = (*hidden_states.shape[:2], -1, self.attention_head_size)
+    query = self.q_lin(hidden_states).view(shape).transpose(1, 2)
+    key = self.k_lin(hidden_states).view(shape).transpose(1, 2)
+    value = self.v_lin(hidden_states).view(shape).transpose(1, 2)
+    query = query / math.sqrt(self.attention_head_size)
+    scores = torch.matmul(query, key.transpose(2, 3))
+    mask = _zeros(shape[0], 1, 1, shape[1]).bool().expand_as(scores)
+    scores = scores.masked_fill(mask, -math.inf)
+    weights = self.dropout(F.softmax(scores, dim=-1))
+    context = torch.matmul(weights, value)
+    context = context.transpose(1, 2).contiguous().view(hidden_states.shape)
+    return self.out_lin(context), None
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, device="meta")
+
+
+OLD_ATTENTIONS = {
+    "BERT 4.16, torch 1.10": (modeling_bert, "eager_attention_forward", _bert_attention),
+    "DistilBERT 4.28": (DistilBertSelfAttention, "forward", _distilbert_attention),
+}

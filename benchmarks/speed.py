@@ -1,0 +1,172 @@
+"""What a prediction costs: whole commands in cold processes, one configuration more, memory.
+
+Run on an idle machine: python benchmarks/speed.py [--repeats 3]
+
+A command's seconds are the best of the repeats: wall, and the CPU time (user and system) of all its
+processes, which another load disturbs less. Memory is the largest single process's peak. Results of
+one machine are in studies/speed/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autotune.config import TrainConfig
+
+MODEL = "meta-llama/Llama-3.1-8B"
+CARD = "rtx-4090"
+REPOSITORY = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """One command and what it may take on two idle cores."""
+
+    arguments: tuple[str, ...]
+    target_seconds: float
+
+
+COMMANDS = {
+    "help": Command(arguments=("--help",), target_seconds=0.25),
+    "estimate": Command(
+        arguments=("estimate", "--model", MODEL, "--gpu", CARD, "--method", "qlora"),
+        target_seconds=10.0,
+    ),
+    "find": Command(arguments=("find", "--model", MODEL, "--gpu", CARD), target_seconds=15.0),
+}
+TARGET_CONFIG_SECONDS = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    wall_seconds: float
+    cpu_seconds: float
+    """User and system, all the command's processes."""
+    peak_bytes: int
+    """Resident, of its largest process."""
+
+
+def cost_of(arguments: Sequence[str]) -> Cost:
+    """Run `autotune` once, in an empty folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autotune", *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stderr is not None
+        said = process.stderr.read()
+        # Counts the processes that it waited for, too.
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_seconds = time.perf_counter() - started
+        process.returncode = os.waitstatus_to_exitcode(status)
+        process.stderr.close()
+    if process.returncode:
+        raise RuntimeError(f"autotune {' '.join(arguments)}: {said.decode(errors='replace')}")
+    return Cost(
+        wall_seconds=wall_seconds,
+        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        peak_bytes=usage.ru_maxrss * 1024,
+    )
+
+
+def best_of(arguments: Sequence[str], repeats: int) -> Cost:
+    """Best times and largest memory of some runs."""
+    costs = [cost_of(arguments) for _ in range(repeats)]
+    return Cost(
+        wall_seconds=min(cost.wall_seconds for cost in costs),
+        cpu_seconds=min(cost.cpu_seconds for cost in costs),
+        peak_bytes=max(cost.peak_bytes for cost in costs),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pricing:
+    """CPU time per configuration of the default space, once the traces exist."""
+
+    num_configs: int
+    config_seconds: float
+    """Enumerated, checked against the rules, bounded, timed and ranked."""
+    replay_seconds: float
+    """A full estimate."""
+
+
+def pricing() -> Pricing:
+    """Trace what the default space needs, then price all of it."""
+    from autotune import space_file
+    from autotune.config import Workload
+    from autotune.estimate import Estimator, trace_all
+    from autotune.gpus import find_gpu
+    from autotune.models import resolve
+    from autotune.results import TraceSpec
+    from autotune.space import enumerate_configs
+    from autotune.tune import Candidates, default_base
+
+    model, gpu = resolve(MODEL), find_gpu(CARD)
+    workload = Workload(model=MODEL, memory_budget_bytes=gpu.capacity_bytes)
+    space = space_file.load("default")
+
+    def configs() -> list[TrainConfig]:
+        return enumerate_configs(
+            space, workload, num_layers=32, compute_capability=gpu.compute_capability
+        ).configs
+
+    specs = {TraceSpec.of(config) for config in configs()}
+    traces = trace_all(model, workload.task, workload.sequence_length, gpu, specs)
+    estimator = Estimator(traces, gpu, memory_budget_bytes=workload.memory_budget_bytes)
+    started = time.process_time()
+    points = configs()
+    base = default_base(workload, gpu)
+    candidates = Candidates(estimator, points, base)
+    for config in points:
+        candidates.class_of(config)
+    config_seconds = (time.process_time() - started) / len(points)
+    some = points[:: len(points) // 20]
+    started = time.process_time()
+    for config in some:
+        estimator.estimate(config)
+    return Pricing(
+        num_configs=len(points),
+        config_seconds=config_seconds,
+        replay_seconds=(time.process_time() - started) / len(some),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    repeats = parser.parse_args().repeats
+    print(f"{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}\n")
+    print("| command | target | wall | CPU | largest process |\n|---|---:|---:|---:|---:|")
+    for command in COMMANDS.values():
+        cost = best_of(command.arguments, repeats)
+        print(
+            f"| `autotune {' '.join(command.arguments)}` | {command.target_seconds:g} s "
+            f"| {cost.wall_seconds:.2f} s | {cost.cpu_seconds:.2f} s "
+            f"| {cost.peak_bytes / 2**20:.0f} MiB |"
+        )
+    priced = pricing()
+    print(
+        f"\n{priced.num_configs:,} configurations: {priced.config_seconds * 1e3:.3f} ms each "
+        f"(target {TARGET_CONFIG_SECONDS * 1e3:g} ms); "
+        f"a full replay takes {priced.replay_seconds * 1e3:.0f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()

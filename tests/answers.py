@@ -1,0 +1,154 @@
+"""Made-up answers, so that drawing and delivering one needs no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autotune.config import TrainConfig, Workload
+from autotune.results import (
+    Breakdown,
+    Change,
+    Counts,
+    Estimate,
+    ParameterCount,
+    StateBytes,
+    Summary,
+)
+from autotune.tune import Found
+from autotune.units import GIB
+
+BUDGET_BYTES = 12 * 10**9
+
+CONFIG = TrainConfig(
+    method="full",
+    micro_batch_size=4,
+    gradient_accumulation_steps=8,
+    sequence_length=1024,
+    precision="bf16-true",
+    optimizer="adamw_bnb_8bit",
+    activation_checkpointing=2,
+)
+BASE = dataclasses.replace(
+    CONFIG, optimizer="adamw_torch_fused", activation_checkpointing=0, micro_batch_size=1
+)
+ADAPTER = TrainConfig(
+    method="lora",
+    micro_batch_size=8,
+    gradient_accumulation_steps=4,
+    sequence_length=1024,
+    precision="bf16-autocast",
+    optimizer="adamw_torch_fused",
+    lora_rank=64,
+    lora_targets="all-linear",
+)
+
+
+def estimate(
+    config: TrainConfig = CONFIG,
+    *,
+    device_gib: float = 10.0,
+    step_seconds: float | None = 8.0,
+    **changed: Any,
+) -> Estimate:
+    """An Estimate whose parts add up: 1.5 GiB outside torch, 0.5 GiB cached."""
+    reserved_bytes = int((device_gib - 1.5) * GIB)
+    allocated_bytes = reserved_bytes - GIB // 2
+    adapter = config.method != "full"
+    parts = {
+        "parameters_bytes": 3 * GIB,
+        "gradients_bytes": 0 if adapter else 2 * GIB,
+        "optimizer_state_bytes": GIB,
+        "logits_bytes": GIB // 4,
+        "temporaries_bytes": 4,
+        "workspace_bytes": 8320 * 1024,
+        "rounding_bytes": 1000,
+    }
+    activations_bytes = allocated_bytes - sum(parts.values())
+    values: dict[str, Any] = {
+        "config": config,
+        "gpu": "NVIDIA RTX 4070",
+        "peak_allocated_bytes": allocated_bytes,
+        "peak_reserved_bytes": reserved_bytes,
+        "nontorch_bytes": int(device_gib * GIB) - reserved_bytes,
+        "breakdown": Breakdown(activations_bytes=activations_bytes, **parts),
+        "state": StateBytes(
+            parameters_bytes=3 * GIB,
+            gradients_bytes=3 * GIB,
+            optimizer_state_bytes=GIB,
+            optimizer_state_managed_bytes=0,
+        ),
+        "parameters": ParameterCount(
+            total=1_550_000_000 if adapter else 1_500_000_000,
+            trainable=50_000_000 if adapter else 1_500_000_000,
+        ),
+        "micro_step_seconds": None if step_seconds is None else 0.0,
+        "optimizer_step_seconds": step_seconds,
+        "flops_per_step": 3e14,
+        "model_flops_per_step": 2e14,
+        "mfu": None if step_seconds is None else 0.44,
+        "bound": None if step_seconds is None else "compute",
+    }
+    return Estimate(**values | changed)
+
+
+WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=BUDGET_BYTES)
+
+
+def summary(**changed: Any) -> Summary:
+    best = estimate()
+    without = dataclasses.replace(CONFIG, activation_checkpointing=0)
+    values: dict[str, Any] = {
+        "workload": WORKLOAD,
+        "gpu": best.gpu,
+        "gpu_reason": "named",
+        "space": "default",
+        "allow": "numerics",
+        "widened": False,
+        "best": best,
+        "best_class": "numerics",
+        "base": BASE,
+        "baseline": estimate(BASE, device_gib=11.0, step_seconds=16.0),
+        "best_by_class": {
+            "exact": estimate(BASE, device_gib=11.1, step_seconds=10.0),
+            "numerics": best,
+            "recipe": estimate(ADAPTER, device_gib=9.8, step_seconds=4.0),
+        },
+        "tied": (estimate(dataclasses.replace(CONFIG, attention="eager")),),
+        "changes": (
+            Change(
+                setting="activation_checkpointing",
+                value=0,
+                estimate=estimate(without, device_gib=13.0),
+                fits=False,
+            ),
+            Change(
+                setting="optimizer",
+                value="adamw_torch_fused",
+                estimate=estimate(BASE, step_seconds=10.0),
+                fits=True,
+            ),
+        ),
+        "more_memory": Change(
+            setting="memory_budget_bytes",
+            value=14 * 10**9,
+            estimate=estimate(without, device_gib=12.5, step_seconds=7.0),
+            fits=True,
+        ),
+        "counts": Counts(
+            enumerated=18_432,
+            invalid=7_228,
+            unsupported=0,
+            predicted_oom=7_333,
+            feasible=3_871,
+            replayed=40,
+        ),
+        "invalid_by_rule": {"micro-batch-divides": 7_228},
+        "elapsed_seconds": 4.2,
+    }
+    return Summary(**values | changed)
+
+
+def found(**changed: Any) -> Found:
+    made = summary(**changed)
+    return Found(summary=made, considered=(made.best, *made.tied))

@@ -1,0 +1,67 @@
+"""Every model of the catalogue can be traced, and has the number of parameters that is published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.config import TrainConfig
+from autotune.models import CatalogueEntry, catalogue, resolve
+from autotune.results import TraceSpec
+from autotune.traces import Trace
+from autotune.worker.cuda import Device
+from autotune.worker.model import load_config
+from autotune.worker.trace import trace_step
+
+A100 = Device(compute_capability=(8, 0), cublas_workspace_bytes=8_519_680)
+CONFIG = TrainConfig(
+    method="full",
+    micro_batch_size=2,
+    gradient_accumulation_steps=1,
+    sequence_length=128,
+    precision="bf16-true",
+    optimizer="adamw_torch",
+)
+TASKS = {"bert": "masked-lm", "roberta": "masked-lm", "t5": "seq2seq-lm"}
+EAGER_ONLY = {"gemma2", "gpt_oss"}
+"""Transformers has no sdpa for these (soft-capped scores, attention sinks)."""
+
+
+NUM_ACTIVE_PARAMETERS = {
+    "mistralai/Mixtral-8x7B-v0.1": 12.9e9,
+    "Qwen/Qwen3-30B-A3B": 3.3e9,
+    "openai/gpt-oss-20b": 3.6e9,
+}
+"""Per token, as the models' cards say."""
+
+
+def _trace(hub_id: str) -> Trace:
+    config = resolve(hub_id).config
+    kind = config["model_type"]
+    attention = "eager" if kind in EAGER_ONLY else "sdpa"
+    return Trace(
+        trace_step(
+            load_config(config),
+            TASKS.get(kind, "causal-lm"),
+            TraceSpec.of(replace(CONFIG, attention=attention)),
+            sequence_length=CONFIG.sequence_length,
+            device=A100,
+        )
+    )
+
+
+@pytest.mark.parametrize("entry", catalogue(), ids=lambda entry: entry.short_name)
+def test_traced_parameters_are_the_published_ones(entry: CatalogueEntry) -> None:
+    counted = _trace(entry.hub_id).num_parameters(0)
+    assert counted == (entry.num_parameters, entry.num_parameters)
+
+
+@pytest.mark.parametrize("hub_id", NUM_ACTIVE_PARAMETERS)
+def test_experts_compute_what_is_active(hub_id: str) -> None:
+    """Six operations per active parameter and token, and little besides at this length."""
+    trace = _trace(hub_id)
+    each = trace.flops.at(CONFIG.micro_batch_size, 0).tolist()
+    num_flops = sum(k.count * flops for k, flops in zip(trace.kernels, each, strict=True))
+    per_token = num_flops / (CONFIG.micro_batch_size * CONFIG.sequence_length)
+    assert per_token == pytest.approx(6 * NUM_ACTIVE_PARAMETERS[hub_id], rel=0.12)

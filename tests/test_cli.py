@@ -1,0 +1,454 @@
+"""The command line: its options are frozen, its output is what scripts and people rely on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import answers
+import click
+import optuna
+import pytest
+
+from autotune import cli, tune
+from autotune.errors import StorageError
+from autotune.export import train_config
+from autotune.models import ModelSource
+from autotune.tune import Found
+
+ROOT = Path(__file__).parents[1]
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
+SPACE = """
+name: small
+methods:
+  full:
+    micro_batch_size: [2, 32]
+    precision: [bf16-true]
+    optimizer: [adamw_torch_fused, adamw_bnb_8bit]
+    activation_checkpointing: [none, full]
+"""
+
+SHARED = {
+    "--model": None,
+    "--task": None,
+    "--gpu": None,
+    "--gpu-mem": None,
+    "--seq-len": 1024,
+    "--json": False,
+}
+FROZEN: dict[str, dict[str, Any]] = {
+    "find": {
+        **SHARED,
+        "--backend": "auto",
+        "--effective-batch": 32,
+        "--method": None,
+        "--space": "default",
+        "--allow": None,
+        "--base": None,
+        "--effort": "normal",
+        "--study": None,
+        "--storage": "sqlite:///studies/autotune.db",
+        "--out": None,
+    },
+    "estimate": {
+        **SHARED,
+        "--micro-batch": 1,
+        "--accumulation": 1,
+        "--method": "full",
+        "--rank": None,
+        "--targets": None,
+        "--quantization": None,
+        "--precision": None,
+        "--optimizer": None,
+        "--checkpointing": "none",
+        "--offload": False,
+        "--attention": "sdpa",
+        "--explain": False,
+    },
+    "gpus": {},
+    "models": {},
+    "spaces": {},
+}
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "autotune", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+Main = Callable[..., Ran]
+
+
+@pytest.fixture
+def main(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Main:
+    """Run a command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autotune.gpus.detect", list)
+
+    def invoke(*arguments: str) -> Ran:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        return Ran(int(ended.value.code or 0), *capsys.readouterr())
+
+    return invoke
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `tune.find` is asked; its answer is made up, for that workload."""
+    calls: list[dict[str, Any]] = []
+
+    def find(
+        model: ModelSource, workload: Any, space: Any, gpu: Any, *, gpu_reason: str, **rest: Any
+    ) -> Found:
+        calls.append({"model": model, "workload": workload, "space": space, "gpu": gpu, **rest})
+        return answers.found(workload=workload, gpu=gpu.name, gpu_reason=gpu_reason)
+
+    monkeypatch.setattr(tune, "find", find)
+    return calls
+
+
+FIND = ("find", "--model", "qwen2.5-1.5b", "--gpu-mem", "12GB")
+
+
+def test_commands_and_options_are_frozen() -> None:
+    seen: dict[str, dict[str, Any]] = {}
+    for name, command in cli.cli.commands.items():
+        context = click.Context(command)
+        seen[name] = {option.opts[0]: option.get_default(context) for option in command.params}
+    assert {name: set(options) for name, options in seen.items()} == {
+        name: set(options) for name, options in FROZEN.items()
+    }
+    for name, options in FROZEN.items():
+        for option, default in options.items():
+            assert (seen[name][option] or default) == (default or seen[name][option]), option
+            if default is not None:
+                assert seen[name][option] == default
+
+
+def test_the_efforts_are_those_of_the_search() -> None:
+    assert tuple(tune.EFFORTS) == cli.EFFORTS
+
+
+def test_help_is_quick_and_names_every_command(tmp_path: Path) -> None:
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        helped = run("--help", cwd=tmp_path)
+        seconds.append(time.perf_counter() - started)
+    assert helped.returncode == 0
+    assert all(f"  {name} " in helped.stdout for name in FROZEN)
+    assert "AUTOTUNE_DEBUG" in helped.stdout
+    assert min(seconds) < 0.25
+
+
+def test_version(main: Main) -> None:
+    assert main("--version").out.startswith("autotune, version ")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    (folder / "small.yaml").write_text(SPACE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def searched(tiny: Path) -> subprocess.CompletedProcess[str]:
+    """A whole search, traces and all."""
+    arguments = ("--model", "model", "--gpu", "rtx-4070", "--gpu-mem", "2GB", "--seq-len", "256")
+    return run("find", *arguments, "--space", "small.yaml", "--json", cwd=tiny)
+
+
+def test_find_prints_one_json_object(
+    searched: subprocess.CompletedProcess[str], tiny: Path
+) -> None:
+    assert searched.returncode == 0, searched.stderr
+    assert searched.stderr == ""
+    result = json.loads(searched.stdout)
+    assert set(result) >= {
+        "schema_version",
+        "evidence",
+        "workload",
+        "gpu",
+        "memory_budget_bytes",
+        "best",
+        "baseline",
+        "speedup",
+        "best_by_class",
+        "tied",
+        "counts",
+        "elapsed_seconds",
+        "files",
+    }
+    assert result["evidence"] == "predicted"
+    assert result["memory_budget_bytes"] == 2_000_000_000
+    assert result["counts"]["enumerated"] == 8
+    assert result["best"]["fits"] is True
+    assert result["best"]["peak_device_bytes"] <= 2_000_000_000
+    # The base is a point of the space, so the answer cannot be slower.
+    assert result["speedup"] >= 0.98
+    names = {Path(path).name for path in result["files"]}
+    assert names == {"train.py", "training_args.json", "train_config.yaml", "result.json"}
+    for path in result["files"]:
+        assert (tiny / path).is_file()
+    stored = json.loads((tiny / Path(result["files"][0]).with_name("result.json")).read_text())
+    assert stored == result
+
+
+def test_find_leaves_a_study_that_optuna_opens(
+    searched: subprocess.CompletedProcess[str], tiny: Path
+) -> None:
+    storage = f"sqlite:///{tiny}/studies/autotune.db"
+    (name,) = optuna.get_all_study_names(storage)
+    assert name == "model-2gb-seq256-nvidia-rtx-4070"
+    study = optuna.load_study(study_name=name, storage=storage)
+    best = json.loads(searched.stdout)["best"]
+    assert study.best_value == pytest.approx(best["tokens_per_second"], rel=0.02)
+    assert study.user_attrs["command"].startswith("autotune find --model model --gpu rtx-4070")
+    assert {"torch", "transformers"} <= set(study.user_attrs["versions"])
+
+
+def test_estimate_prices_the_answer_alike(
+    searched: subprocess.CompletedProcess[str], tiny: Path
+) -> None:
+    best = json.loads(searched.stdout)["best"]
+    config = best["config"]
+    interval = config["activation_checkpointing"]
+    ran = run(
+        *("estimate", "--model", "model/config.json", "--gpu", "RTX 4070", "--gpu-mem", "2GB"),
+        *("--seq-len", "256", "--micro-batch", str(config["micro_batch_size"])),
+        *("--accumulation", str(config["gradient_accumulation_steps"])),
+        *("--optimizer", config["optimizer"], "--precision", config["precision"]),
+        *("--checkpointing", "full" if interval else "none", "--json", "--explain"),
+        cwd=tiny,
+    )
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(ran.stdout)
+    explanation = {line["name"]: line for line in result.pop("explanation")}
+    assert explanation["total"]["peak_bytes"] == best["peak_device_bytes"]
+    assert {name: result[name] for name in best if name != "class"} == {
+        name: value for name, value in best.items() if name != "class"
+    }
+    assert result["schema_version"] == 1
+    assert result["evidence"] == "predicted"
+    # Weights in 16 bits, and a few rotary frequencies.
+    weights_bytes = 2 * result["parameters"]["total"]
+    assert 0 <= result["state"]["parameters_bytes"] - weights_bytes < 1024
+    assert sum(result["breakdown"].values()) == result["peak_allocated_bytes"]
+
+
+def test_the_answer_goes_to_stdout_and_the_files_to_out(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    ran = main(*FIND, "--out", "here")
+    assert ran.code == 0
+    assert "PREDICTED, not measured" in ran.out
+    assert "python here/train.py --dataset FILE.jsonl" in ran.out
+    assert {path.name for path in (tmp_path / "here").iterdir()} >= {"train.py", "result.json"}
+    result = json.loads((tmp_path / "here" / "result.json").read_text(encoding="utf-8"))
+    assert result["files"][0].startswith("here")
+    assert asked[0]["workload"].model == "Qwen/Qwen2.5-1.5B"
+    assert asked[0]["gpu"].name == "NVIDIA RTX 4070"
+
+
+def test_defaults_of_find(main: Main, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert main(*FIND).code == 0
+    call = asked[0]
+    assert call["workload"].sequence_length == 1024
+    assert call["workload"].effective_batch_size == 32
+    assert call["workload"].methods == ("full", "lora", "qlora")
+    assert call["workload"].task == "causal-lm"
+    assert (call["allow"], call["base"], call["effort"]) == (None, None, "normal")
+    assert call["space"].name == "default"
+    # A planned card is not part of the name, a named one is.
+    assert (tmp_path / "studies" / "qwen2.5-1.5b-12gb" / "train.py").is_file()
+    assert main(*FIND, "--gpu", "rtx-4090").code == 0
+    assert (tmp_path / "studies" / "qwen2.5-1.5b-12gb-nvidia-rtx-4090" / "train.py").is_file()
+
+
+def test_options_reach_the_search(main: Main, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    arguments = ("--method", "qlora", "--method", "lora", "--method", "qlora", "--allow", "exact")
+    more = ("--effort", "quick", "--space", "lora", "--seq-len", "512", "--effective-batch", "8")
+    assert main(*FIND, *arguments, *more, "--study", "../my study").code == 0
+    call = asked[0]
+    assert call["workload"].methods == ("qlora", "lora")
+    assert (call["allow"], call["effort"], call["space"].name) == ("exact", "quick", "lora")
+    assert call["workload"].sequence_length == 512
+    assert call["workload"].effective_batch_size == 8
+    # A study may have any name; its folder stays where it belongs.
+    assert (tmp_path / "studies" / "my-study" / "train.py").is_file()
+
+
+def test_an_encoder_takes_as_many_tokens_as_it_has_positions(
+    main: Main, asked: list[dict[str, Any]]
+) -> None:
+    ran = main("find", "--model", "bert-base-uncased", "--gpu-mem", "12GB")
+    assert ran.code == 0
+    assert "note: bert-base-uncased has positions for 512 tokens" in ran.err
+    assert asked[0]["workload"].sequence_length == 512
+    assert asked[0]["workload"].task == "masked-lm"
+    task = ("--task", "sequence-classification", "--seq-len", "128")
+    assert main("find", "--model", "bert-base-uncased", "--gpu-mem", "12GB", *task).err == ""
+    assert asked[1]["workload"].task == "sequence-classification"
+
+
+def base_file(folder: Path, **changed: Any) -> Path:
+    config = dataclasses.replace(answers.BASE, gradient_accumulation_steps=16, **changed)
+    path = folder / "base.yaml"
+    text = train_config.write(
+        workload=answers.WORKLOAD, config=config, result={"evidence": "predicted"}
+    )
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_base_lends_what_was_not_typed(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = base_file(tmp_path, sequence_length=2048)
+    assert main(*FIND, "--base", str(path)).code == 0
+    assert asked[0]["base"].sequence_length == 2048
+    assert asked[0]["workload"].sequence_length == 2048
+    assert asked[0]["workload"].effective_batch_size == 16
+
+
+def test_a_base_for_other_work_is_refused(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    ran = main(*FIND, "--base", str(base_file(tmp_path)), "--effective-batch", "32")
+    assert ran.code == 2
+    assert "--effective-batch is 32, and the base has 16" in ran.err
+    ran = main(*FIND, "--base", str(base_file(tmp_path, quantization="nf4")))
+    assert ran.code == 2
+    assert "quantization-needs-qlora" in ran.err
+    assert asked == []
+
+
+def test_the_study_does_not_keep_the_address_of_its_database(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    storage = f"sqlite:///{tmp_path}/other.db"
+    ran = main(*FIND, "--method", "lora", "--storage", storage)
+    assert ran.code == 0
+    (study,) = optuna.get_all_study_summaries(storage)
+    assert study.user_attrs["command"] == (
+        "autotune find --model qwen2.5-1.5b --gpu-mem 12GB --method lora"
+    )
+
+
+def test_what_cannot_be_stored_does_not_cost_the_answer(
+    main: Main, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise StorageError("The files cannot be written", why="No space")
+
+    monkeypatch.setattr("autotune.export.export_files", refuse)
+    ran = main(*FIND)
+    assert ran.code == 6
+    assert "4,096 tokens/s" in ran.out
+    assert "next" not in ran.out
+    assert ran.err.splitlines()[-1] == "error: The files cannot be written. No space."
+    monkeypatch.setattr("autotune.store.open_study", refuse)
+    ran = main(*FIND, "--json")
+    assert ran.code == 6
+    assert json.loads(ran.out)["files"] == []
+    assert ran.err.count("error: ") == 2
+
+
+def test_a_study_of_another_workload_is_left_alone(main: Main, asked: list[dict[str, Any]]) -> None:
+    assert main(*FIND, "--study", "mine").code == 0
+    ran = main(*FIND, "--study", "mine", "--seq-len", "2048", "--out", "elsewhere")
+    assert ran.code == 2
+    assert "PREDICTED" in ran.out
+    assert "sequence_length was 1024, now 2048" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        ("gpus", ("Here: no CUDA GPU", "rtx-4070", "NVIDIA RTX 4070", "11.5", "504")),
+        ("models", ("Qwen/Qwen2.5-1.5B", "1.54 B")),
+        ("spaces", ("default", "14,", "full, LoRA and QLoRA")),
+    ],
+)
+def test_lists(main: Main, command: str, parts: tuple[str, ...]) -> None:
+    ran = main(command)
+    assert (ran.code, ran.err) == (0, "")
+    for part in parts:
+        assert part in ran.out
+
+
+@pytest.mark.parametrize("value", ["full", "none", "every-3"])
+def test_checkpointing_in_words(value: str) -> None:
+    kind = cli._Checkpointing()
+    assert kind.convert(value, None, None) == {"full": 1, "none": 0, "every-3": 3}[value]
+
+
+def test_a_mistake_of_ours_is_one_line_and_a_traceback_on_request(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError("boom\nand more")
+
+    monkeypatch.setattr(tune, "find", fail)
+    ran = main(*FIND)
+    assert ran.code == 1
+    assert ran.err.startswith("internal error: RuntimeError: boom and more. Please report")
+    assert len(ran.err.splitlines()) == 1
+    monkeypatch.setenv("AUTOTUNE_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="boom"):
+        cli.main(FIND)
+
+
+def test_a_reader_that_leaves_is_no_problem(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        ran = subprocess.run(
+            [sys.executable, "-m", "autotune", "models"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            timeout=60,
+            check=False,
+        )
+    assert ran.stderr == ""

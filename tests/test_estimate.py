@@ -1,0 +1,318 @@
+"""Prices of a small model's configurations: bounds, sums, monotonicity, what is not known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import tiny_model
+
+from autotune import estimate as estimate_module
+from autotune.allocator import lower_bound, replay
+from autotune.config import TrainConfig
+from autotune.errors import ConfigError, HardwareError, WorkerError
+from autotune.estimate import Estimator, trace_all
+from autotune.gpus import catalogue, find_gpu
+from autotune.results import TraceSpec
+from autotune.traces import Trace
+
+GB = 10**9
+ROOMY = 100 * GB
+
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=2,
+    gradient_accumulation_steps=4,
+    sequence_length=tiny_model.SEQUENCE_LENGTH,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+MIXED = dataclasses.replace(FULL, precision="bf16-mixed")
+LORA = dataclasses.replace(
+    FULL, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
+)
+QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
+PAGED = dataclasses.replace(MIXED, optimizer="paged_adamw_32bit")
+
+
+@pytest.fixture(scope="module")
+def traces() -> Mapping[TraceSpec, Trace]:
+    return tiny_model.traces()
+
+
+@pytest.fixture(scope="module")
+def roomy(traces: Mapping[TraceSpec, Trace]) -> Estimator:
+    return Estimator(traces, tiny_model.gpu(), memory_budget_bytes=ROOMY)
+
+
+def split(config: TrainConfig, micro_batch_size: int, accumulation: int) -> TrainConfig:
+    return dataclasses.replace(
+        config,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=accumulation,
+    )
+
+
+@pytest.mark.parametrize("budget_bytes", [1 * GB, 2 * GB, ROOMY])
+def test_no_configuration_peaks_below_its_floor(roomy: Estimator, budget_bytes: int) -> None:
+    estimator = roomy.with_budget(budget_bytes)
+    for config in tiny_model.configs():
+        floor = estimator.floor_bytes(config)
+        peak = estimator.estimate(config).peak_device_bytes
+        # Near enough to be of use, too: allocator's rounding of a small model and no more.
+        assert floor <= peak <= 1.25 * floor + 1.2 * GB, config
+
+
+@pytest.mark.parametrize("budget_bytes", [1 * GB, 2 * GB, ROOMY])
+def test_no_configuration_is_faster_than_it_was_ranked(roomy: Estimator, budget_bytes: int) -> None:
+    estimator = roomy.with_budget(budget_bytes)
+    for config in tiny_model.configs():
+        ranked, exact = estimator.tokens_per_second(config), estimator.estimate(config)
+        assert ranked is not None
+        assert exact.tokens_per_second is not None
+        assert exact.tokens_per_second <= ranked * (1 + 1e-9), config
+        if "paged" not in config.optimizer:
+            assert exact.tokens_per_second == pytest.approx(ranked), config
+
+
+def test_the_breakdown_adds_up(roomy: Estimator) -> None:
+    for config in tiny_model.configs():
+        priced = roomy.estimate(config)
+        parts = dataclasses.asdict(priced.breakdown)
+        assert sum(parts.values()) == priced.peak_allocated_bytes, config
+        assert min(parts.values()) >= 0, config
+        assert priced.peak_allocated_bytes <= priced.peak_reserved_bytes
+        assert priced.peak_device_bytes == priced.peak_reserved_bytes + priced.nontorch_bytes
+
+
+def num_llama_parameters() -> int:
+    hidden, inner, vocabulary = 1024, 2816, 32_000
+    attention = 2 * hidden * hidden + 2 * hidden * (hidden // 2)
+    layer = attention + 3 * hidden * inner + 2 * hidden
+    return 2 * vocabulary * hidden + tiny_model.NUM_LAYERS * layer + hidden
+
+
+def num_lora_parameters(rank: int) -> int:
+    hidden, inner = 1024, 2816
+    attention = 2 * (hidden + hidden) + 2 * (hidden + hidden // 2)
+    return tiny_model.NUM_LAYERS * rank * (attention + 3 * (hidden + inner))
+
+
+def test_the_state_is_what_a_textbook_says(roomy: Estimator) -> None:
+    num_parameters = num_llama_parameters()
+    # RoPE's float32 frequencies: two buffers of half a head.
+    buffers_bytes = 2 * 4 * 32
+
+    full = roomy.estimate(FULL)
+    assert full.parameters.total == full.parameters.trainable == num_parameters
+    assert full.state.parameters_bytes == 2 * num_parameters + buffers_bytes
+    assert full.state.gradients_bytes == 2 * num_parameters
+    counts_bytes = 4 * (3 + 9 * tiny_model.NUM_LAYERS)  # a float32 step per tensor
+    assert full.state.optimizer_state_bytes == 4 * num_parameters + counts_bytes
+
+    mixed = roomy.estimate(MIXED)
+    assert mixed.state.gradients_bytes == 4 * num_parameters
+    assert mixed.state.optimizer_state_bytes == 8 * num_parameters + counts_bytes
+
+    lora = roomy.estimate(LORA)
+    num_trainable = num_lora_parameters(16)
+    assert lora.parameters.trainable == num_trainable
+    assert lora.parameters.total == num_parameters + num_trainable
+    assert lora.state.gradients_bytes == 4 * num_trainable  # PEFT keeps adapters in float32
+
+    qlora = roomy.estimate(QLORA)
+    assert qlora.parameters == lora.parameters
+    assert qlora.state.parameters_bytes < 0.7 * lora.state.parameters_bytes
+    double = roomy.estimate(dataclasses.replace(QLORA, quantization="nf4-double"))
+    assert double.state.parameters_bytes < qlora.state.parameters_bytes
+
+
+def test_a_replay_sees_what_the_estimate_says(
+    roomy: Estimator, traces: Mapping[TraceSpec, Trace]
+) -> None:
+    """Without an optimizer's memory, the estimate is the replay of two written-out steps."""
+    config = dataclasses.replace(LORA, micro_batch_size=4, gradient_accumulation_steps=2)
+    trace = traces[TraceSpec.of(config)]
+    zero_grad = [~gradient for gradient in trace.gradients]
+    events = [*trace.setup, *trace.first, *trace.next, *zero_grad]
+    events += [*trace.again, *trace.next, *zero_grad]
+    sizes = trace.sizes(4, 16)
+    bare = replay(sizes, events)
+    priced = roomy.estimate(config)
+
+    floor = roomy.floor_bytes(config) - roomy.estimate(config).nontorch_bytes
+    state = priced.state.optimizer_state_bytes
+    assert lower_bound(sizes, events) <= floor <= lower_bound(sizes, events) + 1.1 * state
+    # The peak lies in a micro-step, where the optimizer's state is all that it adds.
+    added = priced.peak_allocated_bytes - bare.peak_allocated_bytes
+    assert added == pytest.approx(state, rel=0.1)
+    assert bare.peak_reserved_bytes < priced.peak_reserved_bytes
+
+
+def test_accumulation_keeps_gradients_through_the_next_micro_step(roomy: Estimator) -> None:
+    once, twice, often = (roomy.estimate(split(FULL, 4, n)) for n in (1, 2, 8))
+    added = twice.peak_allocated_bytes - once.peak_allocated_bytes
+    assert 0 < added <= 1.05 * once.state.gradients_bytes
+    assert often.peak_reserved_bytes == twice.peak_reserved_bytes
+    assert often.optimizer_step_seconds == once.optimizer_step_seconds
+
+    assert once.step_seconds is not None
+    assert twice.step_seconds is not None
+    assert once.micro_step_seconds is not None
+    assert once.optimizer_step_seconds is not None
+    two_apart = 2 * once.micro_step_seconds + once.optimizer_step_seconds
+    # Adding gradients to gradients costs one pass over them, and no more.
+    bandwidth = tiny_model.gpu().memory_bandwidth_bytes_per_second
+    assert bandwidth is not None
+    addition_seconds = 3 * once.state.gradients_bytes / bandwidth
+    assert two_apart < twice.step_seconds < two_apart + 3 * addition_seconds
+
+
+def test_a_paged_optimizer_lives_outside_the_allocator(roomy: Estimator) -> None:
+    on_device = dataclasses.replace(PAGED, optimizer="adamw_torch_fused")
+    paged, plain = roomy.estimate(PAGED), roomy.estimate(on_device)
+    managed = paged.state.optimizer_state_managed_bytes
+    assert managed == pytest.approx(8 * num_llama_parameters(), rel=0.01)
+    assert paged.state.optimizer_state_bytes >= managed
+    assert plain.state.optimizer_state_managed_bytes == 0
+    assert paged.nontorch_bytes == plain.nontorch_bytes + managed
+    assert paged.peak_reserved_bytes < plain.peak_reserved_bytes - 0.9 * managed
+
+
+def test_what_does_not_fit_is_paged_out_and_paid_for(roomy: Estimator) -> None:
+    free = roomy.estimate(PAGED)
+    budget = free.peak_device_bytes - 500_000_000
+    tight = roomy.with_budget(budget).estimate(PAGED)
+    assert tight.peak_device_bytes == budget
+    assert free.optimizer_step_seconds is not None
+    assert tight.optimizer_step_seconds is not None
+    pcie = tiny_model.gpu().pcie_bandwidth_bytes_per_second
+    assert pcie is not None
+    extra = tight.optimizer_step_seconds - free.optimizer_step_seconds
+    assert 2 * 500_000_000 / pcie <= extra <= 2 * 2 * 500_000_000 / pcie
+    assert tight.micro_step_seconds == free.micro_step_seconds
+    # What torch itself holds does not page.
+    hopeless = roomy.with_budget(1000).estimate(PAGED)
+    assert hopeless.peak_device_bytes > free.peak_reserved_bytes
+
+
+def test_more_memory_is_never_slower(roomy: Estimator) -> None:
+    paged = [config for config in tiny_model.configs() if "paged" in config.optimizer]
+    assert paged
+    for config in paged:
+        speeds = [
+            roomy.with_budget(budget).estimate(config).tokens_per_second or 0.0
+            for budget in (1 * GB, 2 * GB, 3 * GB, 6 * GB, ROOMY)
+        ]
+        assert speeds == sorted(speeds), config
+
+
+@pytest.mark.parametrize("config", [FULL, MIXED, LORA, QLORA], ids=lambda c: c.precision)
+@pytest.mark.parametrize("interval", [0, 1])
+def test_a_larger_micro_batch_takes_more_memory_and_less_time_per_token(
+    roomy: Estimator, config: TrainConfig, interval: int
+) -> None:
+    base = dataclasses.replace(config, activation_checkpointing=interval)
+    priced = [roomy.estimate(split(base, size, 8 // size)) for size in (1, 2, 4, 8)]
+    peaks = [e.peak_allocated_bytes for e in priced]
+    assert peaks == sorted(set(peaks))
+    micro_steps = [e.micro_step_seconds or 0.0 for e in priced]
+    assert micro_steps == sorted(micro_steps)
+    speeds = [e.tokens_per_second or 0.0 for e in priced]
+    assert speeds == sorted(speeds)
+    assert all(e.flops_per_step >= e.model_flops_per_step > 0 for e in priced)
+
+
+def test_checkpointing_trades_time_for_memory(roomy: Estimator) -> None:
+    kept = roomy.estimate(split(FULL, 8, 1))
+    recomputed = roomy.estimate(dataclasses.replace(split(FULL, 8, 1), activation_checkpointing=1))
+    assert recomputed.peak_allocated_bytes < kept.peak_allocated_bytes
+    assert recomputed.step_seconds is not None
+    assert kept.step_seconds is not None
+    assert recomputed.step_seconds > 1.1 * kept.step_seconds
+    # The model's arithmetic is the same; a second forward pass is a third more of the layers'.
+    assert recomputed.model_flops_per_step == kept.model_flops_per_step
+    assert 1.1 < recomputed.flops_per_step / kept.flops_per_step < 4 / 3
+    assert recomputed.mfu is not None
+    assert kept.mfu is not None
+    assert recomputed.mfu < kept.mfu < 1
+
+
+def test_flops_are_six_per_parameter_and_token(roomy: Estimator) -> None:
+    priced = roomy.estimate(FULL)
+    num_matmul_parameters = num_llama_parameters() - 32_000 * 1024  # the embedding is a lookup
+    weights = 6 * num_matmul_parameters * FULL.tokens_per_step
+    attention = 6 * tiny_model.NUM_LAYERS * 1024 * FULL.sequence_length * FULL.tokens_per_step
+    assert weights < priced.model_flops_per_step < weights + 1.3 * attention
+
+
+def test_an_unknown_card_has_memory_but_no_speed(traces: Mapping[TraceSpec, Trace]) -> None:
+    unknown = dataclasses.replace(
+        tiny_model.gpu(), peak_flop_per_second={}, memory_bandwidth_bytes_per_second=None
+    )
+    estimator = Estimator(traces, unknown, memory_budget_bytes=ROOMY)
+    assert estimator.seconds(FULL) is None
+    assert estimator.tokens_per_second(FULL) is None
+    priced = estimator.estimate(FULL)
+    assert priced.peak_device_bytes > 0
+    assert priced.step_seconds is priced.tokens_per_second is priced.mfu is priced.bound is None
+
+
+def test_the_json_compares_with_the_budget(roomy: Estimator) -> None:
+    priced = roomy.estimate(FULL)
+    exactly: dict[str, Any] = priced.to_dict(priced.peak_device_bytes)
+    assert exactly["fits"] is True
+    assert exactly["headroom_bytes"] == 0
+    assert exactly["breakdown"]["parameters_bytes"] > 0
+    assert priced.to_dict(priced.peak_device_bytes - 1)["fits"] is False
+
+
+def test_supports_only_what_was_traced(roomy: Estimator) -> None:
+    assert roomy.supports(FULL)
+    assert not roomy.supports(dataclasses.replace(FULL, attention="eager"))
+
+
+class Worker:
+    """Stands in for the worker processes: answers each job as told."""
+
+    def __init__(self, answer: Any, how: str = "ok") -> None:
+        self.answer = answer
+        self.how = how
+        self.requests: list[Any] = []
+
+    def __call__(self, verb: str, requests: Any, *, on_answer: Any, **_: Any) -> Any:
+        self.requests += requests
+        for request in requests:
+            for job in request["traces"]:
+                on_answer({"id": job["id"], **self.answer})
+        return tuple(self for _ in requests)
+
+    def to_error(self, verb: str) -> WorkerError:
+        return WorkerError(f"The {verb} process {self.how}")
+
+
+def test_a_card_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker({"unsupported": "asked although the card has no CUDA"})
+    monkeypatch.setattr(estimate_module, "run_many", worker)
+    amd = next(gpu for gpu in catalogue() if gpu.vendor == "amd")
+    with pytest.raises(HardwareError, match=r"no CUDA card"):
+        trace_all(tiny_model.MODEL, "causal-lm", 512, amd, {TraceSpec.of(FULL)})
+    assert not worker.requests
+
+
+def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(estimate_module, "run_many", Worker({"unsupported": "has no layers"}))
+    with pytest.raises(ConfigError, match="tiny-llama cannot be traced") as caught:
+        trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)})
+    assert "has no layers" in str(caught.value)
+
+
+def test_a_worker_that_times_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker({"unsupported": "late"}, how="timeout")
+    monkeypatch.setattr(estimate_module, "run_many", worker)
+    with pytest.raises(WorkerError, match="timeout"):
+        trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)})

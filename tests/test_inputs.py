@@ -1,0 +1,162 @@
+"""inputs.py, and what models.py says of task and length: pieces that must go together."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import answers
+import pytest
+
+from autotune import inputs
+from autotune.errors import ConfigError, HardwareError
+from autotune.gpus import Gpu, find_gpu
+from autotune.models import ModelSource, resolve
+from autotune.units import GIB
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
+    """The cards of this machine: none, unless a test adds some."""
+    cards: list[Gpu] = []
+    monkeypatch.setattr("autotune.gpus.detect", lambda: cards)
+    return cards
+
+
+def test_a_named_card_lends_its_whole_memory(here: list[Gpu]) -> None:
+    here.append(find_gpu("t4"))
+    card, reason, budget_bytes = inputs.choose_card("rtx-4070", None)
+    assert (card.name, reason) == ("NVIDIA RTX 4070", "named")
+    assert budget_bytes == card.capacity_bytes
+
+
+def test_a_size_is_taken_to_the_byte(here: list[Gpu]) -> None:
+    assert inputs.choose_card("rtx-4090", "12GB")[2] == 12_000_000_000
+    assert inputs.choose_card("rtx-4090", "11.5GiB")[2] == 11.5 * GIB
+
+
+def test_more_than_the_named_card_has_is_refused(here: list[Gpu]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"24GB \(22\.35 GiB\) is more than the NVIDIA RTX 4070"
+    ) as e:
+        inputs.choose_card("rtx-4070", "24GB")
+    assert "11.49 GiB" in e.value.why
+
+
+def test_a_card_that_is_here_is_taken(here: list[Gpu]) -> None:
+    small, large = find_gpu("t4"), find_gpu("a100-sxm4-80gb")
+    here += [small, large]
+    assert inputs.choose_card(None, None) == (small, "found here", small.capacity_bytes)
+    assert inputs.choose_card(None, "40GB") == (large, "found here", 40_000_000_000)
+
+
+def test_without_a_card_one_is_planned_for(here: list[Gpu]) -> None:
+    card, reason, budget_bytes = inputs.choose_card(None, "12GB")
+    assert card.name == "NVIDIA RTX 4070"
+    assert "no CUDA GPU is here" in reason
+    assert budget_bytes == 12_000_000_000
+    here.append(find_gpu("t4"))
+    assert "the GPU here has less" in inputs.choose_card(None, "40GB")[1]
+
+
+def test_without_card_and_size_there_is_no_budget(here: list[Gpu]) -> None:
+    with pytest.raises(ConfigError, match="no memory budget"):
+        inputs.choose_card(None, None)
+
+
+def test_a_card_without_cuda_is_refused() -> None:
+    with pytest.raises(HardwareError, match="does not run CUDA"):
+        inputs.choose_card("mi300x", None)
+
+
+def test_the_base_fills_in_what_was_left_out() -> None:
+    assert inputs.agreed("--seq-len", 1024, 512, is_given=False) == 512
+    assert inputs.agreed("--seq-len", 512, 512, is_given=True) == 512
+    with pytest.raises(ConfigError, match="--seq-len is 1024, and the base has 512"):
+        inputs.agreed("--seq-len", 1024, 512, is_given=True)
+
+
+def source(**config: Any) -> ModelSource:
+    return ModelSource(
+        name="m", config=config, origin="file", path=Path("m"), requires_remote_code=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"model_type": "bert", "max_position_embeddings": 512}, 512),
+        ({"model_type": "roberta", "max_position_embeddings": 514}, 512),
+        ({"model_type": "gpt2", "n_positions": 1024}, 1024),
+        ({"model_type": "llama", "max_position_embeddings": 2048}, None),
+        ({"model_type": "t5", "n_positions": 512}, None),
+        ({"model_type": "bert"}, None),
+        ({"model_type": "bert", "max_position_embeddings": "many"}, None),
+    ],
+)
+def test_learned_positions_end_somewhere(config: dict[str, Any], limit: int | None) -> None:
+    model = source(**config)
+    assert model.max_sequence_length == limit
+    assert inputs.possible_length(model, 100_000, is_given=False) == (limit or 100_000)
+    if limit is not None:
+        assert inputs.possible_length(model, limit, is_given=True) == limit
+        with pytest.raises(ConfigError, match="too long"):
+            inputs.possible_length(model, limit + 1, is_given=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "causal-lm"),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "causal-lm"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "masked-lm"),
+        ({"model_type": "bert", "architectures": ["BertForPreTraining"]}, "masked-lm"),
+        ({"model_type": "roberta"}, "masked-lm"),
+        (
+            {"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
+            "sequence-classification",
+        ),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "seq2seq-lm"),
+        ({"model_type": "marian", "is_encoder_decoder": True}, "seq2seq-lm"),
+        (
+            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
+            "causal-lm",
+        ),
+        ({"model_type": "llama", "architectures": []}, "causal-lm"),
+        ({"model_type": "llama", "architectures": "LlamaForCausalLM"}, "causal-lm"),
+    ],
+)
+def test_the_task_follows_from_the_architecture(config: dict[str, Any], task: str) -> None:
+    assert source(**config).task == task
+
+
+def test_endless_layers_are_a_slip(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama", "num_hidden_layers": 10000000}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="10,000,000 layers"):
+        resolve(str(path))
+
+
+@pytest.mark.parametrize("text", ["all-linear", "attention", "q_proj, v_proj", "query_key_value"])
+def test_targets_are_names(text: str) -> None:
+    assert inputs.lora_targets(text) == text.replace(" ", "")
+
+
+@pytest.mark.parametrize("text", ["", "q_proj,,v_proj", "a;b", "q proj", "x" * 200, "all-linear,q"])
+def test_other_targets_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--targets"):
+        inputs.lora_targets(text)
+
+
+def test_every_broken_rule_is_told_with_its_reason() -> None:
+    config = dataclasses.replace(answers.CONFIG, quantization="nf4", activation_checkpointing=30)
+    model = source(model_type="llama", num_hidden_layers=28)
+    with pytest.raises(ConfigError, match="This configuration cannot work") as error:
+        inputs.check_rules(
+            config, answers.WORKLOAD, find_gpu("t4"), model, what="This configuration"
+        )
+    for name in ("quantization-needs-qlora", "checkpoint-interval-within-layers", "bf16-needs-"):
+        assert name in error.value.why
+    fine = dataclasses.replace(answers.CONFIG, activation_checkpointing=28)
+    inputs.check_rules(fine, answers.WORKLOAD, find_gpu("rtx-4070"), model, what="This one")

@@ -1,0 +1,315 @@
+"""report/: the figures of a record reach the screen, whoever named the model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import pty
+import re
+from pathlib import Path
+
+import answers
+import pytest
+
+from autotune.gpus import find_gpu
+from autotune.report import progress, terminal, words
+from autotune.report.explain import explain
+from autotune.results import StateBytes, Summary
+from autotune.units import GIB
+
+
+def drawn(summary: Summary) -> str:
+    file = io.StringIO()
+    terminal.draw_summary(summary, file)
+    return file.getvalue()
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_answer_says_everything_on_one_screen() -> None:
+    text = drawn(answers.summary())
+    assert len(text.splitlines()) <= 24
+    shown = one_line(text)
+    for part in (
+        "Qwen/Qwen2.5-1.5B, 1.50 B parameters. PREDICTED, not measured.",
+        "NVIDIA RTX 4070, named",
+        "12 GB = 11.18 GiB",
+        "default 18,432 > valid 11,204 > fit 3,871, in 4.20 s",
+        "full fine-tune, bf16-true, adamw_bnb_8bit, micro-batch 4 x 8, checkpoint every 2nd layer",
+        # 32 x 1024 tokens in 8 s; the base takes 16 s for a quarter of the samples.
+        "4,096 tokens/s; 8.00 x the 512 of the Trainer's defaults (full, bf16-true, "
+        "adamw_torch_fused, micro-batch 1)",
+        "8.00 s at 32 x 1,024 tokens, bound by compute (44 % of the card's peak)",
+        "10.0 of 11.2 GiB weights 3.0 | gradients 2.0 | optimizer 1.0 | activations 1.7 | logits 0.2",
+        "| cached 0.5 | CUDA 1.5",
+        "Memory binds. With 2 GB more: no checkpointing, +14 %.",
+        "With no checkpointing: does not fit, by 1.82 GiB.",
+        "With adamw_torch_fused: -80 %.",
+        "within 2 %, so no worse: eager attention",
+        "numerics the answer",
+        "trains 3.2 % of the weights",
+    ):
+        assert part in shown
+
+
+def test_the_base_that_never_fits_is_said() -> None:
+    shown = one_line(drawn(answers.summary(baseline=None)))
+    assert "defaults (full, bf16-true, adamw_torch_fused) fit at no micro-batch" in shown
+
+
+def test_an_answer_that_is_the_base_claims_no_gain() -> None:
+    shown = one_line(drawn(answers.summary(baseline=answers.estimate())))
+    assert "4,096 tokens/s; the Trainer's defaults, at the largest micro-batch that fits" in shown
+
+
+def test_a_base_of_the_user_is_called_so() -> None:
+    file = io.StringIO()
+    terminal.draw_summary(answers.summary(), file, base_name="your base's settings")
+    assert "of your base's settings (full" in one_line(file.getvalue())
+    assert "Trainer" not in file.getvalue()
+
+
+def test_where_memory_does_not_bind_the_bound_is_said() -> None:
+    shown = one_line(drawn(answers.summary(more_memory=None)))
+    assert "Compute binds, memory does not: 2 GB more would make nothing faster." in shown
+    assert "Memory binds" not in shown
+
+
+def test_a_widened_answer_and_empty_classes_are_said() -> None:
+    recipe = answers.estimate(answers.ADAPTER)
+    shown = one_line(
+        drawn(
+            answers.summary(
+                best=recipe,
+                best_class="recipe",
+                widened=True,
+                best_by_class={"recipe": recipe},
+                tied=(),
+                changes=(),
+            )
+        )
+    )
+    assert "Nothing of a lower class fits" in shown
+    assert "exact none fits numerics none fits recipe the answer" in shown
+    # The adapter's own parameters are not the model's.
+    assert "1.50 B parameters" in shown
+
+
+def test_unsupported_points_are_counted() -> None:
+    counts = dataclasses.replace(answers.summary().counts, unsupported=204)
+    assert "valid 11,204 > traceable 11,000 >" in drawn(answers.summary(counts=counts))
+
+
+def test_paged_state_is_named() -> None:
+    state = StateBytes(
+        parameters_bytes=3 * GIB,
+        gradients_bytes=3 * GIB,
+        optimizer_state_bytes=4 * GIB,
+        optimizer_state_managed_bytes=4 * GIB,
+    )
+    shown = one_line(drawn(answers.summary(best=answers.estimate(state=state))))
+    assert "4.00 GiB of optimizer state is paged" in shown
+    assert "paged state, CUDA 1.5" in shown
+
+
+HOSTILE = "evil\n\x1b[31m[red]x[/red]\u202e\r" + "y" * 300
+
+
+def test_a_hostile_name_is_escaped_and_cut() -> None:
+    workload = dataclasses.replace(answers.WORKLOAD, model=HOSTILE)
+    first = drawn(answers.summary(workload=workload)).split(", 1.50 B")[0]
+    assert first.replace("\n", "").startswith("evil\\n\\x1b[31m[red]x[/red]\\u202e\\ryyy")
+    assert "\x1b" not in first
+    assert "\u202e" not in first
+    assert len(first) < 200
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_lines_keep_to_the_width(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = drawn(answers.summary())
+    assert max(len(line) for line in text.splitlines()) <= columns
+    assert "4,096 tokens/s" in text
+
+
+def test_a_command_stays_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    file = io.StringIO()
+    files = [Path("studies") / "a folder of a rather long name" / "train.py"]
+    terminal.draw_outcome(files, "name in sqlite:///x.db", file)
+    command = "python 'studies/a folder of a rather long name/train.py' --dataset FILE.jsonl"
+    assert any(line.endswith(command) for line in file.getvalue().splitlines())
+    assert "name in sqlite:///x.db" in one_line(file.getvalue())
+
+
+def test_nothing_written_promises_nothing() -> None:
+    file = io.StringIO()
+    terminal.draw_outcome([], "", file)
+    assert "written" not in file.getvalue()
+    assert "next" not in file.getvalue()
+    assert "not modelled" in file.getvalue()
+
+
+def everything_from(reader: int) -> str:
+    """What was written to the other end of a pseudo-terminal that is closed now."""
+    seen = b""
+    with contextlib.suppress(OSError):  # Linux: EIO when nothing is left
+        while part := os.read(reader, 65536):
+            seen += part
+    os.close(reader)
+    return seen.decode()
+
+
+@pytest.mark.parametrize("no_colour", [False, True])
+def test_colours_are_for_terminals_without_no_color(
+    monkeypatch: pytest.MonkeyPatch, no_colour: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w", encoding="utf-8") as file:
+        terminal.draw_estimate(
+            answers.estimate(),
+            model="m",
+            gpu_reason="named",
+            budget_bytes=answers.BUDGET_BYTES,
+            file=file,
+        )
+    seen = everything_from(reader)
+    assert "to spare" in seen
+    # 3x is a foreground colour: the verdict's green, the warning's yellow.
+    assert bool(re.search(r"\x1b\[[0-9;]*3[23]m", seen)) is not no_colour
+
+
+def test_an_estimate_that_does_not_fit_says_by_how_much() -> None:
+    file = io.StringIO()
+    terminal.draw_estimate(
+        answers.estimate(device_gib=13.0),
+        model="m",
+        gpu_reason="named",
+        budget_bytes=answers.BUDGET_BYTES,
+        file=file,
+    )
+    shown = one_line(file.getvalue())
+    assert "does not fit, by 1.82 GiB" in shown
+    assert "allocated 11.00 GiB, reserved 11.50 GiB, on the device 13.00 GiB" in shown
+    assert "1,500,000,000 of 1,500,000,000 parameters" in shown
+    assert "PREDICTED" in shown
+
+
+def test_an_unknown_speed_is_unknown() -> None:
+    file = io.StringIO()
+    terminal.draw_estimate(
+        answers.estimate(step_seconds=None),
+        model="m",
+        gpu_reason="named",
+        budget_bytes=answers.BUDGET_BYTES,
+        file=file,
+    )
+    assert "unknown: the card's rates are not known" in file.getvalue()
+    assert "to spare" in file.getvalue()
+
+
+def test_the_textbook_sum_of_full_fine_tuning() -> None:
+    lines = {line.name: line for line in explain(answers.estimate(answers.BASE))}
+    # 1.5 B parameters in 16 bits: P x 2, P x 2, and two moments of P x 2.
+    assert lines["weights"].textbook_bytes == 3_000_000_000
+    assert lines["gradients"].textbook_bytes == 3_000_000_000
+    assert lines["optimizer"].textbook_bytes == 6_000_000_000
+    assert lines["total"].textbook_bytes == 12_000_000_000
+    assert lines["total"].peak_bytes == 10 * GIB
+    assert lines["activations"].textbook_bytes is None
+    assert lines["optimizer"].formula == "2 x 1.50 B x 2 bytes"
+
+
+def test_the_textbook_sum_of_an_adapter_on_4_bits() -> None:
+    config = dataclasses.replace(
+        answers.ADAPTER, method="qlora", quantization="nf4", optimizer="lion_8bit"
+    )
+    lines = {line.name: line for line in explain(answers.estimate(config))}
+    # 1.5 B frozen in half a byte, 50 M trained in 2 bytes, one moment.
+    assert lines["weights"].textbook_bytes == 750_000_000 + 100_000_000
+    assert lines["gradients"].textbook_bytes == 100_000_000
+    assert lines["optimizer"].textbook_bytes == 100_000_000
+    assert "8-bit" in lines["optimizer"].why
+    assert "not quantised" in lines["weights"].why
+
+
+def test_the_explanation_is_drawn_with_every_line() -> None:
+    file = io.StringIO()
+    lines = explain(answers.estimate())
+    terminal.draw_explanation(lines, file)
+    for line in lines:
+        assert f"{line.peak_bytes / GIB:.3f}" in file.getvalue()
+        assert line.name in file.getvalue()
+
+
+def test_cards_with_unknown_figures_say_so() -> None:
+    file = io.StringIO()
+    card = dataclasses.replace(
+        find_gpu("rtx-4070"), memory_bandwidth_bytes_per_second=None, peak_flop_per_second={}
+    )
+    terminal.draw_gpus([], [card, find_gpu("mi300x")], file)
+    first, _, row, amd = file.getvalue().splitlines()
+    assert first == "Here: no CUDA GPU"
+    assert row.split().count("unknown") == 2
+    assert amd.split()[-1] == "no"
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (12 * 10**9, "12 GB = 11.18 GiB"),
+        (24 * GIB, "24.00 GiB"),
+        (11_500_000_000, "10.71 GiB"),
+    ],
+)
+def test_sizes_as_typed(size_bytes: int, text: str) -> None:
+    assert words.exact_size(size_bytes) == text
+
+
+def test_a_difference_names_what_changed_only() -> None:
+    other = dataclasses.replace(
+        answers.CONFIG, micro_batch_size=2, gradient_accumulation_steps=16, precision="bf16-mixed"
+    )
+    assert words.difference(other, answers.CONFIG) == "micro-batch 2 x 16, bf16-mixed"
+    assert words.difference(answers.ADAPTER, answers.CONFIG).startswith("LoRA r=64 on all-linear")
+
+
+def test_progress_is_lines_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.progress_on_stderr(quiet=False) as tell:
+        tell("space", 6000, 14_040)
+        for done in range(1, 51):
+            tell("trace", done, 50)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "6,000 of 14,040 points of the space are valid",
+        "20 of 50 training steps traced",
+        "40 of 50 training steps traced",
+        "50 of 50 training steps traced",
+    ]
+    with progress.progress_on_stderr(quiet=True) as tell:
+        tell("space", 1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_is_a_bar_that_goes_away_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    with progress.progress_on_stderr(quiet=True) as tell:
+        tell("trace", 7, 50)
+        tell("priced", 3, 4)
+    assert "3 of 4 may fit" in screen.getvalue()
+    assert screen.getvalue().endswith("\x1b[2K")

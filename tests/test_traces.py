@@ -1,0 +1,355 @@
+"""Hand-written answers of a worker: three layers, and what must become of five."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune.optimizer_steps import TensorSpec
+from autotune.traces import BrokenTrace, Sums, Terms, Trace, evaluate
+
+WEIGHT, EMBEDDING = [1000, 0, 0], [9000, 0, 0]
+HIDDEN, SCRATCH, LOGITS, TOKENS = [16, 1, 0], [24, 1, 0], [700, 1, 0], [8, 1, 0]
+WORKSPACE = [50_000, 0, 0]
+
+
+class Answer:
+    """Builds a worker's answer; tensors have names here."""
+
+    def __init__(self, *, full: int, traced: int = 3, period: int = 1) -> None:
+        self.layers = {"traced": traced, "full": full, "period": period}
+        self.blocks: list[dict[str, Any]] = []
+        self.tensors: list[dict[str, Any]] = []
+        self.parameters: dict[str, Any] = {}
+        self.number: dict[str, int] = {}
+
+    def block(self, phase: str, layer: int = -1) -> Answer:
+        empty: dict[str, Any] = {"events": [], "accumulate": [], "kernels": []}
+        self.blocks.append({"phase": phase, "layer": layer, **empty})
+        return self
+
+    def alloc(self, name: str, size: list[int], **facts: Any) -> Answer:
+        self.number[name] = len(self.tensors)
+        self.tensors.append({"size": size, **facts})
+        self.blocks[-1]["events"].append(self.number[name])
+        return self
+
+    def free(self, *names: str) -> Answer:
+        self.blocks[-1]["events"] += [~self.number[name] for name in names]
+        return self
+
+    def weight(self, name: str, size: list[int]) -> Answer:
+        facts = {"dtype": "bfloat16", "trainable": True, "group": 0, "embedding": size == EMBEDDING}
+        return self.alloc(name, size, category="parameter", shape=[size], **facts)
+
+    def gradient(self, name: str, size: list[int]) -> Answer:
+        """Made and at once handed over, as autograd does."""
+        self.alloc(name, size, category="gradient")
+        position = len(self.blocks[-1]["events"])
+        self.blocks[-1]["accumulate"].append([position, self.number[name]])
+        return self
+
+    def kernel(self, name: str, flops: list[int], count: int = 1) -> Answer:
+        moved = [[4, 1, 0], [2, 0, 0]]
+        self.blocks[-1]["kernels"].append([name, "bfloat16", flops, moved, False, count])
+        return self
+
+    def trace(self) -> Trace:
+        return Trace(
+            {
+                "layers": self.layers,
+                "tensors": self.tensors,
+                "blocks": self.blocks,
+                "parameters": self.parameters,
+            }
+        )
+
+
+def step(*, full: int, traced: int = 3, odd_first_layer: bool = False) -> Answer:
+    """A step of a model whose layers each keep their output for the backward pass."""
+    a = Answer(full=full, traced=traced)
+    a.block("weights").weight("embedding", EMBEDDING)
+    for n in range(traced):
+        a.block("weights", n).weight(f"w{n}", WEIGHT)
+    a.block("batch").alloc("tokens", TOKENS)
+    a.block("embed").alloc("out-1", HIDDEN)
+    for n in range(traced):
+        a.block("forward", n)
+        if n == 0:
+            a.alloc("workspace", WORKSPACE, category="workspace")
+        if n == 0 and odd_first_layer:
+            a.alloc("odd", SCRATCH).free("odd")
+        a.alloc(f"scratch{n}", SCRATCH).alloc(f"out{n}", HIDDEN).free(f"scratch{n}")
+        a.kernel("mm", [10, 1, 0]).kernel("add", [0, 0, 0], 2)
+    a.block("head").alloc("logits", LOGITS, category="logits").kernel("mm", [70, 1, 0])
+    a.block("head_backward").free("logits").alloc(f"d{traced}", HIDDEN)
+    for n in reversed(range(traced)):
+        a.block("backward", n).gradient(f"g{n}", WEIGHT).alloc(f"d{n}", HIDDEN)
+        a.free(f"d{n + 1}", f"out{n - 1}")
+        a.kernel("mm", [20, 1, 0])
+    a.block("embed_backward").gradient("g-embedding", EMBEDDING).free("d0")
+    # The last output has no next layer to free it.
+    a.block("end").free("tokens", f"out{traced - 1}")
+    return a
+
+
+def seen(trace: Trace, events: list[int], micro_batch: int = 2) -> list[int]:
+    """Events as signed sizes."""
+    sizes = trace.sizes(micro_batch, 1)
+    return [sizes[e] if e >= 0 else -sizes[~e] for e in events]
+
+
+# At micro-batch 2: hidden 32, scratch 48, logits 1400, tokens 16.
+FORWARD = [16, 32, 50_000, 48, 32, -48] + 4 * [48, 32, -48] + [1400]
+BACKWARD = [-1400, 32, *5 * [1000, 32, -32, -32], 9000, -32, -16, -32]
+ADDING = [-1400, 32, *5 * [1000, -1000, 32, -32, -32], 9000, -9000, -32, -16, -32]
+
+
+@pytest.mark.parametrize("odd_first_layer", [False, True])
+def test_the_middle_layer_repeats(odd_first_layer: bool) -> None:
+    """An odd first layer numbers its tensors in another way; its neighbour's copies must not."""
+    trace = step(full=5, odd_first_layer=odd_first_layer).trace()
+    forward = list(FORWARD)
+    if odd_first_layer:
+        forward[3:3] = [48, -48]
+    assert seen(trace, trace.setup) == [9000, *5 * [1000]]
+    assert seen(trace, trace.first) == forward + BACKWARD
+    assert seen(trace, trace.again) == [size for size in forward if size != 50_000] + BACKWARD
+    assert seen(trace, trace.next) == [size for size in forward if size != 50_000] + ADDING
+
+
+def test_each_copy_frees_its_own_neighbours_tensor() -> None:
+    """The outputs die in the order opposite to their birth: 4, 3, 2, 1 ..., not all the same."""
+    trace = step(full=6, odd_first_layer=True).trace()
+    outputs = [n for n, c in enumerate(trace.categories) if c == "activation"]
+    outputs = [n for n in outputs if trace.sizes(2, 1)[n] == 32]
+    assert len(outputs) == 7
+    deaths = [~event for event in trace.first if event < 0 and ~event in outputs]
+    # The last layer's goes at the end, after all the others.
+    assert deaths == [*reversed(outputs[:-1]), outputs[-1]]
+
+
+def test_every_number_of_layers_equals_the_whole_trace() -> None:
+    for full in range(3, 9):
+        few, whole = step(full=full).trace(), step(full=full, traced=full).trace()
+        for events in ("setup", "first", "again", "next"):
+            mine, theirs = getattr(few, events), getattr(whole, events)
+            assert seen(few, mine) == seen(whole, theirs), (full, events)
+            assert [few.categories[max(e, ~e)] for e in mine] == [
+                whole.categories[max(e, ~e)] for e in theirs
+            ]
+
+
+def test_categories() -> None:
+    trace = step(full=5).trace()
+    sizes = trace.sizes(2, 1)
+    of_size = {
+        size: {trace.categories[n] for n, s in enumerate(sizes) if s == size} for size in sizes
+    }
+    assert of_size == {
+        9000: {"parameter", "gradient"},
+        1000: {"parameter", "gradient"},
+        16: {"activation"},
+        32: {"activation", "temporary"},  # outputs are kept for the backward pass, d's are not
+        48: {"temporary"},
+        1400: {"logits"},
+        50_000: {"workspace"},
+    }
+    assert len(trace.gradients) == 6
+    assert [sizes[n] for n in trace.gradients] == [*5 * [1000], 9000]
+    assert len(trace.workspaces) == 1
+
+
+def test_running_and_summed_bytes_are_rounded_to_blocks() -> None:
+    trace = step(full=5).trace()
+    assert trace.running_bytes("setup", 2, 1).tolist() == [9216 + 1024 * n for n in range(6)]
+    assert trace.bytes_of(trace.gradients, 2, 1) == 5 * 1024 + 9216
+    again = trace.running_bytes("again", 2, 1)
+    assert again[-1] == 5 * 1024 + 9216
+    # Tokens, embedded input and five outputs, one scratch or the logits (1400 -> 1536).
+    assert again[: len(FORWARD) - 1].max() == 512 + 512 + 5 * 512 + 1536
+    assert trace.running_bytes("next", 2, 1)[-1] == 0
+
+
+def test_set_up_leaves_parameters_and_temporaries_go() -> None:
+    """Quantising makes 16-bit copies that die again."""
+    a = step(full=5)
+    for block in a.blocks[1:4]:
+        copy = len(a.tensors)
+        a.tensors.append({"size": [2000, 0, 0]})
+        table = len(a.tensors)
+        a.tensors.append({"size": [300, 0, 0]})
+        block["events"] += [copy, table, ~copy]
+    trace = a.trace()
+    assert seen(trace, trace.setup) == [9000, *5 * [1000, 2000, 300, -2000]]
+    sizes = trace.sizes(1, 1)
+    assert {trace.categories[n] for n, s in enumerate(sizes) if s == 2000} == {"temporary"}
+    assert {trace.categories[n] for n, s in enumerate(sizes) if s == 300} == {"parameter"}
+
+
+def test_a_block_outside_the_layers_means_every_copy() -> None:
+    """Something that each layer keeps and one block frees: a cache of cast weights, say."""
+    a = step(full=5)
+    for n, block in enumerate(b for b in a.blocks if b["phase"] == "forward"):
+        a.tensors.append({"size": [4, 0, 0]})
+        a.number[f"cast{n}"] = len(a.tensors) - 1
+        block["events"].insert(0, len(a.tensors) - 1)
+    head = next(b for b in a.blocks if b["phase"] == "head")
+    head["events"] += [~a.number[f"cast{n}"] for n in range(3)]
+    trace = a.trace()
+    forward = seen(trace, trace.first)[: len(FORWARD) + 10]
+    assert forward.count(4) == 5
+    assert forward[-6:] == [1400, *5 * [-4]]
+    freed = [~e for e in trace.first if e < 0 and trace.sizes(1, 1)[~e] == 4]
+    assert len(set(freed)) == 5
+
+
+def test_a_period_of_two_alternates() -> None:
+    """Traced: A B A B A B, and C for the remainder of an odd number of layers."""
+    a = Answer(full=11, traced=7, period=2)
+    for n in range(7):
+        a.block("forward", n).alloc(f"t{n}", [100 + n, 0, 0]).kernel(f"k{n}", [1, 0, 0])
+    a.block("head")
+    for n in reversed(range(7)):
+        a.block("backward", n).free(f"t{n}")
+    trace = a.trace()
+    order = [100, 101, 102, 103, 102, 103, 102, 103, 104, 105, 106]
+    assert seen(trace, trace.first) == order + [-size for size in reversed(order)]
+    assert {k.name: k.count for k in trace.kernels} == {
+        "k0": 1,
+        "k1": 1,
+        "k2": 3,
+        "k3": 3,
+        "k4": 1,
+        "k5": 1,
+        "k6": 1,
+    }
+
+
+def test_equal_kernels_are_counted_together() -> None:
+    trace = step(full=5).trace()
+    counts = {(k.name, tuple(k.flops)): k.count for k in trace.kernels}
+    assert counts == {
+        ("mm", (10, 1, 0)): 5,
+        ("add", (0, 0, 0)): 10,
+        ("mm", (70, 1, 0)): 1,
+        ("mm", (20, 1, 0)): 5,
+    }
+    assert sorted(trace.flops.at(3, 1).tolist()) == [0, 30, 60, 210]
+    assert trace.moved.at(3, 1).tolist() == [14.0] * 4
+
+
+def test_set_up_kernels_are_no_part_of_a_step() -> None:
+    a = step(full=5)
+    a.blocks[1]["kernels"].append(["quantize", "bfloat16", [5, 0, 0], [], False, 1])
+    assert "quantize" not in {kernel.name for kernel in a.trace().kernels}
+
+
+def test_parameters_are_counted_over_all_layers() -> None:
+    a = step(full=5)
+    a.parameters = {
+        "-1": {"total": [[9000, 0, 0]], "trainable": []},
+        "0": {"total": [[1000, 0, 0], [7, 0, 1]], "trainable": [[7, 0, 1]]},
+        "1": {"total": [[1000, 0, 0], [7, 0, 1]], "trainable": [[7, 0, 1]]},
+        "2": {"total": [[1000, 0, 0], [7, 0, 1]], "trainable": [[7, 0, 1]]},
+    }
+    assert a.trace().num_parameters(8) == (9000 + 5 * (1000 + 7 * 8), 5 * 7 * 8)
+
+
+def test_trainable_parameters_come_in_the_models_order() -> None:
+    a = Answer(full=4)
+    a.block("weights").alloc("frozen", [64, 0, 0], category="parameter", trainable=False)
+    for n in range(3):
+        a.block("adapter", n).alloc(
+            f"a{n}",
+            [4 * (n + 1), 0, 1],
+            category="parameter",
+            trainable=True,
+            dtype="float32",
+            shape=[[0, 0, 0], [n + 1, 0, 1]],
+            group=0,
+            embedding=False,
+        )
+    shapes = [(0, 8), (0, 16), (0, 16), (0, 24)]
+    assert a.trace().trainable(8) == [
+        TensorSpec(shape=shape, dtype="float32", group=0, embedding=False) for shape in shapes
+    ]
+
+
+def test_terms_and_sums() -> None:
+    assert evaluate((3, 2, 1), 5, 7) == 3 * 25 * 7
+    terms = Terms([(3, 0, 0), (2, 1, 0), (1, 1, 1), (5, 0, 2)])
+    assert terms.at(4, 10).tolist() == [3, 8, 40, 500]
+    assert Terms([]).at(4, 10).tolist() == []
+    sums = Sums([[(3, 0, 0), (2, 1, 0)], [], [(1, 1, 1)]])
+    assert sums.at(4, 10).tolist() == [11.0, 0.0, 40.0]
+    # Bytes of a large model: beyond 32 bits.
+    assert Terms([(2**40, 1, 0)]).at(64, 1).tolist() == [2**46]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "expected"),
+    [
+        (3072, 32_000, 0),  # a kernel without partial sums
+        (3073, 32_000, 2048 * (307 + 3073)),
+        (100_000, 32_000, 2048 * (10_000 + 32_000)),
+    ],
+)
+def test_an_embedding_needs_partial_sums(tokens: int, rows: int, expected: int) -> None:
+    a = Answer(full=3)
+    rule = ["embedding", [tokens, 1, 0], [rows, 0, 0], [2048, 0, 0]]
+    a.block("embed_backward").alloc("sums", [1, 0, 0], rule=rule).free("sums")
+    assert a.trace().sizes(1, 1) == [expected]
+
+
+def test_a_missing_layer_is_broken() -> None:
+    a = step(full=5)
+    del a.blocks[next(i for i, b in enumerate(a.blocks) if b["layer"] == 1)]
+    with pytest.raises(BrokenTrace, match=r"weights: layers \[0, 2\]"):
+        a.trace()
+
+
+def test_freeing_twice_is_broken() -> None:
+    a = step(full=5)
+    a.blocks[-1]["events"].append(a.blocks[-1]["events"][0])
+    with pytest.raises(BrokenTrace, match="twice"):
+        a.trace()
+
+
+def test_freeing_first_is_broken() -> None:
+    a = step(full=5)
+    a.block("end").alloc("late", HIDDEN)
+    batch = next(block for block in a.blocks if block["phase"] == "batch")
+    batch["events"].append(~a.number["late"])
+    with pytest.raises(BrokenTrace, match="freed before it is allocated"):
+        a.trace()
+
+
+def test_an_activation_that_stays_is_broken() -> None:
+    a = step(full=5)
+    a.blocks[-1]["events"].pop()
+    with pytest.raises(BrokenTrace, match="activation tensors outlive the step"):
+        a.trace()
+
+
+def test_layers_that_differ_are_broken() -> None:
+    """Layer 1 frees what the last layer made; for its copies a layer like itself made it."""
+    a = step(full=5)
+    a.tensors[a.number["d2"]]["size"] = [17, 1, 0]
+    with pytest.raises(BrokenTrace, match="makes nothing like"):
+        a.trace()
+
+
+def test_a_neighbour_without_that_many_tensors_is_broken() -> None:
+    a = Answer(full=5)
+    for n in range(3):
+        a.block("forward", n).alloc(f"t{n}", HIDDEN)
+        if n == 2:
+            a.alloc("only the last", HIDDEN)
+    a.block("head")
+    a.block("backward", 2).free("t2")
+    a.block("backward", 1).free("t1", "only the last")
+    a.block("backward", 0).free("t0")
+    with pytest.raises(BrokenTrace):
+        a.trace()

@@ -1,0 +1,496 @@
+"""The answer against brute force over every estimate; ties, baseline, widening, what fits nowhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune import tune
+from autotune.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.errors import ConfigError, HardwareError, NothingFitsError
+from autotune.estimate import Estimator
+from autotune.gpus import find_gpu
+from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, Summary, TraceSpec
+from autotune.space import tradeoff_class
+from autotune.traces import Trace
+from autotune.tune import Candidates, default_base, describe, find
+from autotune.units import format_bytes
+
+MB = 10**6
+BUDGETS = [1320 * MB, 1500 * MB, 1700 * MB, 2700 * MB, 12_000 * MB]
+LEVELS = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
+
+BASE = TrainConfig(
+    method="full",
+    micro_batch_size=1,
+    gradient_accumulation_steps=8,
+    sequence_length=tiny_model.SEQUENCE_LENGTH,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+LORA = dataclasses.replace(
+    BASE, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
+)
+
+
+def speed(estimate: Estimate) -> float:
+    assert estimate.tokens_per_second is not None
+    return estimate.tokens_per_second
+
+
+Key = tuple[int, int, int, float]
+
+
+def giving_up(estimate: Estimate, base: TrainConfig) -> Key:
+    """Least first: class, rank, headroom, speed (DESIGN section 5)."""
+    return (
+        LEVELS[tradeoff_class(estimate.config, base)],
+        -(estimate.config.lora_rank or 0),
+        estimate.peak_device_bytes,
+        -speed(estimate),
+    )
+
+
+def brute_force(
+    estimates: Iterable[Estimate],
+    base: TrainConfig,
+    budget_bytes: int,
+    wanted: Callable[[int], bool],
+) -> Key | None:
+    """Every estimate looked at; nothing ranked, bounded or grouped."""
+    fitting = [
+        e
+        for e in estimates
+        if e.peak_device_bytes <= budget_bytes and wanted(LEVELS[tradeoff_class(e.config, base)])
+    ]
+    if not fitting:
+        return None
+    fastest = max(map(speed, fitting))
+    return min(giving_up(e, base) for e in fitting if speed(e) >= 0.98 * fastest)
+
+
+@pytest.fixture(scope="module")
+def traces() -> Mapping[TraceSpec, Trace]:
+    return tiny_model.traces()
+
+
+@pytest.fixture(scope="module")
+def roomy(traces: Mapping[TraceSpec, Trace]) -> Estimator:
+    return Estimator(traces, tiny_model.gpu(), memory_budget_bytes=10**12)
+
+
+EstimateAll = Callable[[int], list[Estimate]]
+
+
+@pytest.fixture(scope="module")
+def estimate_all(roomy: Estimator) -> EstimateAll:
+    """Every point of the space under a budget, by Estimator.estimate."""
+
+    @functools.cache
+    def estimates(budget_bytes: int) -> list[Estimate]:
+        return list(map(roomy.with_budget(budget_bytes).estimate, tiny_model.configs()))
+
+    return estimates
+
+
+@pytest.fixture
+def traced(traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+    """find() gets the traces that were made before."""
+
+    def trace_all(*args: Any, **_: Any) -> dict[TraceSpec, Trace]:
+        *_, specs = args
+        return {spec: traces[spec] for spec in specs if spec in traces}
+
+    monkeypatch.setattr(tune, "trace_all", trace_all)
+
+
+def search(budget_bytes: int, **options: Any) -> Summary:
+    methods = options.pop("methods", tiny_model.METHODS)
+    return find(
+        tiny_model.MODEL,
+        tiny_model.workload(budget_bytes, methods),
+        options.pop("space", tiny_model.SPACE),
+        options.pop("gpu", tiny_model.gpu()),
+        **options,
+    ).summary
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("budget_bytes", BUDGETS)
+@pytest.mark.parametrize("base", [BASE, LORA], ids=["base full", "base lora"])
+def test_the_answer_is_that_of_brute_force(
+    estimate_all: EstimateAll, base: TrainConfig, budget_bytes: int
+) -> None:
+    estimates = estimate_all(budget_bytes)
+    assert len(estimates) == 160
+
+    for allow in TRADEOFF_CLASSES:
+        expected = brute_force(
+            estimates, base, budget_bytes, lambda level, cap=LEVELS[allow]: level <= cap
+        )
+        if expected is None:
+            with pytest.raises(NothingFitsError):
+                search(budget_bytes, base=base, allow=allow)
+            continue
+        summary = search(budget_bytes, base=base, allow=allow)
+        assert giving_up(summary.best, base) == expected
+        assert summary.best in estimates
+        assert summary.best_class == tradeoff_class(summary.best.config, base)
+        by_class = {
+            name: brute_force(estimates, base, budget_bytes, lambda n, own=level: n == own)
+            for name, level in LEVELS.items()
+        }
+        found = {name: giving_up(e, base) for name, e in summary.best_by_class.items()}
+        assert found == {name: key for name, key in by_class.items() if key is not None}
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("budget_bytes", [1320 * MB, 1700 * MB, 12_000 * MB])
+def test_more_memory_is_brute_force_too(estimate_all: EstimateAll, budget_bytes: int) -> None:
+    larger = budget_bytes + 2 * 10**9
+    fits = [e for e in estimate_all(larger) if e.peak_device_bytes <= larger]
+    summary = search(budget_bytes, base=BASE, allow="recipe")
+    fastest = max(map(speed, fits))
+    if fastest < 1.02 * speed(summary.best):
+        assert summary.more_memory is None
+    else:
+        assert summary.more_memory is not None
+        assert summary.more_memory.value == larger
+        assert speed(summary.more_memory.estimate) == fastest
+
+
+def fake(config: TrainConfig, *, speed: float, peak_bytes: int) -> Estimate:
+    none = Breakdown(**{field.name: 0 for field in dataclasses.fields(Breakdown)})
+    state = StateBytes(**{field.name: 0 for field in dataclasses.fields(StateBytes)})
+    return Estimate(
+        config=config,
+        gpu="fake",
+        peak_allocated_bytes=peak_bytes,
+        peak_reserved_bytes=peak_bytes,
+        nontorch_bytes=0,
+        breakdown=none,
+        state=state,
+        parameters=ParameterCount(total=1, trainable=1),
+        micro_step_seconds=0.0,
+        optimizer_step_seconds=config.tokens_per_step / speed,
+        flops_per_step=1.0,
+        model_flops_per_step=1.0,
+        mfu=None,
+        bound="compute",
+    )
+
+
+class FakeEstimator:
+    """Prices as told: (floor, peak, promised speed, speed of the replay) per configuration."""
+
+    def __init__(
+        self, prices: Mapping[TrainConfig, tuple[int, int, float, float]], budget_bytes: int
+    ) -> None:
+        self.prices = prices
+        self.memory_budget_bytes = budget_bytes
+        self.replayed: list[TrainConfig] = []
+
+    def floor_bytes(self, config: TrainConfig) -> int:
+        return self.prices[config][0]
+
+    def tokens_per_second(self, config: TrainConfig) -> float:
+        return self.prices[config][2]
+
+    def estimate(self, config: TrainConfig) -> Estimate:
+        self.replayed.append(config)
+        _, peak_bytes, _, exact = self.prices[config]
+        return fake(config, speed=exact, peak_bytes=peak_bytes)
+
+
+def variants() -> list[TrainConfig]:
+    """Points of every class against BASE; several ranks."""
+    exact = [dataclasses.replace(BASE, activation_checkpointing=n) for n in (0, 1, 2)]
+    numerics = [dataclasses.replace(c, precision="bf16-mixed") for c in exact]
+    recipe = [
+        dataclasses.replace(LORA, lora_rank=rank, activation_checkpointing=n)
+        for rank in (8, 64)
+        for n in (0, 1)
+    ]
+    return [*exact, *numerics, *recipe]
+
+
+def candidates(
+    prices: Mapping[TrainConfig, tuple[int, int, float, float]], budget_bytes: int
+) -> tuple[Candidates, FakeEstimator]:
+    estimator = FakeEstimator(prices, budget_bytes)
+    return Candidates(estimator, prices, BASE), estimator  # type: ignore[arg-type]
+
+
+PRICE = st.tuples(
+    st.integers(0, 100),  # floor
+    st.integers(0, 30),  # the replay adds
+    st.integers(900, 1000),  # promised
+    st.sampled_from([1.0, 1.0, 0.99, 0.9]),  # what paging leaves of it
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PRICE, min_size=len(variants()), max_size=len(variants())), st.integers(0, 130))
+def test_any_prices_give_what_brute_force_gives(
+    prices: list[tuple[int, int, int, float]], budget_bytes: int
+) -> None:
+    table = {
+        config: (floor, floor + added, float(promised), promised * left)
+        for config, (floor, added, promised, left) in zip(variants(), prices, strict=True)
+    }
+    search, estimator = candidates(table, budget_bytes)
+    everything = [estimator.estimate(config) for config in table]
+    for name, level in LEVELS.items():
+        for wanted, matches in (
+            (search.at_most(name), lambda n, cap=level: n <= cap),
+            (search.exactly(name), lambda n, own=level: n == own),
+        ):
+            expected = brute_force(everything, BASE, budget_bytes, matches)
+            best = search.best(wanted)
+            found = None if best is None else giving_up(best[0], BASE)
+            assert found == expected
+
+
+def test_what_cannot_win_is_not_replayed() -> None:
+    table = {c: (10, 10, 1000.0 - 100 * n, 1000.0 - 100 * n) for n, c in enumerate(variants())}
+    search, estimator = candidates(table, 100)
+    assert search.best(search.at_most("recipe")) is not None
+    assert len(estimator.replayed) == 1
+    table = dict.fromkeys(variants(), (101, 101, 1000.0, 1000.0))
+    search, estimator = candidates(table, 100)
+    assert search.best(search.at_most("recipe")) is None
+    assert (search.num_possible, estimator.replayed) == (0, [])
+
+
+def test_among_the_tied_the_least_is_given_up() -> None:
+    exact, lora8, lora64 = variants()[0], variants()[6], variants()[8]
+    assert (lora8.lora_rank, lora64.lora_rank) == (8, 64)
+
+    def winner(**speeds_and_peaks: tuple[float, int]) -> TrainConfig:
+        names = {"exact": exact, "lora8": lora8, "lora64": lora64}
+        table = {names[n]: (0, peak, fast, fast) for n, (fast, peak) in speeds_and_peaks.items()}
+        search, _ = candidates(table, 100)
+        best = search.best(search.at_most("recipe"))
+        assert best is not None
+        return best[0].config
+
+    assert winner(exact=(981.0, 90), lora64=(1000.0, 50), lora8=(1000.0, 10)) == exact
+    assert winner(exact=(979.0, 90), lora64=(1000.0, 50), lora8=(1000.0, 10)) == lora64
+    assert winner(exact=(979.0, 90), lora64=(981.0, 50), lora8=(1000.0, 10)) == lora64
+    assert winner(exact=(1000.0, 101), lora64=(900.0, 50), lora8=(1000.0, 10)) == lora8
+
+
+def test_headroom_decides_between_equals_and_the_order_of_the_space_does_not() -> None:
+    exact = variants()[:3]
+    peaks = {exact[0]: 60, exact[1]: 40, exact[2]: 50}
+    for order in itertools.permutations(exact):
+        search, _ = candidates({c: (0, peaks[c], 1000.0, 1000.0) for c in order}, 100)
+        best = search.best(search.at_most("exact"))
+        assert best is not None
+        assert best[0].config == exact[1]
+        assert {e.config for e in best[1:]} == {exact[0], exact[2]}
+
+
+def test_what_was_considered_puts_what_fits_first() -> None:
+    table = {
+        config: (0, 120 if n % 3 == 0 else 80, 1000.0 - n, 1000.0 - n)
+        for n, config in enumerate(variants())
+    }
+    search, _ = candidates(table, 100)
+    search.best(search.at_most("recipe"))
+    kept = search.considered(5)
+    assert 1 < len(kept) <= 5
+    fits = [e.peak_device_bytes <= 100 for e in kept]
+    assert fits == sorted(fits, reverse=True)
+    of_fitting = [speed(e) for e in kept if e.peak_device_bytes <= 100]
+    assert of_fitting == sorted(of_fitting, reverse=True)
+
+
+@pytest.mark.usefixtures("traced")
+def test_the_baseline_is_the_base_with_the_largest_micro_batch_that_fits(roomy: Estimator) -> None:
+    def at(size: int) -> Estimate:
+        return roomy.estimate(
+            dataclasses.replace(BASE, micro_batch_size=size, gradient_accumulation_steps=8 // size)
+        )
+
+    peaks = {size: at(size).peak_device_bytes for size in (1, 2, 4, 8)}
+    between = (peaks[4] + peaks[8]) // 2
+    assert peaks[4] < between < peaks[8]
+    summary = search(between)
+    assert summary.base == default_base(summary.workload, tiny_model.gpu())
+    assert summary.baseline is not None
+    assert summary.baseline.config.micro_batch_size == 4
+    assert summary.speedup == pytest.approx(speed(summary.best) / speed(at(4)))
+
+    given_base = at(1).config
+    alone = search(between, base=given_base)
+    assert alone.baseline == roomy.estimate(given_base)
+    too_small = search(peaks[1] - 1, base=given_base, allow="recipe")
+    assert too_small.baseline is None
+    assert too_small.speedup is None
+
+
+@pytest.mark.usefixtures("traced")
+def test_the_class_is_raised_only_where_nothing_else_fits() -> None:
+    tight, roomy_enough = 1500 * MB, 4000 * MB
+    summary = search(tight)
+    assert summary.widened
+    assert (summary.allow, summary.best_class) == ("recipe", "recipe")
+    summary = search(roomy_enough)
+    assert not summary.widened
+    assert summary.allow == "numerics"
+    assert summary.best_class != "recipe"
+    with pytest.raises(NothingFitsError) as caught:
+        search(tight, allow="exact")
+    assert "--allow recipe" in str(caught.value)
+    assert not search(tight, allow="recipe").widened
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("methods", [("full",), ("full", "lora"), tiny_model.METHODS])
+def test_when_nothing_fits_the_message_has_the_smallest(
+    estimate_all: EstimateAll, methods: tuple[str, ...]
+) -> None:
+    budget = 700 * MB
+    estimates = [e for e in estimate_all(budget) if e.config.method in methods]
+    smallest = min(estimates, key=lambda e: e.peak_device_bytes)
+    with pytest.raises(NothingFitsError) as caught:
+        search(budget, methods=methods, allow="recipe")
+    message = str(caught.value)
+    assert format_bytes(budget) in message
+    assert format_bytes(smallest.peak_device_bytes) in message
+    assert ("--method qlora" in message) == ("qlora" not in methods)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("budget_bytes", [1700 * MB, 2700 * MB])
+def test_changes_put_one_setting_back(roomy: Estimator, budget_bytes: int) -> None:
+    slow = {"optimizer": "adamw_bnb_8bit", "precision": "bf16-mixed"}
+    base = dataclasses.replace(BASE, activation_checkpointing=1, **slow)
+    summary = search(budget_bytes, base=base, allow="recipe", methods=("full",))
+    estimator = roomy.with_budget(budget_bytes)
+    settings = {change.setting for change in summary.changes}
+    assert {"optimizer", "precision"} <= settings
+    for change in summary.changes:
+        expected = dataclasses.replace(summary.best.config, **{change.setting: change.value})
+        assert change.value == getattr(base, change.setting)
+        assert change.value != getattr(summary.best.config, change.setting)
+        assert change.estimate == estimator.estimate(expected)
+        assert change.fits == (change.estimate.peak_device_bytes <= budget_bytes)
+
+
+@pytest.mark.usefixtures("traced")
+def test_every_point_is_accounted_for() -> None:
+    for budget_bytes in BUDGETS:
+        summary = search(budget_bytes, allow="recipe")
+        counts = summary.counts
+        rest = counts.invalid + counts.unsupported + counts.predicted_oom + counts.feasible
+        assert counts.enumerated == rest == 160 + sum(summary.invalid_by_rule.values())
+        assert counts.feasible > 0
+        assert 0 < counts.replayed <= 160
+    assert counts.predicted_oom == 0  # 12 GB hold everything
+
+
+@pytest.mark.usefixtures("traced")
+def test_the_search_replays_a_fraction() -> None:
+    assert search(12_000 * MB).counts.replayed < 80
+
+
+@pytest.mark.usefixtures("traced")
+def test_effort_bounds_what_is_recorded() -> None:
+    found = find(
+        tiny_model.MODEL,
+        tiny_model.workload(2000 * MB),
+        tiny_model.SPACE,
+        tiny_model.gpu(),
+        effort="quick",
+    )
+    assert found.summary.best in found.considered
+    assert len(found.considered) <= tune.EFFORTS["quick"].num_recorded
+
+
+def test_a_method_that_cannot_be_traced_is_counted(
+    traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = {spec: trace for spec, trace in traces.items() if spec.method == "lora"}
+    monkeypatch.setattr(tune, "trace_all", lambda *_, **__: some)
+    summary = search(12_000 * MB)
+    assert summary.best.config.method == "lora"
+    assert summary.counts.unsupported == 160 - 48
+    assert summary.baseline is None
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_card_of_unknown_speed_is_refused() -> None:
+    card = dataclasses.replace(tiny_model.gpu(), peak_flop_per_second={})
+    with pytest.raises(HardwareError, match=r"speed of .* is not known"):
+        search(12_000 * MB, gpu=card)
+
+
+def test_a_space_without_valid_points_says_which_rules_they_break() -> None:
+    # bfloat16 and adapters under it: nothing for a Turing card.
+    with pytest.raises(ConfigError, match="no valid configuration") as caught:
+        search(12_000 * MB, gpu=find_gpu("t4"))
+    assert "bf16-needs-ampere" in str(caught.value)
+    empty = dataclasses.replace(tiny_model.SPACE, methods=tiny_model.SPACE.methods[:1])
+    with pytest.raises(ConfigError, match="no valid configuration") as caught:
+        search(12_000 * MB, space=empty, methods=("lora",))
+    assert "lora" in str(caught.value)
+
+
+@pytest.mark.usefixtures("traced")
+def test_progress_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    summary = search(2700 * MB, progress=lambda *step: told.append(step))
+    assert [what for what, _, _ in told] == ["space", "priced", "replayed"]
+    assert all(0 < done <= total for _, done, total in told)
+    assert told[0][1:] == (160, 160)
+    assert told[2][1] <= summary.counts.replayed
+
+
+@pytest.mark.parametrize(
+    ("card", "method", "precision"),
+    [
+        ("rtx-4070", "full", "bf16-true"),
+        ("rtx-4070", "lora", "bf16-autocast"),
+        ("rtx-4070", "qlora", "bf16-autocast"),
+        ("t4", "full", "fp16-mixed"),
+        ("t4", "qlora", "fp16-autocast"),
+    ],
+)
+def test_the_default_base(card: str, method: str, precision: str) -> None:
+    base = default_base(tiny_model.workload(1, (method,)), find_gpu(card))
+    assert (base.method, base.precision) == (method, precision)
+    assert base.optimizer == "adamw_torch_fused"
+    assert base.activation_checkpointing == 0
+    assert base.effective_batch_size == tiny_model.EFFECTIVE_BATCH_SIZE
+    assert (base.lora_rank is None) == (method == "full")
+    assert (base.quantization == "none") == (method != "qlora")
+
+
+def test_a_configuration_in_one_line() -> None:
+    assert describe(BASE) == (
+        "full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 8, sdpa"
+    )
+    qlora = dataclasses.replace(
+        LORA,
+        method="qlora",
+        quantization="nf4-double",
+        activation_checkpointing=2,
+        activation_offloading=True,
+    )
+    assert describe(qlora) == (
+        "QLoRA r=16 on all-linear, nf4-double, bf16-autocast, adamw_torch_fused, "
+        "micro-batch 1 x 8, checkpoint every 2nd layer, offloaded, sdpa"
+    )
+    assert [tune.ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == [
+        *("1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th")
+    ]

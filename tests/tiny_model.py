@@ -1,0 +1,105 @@
+"""A small Llama, its search space and its traces, made once for the tests that price and search."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.config import TrainConfig, Workload
+from autotune.estimate import trace_all
+from autotune.gpus import Gpu, find_gpu
+from autotune.models import ModelSource
+from autotune.results import TraceSpec
+from autotune.space import MethodSpace, SearchSpace, enumerate_configs
+from autotune.traces import Trace
+
+SEQUENCE_LENGTH = 512
+EFFECTIVE_BATCH_SIZE = 8
+METHODS = ("full", "lora", "qlora")
+
+MODEL = ModelSource(
+    name="tiny-llama",
+    config={
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 2048,
+    },
+    origin="file",
+    path=Path("config.json"),
+    requires_remote_code=False,
+)
+NUM_LAYERS = 5
+
+_COMMON: dict[str, Any] = {
+    "micro_batch_size": (1, 2, 4, 8),
+    "activation_checkpointing": (0, 1),
+    "activation_offloading": (False,),
+    "attention": ("sdpa",),
+}
+_ADAPTER: dict[str, Any] = {
+    "precision": ("bf16-autocast",),
+    "lora_rank": (8, 16, 64),
+    "lora_targets": ("all-linear",),
+}
+SPACE = SearchSpace(
+    name="tiny",
+    description="a few points of each method",
+    methods=(
+        MethodSpace(
+            method="full",
+            precision=("bf16-mixed", "bf16-true"),
+            optimizer=("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_32bit", "sgd"),
+            **_COMMON,
+        ),
+        MethodSpace(
+            method="lora",
+            optimizer=("adamw_torch_fused", "paged_adamw_8bit"),
+            **_COMMON,
+            **_ADAPTER,
+        ),
+        MethodSpace(
+            method="qlora",
+            optimizer=("adamw_torch_fused",),
+            quantization=("nf4", "nf4-double"),
+            **_COMMON,
+            **_ADAPTER,
+        ),
+    ),
+)
+
+
+def workload(memory_budget_bytes: int, methods: tuple[str, ...] = METHODS) -> Workload:
+    return Workload(
+        model=MODEL.name,
+        sequence_length=SEQUENCE_LENGTH,
+        effective_batch_size=EFFECTIVE_BATCH_SIZE,
+        methods=methods,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+
+
+def gpu() -> Gpu:
+    return find_gpu("rtx-4070")
+
+
+def configs(methods: tuple[str, ...] = METHODS) -> list[TrainConfig]:
+    return enumerate_configs(
+        SPACE,
+        workload(1, methods),
+        num_layers=NUM_LAYERS,
+        compute_capability=gpu().compute_capability,
+    ).configs
+
+
+@functools.cache
+def traces() -> Mapping[TraceSpec, Trace]:
+    """Every trace of the space, from real worker processes."""
+    specs = {TraceSpec.of(config) for config in configs()}
+    return trace_all(MODEL, "causal-lm", SEQUENCE_LENGTH, gpu(), specs)
