@@ -24,7 +24,7 @@ import numpy as np
 from autotune import roofline
 from autotune.allocator import Tape, replay
 from autotune.config import PRECISIONS, TrainConfig
-from autotune.errors import ConfigError, HardwareError
+from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.gpus import Gpu
 from autotune.isolate import run_many
 from autotune.models import ModelSource
@@ -87,6 +87,7 @@ def trace_all(
     traces: dict[TraceSpec, Trace] = {}
     refused: dict[int, str] = {}
     answered: set[int] = set()
+    crash: WorkerError | None = None
 
     def arrived(answer: dict[str, Any]) -> None:
         number = answer["id"]
@@ -120,11 +121,14 @@ def trace_all(
             if end.how == "ok":
                 continue
             unanswered = [job["id"] for job in share if job["id"] not in answered]
+            crash = end.to_error("trace")
             if end.how != "crashed" or attempt == _MAX_ATTEMPTS - 1 or not unanswered:
-                raise end.to_error("trace")
+                raise crash
             # Answers come in order: the first without one is what the process died of.
             refused[unanswered[0]] = f"tracing it ended the process: {end.problem}"
     if not traces:
+        if crash is not None:
+            raise crash
         raise ConfigError(
             f"{model.name} cannot be traced",
             why=next(iter(refused.values())),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator, trace_all
 from autotune.gpus import Gpu
 from autotune.models import ModelSource
+from autotune.optimizers import OPTIMIZERS
 from autotune.results import Change, Counts, Estimate, Summary, TraceSpec
 from autotune.space import Context, SearchSpace, broken_rules, enumerate_configs, tradeoff_class
 from autotune.units import format_bytes
@@ -140,10 +142,10 @@ def find(
             best_by_class[name] = of_class[0]
     chosen = allow or "numerics"
     answer = candidates.best(candidates.at_most(chosen))
-    widened = answer is None and allow is None and bool(best_by_class)
-    if widened:
+    if answer is None and allow is None:
         chosen = "recipe"
         answer = candidates.best(candidates.at_most(chosen))
+    widened = allow is None and chosen == "recipe"
     if answer is None:
         raise _nothing_fits(estimator, supported, candidates, workload, chosen, best_by_class)
     best, *tied = answer
@@ -256,21 +258,21 @@ class Candidates:
     def best(self, wanted: Callable[[TrainConfig], bool]) -> tuple[Estimate, ...] | None:
         """By the rule of DESIGN section 5, then what is tied with it; None when nothing fits.
 
-        Among configurations within NOISE of the fastest: the lowest class, then the highest rank,
-        then the most headroom.
+        Among configurations within NOISE of the fastest the one that gives up least: the lowest
+        class, the base's family of optimizers, an unquantised base, the highest rank, the most
+        headroom, in this order.
         """
         fastest = self.fastest(wanted)
         if fastest is None:
             return None
         threshold = _speed(fastest) * (1 - NOISE)
-        groups: dict[tuple[int, int], list[TrainConfig]] = {}
+        groups: dict[tuple[object, ...], list[TrainConfig]] = {}
         for speed, config in self._ranked:
             if speed < threshold:
                 break
             if wanted(config):
-                key = (_LEVEL[self.class_of(config)], -(config.lora_rank or 0))
-                groups.setdefault(key, []).append(config)
-        for _, configs in sorted(groups.items()):
+                groups.setdefault(self._gives_up(config), []).append(config)
+        for _, configs in sorted(groups.items(), key=operator.itemgetter(0)):
             fitting = [
                 estimate
                 for estimate in map(self.estimate, configs)
@@ -280,6 +282,16 @@ class Candidates:
                 winner = min(fitting, key=lambda e: (e.peak_device_bytes, -_speed(e)))
                 return winner, *self._tied(winner, threshold)
         raise AssertionError("the fastest is in one of the groups")
+
+    def _gives_up(self, config: TrainConfig) -> tuple[object, ...]:
+        """Orders configurations by what they give up, least first; headroom aside."""
+        family = OPTIMIZERS[config.optimizer].family
+        return (
+            _LEVEL[self.class_of(config)],
+            family != OPTIMIZERS[self._base.optimizer].family,
+            config.quantization != "none",
+            -(config.lora_rank or 0),
+        )
 
     def _tied(self, winner: Estimate, threshold: float) -> list[Estimate]:
         """Others known to fit at the winner's speed, fastest first."""

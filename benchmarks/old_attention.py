@@ -1,8 +1,8 @@
 """Attention as earlier versions of Transformers and torch wrote it, where that changes what is alive.
 
 Each stands in for today's in a trace on `meta`. Written after transformers 4.16.2
-models/bert/modeling_bert.py and 4.28.1 models/distilbert/modeling_distilbert.py, and pytorch 1.10
-tools/autograd/derivatives.yaml and aten/src/ATen/native/cuda/SoftMax.cu.
+models/bert/modeling_bert.py and 4.28.1 models/distilbert/modeling_distilbert.py and pytorch_utils.py,
+and pytorch aten/src/ATen/native/cuda/SoftMax.cu.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAtt
 
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
-    """torch 1.10's: `_softmax_backward_data(grad, result, dim, self)` in derivatives.yaml."""
+    """torch's before 1.11, whose backward pass took the input too, for its dtype."""
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:

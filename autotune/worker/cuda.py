@@ -379,6 +379,13 @@ class Workspaces:
                 self.indices.append(tracker.record_forever(self._size_bytes))
 
 
+class _AutocastOfMeta(torch.autocast):
+    """torch.autocast that takes `meta` and `cuda` for the CPU, whose state stands for CUDA's."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type in ("meta", "cuda") else device_type, *args, **kwargs)
+
+
 @contextlib.contextmanager
 def cuda_choices(device: Device) -> Iterator[CudaChoices]:
     """CudaChoices for a block; torch's questions about CUDA's autocast are answered by the CPU's state.
@@ -386,10 +393,11 @@ def cuda_choices(device: Device) -> Iterator[CudaChoices]:
     The cast weights are forgotten whenever autocast forgets its own.
     """
     mode = CudaChoices(device)
-    clear, is_enabled, get_dtype = (
+    clear, is_enabled, get_dtype, autocast = (
         torch.clear_autocast_cache,
         torch.is_autocast_enabled,
         torch.get_autocast_dtype,
+        torch.autocast,
     )
 
     def clear_both() -> None:
@@ -397,12 +405,14 @@ def cuda_choices(device: Device) -> Iterator[CudaChoices]:
         clear()
 
     torch.clear_autocast_cache = clear_both
+    torch.autocast = _AutocastOfMeta
     torch.is_autocast_enabled = lambda *_: is_enabled("cpu")
     torch.get_autocast_dtype = lambda *_: get_dtype("cpu")
     try:
         with mode:
             yield mode
     finally:
+        torch.autocast = autocast
         torch.clear_autocast_cache = clear
         torch.is_autocast_enabled = is_enabled
         torch.get_autocast_dtype = get_dtype

@@ -102,7 +102,7 @@ def quantize(model: nn.Module, spec: TraceSpec) -> None:
     import bitsandbytes as bnb
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.base import HfQuantizer
 
     # Its table for 8-bit codes is made once per process: every trace must see it made.
     bnb.functional.name2qmap.clear()
@@ -110,7 +110,9 @@ def quantize(model: nn.Module, spec: TraceSpec) -> None:
     quantization = QUANTIZATIONS[spec.quantization]
     replace_with_bnb_linear(
         model,
-        modules_to_not_convert=get_keys_to_not_convert(model),
+        modules_to_not_convert=HfQuantizer.get_modules_to_not_convert(
+            model, None, model._keep_in_fp32_modules
+        ),
         quantization_config=BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",

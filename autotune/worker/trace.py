@@ -74,13 +74,13 @@ def trace_step(
     )
     step = _Step(model, task, spec, tracker)
     with _trace_settings(tracker):
-        step.set_up()
         try:
+            step.set_up()
             with cuda_choices(device), tracker:
                 step.forward_backward(micro_batch, sequence_length, small)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModel(
-                f"its training step cannot run without data ({type(error).__name__}: "
+                f"its training step cannot be run without data ({type(error).__name__}: "
                 f"{models.first_line(error)})"
             ) from error
     return _encode(step, workspaces, micro_batch, layers)
