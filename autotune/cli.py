@@ -328,7 +328,9 @@ def find(
     help="Layers whose activations are computed again.",
 )
 @click.option("--offload", is_flag=True, help="Checkpointed activations wait in host memory.")
-@click.option("--attention", type=click.Choice(ATTENTIONS), default="sdpa")
+@click.option(
+    "--attention", type=click.Choice(ATTENTIONS), help="[default: sdpa, where the model has it]"
+)
 @click.option("--explain", is_flag=True, help="The textbook's sum beside the traced figure.")
 def estimate(
     *,
@@ -347,18 +349,19 @@ def estimate(
     optimizer: str | None,
     checkpointing: int,
     offload: bool,
-    attention: str,
+    attention: str | None,
     as_json: bool,
     explain: bool,
 ) -> None:
     """Predict memory and speed of one configuration."""
     from autotune import inputs, tune
-    from autotune.estimate import Estimator, trace_all
+    from autotune.estimate import Estimator
     from autotune.models import resolve
     from autotune.report import terminal
     from autotune.report.explain import explain as explain_estimate
     from autotune.report.progress import progress_on_stderr
     from autotune.results import SCHEMA_VERSION, TraceSpec
+    from autotune.tracing import trace_all
 
     card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
     source = resolve(model)
@@ -379,14 +382,14 @@ def estimate(
         "lora_rank": rank,
         "lora_targets": None if targets is None else inputs.lora_targets(targets),
         "quantization": quantization,
+        "attention": attention,
     }
     config = dataclasses.replace(
-        tune.default_base(workload, card),
+        tune.default_base(workload, card, source),
         micro_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
         activation_checkpointing=checkpointing,
         activation_offloading=offload,
-        attention=attention,
         **{name: value for name, value in given.items() if value is not None},
     )
     inputs.check_rules(config, workload, card, source, what="This configuration")

@@ -36,6 +36,10 @@ ATTENTION_PROJECTIONS = (
 )  # fmt: skip
 """What `attention` means as LoRA targets, as far as a model has them."""
 
+CLASSIFIER_HEADS = ("classifier", "score")
+"""What PEFT trains in full beside the adapter of a classifier, and so must not be quantised
+(peft 0.21 utils/constants.py, SEQ_CLS_HEAD_NAMES)."""
+
 PEFT_TASK_TYPES = {
     "causal-lm": "CAUSAL_LM",
     "masked-lm": None,

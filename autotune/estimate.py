@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,7 @@ import numpy as np
 from autotune import roofline
 from autotune.allocator import Tape, replay
 from autotune.config import PRECISIONS, TrainConfig
-from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.gpus import Gpu
-from autotune.isolate import run_many
-from autotune.models import ModelSource
 from autotune.optimizer_steps import (
     StepCost,
     TensorSpec,
@@ -38,9 +35,7 @@ from autotune.optimizer_steps import (
 )
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
-from autotune.traces import BrokenTrace, Trace
-
-TRACE_DEADLINE_SECONDS = 600.0
+from autotune.traces import Trace
 
 _BREAKDOWN_OF_CATEGORY = {
     "parameter": "parameters_bytes",
@@ -51,100 +46,6 @@ _BREAKDOWN_OF_CATEGORY = {
     "temporary": "temporaries_bytes",
     "workspace": "workspace_bytes",
 }
-
-
-def trace_all(
-    model: ModelSource,
-    task: str,
-    sequence_length: int,
-    gpu: Gpu,
-    specs: Iterable[TraceSpec],
-    *,
-    on_trace: Callable[[int, int], None] | None = None,
-) -> dict[TraceSpec, Trace]:
-    """Trace a step per spec, in two worker processes at most. `on_trace(done, all)` as they arrive.
-
-    Raises ConfigError for a model that cannot be traced at all (a spec that it does not support is
-    left out when others are), WorkerError when a worker died, HardwareError for a card without CUDA.
-    """
-    if gpu.compute_capability is None or gpu.cublas_workspace_bytes is None:
-        raise HardwareError(
-            f"{gpu.name} is no CUDA card",
-            why="What its kernels and its allocator do is not modelled",
-            remedy="Name an NVIDIA card (autotune gpus)",
-        )
-    wanted = sorted(specs, key=repr)
-    shared = {
-        "config": model.config,
-        "task": task,
-        "sequence_length": sequence_length,
-        "compute_capability": list(gpu.compute_capability),
-        "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
-    }
-    jobs: list[dict[str, Any]] = [
-        {"id": i, "spec": _plain(spec), "whole": False} for i, spec in enumerate(wanted)
-    ]
-    traces: dict[TraceSpec, Trace] = {}
-    refused: dict[int, str] = {}
-    answered: set[int] = set()
-    crash: WorkerError | None = None
-
-    def arrived(answer: dict[str, Any]) -> None:
-        number = answer["id"]
-        answered.add(number)
-        if "unsupported" in answer:
-            refused[number] = answer["unsupported"]
-            return
-        try:
-            traces[wanted[number]] = Trace(answer["trace"])
-        except BrokenTrace as error:
-            if jobs[number]["whole"]:
-                refused[number] = f"the trace does not add up: {error}"
-            jobs[number]["whole"] = True
-        if on_trace is not None:
-            on_trace(len(traces) + len(refused), len(jobs))
-
-    for attempt in range(_MAX_ATTEMPTS):
-        left = [job for job in jobs if job["id"] not in refused and wanted[job["id"]] not in traces]
-        if not left:
-            break
-        num_children = 2 if len(left) > _WORTH_A_SECOND_CHILD else 1
-        shares = [left[i::num_children] for i in range(num_children)]
-        answered.clear()
-        ends = run_many(
-            "trace",
-            [{**shared, "traces": share} for share in shares],
-            deadline_seconds=TRACE_DEADLINE_SECONDS,
-            on_answer=arrived,
-        )
-        for share, end in zip(shares, ends, strict=True):
-            if end.how == "ok":
-                continue
-            unanswered = [job["id"] for job in share if job["id"] not in answered]
-            crash = end.to_error("trace")
-            if end.how != "crashed" or attempt == _MAX_ATTEMPTS - 1 or not unanswered:
-                raise crash
-            # Answers come in order: the first without one is what the process died of.
-            refused[unanswered[0]] = f"tracing it ended the process: {end.problem}"
-    if not traces:
-        if crash is not None:
-            raise crash
-        raise ConfigError(
-            f"{model.name} cannot be traced",
-            why=next(iter(refused.values())),
-            remedy="Name another model, method or precision",
-        )
-    return traces
-
-
-# One for all, one for traces that need every layer, one each for two crashes.
-_MAX_ATTEMPTS = 4
-# Importing torch, transformers and peft takes a worker about 4 s, a trace 0.06 s (2 cores).
-_WORTH_A_SECOND_CHILD = 24
-
-
-def _plain(spec: TraceSpec) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in TraceSpec.__slots__}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

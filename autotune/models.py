@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from autotune.config import ATTENTIONS
 from autotune.errors import ConfigError, nearest
 from autotune.units import MIB, format_bytes
 
@@ -47,6 +48,10 @@ _ENCODERS = frozenset(
     }
 )
 _ENCODER_DECODERS = frozenset({"bart", "mbart", "mt5", "pegasus", "t5", "umt5"})
+
+# Without scaled_dot_product_attention (transformers 5.23, `_supports_sdpa = False`), of those that
+# people fine-tune as language models: their attention has soft caps or sinks.
+_EAGER_ONLY = frozenset({"gemma2", "gemma4", "gpt_oss", "t5gemma", "vaultgemma"})
 
 # Rows before the first position, by model_type: roberta's positions start after its padding index
 # (transformers 5.23 models/roberta/modeling_roberta.py, create_position_ids_from_input_ids).
@@ -98,6 +103,13 @@ class ModelSource:
         if architecture.endswith("ForMaskedLM") or model_type in _ENCODERS:
             return "masked-lm"
         return "causal-lm"
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """Transformers' attention implementations that the model has, of config.ATTENTIONS."""
+        if self.config["model_type"] in _EAGER_ONLY:
+            return ("eager",)
+        return ATTENTIONS
 
     @property
     def max_sequence_length(self) -> int | None:

@@ -6,6 +6,7 @@ gradient accumulation follows from the effective batch size of the workload.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -56,6 +57,15 @@ class SearchSpace:
     name: str
     description: str
     methods: tuple[MethodSpace, ...]
+
+
+def with_attentions(space: SearchSpace, attentions: tuple[str, ...]) -> SearchSpace:
+    """The space for a model that has only these; theirs where it would have none left."""
+    sections = []
+    for section in space.methods:
+        left = tuple(name for name in section.attention if name in attentions)
+        sections.append(dataclasses.replace(section, attention=left or attentions))
+    return dataclasses.replace(space, methods=tuple(sections))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,12 +16,20 @@ from dataclasses import dataclass
 
 from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
-from autotune.estimate import Estimator, trace_all
+from autotune.estimate import Estimator
 from autotune.gpus import Gpu
 from autotune.models import ModelSource
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Change, Counts, Estimate, Summary, TraceSpec
-from autotune.space import Context, SearchSpace, broken_rules, enumerate_configs, tradeoff_class
+from autotune.space import (
+    Context,
+    SearchSpace,
+    broken_rules,
+    enumerate_configs,
+    tradeoff_class,
+    with_attentions,
+)
+from autotune.tracing import trace_all
 from autotune.units import format_bytes
 
 NOISE = 0.02
@@ -60,7 +68,7 @@ Progress = Callable[[str, int, int], None]
 """(what, done, of how many)."""
 
 
-def default_base(workload: Workload, gpu: Gpu) -> TrainConfig:
+def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfig:
     """TrainingArguments' defaults (transformers 5.23), micro-batch 1: what a search improves on.
 
     The weights keep the checkpoint's bfloat16 (`bf16` left False); a card without bfloat16 units
@@ -80,6 +88,7 @@ def default_base(workload: Workload, gpu: Gpu) -> TrainConfig:
         sequence_length=workload.sequence_length,
         precision=precision,
         optimizer="adamw_torch_fused",
+        attention="sdpa" if "sdpa" in model.attentions else model.attentions[0],
         lora_rank=16 if adapter else None,
         lora_targets="all-linear" if adapter else None,
         quantization="nf4" if method == "qlora" else "none",
@@ -107,7 +116,7 @@ def find(
     started = time.monotonic()
     num_layers = model.config.get("num_hidden_layers")
     points = enumerate_configs(
-        space,
+        with_attentions(space, model.attentions),
         workload,
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=gpu.compute_capability,
@@ -120,7 +129,7 @@ def find(
             remedy="Change the methods, the effective batch size or the space",
         )
     progress("space", len(points.configs), points.num_enumerated)
-    reference = base or default_base(workload, gpu)
+    reference = base or default_base(workload, gpu, model)
     baselines = [base] if base is not None else _larger_micro_batches(reference)
     traces = trace_all(
         model,

@@ -110,11 +110,12 @@ def pricing() -> Pricing:
     """Trace what the default space needs, then price all of it."""
     from autotune import space_file
     from autotune.config import Workload
-    from autotune.estimate import Estimator, trace_all
+    from autotune.estimate import Estimator
     from autotune.gpus import find_gpu
     from autotune.models import resolve
     from autotune.results import TraceSpec
     from autotune.space import enumerate_configs
+    from autotune.tracing import trace_all
     from autotune.tune import Candidates, default_base
 
     model, gpu = resolve(MODEL), find_gpu(CARD)
@@ -131,7 +132,7 @@ def pricing() -> Pricing:
     estimator = Estimator(traces, gpu, memory_budget_bytes=workload.memory_budget_bytes)
     started = time.process_time()
     points = configs()
-    base = default_base(workload, gpu)
+    base = default_base(workload, gpu, model)
     candidates = Candidates(estimator, points, base)
     for config in points:
         candidates.class_of(config)

@@ -79,7 +79,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--optimizer": None,
         "--checkpointing": "none",
         "--offload": False,
-        "--attention": "sdpa",
+        "--attention": None,
         "--explain": False,
     },
     "gpus": {},

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune import estimate as estimate_module
 from autotune.allocator import lower_bound, replay
 from autotune.config import TrainConfig
-from autotune.errors import ConfigError, HardwareError, WorkerError
-from autotune.estimate import Estimator, trace_all
-from autotune.gpus import catalogue, find_gpu
+from autotune.estimate import Estimator
 from autotune.results import TraceSpec
 from autotune.traces import Trace
 
@@ -272,47 +269,3 @@ def test_the_json_compares_with_the_budget(roomy: Estimator) -> None:
 def test_supports_only_what_was_traced(roomy: Estimator) -> None:
     assert roomy.supports(FULL)
     assert not roomy.supports(dataclasses.replace(FULL, attention="eager"))
-
-
-class Worker:
-    """Stands in for the worker processes: answers each job as told."""
-
-    def __init__(self, answer: Any, how: str = "ok") -> None:
-        self.answer = answer
-        self.how = how
-        self.requests: list[Any] = []
-
-    def __call__(self, verb: str, requests: Any, *, on_answer: Any, **_: Any) -> Any:
-        self.requests += requests
-        for request in requests:
-            for job in request["traces"]:
-                on_answer({"id": job["id"], **self.answer})
-        return tuple(self for _ in requests)
-
-    def to_error(self, verb: str) -> WorkerError:
-        return WorkerError(f"The {verb} process {self.how}")
-
-
-def test_a_card_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker({"unsupported": "asked although the card has no CUDA"})
-    monkeypatch.setattr(estimate_module, "run_many", worker)
-    amd = next(gpu for gpu in catalogue() if gpu.vendor == "amd")
-    with pytest.raises(HardwareError, match=r"no CUDA card"):
-        trace_all(tiny_model.MODEL, "causal-lm", 512, amd, {TraceSpec.of(FULL)})
-    assert not worker.requests
-
-
-def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(estimate_module, "run_many", Worker({"unsupported": "has no layers"}))
-    with pytest.raises(ConfigError, match="tiny-llama cannot be traced") as caught:
-        trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)})
-    assert "has no layers" in str(caught.value)
-
-
-def test_a_worker_that_times_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker({"unsupported": "late"}, how="timeout")
-    monkeypatch.setattr(estimate_module, "run_many", worker)
-    with pytest.raises(WorkerError, match="timeout"):
-        trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)})

@@ -283,6 +283,12 @@ def test_the_recipe_of_qlora() -> None:
     }
 
 
+def test_the_head_of_a_classifier_is_not_quantised() -> None:
+    workload = dataclasses.replace(WORKLOAD, task="sequence-classification")
+    text = train_py.write(workload=workload, config=QLORA, result={"evidence": "predicted"})
+    assert recipe(text)["quantization"]["llm_int8_skip_modules"] == ["classifier", "score"]
+
+
 def test_the_recipe_of_a_full_fine_tune() -> None:
     values = recipe(write(train_py))
     assert (values["dtype"], values["lora"], values["quantization"]) == ("bfloat16", None, None)

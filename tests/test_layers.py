@@ -33,6 +33,7 @@ ROWS = {
     "store": 4,
     "estimate": 5,
     "sampler": 5,
+    "tracing": 5,
     "tune": 5,
     "report": 5,
     "nightly": 6,

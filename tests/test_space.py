@@ -20,6 +20,7 @@ from autotune.space import (
     enumerate_configs,
     filter_allowed,
     tradeoff_class,
+    with_attentions,
 )
 
 FULL = TrainConfig(
@@ -271,3 +272,15 @@ def test_filter_keeps_what_is_allowed_in_order() -> None:
         "numerics": [quantised, fused, FULL],
         "recipe": configs,
     }
+
+
+def test_a_model_without_sdpa_is_searched_with_what_it_has() -> None:
+    def offered(*attentions: str) -> SearchSpace:
+        return SearchSpace(name="s", description="", methods=(section(attention=attentions),))
+
+    def left(space: SearchSpace, *attentions: str) -> tuple[str, ...]:
+        return with_attentions(space, attentions).methods[0].attention
+
+    assert left(offered("sdpa"), "eager") == ("eager",)
+    assert left(offered("eager", "sdpa"), "eager") == ("eager",)
+    assert left(offered("sdpa"), "eager", "sdpa") == ("sdpa",)

@@ -18,6 +18,7 @@ from autotune.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
+from autotune.optimizers import OPTIMIZERS
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, Summary, TraceSpec
 from autotune.space import tradeoff_class
 from autotune.traces import Trace
@@ -46,13 +47,16 @@ def speed(estimate: Estimate) -> float:
     return estimate.tokens_per_second
 
 
-Key = tuple[int, int, int, float]
+Key = tuple[int, bool, bool, int, int, float]
 
 
 def giving_up(estimate: Estimate, base: TrainConfig) -> Key:
-    """Least first: class, rank, headroom, speed (DESIGN section 5)."""
+    """Least first: class, family of optimizers, quantised base, rank, headroom, speed."""
+    families = [OPTIMIZERS[name].family for name in (estimate.config.optimizer, base.optimizer)]
     return (
         LEVELS[tradeoff_class(estimate.config, base)],
+        families[0] != families[1],
+        estimate.config.quantization != "none",
         -(estimate.config.lora_rank or 0),
         estimate.peak_device_bytes,
         -speed(estimate),
@@ -325,7 +329,7 @@ def test_the_baseline_is_the_base_with_the_largest_micro_batch_that_fits(roomy: 
     between = (peaks[4] + peaks[8]) // 2
     assert peaks[4] < between < peaks[8]
     summary = search(between)
-    assert summary.base == default_base(summary.workload, tiny_model.gpu())
+    assert summary.base == default_base(summary.workload, tiny_model.gpu(), tiny_model.MODEL)
     assert summary.baseline is not None
     assert summary.baseline.config.micro_batch_size == 4
     assert summary.speedup == pytest.approx(speed(summary.best) / speed(at(4)))
@@ -467,7 +471,7 @@ def test_progress_is_told() -> None:
     ],
 )
 def test_the_default_base(card: str, method: str, precision: str) -> None:
-    base = default_base(tiny_model.workload(1, (method,)), find_gpu(card))
+    base = default_base(tiny_model.workload(1, (method,)), find_gpu(card), tiny_model.MODEL)
     assert (base.method, base.precision) == (method, precision)
     assert base.optimizer == "adamw_torch_fused"
     assert base.activation_checkpointing == 0

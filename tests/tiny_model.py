@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from autotune.config import TrainConfig, Workload
-from autotune.estimate import trace_all
 from autotune.gpus import Gpu, find_gpu
 from autotune.models import ModelSource
 from autotune.results import TraceSpec
 from autotune.space import MethodSpace, SearchSpace, enumerate_configs
 from autotune.traces import Trace
+from autotune.tracing import trace_all
 
 SEQUENCE_LENGTH = 512
 EFFECTIVE_BATCH_SIZE = 8

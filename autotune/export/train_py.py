@@ -13,6 +13,7 @@ from pathlib import Path
 
 from autotune.config import (
     ATTENTION_PROJECTIONS,
+    CLASSIFIER_HEADS,
     PRECISIONS,
     QUANTIZATIONS,
     TrainConfig,
@@ -56,15 +57,20 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         "sequence_length": config.sequence_length,
         "dtype": precision.parameter_dtype,
         "attention": config.attention,
-        "quantization": None if config.quantization == "none" else _quantization(config),
+        "quantization": None
+        if config.quantization == "none"
+        else _quantization(config, workload.task),
         "lora": None if config.lora_rank is None else _lora(config),
         # The newest names; the program translates them where it runs.
         "training_arguments": training_arguments(config),
     }
 
 
-def _quantization(config: TrainConfig) -> dict[str, object]:
+def _quantization(config: TrainConfig, task: str) -> dict[str, object]:
+    # Despite its name for 4-bit quantisation too. PEFT trains a copy of the head.
+    skipped = {"llm_int8_skip_modules": list(CLASSIFIER_HEADS)}
     return {
+        **(skipped if task == "sequence-classification" else {}),
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": QUANTIZATIONS[config.quantization].double,

@@ -62,7 +62,7 @@ def _import_adapters() -> None:
     import torch
 
     compile_function = torch.compile
-    torch.compile = lambda function=None, **_: function or (lambda f: f)
+    torch.compile = lambda function=None, **_: function or (lambda f: f)  # type: ignore[assignment]
     try:
         import peft  # noqa: F401
     finally:

@@ -405,14 +405,14 @@ def cuda_choices(device: Device) -> Iterator[CudaChoices]:
         clear()
 
     torch.clear_autocast_cache = clear_both
-    torch.autocast = _AutocastOfMeta
+    torch.autocast = _AutocastOfMeta  # type: ignore[misc]
     torch.is_autocast_enabled = lambda *_: is_enabled("cpu")
     torch.get_autocast_dtype = lambda *_: get_dtype("cpu")
     try:
         with mode:
             yield mode
     finally:
-        torch.autocast = autocast
+        torch.autocast = autocast  # type: ignore[misc]
         torch.clear_autocast_cache = clear
         torch.is_autocast_enabled = is_enabled
         torch.get_autocast_dtype = get_dtype

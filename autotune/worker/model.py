@@ -17,7 +17,13 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autotune.config import ATTENTION_PROJECTIONS, PEFT_TASK_TYPES, PRECISIONS, QUANTIZATIONS
+from autotune.config import (
+    ATTENTION_PROJECTIONS,
+    CLASSIFIER_HEADS,
+    PEFT_TASK_TYPES,
+    PRECISIONS,
+    QUANTIZATIONS,
+)
 from autotune.results import TraceSpec
 
 RANK = 10_007
@@ -97,7 +103,7 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
     return model
 
 
-def quantize(model: nn.Module, spec: TraceSpec) -> None:
+def quantize(model: Any, task: str, spec: TraceSpec) -> None:
     """Linear layers become bitsandbytes' Linear4bit, weights quantised by bitsandbytes' own code."""
     import bitsandbytes as bnb
     from transformers import BitsAndBytesConfig
@@ -111,7 +117,9 @@ def quantize(model: nn.Module, spec: TraceSpec) -> None:
     replace_with_bnb_linear(
         model,
         modules_to_not_convert=HfQuantizer.get_modules_to_not_convert(
-            model, None, model._keep_in_fp32_modules
+            model,
+            list(CLASSIFIER_HEADS) if task == "sequence-classification" else None,
+            model._keep_in_fp32_modules,
         ),
         quantization_config=BitsAndBytesConfig(
             load_in_4bit=True,
@@ -120,7 +128,7 @@ def quantize(model: nn.Module, spec: TraceSpec) -> None:
             bnb_4bit_compute_dtype=compute,
         ),
     )
-    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # PEFT asks
+    model.is_loaded_in_4bit = True  # PEFT asks
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.compute_type_is_set = True

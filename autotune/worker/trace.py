@@ -108,7 +108,7 @@ class _Step:
         """Weights and buffers reach the device; then the adapter's."""
         spec = self.spec
         if spec.method == "qlora":
-            models.quantize(self.model, spec)
+            models.quantize(self.model, self.task, spec)
         stack_of = _layer_finder(
             self.model, models.layer_stack(self.model, _num_layers(self.model))
         )

@@ -1,0 +1,136 @@
+"""Asks workers for traces: one per TraceSpec, by two processes at most.
+
+What one trace does to its process, it does to that trace only: the one that ended the process is set
+aside and the others are asked for again. A trace that does not repeat from layer to layer is asked for
+again with every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from autotune.errors import ConfigError, HardwareError, WorkerError
+from autotune.gpus import Gpu
+from autotune.isolate import WorkerEnd, run_many
+from autotune.models import ModelSource
+from autotune.results import TraceSpec
+from autotune.traces import BrokenTrace, Trace
+
+DEADLINE_SECONDS = 600.0
+
+# One round for all, one for traces that need every layer, one each for two crashes.
+_MAX_ROUNDS = 4
+# Importing torch, transformers and peft takes a worker about 3 s, a trace 0.1 s (2 cores).
+_WORTH_A_SECOND_CHILD = 24
+
+
+def trace_all(
+    model: ModelSource,
+    task: str,
+    sequence_length: int,
+    gpu: Gpu,
+    specs: Iterable[TraceSpec],
+    *,
+    on_trace: Callable[[int, int], None] | None = None,
+) -> dict[TraceSpec, Trace]:
+    """Trace a step per spec; `on_trace(done, all)` as they arrive.
+
+    A spec that the model does not support is left out of the result. Raises ConfigError when it
+    supports none, WorkerError when a worker failed, HardwareError for a card without CUDA.
+    """
+    if gpu.compute_capability is None or gpu.cublas_workspace_bytes is None:
+        raise HardwareError(
+            f"{gpu.name} is no CUDA card",
+            why="What its kernels and its allocator do is not modelled",
+            remedy="Name an NVIDIA card (autotune gpus)",
+        )
+    shared = {
+        "config": model.config,
+        "task": task,
+        "sequence_length": sequence_length,
+        "compute_capability": list(gpu.compute_capability),
+        "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
+    }
+    jobs = _Jobs(specs, on_trace)
+    for _ in range(_MAX_ROUNDS):
+        shares = jobs.shares()
+        if not shares:
+            break
+        ends = run_many(
+            "trace",
+            [{**shared, "traces": share} for share in shares],
+            deadline_seconds=DEADLINE_SECONDS,
+            on_answer=jobs.take,
+        )
+        for share, end in zip(shares, ends, strict=True):
+            if end.how != "ok":
+                jobs.blame(share, end)
+    if jobs.crash is not None and (jobs.shares() or not jobs.traces):
+        raise jobs.crash
+    if not jobs.traces:
+        raise ConfigError(
+            f"{model.name} cannot be traced",
+            why=next(iter(jobs.refused.values())),
+            remedy="Name another model, method or precision",
+        )
+    return jobs.traces
+
+
+class _Jobs:
+    """Which traces are wanted, which are here, and which never will be."""
+
+    def __init__(
+        self, specs: Iterable[TraceSpec], on_trace: Callable[[int, int], None] | None
+    ) -> None:
+        self._specs = sorted(specs, key=repr)
+        self._whole: set[int] = set()
+        self._answered: set[int] = set()
+        self._on_trace = on_trace
+        self.traces: dict[TraceSpec, Trace] = {}
+        self.refused: dict[int, str] = {}
+        self.crash: WorkerError | None = None
+
+    def shares(self) -> list[list[dict[str, Any]]]:
+        """What is left to ask for, divided among the processes of a round."""
+        self._answered.clear()
+        left = [
+            {"id": number, "spec": _plain(spec), "whole": number in self._whole}
+            for number, spec in enumerate(self._specs)
+            if number not in self.refused and spec not in self.traces
+        ]
+        if not left:
+            return []
+        num_children = 2 if len(left) > _WORTH_A_SECOND_CHILD else 1
+        return [left[i::num_children] for i in range(num_children)]
+
+    def take(self, answer: dict[str, Any]) -> None:
+        """An answer of a worker."""
+        number = answer["id"]
+        self._answered.add(number)
+        if "unsupported" in answer:
+            self.refused[number] = answer["unsupported"]
+        else:
+            try:
+                self.traces[self._specs[number]] = Trace(answer["trace"])
+            except BrokenTrace as error:
+                if number in self._whole:
+                    self.refused[number] = f"the trace does not add up: {error}"
+                self._whole.add(number)
+        if self._on_trace is not None:
+            self._on_trace(len(self.traces) + len(self.refused), len(self._specs))
+
+    def blame(self, share: list[dict[str, Any]], end: WorkerEnd) -> None:
+        """Set aside what a process died of: answers come in order, so the first without one.
+
+        Raises WorkerError for every other failure than a crash.
+        """
+        self.crash = end.to_error("trace")
+        unanswered = [job["id"] for job in share if job["id"] not in self._answered]
+        if end.how != "crashed" or not unanswered:
+            raise self.crash
+        self.refused[unanswered[0]] = f"tracing it ended the process: {end.problem}"
+
+
+def _plain(spec: TraceSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in TraceSpec.__slots__}

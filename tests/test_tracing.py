@@ -1,0 +1,163 @@
+"""Workers that refuse, die or talk late, and what trace_all makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import tiny_model
+
+from autotune import tracing
+from autotune.config import TrainConfig
+from autotune.errors import ConfigError, HardwareError, WorkerError
+from autotune.gpus import catalogue, find_gpu
+from autotune.isolate import WorkerEnd
+from autotune.results import TraceSpec
+from autotune.tracing import trace_all
+
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=2,
+    gradient_accumulation_steps=4,
+    sequence_length=tiny_model.SEQUENCE_LENGTH,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+
+
+class Worker:
+    """Stands in for the worker processes: answers each job as told."""
+
+    def __init__(self, answer: Any, how: str = "ok") -> None:
+        self.answer = answer
+        self.how = how
+        self.requests: list[Any] = []
+
+    def __call__(self, verb: str, requests: Any, *, on_answer: Any, **_: Any) -> Any:
+        self.requests += requests
+        for request in requests:
+            for job in request["traces"]:
+                on_answer({"id": job["id"], **self.answer})
+        return tuple(self for _ in requests)
+
+    def to_error(self, verb: str) -> WorkerError:
+        return WorkerError(f"The {verb} process {self.how}")
+
+
+def test_a_card_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker({"unsupported": "asked although the card has no CUDA"})
+    monkeypatch.setattr(tracing, "run_many", worker)
+    amd = next(gpu for gpu in catalogue() if gpu.vendor == "amd")
+    with pytest.raises(HardwareError, match=r"no CUDA card"):
+        trace_all(tiny_model.MODEL, "causal-lm", 512, amd, {TraceSpec.of(FULL)})
+    assert not worker.requests
+
+
+def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "run_many", Worker({"unsupported": "has no layers"}))
+    with pytest.raises(ConfigError, match="tiny-llama cannot be traced") as caught:
+        trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)})
+    assert "has no layers" in str(caught.value)
+
+
+def test_a_worker_that_times_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker({"unsupported": "late"}, how="timeout")
+    monkeypatch.setattr(tracing, "run_many", worker)
+    with pytest.raises(WorkerError, match="timeout"):
+        trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)})
+
+
+class Rounds:
+    """Stands in for the worker processes over several rounds: what each job gets, by round."""
+
+    def __init__(self, *rounds: dict[str, Any]) -> None:
+        self.rounds = list(rounds)
+        self.asked: list[list[tuple[str, bool]]] = []
+
+    def __call__(self, verb: str, requests: Any, *, on_answer: Any, **_: Any) -> Any:
+        answers = self.rounds.pop(0)
+        jobs = [job for request in requests for job in request["traces"]]
+        self.asked.append([(job["spec"]["attention"], job["whole"]) for job in jobs])
+        for job in jobs:
+            answer = answers[job["spec"]["attention"]]
+            if answer == "dies":
+                return (self._end("crashed"),)
+            on_answer({"id": job["id"], **answer})
+        return (self._end("ok"),)
+
+    @staticmethod
+    def _end(how: str) -> WorkerEnd:
+        return WorkerEnd(
+            how=how,
+            exit_code=0 if how == "ok" else -9,
+            answers=(),
+            num_partial_lines=0,
+            problem="" if how == "ok" else "was killed",
+            stderr_tail="",
+        )
+
+
+EAGER, SDPA = (
+    TraceSpec.of(dataclasses.replace(FULL, attention=name)) for name in ("eager", "sdpa")
+)
+
+
+def some_trace() -> dict[str, Any]:
+    """The smallest answer that is a trace: one weight, one tensor that comes and goes."""
+    kernel = ["mm", "bfloat16", (2, 1, 0), [(8, 1, 0)], False, 1]
+    blocks = [
+        {"phase": "weights", "layer": -1, "events": [0], "accumulate": [], "kernels": []},
+        {"phase": "embed", "layer": -1, "events": [1, ~1], "accumulate": [], "kernels": [kernel]},
+    ]
+    weight = {"size": (512, 0, 0), "category": "parameter", "trainable": False}
+    return {
+        "layers": {"traced": 1, "full": 1, "period": 1},
+        "tensors": [weight, {"size": (512, 1, 0)}],
+        "blocks": blocks,
+        "parameters": {"-1": {"total": [(256, 0, 0)], "trainable": []}},
+    }
+
+
+def broken_trace() -> dict[str, Any]:
+    """A tensor that is freed twice."""
+    answer = some_trace()
+    answer["blocks"][1]["events"] = [1, ~1, ~1]
+    return answer
+
+
+def trace_both(monkeypatch: pytest.MonkeyPatch, worker: Rounds) -> set[TraceSpec]:
+    monkeypatch.setattr(tracing, "run_many", worker)
+    return set(trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {EAGER, SDPA}))
+
+
+def test_what_kills_its_process_is_set_aside_and_the_rest_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good = {"trace": some_trace()}
+    worker = Rounds({"eager": "dies", "sdpa": good}, {"sdpa": good})
+    assert trace_both(monkeypatch, worker) == {SDPA}
+    assert worker.asked == [[("eager", False), ("sdpa", False)], [("sdpa", False)]]
+
+
+def test_a_crash_of_everything_is_a_worker_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Rounds({"eager": "dies", "sdpa": "dies"}, {"sdpa": "dies"})
+    with pytest.raises(WorkerError, match="was killed"):
+        trace_both(monkeypatch, worker)
+
+
+def test_a_trace_that_does_not_repeat_is_asked_for_with_every_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good, broken = {"trace": some_trace()}, {"trace": broken_trace()}
+    worker = Rounds({"eager": good, "sdpa": broken}, {"sdpa": good})
+    assert trace_both(monkeypatch, worker) == {EAGER, SDPA}
+    assert worker.asked[1] == [("sdpa", True)]
+
+
+def test_a_trace_that_never_adds_up_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, broken = {"trace": some_trace()}, {"trace": broken_trace()}
+    worker = Rounds({"eager": good, "sdpa": broken}, {"sdpa": broken})
+    assert trace_both(monkeypatch, worker) == {EAGER}
