@@ -20,6 +20,12 @@ from autotune.results import StateBytes, Summary
 from autotune.units import GIB
 
 
+@pytest.fixture(autouse=True)
+def _width_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest-xdist tells its workers how wide the terminal is."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def drawn(summary: Summary) -> str:
     file = io.StringIO()
     terminal.draw_summary(summary, file)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from autotune.worker.tracker import Buffer, Tracker
+from autotune.worker.tracker import Buffer, Tracker, in_backward
 
 aten = torch.ops.aten
 
@@ -373,9 +373,9 @@ class Workspaces:
 
     def before(self, tracker: Tracker, func: Any) -> None:
         if func in _MATRIX_PRODUCTS:
-            in_backward = torch._C._current_graph_task_id() != -1
-            if in_backward not in self._made:
-                self._made.add(in_backward)
+            thread = in_backward()
+            if thread not in self._made:
+                self._made.add(thread)
                 self.indices.append(tracker.record_forever(self._size_bytes))
 
 

@@ -30,7 +30,7 @@ from autotune.results import TraceSpec
 from autotune.worker import model as models
 from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
 from autotune.worker.model import RANK, UnsupportedModel
-from autotune.worker.tracker import Recording, TrackedKernel, Tracker
+from autotune.worker.tracker import Recording, TrackedKernel, Tracker, in_backward
 
 MICRO_BATCH = 1_000_003
 """Micro-batch of a trace that stands for 2 and more: a prime that divides no model dimension."""
@@ -203,6 +203,7 @@ class _Step:
         return accumulated
 
     def _hook_layers(self, stack: nn.ModuleList) -> list[Any]:
+        """Mark where layers begin and end; older versions recompute a layer with its hooks."""
         handles = []
         last = len(stack) - 1
         for number, layer in enumerate(stack):
@@ -212,6 +213,8 @@ class _Step:
 
     def _enter(self, number: int) -> Callable[..., None]:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if in_backward():
+                return
             self.mark("forward", number)
             hidden = args[0] if args else kwargs["hidden_states"]
             if number == 0 and hidden.requires_grad:
@@ -221,6 +224,8 @@ class _Step:
 
     def _leave(self, number: int, is_last: bool) -> Callable[..., None]:
         def leave(_: nn.Module, args: Any, output: Any) -> None:
+            if in_backward():
+                return
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: self.mark("backward", number))

@@ -152,7 +152,7 @@ class Tracker(TorchDispatchMode):
         """
         old, new = args
         return (
-            torch._C._current_graph_task_id() != -1
+            in_backward()
             and not torch.is_grad_enabled()
             and isinstance(new, torch.Tensor)
             and old.shape == new.shape
@@ -212,7 +212,7 @@ class Tracker(TorchDispatchMode):
         elif func is not aten.nll_loss_backward.default:
             moved += tuple(_moved_bytes(t) for t in inputs)
         dtype = str((inputs or outputs)[0].dtype)[6:]
-        recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+        recomputed = torch.is_grad_enabled() and in_backward()
         self.recording.kernels.append(TrackedKernel(_name(func), dtype, flops, moved, recomputed))
         return out
 
@@ -345,6 +345,11 @@ def _answer(tensor: torch.Tensor) -> bool:
             "the model reads a number from a tensor, which a trace does not have"
         )
     return True
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is at work on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
