@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from autotune.config import TrainConfig, Workload
 
@@ -146,6 +147,127 @@ class Estimate:
             "mfu": self.mfu,
             "bound": self.bound,
         }
+
+
+OUTCOMES = ("ok", "oom", "slow", "timeout", "crashed", "invalid")
+"""How a probe ended: measured; out of memory or of its budget; stopped part-way as too slow; killed at
+its deadline; its process died or it talked nonsense; what was asked for was not really on."""
+
+BACKENDS = ("cuda", "cpu")
+"""Where a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """When two measurements may be compared: the machine, the driver, the libraries, the allocator."""
+
+    device: str
+    """Name of the card, or of the CPU."""
+    driver: str
+    """Of NVIDIA; empty on a CPU."""
+    cuda: str
+    """That torch was built for; empty on a CPU."""
+    versions: tuple[tuple[str, str], ...]
+    """(library, version) of torch, transformers, peft, bitsandbytes, accelerate, python; sorted."""
+    allocator: str
+    """PYTORCH_ALLOC_CONF, as set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeSpec:
+    """What a probe is asked for beside the TrainConfig."""
+
+    task: str
+    backend: str
+    """One of BACKENDS."""
+    memory_budget_bytes: int
+    """peak_device_bytes may not pass it: the allocator is capped so that it cannot."""
+    max_seconds: float
+    """Of timed steps: a probe stops measuring then, whatever its spread."""
+    target_spread: float = 0.02
+    """Stop timing when the relative standard error of the step is below it."""
+    max_steps: int = 20
+    """Optimizer steps timed at most."""
+    stop_below_tokens_per_second: float | None = None
+    """Give up part-way (outcome slow) when the speed cannot reach it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """What a probe saw. Never predicted. Figures are None where the outcome left none."""
+
+    config: TrainConfig
+    spec: ProbeSpec
+    fingerprint: Fingerprint
+    outcome: str
+    """One of OUTCOMES."""
+    message: str
+    """Why, in one line, where the outcome is not ok."""
+    micro_step_seconds: float | None = None
+    """Median of one forward and backward."""
+    optimizer_step_seconds: float | None = None
+    """Median of clipping, optimizer and zero_grad."""
+    spread: float | None = None
+    """Relative standard error of a step's time."""
+    num_steps: int = 0
+    """Optimizer steps timed."""
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    nontorch_bytes: int | None = None
+    num_alloc_retries: int = 0
+    excess_bytes: int | None = None
+    """Outcome oom: at least so much was lacking."""
+    loss_is_finite: bool | None = None
+    elapsed_seconds: float = 0.0
+    """Of the whole probe, set-up included."""
+
+    @property
+    def peak_device_bytes(self) -> int | None:
+        """Reserved and everything outside the allocator: what is compared with the budget."""
+        if self.peak_reserved_bytes is None or self.nontorch_bytes is None:
+            return None
+        return self.peak_reserved_bytes + self.nontorch_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Ran within the budget without an allocation retry."""
+        peak = self.peak_device_bytes
+        return (
+            self.outcome == "ok"
+            and self.num_alloc_retries == 0
+            and peak is not None
+            and peak <= self.spec.memory_budget_bytes
+        )
+
+    @property
+    def step_seconds(self) -> float | None:
+        """One optimizer step at the configuration's accumulation."""
+        if self.micro_step_seconds is None or self.optimizer_step_seconds is None:
+            return None
+        accumulation = self.config.gradient_accumulation_steps
+        return accumulation * self.micro_step_seconds + self.optimizer_step_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        seconds = self.step_seconds
+        return None if seconds is None else self.config.tokens_per_step / seconds
+
+    def to_dict(self) -> dict[str, object]:
+        """A JSON line of `studies/<device>/`; measurement_from_dict reads it back."""
+        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+
+
+def measurement_from_dict(values: dict[str, Any]) -> Measurement:
+    """Read Measurement.to_dict back. Raises KeyError or TypeError for what is none."""
+    fields = {k: v for k, v in values.items() if k != "schema_version"}
+    prints = dict(fields.pop("fingerprint"))
+    prints["versions"] = tuple((name, version) for name, version in prints["versions"])
+    return Measurement(
+        config=TrainConfig(**fields.pop("config")),
+        spec=ProbeSpec(**fields.pop("spec")),
+        fingerprint=Fingerprint(**prints),
+        **fields,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
