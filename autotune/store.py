@@ -104,8 +104,8 @@ def open_study(
     # Optuna reports the creation of a study on stderr, where our progress is shown.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     identity = json.loads(json.dumps({"workload": dataclasses.asdict(workload), "gpu": gpu}))
-    parsed = _parse_url(url)
-    with _explained(parsed):
+    parsed = parse_url(url)
+    with explained(parsed):
         storage = _open_storage(parsed)
         try:
             study = optuna.create_study(
@@ -188,7 +188,7 @@ def _check_name(name: str) -> None:
         )
 
 
-def _parse_url(url: str) -> URL:
+def parse_url(url: str) -> URL:
     import sqlalchemy
 
     try:
@@ -204,12 +204,12 @@ def _parse_url(url: str) -> URL:
 def _open_storage(url: URL) -> optuna.storages.RDBStorage:
     import optuna
 
-    _make_folder(url)
+    make_folder(url)
     text = url.render_as_string(hide_password=False)
     storage = optuna.storages.RDBStorage(
         # Optuna fills in a {SCHEMA_VERSION}, and stumbles over any other brace.
         text.replace("{", "{{").replace("}", "}}"),
-        engine_kwargs=_engine_options(url),
+        engine_kwargs=engine_options(url),
         skip_compatibility_check=True,
         # Tables are added to an empty database only: never to one that is newer, or another's.
         skip_table_creation=not _is_empty(url),
@@ -230,7 +230,7 @@ def _is_empty(url: URL) -> bool:
     """Whether Optuna's tables are to be created. Raises StorageError for a stranger's SQLite."""
     import sqlalchemy
 
-    engine = sqlalchemy.create_engine(url, **_engine_options(url))
+    engine = sqlalchemy.create_engine(url, **engine_options(url))
     try:
         tables = sqlalchemy.inspect(engine).get_table_names()
     finally:
@@ -246,7 +246,7 @@ def _is_empty(url: URL) -> bool:
     return True
 
 
-def _make_folder(url: URL) -> None:
+def make_folder(url: URL) -> None:
     name = url.database or ""
     if url.get_backend_name() != "sqlite" or name in ("", ":memory:") or name.startswith("file:"):
         return
@@ -260,7 +260,7 @@ def _make_folder(url: URL) -> None:
         ) from error
 
 
-def _engine_options(url: URL) -> dict[str, Any]:
+def engine_options(url: URL) -> dict[str, Any]:
     if url.get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": BUSY_SECONDS, "factory": _SqliteConnection}}
     # Without it, an address where nobody answers is waited for during minutes.
@@ -269,7 +269,7 @@ def _engine_options(url: URL) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _explained(url: URL) -> Iterator[None]:
+def explained(url: URL) -> Iterator[None]:
     """Turn what Optuna, SQLAlchemy and the driver raise into a StorageError of one line."""
     import optuna
     import sqlalchemy

@@ -30,6 +30,7 @@ ROWS = {
     "export": 3,
     "worker": 4,
     "isolate": 4,
+    "probes": 4,
     "store": 4,
     "estimate": 5,
     "sampler": 5,

@@ -1,0 +1,134 @@
+"""The table of probes: what was measured is found again, and nothing else is."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from autotune.config import TrainConfig, Workload
+from autotune.errors import StorageError
+from autotune.probes import open_probes, probe_key
+from autotune.results import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
+from autotune.store import open_study
+
+MODEL = {"model_type": "llama", "hidden_size": 64}
+CONFIG = TrainConfig(
+    method="full",
+    micro_batch_size=2,
+    gradient_accumulation_steps=4,
+    sequence_length=128,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+SPEC = ProbeSpec(task="causal-lm", backend="cpu", memory_budget_bytes=10**9, max_seconds=10.0)
+HERE = Fingerprint(
+    device="a CPU", driver="", cuda="", versions=(("torch", "2.13.0"),), allocator=""
+)
+KEY = probe_key(MODEL, CONFIG, SPEC, HERE)
+
+
+def measured(outcome: str = "ok", seconds: float = 0.5) -> Measurement:
+    return Measurement(
+        config=CONFIG,
+        spec=SPEC,
+        fingerprint=HERE,
+        outcome=outcome,
+        message="" if outcome == "ok" else "why",
+        micro_step_seconds=seconds,
+        optimizer_step_seconds=0.25,
+        peak_reserved_bytes=900_000_000,
+        nontorch_bytes=50_000_000,
+    )
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/probes.db"
+
+
+def test_a_measurement_survives_its_json() -> None:
+    assert measurement_from_dict(measured().to_dict()) == measured()
+
+
+def test_a_step_is_its_micro_steps_and_its_update() -> None:
+    # 4 x 0.5 s + 0.25 s for 2 x 4 x 128 tokens.
+    assert measured().step_seconds == 2.25
+    assert measured().tokens_per_second == pytest.approx(1024 / 2.25)
+
+
+def test_fits_means_no_retry_and_within_the_budget() -> None:
+    assert measured().fits
+    assert not dataclasses.replace(measured(), num_alloc_retries=1).fits
+    assert not dataclasses.replace(measured(), nontorch_bytes=100_000_001).fits
+    assert not dataclasses.replace(measured(), outcome="oom").fits
+
+
+def test_what_was_measured_is_found_by_another_process(url: str) -> None:
+    with open_probes(url) as probes:
+        assert probes.find(KEY) is None
+        probes.add(KEY, measured())
+    with open_probes(url) as probes:
+        assert probes.find(KEY) == measured()
+
+
+def test_the_newest_counts_and_a_failure_does_not(url: str) -> None:
+    with open_probes(url) as probes:
+        probes.add(KEY, measured(seconds=1.0))
+        probes.add(KEY, measured(seconds=2.0))
+        probes.add(KEY, measured("timeout"))
+        probes.add(KEY, measured("crashed"))
+        assert probes.find(KEY) == measured(seconds=2.0)
+
+
+def test_a_probe_out_of_memory_is_not_made_again(url: str) -> None:
+    with open_probes(url) as probes:
+        probes.add(KEY, measured("oom"))
+        assert probes.find(KEY) == measured("oom")
+
+
+def test_whatever_a_measurement_depends_on_is_in_its_key() -> None:
+    others = [
+        probe_key({**MODEL, "hidden_size": 128}, CONFIG, SPEC, HERE),
+        probe_key(MODEL, dataclasses.replace(CONFIG, micro_batch_size=4), SPEC, HERE),
+        probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, memory_budget_bytes=2 * 10**9), HERE),
+        probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, task="masked-lm"), HERE),
+        probe_key(MODEL, CONFIG, SPEC, dataclasses.replace(HERE, driver="580.1")),
+    ]
+    assert len({KEY, *others}) == len(others) + 1
+    longer = dataclasses.replace(SPEC, max_seconds=99.0, target_spread=0.001)
+    assert probe_key(MODEL, CONFIG, longer, HERE) == KEY
+
+
+def test_it_lives_beside_a_study(url: str) -> None:
+    workload = Workload(model="m", memory_budget_bytes=10**9)
+    with open_study(url, "s", workload=workload, gpu="g"), open_probes(url) as probes:
+        probes.add(KEY, measured())
+    with open_study(url, "s", workload=workload, gpu="g") as study:
+        assert study.study_name == "s"
+
+
+def test_a_database_that_refuses_is_one_clear_error(tmp_path: Path) -> None:
+    file = tmp_path / "broken.db"
+    file.write_bytes(b"this is no database, whatever its name says" * 100)
+    with pytest.raises(StorageError, match="damaged"), open_probes(f"sqlite:///{file}"):
+        pass
+    assert file.read_bytes().startswith(b"this is no database")
+
+
+def test_a_locked_database_loses_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.store.BUSY_SECONDS", 0.1)
+    with open_probes(url) as probes:
+        probes.add(KEY, measured())
+    holder = sqlite3.connect(url.removeprefix("sqlite:///"))
+    holder.execute("BEGIN EXCLUSIVE")
+    try:
+        with pytest.raises(StorageError, match="Another process"), open_probes(url) as probes:
+            probes.add(KEY, measured(seconds=9.0))
+    finally:
+        holder.rollback()
+        holder.close()
+    with open_probes(url) as probes:
+        assert probes.find(KEY) == measured()
