@@ -27,6 +27,7 @@ Term = tuple[int, int, int]
 
 SETUP_PHASES = ("weights", "adapter")
 FORWARD_PHASES = ("batch", "embed", "forward", "head")
+# A second stack of layers (a decoder's, beside an encoder's) has its number behind the phase.
 
 
 Array = npt.NDArray[np.int64]
@@ -67,6 +68,14 @@ def _embedding_partials(numbers: Sequence[int]) -> int:
 
 
 _RULES = {"embedding": _embedding_partials}
+
+
+def is_setup(phase: str) -> bool:
+    return phase.partition(" ")[0] in SETUP_PHASES
+
+
+def is_forward(phase: str) -> bool:
+    return phase.partition(" ")[0] in FORWARD_PHASES
 
 
 class Terms:
@@ -120,12 +129,12 @@ class Trace:
             )
 
         traced = operator.itemgetter("events")
-        self._setup = whole(lambda phase: phase in SETUP_PHASES, traced)
-        forward = whole(lambda phase: phase in FORWARD_PHASES, traced)
-        backward = whole(lambda phase: phase not in (*SETUP_PHASES, *FORWARD_PHASES), traced)
+        self._setup = whole(is_setup, traced)
+        forward = whole(is_forward, traced)
+        backward = whole(lambda phase: not is_setup(phase) and not is_forward(phase), traced)
         self._first = np.concatenate((forward, backward))
         self._next = whole(
-            lambda phase: phase not in SETUP_PHASES, functools.partial(_adding, self._tensors)
+            lambda phase: not is_setup(phase), functools.partial(_adding, self._tensors)
         )
         self._categories = self._categorise(forward)
         is_workspace = self._categories[_numbers_of(self._first)] == "workspace"
@@ -357,10 +366,25 @@ class _Copies:
                 shift = layer - self._layer_of_block[index]
                 events, homes = (copied if shift else located)[index]
                 parts.append(events)
-                columns.append(np.where(homes < 0, homes, homes + shift) if shift else homes)
+                columns.append(self._columns(homes, index, shift))
         if not parts:
             return np.zeros(0, dtype=np.int32)
         return self._resolve(np.concatenate(parts), np.concatenate(columns))
+
+    def _columns(self, homes: Events, index: int, shift: int) -> Events:
+        """Layers that a copy of a block refers to: neighbours move with it.
+
+        What is two periods away and more is no neighbour, but at the other end: what the first
+        layer made for all, or the last was the first to need in the backward pass.
+        """
+        layer = self._layer_of_block[index]
+        if layer < 0:
+            return homes
+        distance = homes // self._layers.period - layer // self._layers.period
+        extra = self._layers.full - self._layers.traced
+        columns = np.where(distance >= 2, homes + extra, homes + shift)
+        columns = np.where(distance <= -2, homes, columns)
+        return np.where(homes < 0, homes, columns)
 
     def _locate(self, index: int, events: list[int]) -> tuple[Events, Events]:
         """A block's events, and the layer of each; outside the layers a block means all copies."""
@@ -427,7 +451,7 @@ def _count_kernels(blocks: Iterable[Mapping[str, Any]], layers: _Layers) -> list
     """Equal kernels of a micro-step once, with their number."""
     counts: dict[tuple[Any, ...], int] = {}
     for block in blocks:
-        if block["phase"] in SETUP_PHASES:
+        if is_setup(block["phase"]):
             continue
         copies = layers.copies(block["layer"])
         for name, dtype, flops, moved, recomputed, count in block["kernels"]:

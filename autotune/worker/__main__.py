@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from autotune.isolate import die_with_parent
 from autotune.results import SCHEMA_VERSION, TraceSpec
 
 Answers = Iterator[dict[str, Any]]
+Verb = Callable[[dict[str, Any]], Answers]
 
 
 def _trace(request: dict[str, Any]) -> Answers:
-    _import_adapters()
+    import_adapters()
 
     from autotune.worker.cuda import Device
     from autotune.worker.model import UnsupportedModel, load_config
@@ -53,7 +54,7 @@ def _trace(request: dict[str, Any]) -> Answers:
         gc.collect()
 
 
-def _import_adapters() -> None:
+def import_adapters() -> None:
     """Import bitsandbytes and PEFT while torch.compile does nothing.
 
     bitsandbytes compiles its CPU kernels as it is imported, which loads the compiler: 0.9 s for
@@ -69,17 +70,22 @@ def _import_adapters() -> None:
         torch.compile = compile_function
 
 
-VERBS: dict[str, Callable[[dict[str, Any]], Answers]] = {"trace": _trace}
+VERBS: dict[str, Verb] = {"trace": _trace}
 
 
 def main() -> None:
     die_with_parent()
     request_file, result_file = sys.argv[1:]
+    answer_request(VERBS, request_file, result_file)
+
+
+def answer_request(verbs: Mapping[str, Verb], request_file: str, result_file: str) -> None:
+    """Run the verb that the request names; write its answers. Exits on another schema version."""
     envelope = json.loads(Path(request_file).read_text(encoding="utf-8"))
     if envelope["schema_version"] != SCHEMA_VERSION:
         sys.exit(f"request has schema version {envelope['schema_version']}, not {SCHEMA_VERSION}")
     with open(result_file, "a", encoding="utf-8") as results:
-        for answer in VERBS[envelope["verb"]](envelope["request"]):
+        for answer in verbs[envelope["verb"]](envelope["request"]):
             results.write(json.dumps(answer) + "\n")
             results.flush()
 

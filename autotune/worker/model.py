@@ -68,8 +68,10 @@ def layer_period(config: PretrainedConfig) -> int:
 
 
 def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """The same architecture with fewer layers."""
+    """The same architecture with fewer layers, in a decoder beside an encoder too."""
     small = copy.deepcopy(config)
+    if getattr(config, "num_decoder_layers", None) == config.num_hidden_layers:
+        small.num_decoder_layers = num_layers
     for name, value in list(vars(small).items()):
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(small, name, value[:num_layers])
@@ -77,14 +79,19 @@ def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     return small
 
 
-def layer_stack(model: nn.Module, num_layers: int) -> nn.ModuleList | None:
-    """The one list of repeated layers; None where the model has none or several."""
-    stacks = [
-        m
-        for m in model.modules()
-        if isinstance(m, nn.ModuleList) and len(m) == num_layers and num_layers > 1
-    ]
-    return stacks[0] if len(stacks) == 1 else None
+def layer_stacks(model: nn.Module, num_layers: int) -> list[nn.ModuleList]:
+    """The lists of repeated layers: one, or an encoder's and a decoder's; empty where it is unclear.
+
+    A list within a layer (T5 has one of two or three parts in each) is none of them.
+    """
+    stacks: list[nn.ModuleList] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        is_stack = isinstance(module, nn.ModuleList) and len(module) == num_layers > 1
+        if is_stack and id(module) not in inside:
+            stacks.append(module)
+            inside |= {id(part) for part in module.modules()}
+    return stacks if len(stacks) <= 2 else []
 
 
 def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Module:
@@ -252,10 +259,15 @@ def accepts_loss_kwargs(model: Any) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
-def small_num_layers(num_layers: int, period: int) -> int:
-    """Layers enough for a first, a repeating and a last period; all of them where that saves nothing."""
-    small = 3 * period + num_layers % period
-    return min(small, num_layers)
+def small_num_layers(config: PretrainedConfig, period: int) -> int:
+    """Layers enough for a first, a repeating and a last period; all of them where that saves nothing.
+
+    One more where the first layers make what the others share (T5's position bias): the copies of
+    the second then take what they refer to from the third, which must not be the last.
+    """
+    num_periods = 4 if config.is_encoder_decoder else 3
+    small = num_periods * period + config.num_hidden_layers % period
+    return min(small, config.num_hidden_layers)
 
 
 def trace_period(config: PretrainedConfig, spec: TraceSpec) -> int:

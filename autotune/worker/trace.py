@@ -35,8 +35,12 @@ from autotune.worker.tracker import Recording, TrackedKernel, Tracker, in_backwa
 MICRO_BATCH = 1_000_003
 """Micro-batch of a trace that stands for 2 and more: a prime that divides no model dimension."""
 
-Mark = tuple[str, int]
-"""(phase, layer): where a block of events begins; layer -1 outside the repeated layers."""
+Place = tuple[int, int]
+"""(stack, layer) of the repeated layers; OUTSIDE elsewhere."""
+OUTSIDE = (0, -1)
+
+Mark = tuple[str, Place]
+"""Where a block of events begins, and in which phase."""
 
 
 def trace_step(
@@ -54,11 +58,13 @@ def trace_step(
     """
     num_layers = getattr(config, "num_hidden_layers", 0)
     period = models.trace_period(config, spec)
-    small = num_layers if whole else models.small_num_layers(num_layers, period)
+    # Checkpointed layers of T5 hand the gradient of their common position bias around.
+    whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
+    small = num_layers if whole else models.small_num_layers(config, period)
     layers = {"traced": small, "full": num_layers, "period": period}
     if small < num_layers:
         model = models.build_base(models.with_layers(config, small), task, spec)
-        if models.layer_stack(model, small) is None:
+        if not models.layer_stacks(model, small):
             return trace_step(
                 config, task, spec, sequence_length=sequence_length, device=device, whole=True
             )
@@ -101,21 +107,19 @@ class _Step:
         self.handed_over: dict[int, list[int]] = {}
         """event position -> gradients that autograd hands over there"""
 
-    def mark(self, phase: str, layer: int = -1) -> None:
-        self.tracker.recording.mark((phase, layer))
+    def mark(self, phase: str, place: Place = OUTSIDE) -> None:
+        self.tracker.recording.mark((phase, place))
 
     def set_up(self) -> None:
         """Weights and buffers reach the device; then the adapter's."""
         spec = self.spec
         if spec.method == "qlora":
             models.quantize(self.model, self.task, spec)
-        stack_of = _layer_finder(
-            self.model, models.layer_stack(self.model, _num_layers(self.model))
-        )
+        place_of = _place_finder(self.model)
         dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
-        last: Mark = ("", 0)
+        last: Mark = ("", OUTSIDE)
         for name, module in self.model.named_modules():
-            mark = ("weights", stack_of(name))
+            mark = ("weights", place_of(name))
             if mark != last:
                 self.mark(*mark)
                 last = mark
@@ -129,7 +133,7 @@ class _Step:
             self.model = models.add_adapter(self.model, self.task, spec.lora_targets, RANK)
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
-                    mark = ("adapter", stack_of(name))
+                    mark = ("adapter", place_of(name))
                     if mark != last:
                         self.mark(*mark)
                         last = mark
@@ -153,8 +157,8 @@ class _Step:
         accepts = models.accepts_loss_kwargs(model)
         if accepts:
             inputs["num_items_in_batch"] = torch.empty((), dtype=torch.float32, device="meta")
-        stack = models.layer_stack(model, num_layers)
-        handles += self._hook_layers(stack) if stack is not None else []
+        for number, stack in enumerate(models.layer_stacks(model, num_layers)):
+            handles += self._hook_layers(number, stack)
         if precision.autocast:
             _wrap_forward(model, getattr(torch, precision.compute_dtype))
         self.mark("embed")
@@ -202,54 +206,54 @@ class _Step:
 
         return accumulated
 
-    def _hook_layers(self, stack: nn.ModuleList) -> list[Any]:
+    def _hook_layers(self, stack: int, layers: nn.ModuleList) -> list[Any]:
         """Mark where layers begin and end; older versions recompute a layer with its hooks."""
         handles = []
-        last = len(stack) - 1
-        for number, layer in enumerate(stack):
-            handles.append(layer.register_forward_pre_hook(self._enter(number), with_kwargs=True))
-            handles.append(layer.register_forward_hook(self._leave(number, number == last)))
+        last = len(layers) - 1
+        for number, layer in enumerate(layers):
+            place = (stack, number)
+            handles.append(layer.register_forward_pre_hook(self._enter(place), with_kwargs=True))
+            handles.append(layer.register_forward_hook(self._leave(place, number == last)))
         return handles
 
-    def _enter(self, number: int) -> Callable[..., None]:
+    def _enter(self, place: Place) -> Callable[..., None]:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if in_backward():
                 return
-            self.mark("forward", number)
+            self.mark("forward", place)
             hidden = args[0] if args else kwargs["hidden_states"]
-            if number == 0 and hidden.requires_grad:
+            if place[1] == 0 and hidden.requires_grad:
                 hidden.register_hook(lambda _: self.mark("embed_backward"))
 
         return enter
 
-    def _leave(self, number: int, is_last: bool) -> Callable[..., None]:
+    def _leave(self, place: Place, is_last: bool) -> Callable[..., None]:
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             if in_backward():
                 return
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
-                hidden.register_hook(lambda _: self.mark("backward", number))
+                hidden.register_hook(lambda _: self.mark("backward", place))
             if is_last:
-                self.tracker.mark_before_next(("head", -1))
+                self.tracker.mark_before_next(("head", OUTSIDE))
 
         return leave
 
 
-def _num_layers(model: Any) -> int:
-    return getattr(model.config, "num_hidden_layers", 0)
+def _place_finder(model: Any) -> Callable[[str], Place]:
+    """Where among the repeated layers a module or parameter of that name lies."""
+    num_layers = getattr(model.config, "num_hidden_layers", 0)
+    names = {id(module): name for name, module in model.named_modules()}
+    prefixes = [names[id(stack)] + "." for stack in models.layer_stacks(model, num_layers)]
 
+    def place_of(name: str) -> Place:
+        for stack, prefix in enumerate(prefixes):
+            _, found, rest = name.partition(prefix)
+            if found:
+                return stack, int(rest.partition(".")[0])
+        return OUTSIDE
 
-def _layer_finder(model: nn.Module, stack: nn.ModuleList | None) -> Callable[[str], int]:
-    """Number of the repeated layer that a module or parameter name lies in; -1 for none."""
-    if stack is None:
-        return lambda name: -1
-    prefix = next(name for name, module in model.named_modules() if module is stack) + "."
-
-    def layer_of(name: str) -> int:
-        _, found, rest = name.partition(prefix)
-        return int(rest.partition(".")[0]) if found else -1
-
-    return layer_of
+    return place_of
 
 
 def _batch(task: str, micro_batch: int, sequence_length: int) -> dict[str, torch.Tensor]:
@@ -391,11 +395,11 @@ def _count_parameters(model: nn.Module) -> dict[str, Any]:
     """Elements of the traced layers, 4-bit weights counted unpacked, by layer as in `blocks`."""
     linears: list[Any] = [m for m in model.modules() if type(m).__name__ == "Linear4bit"]
     quantised: dict[int, int] = {id(m.weight): m.in_features * m.out_features for m in linears}
-    layer_of = _layer_finder(model, models.layer_stack(model, _num_layers(model)))
+    place_of = _place_finder(model)
     counted: dict[int, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         elements = quantised.get(id(parameter), parameter.numel())
-        entry = counted.setdefault(layer_of(name), {"total": [], "trainable": []})
+        entry = counted.setdefault(place_of(name)[1], {"total": [], "trainable": []})
         monomial = _monomial(elements, 1)
         entry["total"].append(monomial)
         if parameter.requires_grad:
@@ -408,7 +412,7 @@ def _blocks(recording: Recording, step: _Step, micro_batch: int) -> list[dict[st
     ends = [*((m[0], m[1]) for m in marks[1:]), (len(recording.events), len(recording.kernels))]
     handed_over = step.handed_over
     blocks = []
-    for (first, first_kernel, (phase, layer)), (last, last_kernel) in zip(marks, ends, strict=True):
+    for (first, first_kernel, (phase, place)), (last, last_kernel) in zip(marks, ends, strict=True):
         last_position = last + (last == len(recording.events))
         accumulate = [
             (position - first, gradient)
@@ -420,8 +424,8 @@ def _blocks(recording: Recording, step: _Step, micro_batch: int) -> list[dict[st
         if events or kernels or accumulate:
             blocks.append(
                 {
-                    "phase": phase,
-                    "layer": layer,
+                    "phase": f"{phase} {place[0]}" if place[0] else phase,
+                    "layer": place[1],
                     "events": events,
                     "accumulate": accumulate,
                     "kernels": kernels,

@@ -19,7 +19,7 @@ import pytest
 from autotune.config import PRECISIONS
 from autotune.models import resolve
 from autotune.results import TraceSpec
-from autotune.traces import Trace, evaluate
+from autotune.traces import Trace, evaluate, is_setup
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module
 from autotune.worker.cuda import Device
@@ -59,6 +59,9 @@ ARCHITECTURES = {
     ),
     "roberta": Architecture(
         model="FacebookAI/roberta-large", task="sequence-classification", sequence_length=512
+    ),
+    "t5, two stacks": Architecture(
+        model="google-t5/t5-base", task="seq2seq-lm", num_layers=11, sequence_length=512
     ),
 }
 
@@ -121,7 +124,7 @@ def as_traced(answer: dict[str, Any], trace: Trace, micro_batch: int, rank: int)
     bytes_of = dict(zip(trace.template, trace.sizes(micro_batch, rank), strict=True))
     seen: dict[str, Seen] = {"setup": [], "first": []}
     for block in answer["blocks"]:
-        part = seen["setup" if block["phase"] in ("weights", "adapter") else "first"]
+        part = seen["setup" if is_setup(block["phase"]) else "first"]
         part += [(e < 0, bytes_of[e if e >= 0 else ~e]) for e in block["events"]]
     return seen
 
@@ -160,8 +163,10 @@ CASES = {
     for spec_name, spec in SPECS.items()
     # PEFT copies a classifier to train it, which bitsandbytes' weights on meta refuse.
     if not (architecture.task == "sequence-classification" and spec.method == "qlora")
-    # Gemma 3 repeats after six layers: slow to trace whole.
-    if architecture.num_layers < 20 or spec_name in ("full", "full, every second layer", "lora")
+    # Gemma 3 repeats after six layers, T5 has two stacks: slow to trace whole.
+    if architecture.num_layers < 10 or spec_name in ("full", "full, every second layer", "lora")
+    # Under checkpointing T5 is traced whole.
+    if architecture.task != "seq2seq-lm" or not spec.activation_checkpointing
 }
 
 
