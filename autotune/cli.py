@@ -38,6 +38,7 @@ from autotune.errors import (
     StorageError,
 )
 from autotune.optimizers import OPTIMIZERS
+from autotune.results import BACKENDS
 
 if TYPE_CHECKING:
     from autotune.models import ModelSource
@@ -179,9 +180,10 @@ def _workload_options(command: Callable[..., None]) -> Callable[..., None]:
 @_workload_options
 @click.option(
     "--backend",
-    type=click.Choice(("auto", "predict")),
+    type=click.Choice(("auto", "predict", *BACKENDS)),
     default="auto",
-    help="Where the figures come from; this version predicts only.",
+    help="Predict, or measure with real steps on this CUDA card (not yet tried on one) or CPU; "
+    "auto predicts.",
 )
 @click.option("--effective-batch", type=_COUNT, default=32, help="Samples per optimizer step.")
 @click.option(
@@ -240,7 +242,7 @@ def find(
     storage: str,
     out: Path | None,
     as_json: bool,
-    backend: str,  # noqa: ARG001  # auto and predict are the same until there are probes
+    backend: str,
 ) -> None:
     """Find the fastest configuration that fits, and write it as files that a trainer loads."""
     from autotune import inputs, space_file, tune
@@ -248,7 +250,8 @@ def find(
     from autotune.models import resolve
     from autotune.report.progress import progress_on_stderr
 
-    card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
+    choose = inputs.CHOOSERS.get(backend, inputs.choose_card)
+    card, gpu_reason, budget_bytes = choose(gpu, gpu_mem)
     search_space = space_file.load(space)
     base_config = None if base is None else read_train_config(base)
     source = resolve(model)
@@ -283,8 +286,20 @@ def find(
             progress=progress,
         )
     # Only a planned card follows from the budget; another one needs a study of its own.
-    is_planned = gpu_reason not in (inputs.NAMED, inputs.FOUND)
+    is_planned = gpu_reason not in (inputs.NAMED, inputs.FOUND, inputs.ON_CPU)
     default_name = store.default_study_name(workload, gpu=None if is_planned else card.name)
+    if backend in BACKENDS:
+        default_name += "-measured"
+        found = _measure(
+            found,
+            source,
+            backend=backend,
+            effort=effort,
+            study=study or default_name,
+            storage=storage,
+            command=_command_line(context),
+            quiet=as_json,
+        )
     _deliver(
         found,
         study=study or default_name,
@@ -481,6 +496,61 @@ def _is_given(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
+PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
+"""Of timed steps per probe, at most."""
+
+
+def _measure(
+    found: Found,
+    source: ModelSource,
+    *,
+    backend: str,
+    effort: str,
+    study: str,
+    storage: str,
+    command: str,
+    quiet: bool,
+) -> Found:
+    """Probe the candidates; the answer with what was measured. Nothing measured is ever lost."""
+    from autotune import probing, tune
+    from autotune.forkserver import ForkServer
+    from autotune.probes import open_probes
+    from autotune.report.progress import probes_on_stderr
+    from autotune.results import ProbeSpec
+
+    summary = found.summary
+    workload = summary.workload
+    spec = ProbeSpec(
+        task=workload.task,
+        backend=backend,
+        memory_budget_bytes=workload.memory_budget_bytes,
+        max_seconds=PROBE_SECONDS[backend],
+    )
+    with ForkServer() as server:
+        server.start("probe")
+        plan = probing.Plan(
+            pool=found.pool(),
+            base=summary.base,
+            baseline=summary.baseline,
+            budget_bytes=workload.memory_budget_bytes,
+            max_probes=tune.EFFORTS[effort].max_probes,
+        )
+        with (
+            store.open_study(
+                storage,
+                study,
+                workload=workload,
+                gpu=summary.gpu,
+                command=command,
+                versions=_versions(),
+            ) as opened,
+            open_probes(storage) as table,
+        ):
+            prober = probing.Prober(server, table, source, spec)
+            measured = probing.search(opened, plan, prober, on_probe=probes_on_stderr(quiet=quiet))
+    return dataclasses.replace(found, summary=tune.with_measured(summary, measured))
+
+
 def _deliver(
     found: Found,
     *,
@@ -520,9 +590,11 @@ def _deliver(
             command=command,
             versions=_versions(),
         ) as opened:
-            store.record_estimates(
-                opened, found.considered, budget_bytes=summary.workload.memory_budget_bytes
-            )
+            # A study of measurements holds nothing else.
+            if summary.measured is None:
+                store.record_estimates(
+                    opened, found.considered, budget_bytes=summary.workload.memory_budget_bytes
+                )
     except (ConfigError, StorageError) as error:
         problems.append(error)
         study = ""

@@ -126,6 +126,33 @@ def for_budget(budget_bytes: int) -> Gpu:
     )
 
 
+def cpu_stand_in() -> Gpu:
+    """A card for probes on the CPU: so that memory is predicted as the tracker counts it.
+
+    Its rates are [judgement] for two cores; what is measured corrects them.
+    """
+    capacity_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    flop_per_second = 5e10
+    return Gpu(
+        name="CPU",
+        vendor="cpu",
+        architecture="cpu",
+        compute_capability=(8, 9),
+        capacity_bytes=capacity_bytes,
+        capacity_source="sysconf",
+        nominal_memory_bytes=capacity_bytes,
+        memory_bandwidth_bytes_per_second=1e10,
+        peak_flop_per_second=dict.fromkeys(PEAK_DTYPES, flop_per_second),
+        context_bytes=0,
+        context_source="no device, no context",
+        cublas_workspace_bytes=0,
+        pcie_bandwidth_bytes_per_second=1e10,
+        source="judgement",
+        confidence="low",
+        notes="stands in for a card where probes run on the CPU",
+    )
+
+
 def detect() -> list[Gpu]:
     """Return the NVIDIA cards of this machine in NVML's order, with their real capacity.
 

@@ -17,6 +17,7 @@ from autotune.units import format_bytes, parse_bytes
 
 NAMED = "named"
 FOUND = "found here"
+ON_CPU = "real steps on the CPU, bytes by the tracker: no measure of a GPU"
 
 
 def choose_card(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
@@ -50,6 +51,31 @@ def choose_card(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
     lacking = "the GPU here has less" if here else "no CUDA GPU is here"
     reason = f"planned for: {lacking} (--gpu names another)"
     return gpus.for_budget(budget_bytes), reason, budget_bytes
+
+
+def cpu_as_card(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
+    """As choose_card, for probes on the CPU: it has no memory of its own, so a budget is needed."""
+    card = gpus.cpu_stand_in()
+    if name is not None:
+        raise ConfigError(
+            "--gpu does not go with --backend cpu",
+            why="What the CPU takes says nothing of a card",
+            remedy="Leave out one of them",
+        )
+    if size is None:
+        raise ConfigError(
+            "There is no memory budget",
+            why="On the CPU a probe may use what --gpu-mem allows, as if it were a card",
+            remedy="Give --gpu-mem, such as --gpu-mem 500MB",
+        )
+    budget_bytes = parse_bytes(size)
+    if budget_bytes > card.capacity_bytes // 2:
+        raise ConfigError(
+            f"--gpu-mem {size} is more than half of this machine's memory",
+            why=f"It has {format_bytes(card.capacity_bytes)}",
+            remedy="Lower --gpu-mem",
+        )
+    return card, ON_CPU, budget_bytes
 
 
 def agreed(option: str, value: int, of_base: int, *, is_given: bool) -> int:
@@ -102,3 +128,28 @@ def check_rules(
         raise ConfigError(
             f"{what} cannot work", why="; ".join(f"{rule.reason} ({rule.name})" for rule in rules)
         )
+
+
+def card_here(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
+    """As choose_card, for probes on CUDA: the card of this machine, under a smaller budget if typed."""
+    card, reason, budget_bytes = choose_card(None, size)
+    if reason != FOUND:
+        here = gpus.detect()
+        raise HardwareError(
+            "--backend cuda needs a CUDA GPU",
+            why=f"This one has {format_bytes(here[0].capacity_bytes)}, the budget is larger"
+            if here
+            else "NVIDIA's driver reports none on this machine",
+            remedy="Lower --gpu-mem" if here else "Leave --backend out, for a prediction",
+        )
+    if name is not None and gpus.find_gpu(name).name != card.name:
+        raise ConfigError(
+            f"--gpu {name} is not the card of this machine",
+            why=f"It is a {card.name}",
+            remedy="Leave --gpu out; --gpu-mem emulates less memory",
+        )
+    return card, reason, budget_bytes
+
+
+CHOOSERS = {"cpu": cpu_as_card, "cuda": card_here}
+"""By backend; choose_card for the others."""

@@ -15,12 +15,16 @@ The contract, whole:
 
 Needs POSIX process groups. The death of the parent is noticed on Linux only; elsewhere an orphan
 ends when its request is done. Borrowed in outline from pyperf and pyproject-hooks (STYLE.md).
+
+autotune.forkserver keeps this contract with children that are forked instead of started: what
+differs is a Launch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -31,7 +35,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from autotune.errors import WorkerError
 from autotune.results import SCHEMA_VERSION
@@ -48,7 +52,10 @@ MAX_CHILDREN = 2
 
 PARENT_VARIABLE = "AUTOTUNE_PARENT_PID"
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 
 _COMMON_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
@@ -87,6 +94,33 @@ class WorkerEnd:
         return WorkerError(f"The {verb} process {self.problem}", why=last_words)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a child is started with: its verb and its three files."""
+
+    verb: str
+    request_path: Path
+    result_path: Path
+    printed_path: Path
+    """Where its stdout and stderr go."""
+
+
+class Process(Protocol):
+    """A started child, leader of a process group. Nothing else can take its id before `reap`."""
+
+    def has_exited(self) -> bool: ...
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole group; nothing happens when all of it is gone."""
+
+    def reap(self) -> int:
+        """Wait for the end; the exit code, as subprocess gives it."""
+
+
+Launch = Callable[[Job], Process]
+"""Starts a child. Raises WorkerError when it cannot."""
+
+
 def run(
     verb: str,
     request: Mapping[str, Any],
@@ -113,16 +147,37 @@ def run_many(
 ) -> tuple[WorkerEnd, ...]:
     """Run a child per request, at most `max_children` at once; return their ends in order.
 
+    `command` replaces `python -m autotune.worker`; for the rest see `run_jobs`.
+    """
+    return run_jobs(
+        verb,
+        requests,
+        launch=functools.partial(spawn, worker_command() if command is None else command),
+        deadline_seconds=deadline_seconds,
+        on_answer=on_answer,
+        max_children=max_children,
+    )
+
+
+def run_jobs(
+    verb: str,
+    requests: Sequence[Mapping[str, Any]],
+    *,
+    launch: Launch,
+    deadline_seconds: float,
+    on_answer: Callable[[Answer], None] | None = None,
+    max_children: int | None = None,
+) -> tuple[WorkerEnd, ...]:
+    """Launch a child per request and follow it to its end; return the ends in order.
+
     `deadline_seconds` counts for each child from its own start. `on_answer` is called from this
-    thread, in the order in which answers of all the children arrive. `command` replaces
-    `python -m autotune.worker`. However the call is left (Ctrl-C, an exception out of
-    `on_answer`), no child outlives it.
+    thread, in the order in which answers of all the children arrive. However the call is left
+    (Ctrl-C, an exception out of `on_answer`), no child outlives it.
 
     Raises WorkerError when a request cannot be written or a child cannot be started.
     """
     if max_children is None:
         max_children = min(MAX_CHILDREN, os.cpu_count() or 1)
-    command = worker_command() if command is None else command
     ends: dict[int, WorkerEnd] = {}
     running: dict[int, _Child] = {}
     with contextlib.ExitStack() as cleanup:
@@ -130,9 +185,9 @@ def run_many(
         while len(ends) < len(requests):
             while len(running) < max_children and len(running) + len(ends) < len(requests):
                 index = len(running) + len(ends)
-                child = _Child(verb, requests[index], command, folder / str(index))
+                child = _Child(verb, requests[index], folder / str(index))
                 cleanup.callback(child.close)
-                child.start(deadline_seconds)
+                child.start(launch, deadline_seconds)
                 running[index] = child
             for index, child in list(running.items()):
                 # Asked before the answers are read: nothing can be written after the end.
@@ -155,8 +210,19 @@ def worker_command() -> list[str]:
     return [sys.executable, "-P", "-m", "autotune.worker"]
 
 
-def die_with_parent() -> None:
-    """For a worker's first line: have the kernel kill this process when its parent dies.
+def worker_environment(verb: str) -> dict[str, str]:
+    """The parent's variables with ours on top; an uninstalled checkout stays importable."""
+    environment = os.environ | _COMMON_ENVIRONMENT | _VERB_ENVIRONMENT.get(verb, {})
+    environment[PARENT_VARIABLE] = str(os.getpid())
+    root = Path(__file__).resolve().parent.parent
+    if root.name not in ("site-packages", "dist-packages"):
+        paths = [environment.get("PYTHONPATH", ""), str(root)]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return environment
+
+
+def die_with_parent(death_signal: int = signal.SIGKILL) -> None:
+    """For a worker's first line: have the kernel send this signal when its parent dies.
 
     Exits at once when the parent is gone already. Does nothing in a process that `run` did not
     start, and nothing but that check outside Linux.
@@ -165,60 +231,63 @@ def die_with_parent() -> None:
     if expected is None:
         return
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _prctl(_PR_SET_PDEATHSIG, death_signal)
     if os.getppid() != int(expected):
         sys.exit("The process that asked for this work is gone.")
 
 
-class _Child:
-    """A started child and its three files. Not reaped before `close`: its id stays its own."""
+def adopt_orphans(adopt: bool = True) -> bool:
+    """Whether descendants that lose their parent become this process's children; was it so before?
 
-    def __init__(
-        self, verb: str, request: Mapping[str, Any], command: Sequence[str], folder: Path
-    ) -> None:
-        self._verb = verb
-        self._command = command
-        self._request_path = folder / "request.json"
-        self._result_path = folder / "result.jsonl"
-        self._stderr_path = folder / "stderr.txt"
+    Linux only. What is adopted must be reaped: init does so no longer.
+    """
+    before = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+    return bool(before.value)
+
+
+def _prctl(option: int, value: Any) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option}")
+
+
+class _Child:
+    """A child and its files."""
+
+    def __init__(self, verb: str, request: Mapping[str, Any], folder: Path) -> None:
+        self._job = Job(
+            verb=verb,
+            request_path=folder / "request.json",
+            result_path=folder / "result.jsonl",
+            printed_path=folder / "printed.txt",
+        )
         self._answers: list[Answer] = []
         self._rest = b""
         self._problem = ""
         self._how = "ok"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
+        self._exit_code: int | None = None
         content = {"schema_version": SCHEMA_VERSION, "verb": verb, "request": request}
         text = json.dumps(content, allow_nan=False)
         try:
             folder.mkdir(mode=0o700)
-            self._request_path.write_text(text, encoding="utf-8")
-            self._result_path.touch()
+            self._job.request_path.write_text(text, encoding="utf-8")
+            self._job.result_path.touch()
+            self._job.printed_path.touch()
         except OSError as error:
             raise _no_room(error) from error
-        self._result = self._result_path.open("rb", buffering=0)
+        self._result = self._job.result_path.open("rb", buffering=0)
 
-    def start(self, deadline_seconds: float) -> None:
-        arguments = [*self._command, str(self._request_path), str(self._result_path)]
-        try:
-            with self._stderr_path.open("wb") as printed:
-                self._process = subprocess.Popen(
-                    arguments,
-                    stdin=subprocess.DEVNULL,
-                    stdout=printed,
-                    stderr=subprocess.STDOUT,
-                    env=_environment(self._verb),
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise WorkerError(
-                f"The {self._verb} process could not be started",
-                why=f"{arguments[0]}: {error.strerror}",
-            ) from error
+    def start(self, launch: Launch, deadline_seconds: float) -> None:
+        self._process = launch(self._job)
         self._deadline_seconds = deadline_seconds
         self._deadline = time.monotonic() + deadline_seconds
 
     def is_over(self) -> bool:
         """Whether the child has ended, be it because its deadline has passed."""
-        if self._has_exited():
+        assert self._process is not None
+        if self._process.has_exited():
             return True
         if time.monotonic() < self._deadline:
             return False
@@ -263,7 +332,7 @@ class _Child:
             answers=tuple(self._answers),
             num_partial_lines=1 if self._rest else 0,
             problem=self._problem,
-            stderr_tail=_tail(self._stderr_path),
+            stderr_tail=_tail(self._job.printed_path),
         )
 
     def close(self) -> None:
@@ -277,35 +346,68 @@ class _Child:
 
     def _stop(self) -> None:
         """TERM, a second, KILL to the group; at once KILL if the child has exited already."""
-        if self._process is None or self._process.returncode is not None:
+        process = self._process
+        if process is None or self._exit_code is not None:
             return
         try:
-            if not self._has_exited():
-                self._signal(signal.SIGTERM)
+            if not process.has_exited():
+                process.signal(signal.SIGTERM)
                 give_up = time.monotonic() + GRACE_SECONDS
-                while not self._has_exited() and time.monotonic() < give_up:
+                while not process.has_exited() and time.monotonic() < give_up:
                     time.sleep(POLL_SECONDS)
         finally:
             # A second Ctrl-C during the wait comes here too.
-            self._signal(signal.SIGKILL)
+            process.signal(signal.SIGKILL)
 
-    def _has_exited(self) -> bool:
-        """Whether the child has ended. It is left a zombie, so that no other can take its id."""
+    def _reap(self) -> int:
         assert self._process is not None
+        if self._exit_code is None:
+            self._exit_code = self._process.reap()
+        return self._exit_code
+
+
+class _Spawned:
+    """A child of this process. Not reaped before `reap`: its id stays its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def has_exited(self) -> bool:
         if self._process.returncode is not None:
             return True
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self._process.pid, options) is not None
 
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
+    def signal(self, number: int) -> None:
+        if self._process.returncode is not None:
+            return
         # macOS answers EPERM for a group whose only member is a zombie.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
-    def _reap(self) -> int:
-        assert self._process is not None
+    def reap(self) -> int:
         return self._process.wait()
+
+
+def spawn(command: Sequence[str], job: Job) -> Process:
+    """The Launch that starts a fresh process: `command` with the job's two files."""
+    arguments = [*command, str(job.request_path), str(job.result_path)]
+    try:
+        with job.printed_path.open("wb") as printed:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                env=worker_environment(job.verb),
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise WorkerError(
+            f"The {job.verb} process could not be started",
+            why=f"{arguments[0]}: {error.strerror}",
+        ) from error
+    return _Spawned(process)
 
 
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
@@ -321,17 +423,6 @@ def _no_room(error: OSError) -> WorkerError:
         why=f"{error.filename or 'temporary folder'}: {error.strerror or error}",
         remedy="Free some space there, or let TMPDIR name a folder that can be written",
     )
-
-
-def _environment(verb: str) -> dict[str, str]:
-    """The parent's variables with ours on top; an uninstalled checkout stays importable."""
-    environment = os.environ | _COMMON_ENVIRONMENT | _VERB_ENVIRONMENT.get(verb, {})
-    environment[PARENT_VARIABLE] = str(os.getpid())
-    root = Path(__file__).resolve().parent.parent
-    if root.name not in ("site-packages", "dist-packages"):
-        paths = [environment.get("PYTHONPATH", ""), str(root)]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return environment
 
 
 def _parse(line: bytes) -> Answer | None:

@@ -287,6 +287,54 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What probes found. The confirmation of the winner is not part of it yet."""
+
+    best: Measurement
+    predicted: Estimate
+    """Of the same configuration."""
+    baseline: Measurement | None
+    """The base, measured on the same machine."""
+    num_run: int
+    num_reused: int
+    """Taken from the table of probes."""
+    num_tied: int
+    """Others within the noise of the best."""
+    outcomes: dict[str, int]
+
+    @property
+    def speedup(self) -> float | None:
+        """Measured over measured; None where the base did not run within the budget."""
+        if self.baseline is None or not self.baseline.fits:
+            return None
+        best, base = self.best.tokens_per_second, self.baseline.tokens_per_second
+        return None if best is None or base is None else best / base
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "best": _with_sums(self.best),
+            "baseline": None if self.baseline is None else _with_sums(self.baseline),
+            "speedup": self.speedup,
+            "predicted_tokens_per_second": self.predicted.tokens_per_second,
+            "predicted_peak_device_bytes": self.predicted.peak_device_bytes,
+            "num_run": self.num_run,
+            "num_reused": self.num_reused,
+            "num_tied": self.num_tied,
+            "outcomes": self.outcomes,
+        }
+
+
+def _with_sums(measurement: Measurement) -> dict[str, object]:
+    return {
+        **measurement.to_dict(),
+        "peak_device_bytes": measurement.peak_device_bytes,
+        "step_seconds": measurement.step_seconds,
+        "tokens_per_second": measurement.tokens_per_second,
+        "fits": measurement.fits,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
     """The answer with one setting changed."""
 
@@ -299,7 +347,10 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """The numbers of an answer: what the terminal draws and `find --json` prints. All predicted."""
+    """The numbers of an answer: what the terminal draws and `find --json` prints.
+
+    All are predicted but those of `measured`.
+    """
 
     workload: Workload
     gpu: str
@@ -326,6 +377,12 @@ class Summary:
     counts: Counts
     invalid_by_rule: dict[str, int]
     elapsed_seconds: float
+    measured: Measured | None = None
+    """What probes found; `best` is then the prediction for the measured winner."""
+
+    @property
+    def evidence(self) -> str:
+        return "predicted" if self.measured is None else "measured"
 
     @property
     def speedup(self) -> float | None:
@@ -340,7 +397,8 @@ class Summary:
         budget = self.workload.memory_budget_bytes
         return {
             "schema_version": SCHEMA_VERSION,
-            "evidence": "predicted",
+            "evidence": self.evidence,
+            "measured": None if self.measured is None else self.measured.to_dict(),
             "workload": dataclasses.asdict(self.workload),
             "gpu": self.gpu,
             "gpu_reason": self.gpu_reason,

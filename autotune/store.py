@@ -25,7 +25,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, Workload
+from autotune.config import (
+    ATTENTIONS,
+    METHODS,
+    PRECISIONS,
+    QUANTIZATIONS,
+    TrainConfig,
+    Workload,
+)
 from autotune.errors import ConfigError, StorageError
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import SCHEMA_VERSION, Estimate
@@ -139,11 +146,22 @@ def record_estimates(
         if _identity(attributes) not in known:
             known.add(_identity(attributes))
             new.append((estimate, attributes))
-    distributions = _distributions(study.study_name, stored, [estimate for estimate, _ in new])
+    configs = [estimate.config for estimate, _ in new]
+    distributions = _distributions(study.study_name, stored, configs)
     study.add_trials(
         _trial(estimate, attributes, distributions, budget_bytes) for estimate, attributes in new
     )
     return len(new)
+
+
+def parameter_distributions(
+    study: optuna.Study, configs: Sequence[TrainConfig]
+) -> dict[str, BaseDistribution]:
+    """The domain of each parameter of a study that is to hold these configurations.
+
+    Raises ConfigError when a setting has a value that the study's categories do not know.
+    """
+    return _distributions(study.study_name, study.get_trials(deepcopy=False), configs)
 
 
 def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
@@ -351,7 +369,7 @@ def _identity(attributes: Mapping[str, Any]) -> str:
 
 
 def _distributions(
-    study_name: str, stored: Sequence[FrozenTrial], estimates: Sequence[Estimate]
+    study_name: str, stored: Sequence[FrozenTrial], configs: Sequence[TrainConfig]
 ) -> dict[str, BaseDistribution]:
     """The domain of each parameter.
 
@@ -360,7 +378,6 @@ def _distributions(
     """
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
-    configs = [estimate.config for estimate in estimates]
     fixed = {
         name: distribution.choices
         for trial in stored

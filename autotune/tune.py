@@ -20,7 +20,7 @@ from autotune.estimate import Estimator
 from autotune.gpus import Gpu
 from autotune.models import ModelSource
 from autotune.optimizers import OPTIMIZERS
-from autotune.results import Change, Counts, Estimate, Summary, TraceSpec
+from autotune.results import Change, Counts, Estimate, Measured, Summary, TraceSpec
 from autotune.space import (
     Context,
     SearchSpace,
@@ -47,13 +47,18 @@ class Effort:
 
     num_recorded: int
     """Configurations that the study keeps, best first."""
+    max_probes: int
+    """Where probes are made."""
 
 
 EFFORTS = {
-    "quick": Effort(num_recorded=20),
-    "normal": Effort(num_recorded=60),
-    "thorough": Effort(num_recorded=300),
+    "quick": Effort(num_recorded=20, max_probes=6),
+    "normal": Effort(num_recorded=60, max_probes=20),
+    "thorough": Effort(num_recorded=300, max_probes=60),
 }
+
+POOL_SIZE = 80
+"""Candidates for probes. [judgement] A prediction is seldom so wrong that the fastest is further down."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +67,8 @@ class Found:
 
     summary: Summary
     considered: tuple[Estimate, ...]
+    pool: Callable[[], tuple[Estimate, ...]]
+    """Makes the candidates for probes, fastest first; costs a replay each."""
 
 
 Progress = Callable[[str, int, int], None]
@@ -185,7 +192,25 @@ def find(
         invalid_by_rule=points.invalid,
         elapsed_seconds=time.monotonic() - started,
     )
-    return Found(summary=summary, considered=candidates.considered(EFFORTS[effort].num_recorded))
+    return Found(
+        summary=summary,
+        considered=candidates.considered(EFFORTS[effort].num_recorded),
+        pool=lambda: candidates.pool(candidates.at_most(chosen), POOL_SIZE),
+    )
+
+
+def with_measured(summary: Summary, measured: Measured) -> Summary:
+    """The answer that probes gave: the prediction of the measured winner, and what was measured."""
+    best = measured.predicted
+    return dataclasses.replace(
+        summary,
+        best=best,
+        best_class=tradeoff_class(best.config, summary.base),
+        tied=(),
+        changes=(),
+        more_memory=None,
+        measured=measured,
+    )
 
 
 class Candidates:
@@ -280,7 +305,7 @@ class Candidates:
             if speed < threshold:
                 break
             if wanted(config):
-                groups.setdefault(self._gives_up(config), []).append(config)
+                groups.setdefault(gives_up(config, self._base), []).append(config)
         for _, configs in sorted(groups.items(), key=operator.itemgetter(0)):
             fitting = [
                 estimate
@@ -291,16 +316,6 @@ class Candidates:
                 winner = min(fitting, key=lambda e: (e.peak_device_bytes, -_speed(e)))
                 return winner, *self._tied(winner, threshold)
         raise AssertionError("the fastest is in one of the groups")
-
-    def _gives_up(self, config: TrainConfig) -> tuple[object, ...]:
-        """Orders configurations by what they give up, least first; headroom aside."""
-        family = OPTIMIZERS[config.optimizer].family
-        return (
-            _LEVEL[self.class_of(config)],
-            family != OPTIMIZERS[self._base.optimizer].family,
-            config.quantization != "none",
-            -(config.lora_rank or 0),
-        )
 
     def _tied(self, winner: Estimate, threshold: float) -> list[Estimate]:
         """Others known to fit at the winner's speed, fastest first."""
@@ -314,6 +329,11 @@ class Candidates:
         ]
         return sorted(others, key=lambda e: (-_speed(e), repr(e.config)))[:10]
 
+    def pool(self, wanted: Callable[[TrainConfig], bool], limit: int) -> tuple[Estimate, ...]:
+        """The fastest whose live tensors fit, estimated in full, whether they fit or not."""
+        configs = [config for _, config in self._ranked if wanted(config)]
+        return tuple(map(self.estimate, configs[:limit]))
+
     def considered(self, limit: int) -> tuple[Estimate, ...]:
         """What was replayed, what fits first, fastest first."""
         return tuple(
@@ -322,6 +342,17 @@ class Candidates:
                 key=lambda e: (not self.fits(e), -_speed(e), repr(e.config)),
             )[:limit]
         )
+
+
+def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
+    """Orders configurations by what they give up against the base, least first; headroom aside."""
+    family = OPTIMIZERS[config.optimizer].family
+    return (
+        _LEVEL[tradeoff_class(config, base)],
+        family != OPTIMIZERS[base.optimizer].family,
+        config.quantization != "none",
+        -(config.lora_rank or 0),
+    )
 
 
 def _speed(estimate: Estimate) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from autotune.tune import Progress
+from autotune.report import words
+from autotune.results import Measurement
+from autotune.tune import Progress, describe
 
 _PROGRESS = {
     "space": "{done:,} of {total:,} points of the space are valid",
@@ -46,3 +48,21 @@ def progress_on_stderr(*, quiet: bool) -> Iterator[Progress]:
 def _log_progress(what: str, done: int, total: int, *, quiet: bool) -> None:
     if not quiet and (what != "trace" or done == total or done % _LINE_EVERY == 0):
         print(_PROGRESS[what].format(done=done, total=total), file=sys.stderr, flush=True)
+
+
+def probes_on_stderr(*, quiet: bool) -> Callable[[int, Measurement, Measurement | None], None]:
+    """Something that `probing.search` can call: a line per probe."""
+
+    def show(number: int, measurement: Measurement, best: Measurement | None) -> None:
+        if quiet and not sys.stderr.isatty():
+            return
+        said = measurement.message if measurement.outcome != "ok" else words.measured(measurement)
+        so_far = "" if best is None else f"; best so far {words.measured_speed(best)}"
+        print(
+            f"probe {number}: {describe(measurement.config)}: {measurement.outcome}, "
+            f"{words.printable(said)}{so_far}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return show

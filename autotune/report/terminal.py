@@ -18,7 +18,7 @@ from autotune.gpus import Gpu
 from autotune.report import words
 from autotune.report.explain import Line
 from autotune.report.words import printable
-from autotune.results import Estimate, Summary
+from autotune.results import Estimate, Measured, Summary
 from autotune.tune import describe
 from autotune.units import GIB, format_bytes, format_count, format_seconds
 
@@ -45,7 +45,7 @@ def draw_summary(
     best, counts = summary.best, summary.counts
     budget_bytes = summary.workload.memory_budget_bytes
     console = _console(file)
-    _print_header(console, summary.workload.model, best)
+    _print_header(console, summary.workload.model, best, summary.measured)
     num_valid = counts.enumerated - counts.invalid
     traceable = f" > traceable {num_valid - counts.unsupported:,}" if counts.unsupported else ""
     _print_rows(
@@ -61,8 +61,16 @@ def draw_summary(
         ],
     )
     console.print()
-    rows: list[Row] = [
-        ("answer", describe(best.config), "bold green"),
+    rows: list[Row] = [("answer", describe(best.config), "bold green")]
+    if summary.measured is not None:
+        found = summary.measured
+        versus = words.against_measured_baseline(found, base_name)
+        rows += [
+            ("measured", f"{words.measured(found.best)}; {versus}", "bold"),
+            ("probes", words.probes(found)),
+            ("", "What follows is predicted."),
+        ]
+    rows += [
         ("speed", f"{words.speed(best)}; {words.against_baseline(summary, base_name)}"),
         ("step", words.step(best)),
         ("memory", words.memory(best, budget_bytes)),
@@ -211,8 +219,15 @@ def _add_row(table: Table, cells: Iterable[str], *, bold: bool = False) -> None:
     table.add_row(*(Text(printable(cell), "bold" if bold else "") for cell in cells))
 
 
-def _print_header(console: Console, model: str, estimate: Estimate) -> None:
+def _print_header(
+    console: Console, model: str, estimate: Estimate, measured: Measured | None = None
+) -> None:
     from rich.text import Text
+
+    evidence = ("PREDICTED, not measured.", "bold yellow")
+    if measured is not None:
+        device = printable(measured.best.fingerprint.device)
+        evidence = (f"MEASURED on {device}.", "bold green")
 
     count = estimate.parameters
     of_adapter = 0 if estimate.config.method == "full" else count.trainable
@@ -220,7 +235,7 @@ def _print_header(console: Console, model: str, estimate: Estimate) -> None:
         Text.assemble(
             (words.model_name(model), "bold"),
             f", {format_count(count.total - of_adapter)} parameters. ",
-            ("PREDICTED, not measured.", "bold yellow"),
+            evidence,
         )
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.config import TrainConfig
-from autotune.results import Change, Estimate, Summary
+from autotune.results import Change, Estimate, Measured, Measurement, Summary
 from autotune.tune import MORE_MEMORY_BYTES, NOISE, describe, ordinal
 from autotune.units import GIB, format_bytes, format_seconds
 
@@ -39,6 +39,46 @@ def speed(estimate: Estimate) -> str:
     tokens = estimate.tokens_per_second
     return (
         "unknown: the card's rates are not known" if tokens is None else f"{tokens:,.0f} tokens/s"
+    )
+
+
+def measured_speed(measurement: Measurement) -> str:
+    tokens = measurement.tokens_per_second
+    spread = "" if measurement.spread is None else f" +- {100 * measurement.spread:.1f} %"
+    return "unknown" if tokens is None else f"{tokens:,.0f} tokens/s{spread}"
+
+
+def measured(measurement: Measurement) -> str:
+    """Speed and peak of a probe that ran."""
+    peak = measurement.peak_device_bytes
+    return measured_speed(measurement) + ("" if peak is None else f", {format_bytes(peak)}")
+
+
+def against_measured_baseline(found: Measured, base_name: str) -> str:
+    """The measured speed-up over the measured base, or what became of that."""
+    if found.baseline is None:
+        return f"{base_name} are predicted to fit at no micro-batch"
+    if found.speedup is None:
+        return f"{base_name}: {found.baseline.outcome}"
+    if found.baseline.config == found.best.config:
+        return f"{base_name}, at the largest micro-batch that fits"
+    return f"{found.speedup:.2f} x the {measured_speed(found.baseline)} of {base_name}"
+
+
+def off(predicted: float | None, seen: float | None) -> str:
+    """By how much a prediction was off: `+3 %` is too high."""
+    return "unknown" if not predicted or not seen else f"{100 * (predicted / seen - 1):+.0f} %"
+
+
+def probes(found: Measured) -> str:
+    """How many probes, how they ended, and how far the prediction of the winner was off."""
+    outcomes = ", ".join(f"{count} {name}" for name, count in sorted(found.outcomes.items()))
+    reused = f", {found.num_reused} known from before" if found.num_reused else ""
+    best, predicted = found.best, found.predicted
+    return (
+        f"{found.num_run} run{reused} ({outcomes}). The prediction of the answer was off by "
+        f"{off(predicted.tokens_per_second, best.tokens_per_second)} in speed and "
+        f"{off(predicted.peak_device_bytes, best.peak_device_bytes)} in memory."
     )
 
 

@@ -5,19 +5,28 @@ The request names a verb and its arguments; each answer is one JSON line. Verbs:
 trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capability": [major, minor],
          "cublas_workspace_bytes": int, "traces": [{"id": int, "spec": {...}, "whole": bool}]}
         one line per trace: {"id": int, "trace": {...}}, or {"id": int, "unsupported": reason}
+probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}}
+        lines while it times: {"step": int, "tokens_per_second_at_most": float}; the last line:
+        {"measurement": {Measurement}}
+fingerprint {"backend": str}
+        {"fingerprint": {Fingerprint}}
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
+import queue
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from autotune.config import TrainConfig
 from autotune.isolate import die_with_parent
-from autotune.results import SCHEMA_VERSION, TraceSpec
+from autotune.results import SCHEMA_VERSION, ProbeSpec, TraceSpec
 
 Answers = Iterator[dict[str, Any]]
 Verb = Callable[[dict[str, Any]], Answers]
@@ -54,6 +63,41 @@ def _trace(request: dict[str, Any]) -> Answers:
         gc.collect()
 
 
+def _probe(request: dict[str, Any]) -> Answers:
+    import_adapters()
+
+    from autotune.worker.probe import probe
+
+    config, spec = TrainConfig(**request["train_config"]), ProbeSpec(**request["spec"])
+
+    def measure(on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        return {"measurement": probe(request["config"], config, spec, on_progress).to_dict()}
+
+    yield from _as_it_comes(measure)
+
+
+def _fingerprint(request: dict[str, Any]) -> Answers:
+    from autotune.worker.fingerprint import fingerprint
+
+    yield {"fingerprint": dataclasses.asdict(fingerprint(request["backend"]))}
+
+
+def _as_it_comes(
+    work: Callable[[Callable[[dict[str, Any]], None]], dict[str, Any]],
+) -> Answers:
+    """What `work` hands out while it runs, then what it returns.
+
+    It runs in a thread: a Trainer calls back and cannot be asked for its next step.
+    """
+    answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        future = pool.submit(work, answers.put)
+        future.add_done_callback(lambda _: answers.put(None))
+        while (answer := answers.get()) is not None:
+            yield answer
+    yield future.result()
+
+
 def import_adapters() -> None:
     """Import bitsandbytes and PEFT while torch.compile does nothing.
 
@@ -70,7 +114,7 @@ def import_adapters() -> None:
         torch.compile = compile_function
 
 
-VERBS: dict[str, Verb] = {"trace": _trace}
+VERBS: dict[str, Verb] = {"trace": _trace, "probe": _probe, "fingerprint": _fingerprint}
 
 
 def main() -> None:

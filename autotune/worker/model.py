@@ -1,4 +1,6 @@
-"""The model that the Trainer would train, on `meta`: architecture, quantised base, adapter, checkpointing.
+"""The model that the Trainer trains, on `meta`: architecture, quantised base, adapter, checkpointing.
+
+autotune.worker.build gives it weights on a device.
 
 Only a configuration is read. An architecture that Transformers does not know natively is refused, so
 remote code never runs.
@@ -87,8 +89,9 @@ def layer_stacks(model: nn.Module, num_layers: int) -> list[nn.ModuleList]:
     stacks: list[nn.ModuleList] = []
     inside: set[int] = set()
     for module in model.modules():
-        is_stack = isinstance(module, nn.ModuleList) and len(module) == num_layers > 1
-        if is_stack and id(module) not in inside:
+        if id(module) in inside or not isinstance(module, nn.ModuleList):
+            continue
+        if len(module) == num_layers > 1:
             stacks.append(module)
             inside |= {id(part) for part in module.modules()}
     return stacks if len(stacks) <= 2 else []
@@ -143,12 +146,14 @@ def quantize(model: Any, task: str, spec: TraceSpec) -> None:
                 module.bias = nn.Parameter(module.bias.to(compute), requires_grad=False)
 
 
-def quantize_weight(linear: Any, dtype: torch.dtype) -> None:
-    """Load one weight in 16 bits, quantise it, drop the original: what loading does, layer by layer."""
+def quantize_weight(linear: Any, weight: torch.Tensor) -> None:
+    """Quantise one layer's weight, given in 16 bits: what loading does, layer by layer.
+
+    The caller should hold no reference to `weight`, so that it is gone with the call.
+    """
     import bitsandbytes as bnb
 
     old = linear.weight
-    weight = torch.empty(linear.out_features, linear.in_features, dtype=dtype, device="meta")
     packed, state = bnb.functional.quantize_4bit(
         weight,
         blocksize=old.blocksize,
@@ -197,7 +202,7 @@ def _is_projection(module: nn.Module) -> bool:
 
 
 def add_adapter(model: nn.Module, task: str, targets: str, rank: int) -> nn.Module:
-    """PEFT's LoRA, its weights in fp32 (PEFT casts adapters of 16-bit models)."""
+    """PEFT's LoRA, its weights in fp32 (PEFT casts adapters of 16-bit models), where the model is."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -207,7 +212,9 @@ def add_adapter(model: nn.Module, task: str, targets: str, rank: int) -> nn.Modu
         bias="none",
         task_type=PEFT_TASK_TYPES[task],
     )
-    adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
+    # The option leaves the adapter's weights on `meta`.
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     return adapted
 
 

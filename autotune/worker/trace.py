@@ -125,7 +125,8 @@ class _Step:
                 last = mark
             if type(module).__name__ == "Linear4bit":
                 with self.tracker:
-                    models.quantize_weight(module, dtype)
+                    shape = (module.out_features, module.in_features)
+                    models.quantize_weight(module, torch.empty(shape, dtype=dtype, device="meta"))
             for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
                 self._own(tensor)
         if spec.method != "full":

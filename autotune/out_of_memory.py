@@ -1,0 +1,60 @@
+"""All the ways in which a training step says that memory ran out, as texts.
+
+A worker asks of its exceptions; its parent asks of what a dead worker printed, because bitsandbytes
+ends the process where its kernels cannot be launched.
+"""
+
+from __future__ import annotations
+
+import re
+
+from autotune.units import GIB, KIB, MIB
+
+# (pattern, where the text comes from)
+PATTERNS: tuple[tuple[str, str], ...] = (
+    (r"CUDA out of memory\.", "pytorch c10/cuda/CUDACachingAllocator.cpp: OutOfMemoryError"),
+    (r"CUDA (driver )?error: out of memory", "pytorch c10/cuda/CUDAException.cpp: AcceleratorError"),
+    (r"CUBLAS_STATUS_ALLOC_FAILED", "pytorch aten/src/ATen/cuda/CUDABlas.cpp: _cublasGetErrorEnum"),
+    (r"CUDNN_STATUS_ALLOC_FAILED", "cuDNN: cudnnGetErrorString"),
+    (r"Error out of memory at line \d+", "bitsandbytes csrc: CUDA_CHECK_RETURN, then exit(1)"),
+    (r"Triton Error \[CUDA\]: out of memory", "triton third_party/nvidia/backend/driver.c: gpuAssert"),
+    (r"DefaultCPUAllocator: (can't allocate|not enough) memory", "pytorch c10/core/impl/alloc_cpu.cpp"),
+    (r"CPU out of memory\.", "autotune/worker/memory.py: the budget of a probe on the CPU"),
+)  # fmt: skip
+
+_ANY = re.compile("|".join(pattern for pattern, _ in PATTERNS))
+
+# c10/util: format_size writes `512 bytes`, `1.50 KiB`, `20.00 MiB`, `1.25 GiB`.
+_SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
+_TRIED = re.compile(rf"Tried to allocate {_SIZE}")
+_FREE = re.compile(rf"of which {_SIZE} is free")
+_ALLOWED = re.compile(rf"{_SIZE} allowed;")
+_ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch")
+_CACHED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_UNIT_BYTES = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether an exception's message, or what a process printed, speaks of memory running out."""
+    return _ANY.search(text) is not None
+
+
+def excess_bytes(text: str) -> int | None:
+    """Bytes that were lacking at least, at least 1; None where the message does not say.
+
+    Under a cap: the new segment and what was reserved, less the cap. Without one: the segment, less
+    what was free. Sizes in the message are rounded to two digits.
+    """
+    tried = _read(_TRIED, text)
+    if tried is None:
+        return None
+    lacking = [tried - free for free in [_read(_FREE, text)] if free is not None]
+    allowed, allocated = _read(_ALLOWED, text), _read(_ALLOCATED, text)
+    if allowed is not None and allocated is not None:
+        lacking.append(tried + allocated + (_read(_CACHED, text) or 0) - allowed)
+    return max(1, *lacking) if lacking else None
+
+
+def _read(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    return None if found is None else round(float(found[1]) * _UNIT_BYTES[found[2]])

@@ -1,0 +1,224 @@
+"""Whether what was asked for is really on: asked of the model, of its first micro-step, of the optimizer.
+
+Each function returns its complaints, none when all is well. Where the model can lie (a flag that some
+wrapper does not forward), the step itself is watched: which layers are computed a second time in the
+backward pass, and what autocast is in the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.optimizers import OPTIMIZERS
+from autotune.worker.tracker import in_backward
+
+_OPTIMIZER_CLASSES = {"adamw": "AdamW", "lion": "Lion", "adafactor": "Adafactor", "sgd": "SGD"}
+"""Class name by Optimizer.family, in torch, transformers or bitsandbytes."""
+
+
+class Invalid(Exception):
+    """What was asked for is not on, or cannot be trained. The message says what."""
+
+
+class NotFinite(Invalid):
+    """The loss is NaN or infinite."""
+
+
+def require(complaints: Sequence[str]) -> None:
+    """Raise Invalid when there are any."""
+    if complaints:
+        raise Invalid("; ".join(complaints))
+
+
+def check_backend(config: TrainConfig, backend: str) -> list[str]:
+    """What a CPU cannot do: said, not left out."""
+    if backend != "cpu":
+        return []
+    precision = PRECISIONS[config.precision]
+    complaints = []
+    if precision.grad_scaler or precision.tf32:
+        complaints.append(f"precision {config.precision} needs a CUDA device")
+    if config.activation_offloading:
+        complaints.append("activation offloading needs a CUDA device")
+    return complaints
+
+
+def check_model(model: Any, config: TrainConfig) -> list[str]:
+    """dtypes, quantisation, attention, and that something trains."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        return ["no parameter of the model is trainable"]
+    base_dtype = PRECISIONS[config.precision].parameter_dtype
+    wanted = base_dtype if config.method == "full" else "float32"
+    what = "trained weights are" if config.method == "full" else "the adapter is"
+    # Norms may be kept in float32 (_keep_in_fp32_modules): the bulk decides.
+    found = _bulk_dtype(trainable)
+    complaints = [] if found == wanted else [f"{what} in {found}, not in {wanted}"]
+    complaints += _check_base(model, config, base_dtype)
+    found_attentions = {
+        str(module.config._attn_implementation)
+        for module in model.modules()
+        if hasattr(getattr(module, "config", None), "_attn_implementation")
+    }
+    if found_attentions != {config.attention}:
+        found = ", ".join(sorted(found_attentions)) or "none"
+        complaints.append(f"attention is {found}, not {config.attention}")
+    return complaints
+
+
+def _check_base(model: nn.Module, config: TrainConfig, base_dtype: str) -> list[str]:
+    packed: list[Any] = [m for m in model.modules() if _is_packed(m)]
+    if config.quantization == "none":
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        complaints = [f"{len(packed)} layers are quantised"] if packed else []
+        if frozen and _bulk_dtype(frozen) != base_dtype:
+            complaints.append(f"frozen weights are in {_bulk_dtype(frozen)}, not in {base_dtype}")
+        return complaints
+    if not packed:
+        return [f"no layer is quantised to {config.quantization}"]
+    compute_dtype = getattr(torch, PRECISIONS[config.precision].compute_dtype)
+    wanted = ("nf4", QUANTIZATIONS[config.quantization].double, compute_dtype)
+    states = [(m.weight.quant_state, m.compute_dtype) for m in packed]
+    found = {(s.quant_type, s.nested, dtype) if s else None for s, dtype in states}
+    return [] if found == {wanted} else [f"quantisation is {found}, not {wanted}"]
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """Whether it is bitsandbytes' layer, and not PEFT's of the same name around it."""
+    kind = type(module)
+    return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes.")
+
+
+def _bulk_dtype(parameters: Iterable[nn.Parameter]) -> str:
+    """dtype of most elements."""
+    counts: dict[str, int] = {}
+    for parameter in parameters:
+        name = str(parameter.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + parameter.numel()
+    return max(counts, key=lambda name: counts[name])
+
+
+class FirstStep:
+    """Watches one micro-step of a model; `close` takes the hooks away."""
+
+    def __init__(self, model: Any, device_type: str) -> None:
+        self._layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self._recomputed: set[int] = set()
+        self._autocast: list[torch.dtype | None] = []
+        self._device_type = device_type
+        # Hooks of a layer itself stay outside its checkpoint: those of its parts do not.
+        self._handles = [
+            part.register_forward_hook(self._seen(number))
+            for number, layer in enumerate(self._layers)
+            for part in layer.modules()
+            if part is not layer
+        ]
+        self._handles += [
+            module.register_forward_hook(self._embedded)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding)
+        ]
+
+    def _seen(self, number: int) -> Any:
+        def seen(*_: Any) -> None:
+            if in_backward():
+                self._recomputed.add(number)
+
+        return seen
+
+    def _embedded(self, *_: Any) -> None:
+        is_on = torch.is_autocast_enabled(self._device_type)
+        self._autocast.append(torch.get_autocast_dtype(self._device_type) if is_on else None)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def complaints(self, config: TrainConfig) -> list[str]:
+        return [*self._check_checkpointing(config), *self._check_autocast(config)]
+
+    def _check_checkpointing(self, config: TrainConfig) -> list[str]:
+        every = config.activation_checkpointing
+        if not every:
+            found = len(self._recomputed)
+            return [f"{found} layers are checkpointed, though none should be"] if found else []
+        wanted = set(range(0, len(self._layers), every))
+        if not wanted or self._recomputed != wanted:
+            return [
+                f"activation checkpointing is active on {len(self._recomputed)} of "
+                f"{len(self._layers)} layers, not on {len(wanted)}"
+            ]
+        functions = [self._layers[number]._gradient_checkpointing_func for number in wanted]
+        # Transformers puts a function of its own around torch's to offload.
+        offloads = all(getattr(f, "func", f) is not checkpoint for f in functions)
+        if offloads != config.activation_offloading:
+            return [f"activation offloading is {'on' if offloads else 'off'}"]
+        return []
+
+    def _check_autocast(self, config: TrainConfig) -> list[str]:
+        precision = PRECISIONS[config.precision]
+        wanted = getattr(torch, precision.compute_dtype) if precision.autocast else None
+        found = set(self._autocast)
+        if found == {wanted}:
+            return []
+        return [f"autocast is {', '.join(map(str, found)) or 'never reached'}, not {wanted}"]
+
+
+def check_optimizer(optimizer: Any, config: TrainConfig) -> list[str]:
+    """Class, library, bits, paging and fusion of the innermost optimizer."""
+    row = OPTIMIZERS[config.optimizer]
+    library = type(optimizer).__module__.partition(".")[0]
+    libraries = (row.needs,) if row.needs else ("torch", "transformers")
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
+    facts: tuple[tuple[str, object, object], ...] = (
+        ("class", type(optimizer).__name__, _OPTIMIZER_CLASSES[row.family]),
+        ("library", library, library if library in libraries else " or ".join(libraries)),
+        ("bits", bits, 8 if row.state_format == "8bit" else 32),
+        ("paging", bool(getattr(optimizer, "is_paged", False)), row.paged),
+        ("fusion", _is_fused(optimizer), row.name.endswith("_fused")),
+    )
+    return [
+        f"the optimizer's {what} is {found}, not {wanted}"
+        for what, found, wanted in facts
+        if found != wanted
+    ]
+
+
+def _is_fused(optimizer: Any) -> bool:
+    return all(bool(group.get("fused")) for group in optimizer.param_groups)
+
+
+def check_precision(accelerator: Any, config: TrainConfig, backend: str) -> list[str]:
+    """Loss scaling and TF32."""
+    precision = PRECISIONS[config.precision]
+    complaints = []
+    if (accelerator.scaler is not None) != precision.grad_scaler:
+        complaints.append(f"loss scaling is {'off' if precision.grad_scaler else 'on'}")
+    if backend == "cuda" and precision.compute_dtype == "float32":
+        tf32 = _tf32_is_on()
+        if tf32 != precision.tf32:
+            complaints.append(f"TF32 is {'on' if tf32 else 'off'}")
+    return complaints
+
+
+def _tf32_is_on() -> bool:
+    matmul = torch.backends.cuda.matmul
+    # From torch 2.9 on; asking by the old name then raises.
+    if hasattr(matmul, "fp32_precision"):
+        return str(matmul.fp32_precision) == "tf32"
+    return bool(matmul.allow_tf32)
+
+
+def check_gradients(parameters: Iterable[nn.Parameter]) -> list[str]:
+    """Before the optimizer's first step: gradients have arrived, and they are not all zero."""
+    trainable = [p for p in parameters if p.requires_grad]
+    if any(p.grad is not None and bool(p.grad.any()) for p in trainable):
+        return []
+    return [f"none of the {len(trainable)} trainable tensors gets a gradient"]

@@ -1,0 +1,339 @@
+"""A probe: a few real optimizer steps of one configuration, and what they took.
+
+The real transformers.Trainer runs with the TrainingArguments that are exported, on token ids at random
+and weights at random; nothing is downloaded. Warm-up lasts until memory is steady, timing until the
+spread is small enough. However many micro-batches the configuration accumulates, two are run: the
+others cost what the second does (autotune.worker.steps).
+
+Not yet run on a GPU: everything that says CUDA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from autotune.config import PRECISIONS, TrainConfig
+from autotune.export.training_args import installed_fields, training_arguments
+from autotune.out_of_memory import excess_bytes, says_out_of_memory
+from autotune.results import Measurement, ProbeSpec
+from autotune.worker import checks
+from autotune.worker import model as models
+from autotune.worker.build import build
+from autotune.worker.checks import Invalid, NotFinite
+from autotune.worker.fingerprint import fingerprint
+from autotune.worker.memory import DeviceMemory, device_memory
+from autotune.worker.steps import (
+    Clock,
+    CpuClock,
+    CudaClock,
+    Marks,
+    StepSeconds,
+    spread,
+    step_seconds,
+    summarize,
+)
+
+MAX_WARM_UP_STEPS = 8
+"""[judgement] Reserved bytes grow in the first two steps, seldom in a third."""
+MIN_TIMED_STEPS = 3
+"""Fewer say nothing of their spread."""
+MIN_STEPS_TO_GIVE_UP = 2
+"""Timed steps before a configuration is called too slow."""
+LONG_STEP_SECONDS = 0.5
+"""After a step as long as this the host may wait for the device: what that costs is nothing to it."""
+MAX_ACCUMULATION = 2
+
+OnProgress = Callable[[dict[str, Any]], None]
+
+
+def probe(
+    model_config: dict[str, Any],
+    config: TrainConfig,
+    spec: ProbeSpec,
+    on_progress: OnProgress = lambda _: None,
+) -> Measurement:
+    """Measure one configuration. The process should have run no other on this device.
+
+    `on_progress` gets {"step": timed steps so far, "tokens_per_second_at_most": float}. Whatever is
+    neither out of memory nor invalid is raised as it is.
+    """
+    began = time.perf_counter()
+    compute_dtype = getattr(torch, PRECISIONS[config.precision].compute_dtype)
+    figures: dict[str, Any]
+    if spec.backend == "cpu":
+        # Threads that wait for each other are as slow as the one whose core another process has.
+        torch.set_num_threads(1)
+    try:
+        with device_memory(spec.backend, spec.memory_budget_bytes, compute_dtype) as memory:
+            figures = _run(model_config, config, spec, memory, on_progress)
+    except (Invalid, models.UnsupportedModel) as error:
+        is_finite = False if isinstance(error, NotFinite) else None
+        figures = {"outcome": "invalid", "message": str(error), "loss_is_finite": is_finite}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        figures = {
+            "outcome": "oom",
+            "message": models.first_line(error),
+            "excess_bytes": excess_bytes(str(error)),
+        }
+    return Measurement(
+        config=config,
+        spec=spec,
+        fingerprint=fingerprint(spec.backend),
+        elapsed_seconds=time.perf_counter() - began,
+        **figures,
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device's memory, or the host's, ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
+
+
+def _run(
+    model_config: dict[str, Any],
+    config: TrainConfig,
+    spec: ProbeSpec,
+    memory: DeviceMemory,
+    on_progress: OnProgress,
+) -> dict[str, Any]:
+    """Fields of the Measurement of a run that came to its end."""
+    checks.require(checks.check_backend(config, spec.backend))
+    torch.manual_seed(0)
+    hf_config = models.load_config(model_config)
+    model = build(hf_config, spec.task, config, memory.device)
+    memory.model_is_built()
+    checks.require(checks.check_model(model, config))
+    watch = _Watch(config, spec, memory, on_progress)
+    with tempfile.TemporaryDirectory(prefix="autotune-probe-") as folder:
+        watch.train(model, _arguments(config, spec, folder), hf_config)
+    peaks = memory.peaks(watch.innermost_optimizer())
+    timings = summarize(watch.steps)
+    return {
+        "outcome": "slow" if watch.too_slow else "ok",
+        "message": watch.too_slow,
+        **dataclasses.asdict(timings),
+        **dataclasses.asdict(peaks),
+        "loss_is_finite": True,
+    }
+
+
+def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArguments:
+    """Those that are exported; what else is set changes no step."""
+    values: dict[str, Any] = training_arguments(config, installed_fields())
+    values |= {
+        "output_dir": folder,
+        "gradient_accumulation_steps": min(config.gradient_accumulation_steps, MAX_ACCUMULATION),
+        "max_steps": MAX_WARM_UP_STEPS + spec.max_steps,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+    if spec.backend == "cpu":
+        values |= {"use_cpu": True, "dataloader_pin_memory": False}
+        values.pop("tf32", None)
+    arguments = TrainingArguments(**values)
+    # The Trainer would spread the batch over every card that it sees.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
+
+
+class _Rows(torch.utils.data.Dataset):
+    """Samples of random token ids at full length, as the exported train.py makes them.
+
+    In NumPy's arrays: on the CPU a tensor would count as memory of the device.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, task: str, sequence_length: int, num_rows: int, kept: int
+    ) -> None:
+        random = np.random.default_rng(0)
+        vocabulary = config.get_text_config().vocab_size or 1
+        self._task = task
+        self._num_rows = num_rows
+        self._token_ids = random.integers(vocabulary, size=(kept, sequence_length))
+        self._classes = random.integers(config.num_labels or 1, size=kept)
+        # 15 % are to be guessed, as train.py has it.
+        self._is_masked = random.random((kept, sequence_length)) < 0.15
+        self._is_masked[:, 0] = True
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        index %= len(self._token_ids)
+        row = self._token_ids[index]
+        if self._task == "causal-lm":
+            return {"input_ids": row, "labels": row}
+        labels: Any = row
+        if self._task == "sequence-classification":
+            labels = int(self._classes[index])
+        elif self._task == "masked-lm":
+            labels = np.where(self._is_masked[index], row, -100)
+        return {"input_ids": row, "attention_mask": np.ones_like(row), "labels": labels}
+
+
+class _Watch(TrainerCallback):
+    """Follows the Trainer: checks, warm-up, timing, and when it is enough."""
+
+    def __init__(
+        self, config: TrainConfig, spec: ProbeSpec, memory: DeviceMemory, on_progress: OnProgress
+    ) -> None:
+        self.steps: list[StepSeconds] = []
+        self.too_slow = ""
+        """Why it was stopped; empty when it was not."""
+        self._config = config
+        self._spec = spec
+        self._memory = memory
+        self._on_progress = on_progress
+        self._clock: Clock = CudaClock() if spec.backend == "cuda" else CpuClock()
+        self._trainer: Any = None
+        self._first: checks.FirstStep | None = None
+        self._loss: torch.Tensor | None = None
+        self._num_steps = 0
+        self._is_timing = False
+        self._timing_began = 0.0
+        self._step_began = 0.0
+        self._marks = Marks(None)
+        self._pending: list[Marks] = []
+
+    def train(self, model: Any, arguments: TrainingArguments, hf_config: PretrainedConfig) -> None:
+        """Raises Invalid, or whatever the training step raises."""
+        if self._spec.task == "sequence-classification" and model.config.pad_token_id is None:
+            model.config.pad_token_id = 0  # Decoders ask where a padded row ends.
+        micro_batch = self._config.micro_batch_size
+        num_rows = arguments.max_steps * arguments.gradient_accumulation_steps * micro_batch
+        sequence_length = self._config.sequence_length
+        rows = _Rows(hf_config, self._spec.task, sequence_length, num_rows, kept=2 * micro_batch)
+        self._trainer = _WatchedTrainer(
+            model=model, args=arguments, train_dataset=rows, callbacks=[self]
+        )
+        self._trainer.watch = self
+        self._trainer.remove_callback(PrinterCallback)
+        self._first = checks.FirstStep(model, self._memory.device.type)
+        try:
+            self._trainer.train()
+        except (RuntimeError, ValueError) as error:
+            for text in _CANNOT_TRAIN:
+                if text in str(error):
+                    raise Invalid(models.first_line(error)) from error
+            raise
+        finally:
+            self._first.close()
+        self._take(self._pending)
+        self._check_loss()
+
+    def innermost_optimizer(self) -> Any:
+        """accelerate puts its own around it."""
+        optimizer = self._trainer.optimizer
+        return getattr(optimizer, "optimizer", optimizer)
+
+    def micro_step(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        start = self._clock.mark()
+        self._loss = run()
+        self._marks.micro_steps.append((start, self._clock.mark()))
+        if self._first is not None and self._num_steps == 0 and len(self._marks.micro_steps) == 1:
+            self._first.close()
+            checks.require(self._first.complaints(self._config))
+        return self._loss
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._num_steps == 0:
+            checks.require(checks.check_gradients(self._trainer.model.parameters()))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._marks.ended = self._clock.mark()
+        self._num_steps += 1
+        if self._is_timing:
+            self._pending.append(self._marks)
+            if self._take(self._ready()):
+                control.should_training_stop = self._is_enough()
+        else:
+            self._warm_up()
+        self._step_began = time.perf_counter()
+        self._marks = Marks(self._clock.mark())
+
+    def _warm_up(self) -> None:
+        optimizer = self.innermost_optimizer()
+        self._check_loss()
+        if self._num_steps == 1:
+            complaints = checks.check_optimizer(optimizer, self._config)
+            accelerator = self._trainer.accelerator
+            complaints += checks.check_precision(accelerator, self._config, self._spec.backend)
+            checks.require(complaints)
+        is_steady = self._memory.settle(optimizer, self._num_steps)
+        if is_steady or self._num_steps == MAX_WARM_UP_STEPS:
+            self._is_timing = True
+            self._timing_began = time.perf_counter()
+
+    def _check_loss(self) -> None:
+        assert self._loss is not None
+        loss = float(self._loss)
+        if not math.isfinite(loss):
+            raise NotFinite("loss is NaN" if math.isnan(loss) else "loss is infinite")
+
+    def _ready(self) -> list[Marks]:
+        """Steps that the device has finished, so that nobody waits to read their times."""
+        if time.perf_counter() - self._step_began > LONG_STEP_SECONDS:
+            return list(self._pending)
+        return [marks for marks in self._pending if self._clock.is_past(marks.ended)]
+
+    def _take(self, ready: list[Marks]) -> bool:
+        """Read the times of finished steps; whether there were any."""
+        for marks in list(ready):
+            self._pending.remove(marks)
+            accumulation = self._config.gradient_accumulation_steps
+            self.steps.append(step_seconds(self._clock, marks, accumulation))
+        return bool(ready)
+
+    def _is_enough(self) -> bool:
+        fastest = min(step.total_seconds for step in self.steps)
+        at_most = self._config.tokens_per_step / fastest
+        num_timed = len(self.steps)
+        self._on_progress({"step": num_timed, "tokens_per_second_at_most": at_most})
+        wanted = self._spec.stop_below_tokens_per_second
+        if wanted is not None and at_most < wanted and num_timed >= MIN_STEPS_TO_GIVE_UP:
+            self.too_slow = (
+                f"stopped after {self._num_steps} steps: "
+                f"at most {100 * at_most / wanted:.0f} % of the best"
+            )
+            return True
+        if num_timed >= self._spec.max_steps:
+            return True
+        if time.perf_counter() - self._timing_began >= self._spec.max_seconds:
+            return True
+        current = spread(self.steps)
+        is_precise = current is not None and current < self._spec.target_spread
+        return is_precise and num_timed >= MIN_TIMED_STEPS
+
+
+_CANNOT_TRAIN = (
+    "The model did not return a loss",  # transformers Trainer.compute_loss
+    "does not require grad and does not have a grad_fn",  # torch autograd
+)
+
+
+class _WatchedTrainer(Trainer):
+    watch: _Watch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.watch.micro_step(
+            lambda: super(_WatchedTrainer, self).training_step(*args, **kwargs)
+        )
+
+
+__all__ = ["is_out_of_memory", "probe"]

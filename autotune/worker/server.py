@@ -1,0 +1,305 @@
+"""A fork server: imports what a probe needs once, then forks one process per job.
+
+`python -P -m autotune.worker.server`, started by autotune.forkserver. It runs no operation of torch
+and never touches CUDA, so that every job starts as a fresh process would, the imports aside.
+
+Control messages are JSON objects, one per line: the parent's on stdin, the server's on stdout.
+Requests and answers of jobs never come this way: they go through the files of autotune.isolate.
+
+    parent                               server
+                                         {"ready": true}          what is imported is imported
+    {"job": {"request": path,            {"started": pid, "state": {...}}   forked, with `state`
+      "result": path, "printed": path}}  {"unfit": reason}        or not: forking would not be safe
+    {"signal": number}                   (sends it to the job's process group)
+                                         {"exited": exit code}    the job's own process has ended
+                                         {"gone": true}           and so has all that it started
+    end of file                          (kills the job and ends)
+
+One job at a time. A job leads a session of its own, prints into its file, and dies with the server;
+the server ends when its parent dies. What a job leaves behind is killed, whatever its session.
+Linux only. On a machine with a GPU not yet run: that importing leaves CUDA alone there is read from
+the sources of torch 2.13 and bitsandbytes 0.50, and is checked before every fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autotune.gpus import detect
+from autotune.isolate import PARENT_VARIABLE, adopt_orphans, die_with_parent
+from autotune.worker.__main__ import VERBS, Verb, answer_request, import_adapters
+
+_IMPORT_ENVIRONMENT = {
+    # torch.cuda.is_available asks NVML in place of cuInit, which no fork survives
+    # (torch 2.13, cuda/__init__.py).
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # Threads that libraries start as they are loaded: NumPy's OpenBLAS, Arrow's jemalloc. Jobs keep
+    # a single-threaded OpenBLAS; torch does not use it.
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+
+
+def main(
+    preload: Callable[[], None] | None = None, verbs: Mapping[str, Verb] | None = None
+) -> NoReturn:
+    """Serve until the parent is gone. `preload` and `verbs` replace the real ones in tests."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent(signal.SIGTERM)
+    # A job checks in the same way that this process is still there.
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    adopt_orphans()
+    requests, replies = _take_control()
+    (import_libraries if preload is None else preload)()
+    # What is imported stays: jobs neither collect it nor copy its pages in doing so.
+    gc.collect()
+    gc.freeze()
+    with contextlib.suppress(BrokenPipeError):
+        _Server(requests, replies, VERBS if verbs is None else verbs).serve()
+    os._exit(0)
+
+
+def import_libraries() -> None:
+    """Import torch, Transformers' Trainer, PEFT, bitsandbytes and Accelerate; no CUDA, no threads."""
+    with _environment(_IMPORT_ENVIRONMENT), _capability_without_cuda():
+        import_adapters()
+        import accelerate  # noqa: F401
+        import bitsandbytes  # noqa: F401
+
+        # The first optimizer of a process imports it (torch/_compile.py): a second for each job.
+        import torch._dynamo  # noqa: F401
+        from transformers import Trainer  # noqa: F401
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _capability_without_cuda() -> Iterator[None]:
+    """Have NVML say what bitsandbytes asks torch as it is imported, which would initialise CUDA.
+
+    It asks for the compute capability of every card (0.50, cuda_specs.py) and shows it in its
+    diagnostics only. Where NVML knows no card, torch's function is left as it is.
+    """
+    import torch
+
+    capabilities = [gpu.compute_capability for gpu in detect() if gpu.compute_capability]
+    ask_cuda = torch.cuda.get_device_capability
+    if capabilities:
+        torch.cuda.get_device_capability = lambda device=None: max(capabilities)
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = ask_cuda
+
+
+def _take_control() -> tuple[int, int]:
+    """Keep stdin and stdout for control messages; what a library prints goes to stderr."""
+    requests, replies = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+class _Server:
+    def __init__(self, requests: int, replies: int, verbs: Mapping[str, Verb]) -> None:
+        self._requests = requests
+        self._replies = replies
+        self._verbs = verbs
+        self._wakeup = _wake_on_signals()
+        self._pid: int | None = None
+        self._rest = b""
+
+    def serve(self) -> None:
+        self._reply(ready=True)
+        while True:
+            readable, _, _ = select.select([self._requests, self._wakeup], [], [])
+            if self._wakeup in readable and signal.SIGTERM in os.read(self._wakeup, 4096):
+                break
+            if self._requests in readable:
+                received = os.read(self._requests, 65536)
+                if not received:
+                    break
+                *lines, self._rest = (self._rest + received).split(b"\n")
+                for line in lines:
+                    self._obey(json.loads(line))
+            self._look_after_job()
+        if self._pid is not None:
+            self._sweep(self._pid)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if "job" in message:
+            self._fork(message["job"])
+        elif self._pid is not None:
+            _signal_group(self._pid, message["signal"])
+
+    def _fork(self, job: dict[str, str]) -> None:
+        assert self._pid is None
+        state = _state()
+        if state != {"num_threads": 1, "cuda_initialized": False, "cuda_device_open": False}:
+            self._reply(unfit=f"a fork would not be safe: {state}")
+            return
+        # The job waits for the parent to know its id, or else nobody could wait for its end.
+        gate, go = os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
+        pid = os.fork()
+        if pid == 0:
+            os.close(go)
+            self._become_worker(job, gate)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
+        os.close(gate)
+        self._pid = pid
+        self._reply(started=pid, state=state)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(go, b"\n")
+        os.close(go)
+
+    def _become_worker(self, job: dict[str, str], gate: int) -> NoReturn:
+        exit_code = -1
+        try:
+            die_with_parent()
+            if os.read(gate, 1):
+                os.setsid()
+                _print_into(job["printed"])
+                os.close(signal.set_wakeup_fd(-1))
+                for number in _HANDLED_SIGNALS:
+                    signal.signal(number, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
+                for descriptor in (gate, self._requests, self._replies, self._wakeup):
+                    os.close(descriptor)
+                exit_code = _work(self._verbs, job)
+        finally:
+            if exit_code < 0:
+                # The server died before the job began: the same end as a moment later.
+                os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(exit_code)
+
+    def _look_after_job(self) -> None:
+        if self._pid is None:
+            return
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        end = os.waitid(os.P_PID, self._pid, options)
+        if end is None:
+            return
+        # Said before the process is reaped: if this server dies in between, somebody knows.
+        self._reply(exited=end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+        self._sweep(self._pid)
+        self._pid = None
+        self._reply(gone=True)
+
+    def _sweep(self, pid: int) -> None:
+        """Kill and reap the job and all that it left: orphans have become this process's children."""
+        _signal_group(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                    for child in _children():
+                        os.kill(child, signal.SIGKILL)
+                    os.waitpid(-1, 0)
+
+    def _reply(self, **message: object) -> None:
+        os.write(self._replies, json.dumps(message).encode() + b"\n")
+
+
+def _wake_on_signals() -> int:
+    """A file descriptor from which the numbers of the handled signals can be read."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    signal.set_wakeup_fd(writable)
+    for number in _HANDLED_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    return readable
+
+
+def _state() -> dict[str, int | bool]:
+    """What a fork depends on: other threads' locks, and CUDA, which does not survive one."""
+    torch = sys.modules.get("torch")
+    return {
+        "num_threads": len(os.listdir("/proc/self/task")),
+        "cuda_initialized": torch is not None and torch.cuda.is_initialized(),
+        # The driver opens it for a context, whichever library asked; NVML does not.
+        "cuda_device_open": any(name.startswith("/dev/nvidia-uvm") for name in _open_files()),
+    }
+
+
+def _open_files() -> Iterator[str]:
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+def _children() -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # "pid (name) state parent ...", and the name may hold anything.
+            parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid():
+                yield int(folder.name)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    """Send a signal to a job that has not been reaped."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        # It does not lead its group yet.
+        os.kill(pid, number)
+
+
+def _print_into(path: str) -> None:
+    printed = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    os.close(printed)
+
+
+def _work(verbs: Mapping[str, Verb], job: dict[str, str]) -> int:
+    """Run a job as `python -m autotune.worker` would; its exit code."""
+    # Python reseeds its own generator in a fork, and torch's starts from a constant anyway.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    try:
+        answer_request(verbs, job["request"], job["result"])
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    main()

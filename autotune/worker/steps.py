@@ -1,0 +1,123 @@
+"""Clocks, and what optimizer steps took: medians, spread, and the speed at any accumulation.
+
+An optimizer step is cut at marks, so that its parts add up to all of it:
+
+    fetch | forward+backward | gap | forward+backward | clip, optimizer, zero_grad
+
+The second micro-step adds to the gradients of the first; a third and a further one cost the same.
+A gap holds what the Trainer does between micro-steps, among it the wait for the loss.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    def mark(self) -> Any:
+        """Now: on the device's own time line, where it has one."""
+
+    def is_past(self, mark: Any) -> bool:
+        """Whether the device has come to the mark."""
+
+    def seconds(self, first: Any, last: Any) -> float:
+        """Between two marks; waits for the second."""
+
+
+class CpuClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def is_past(self, mark: float) -> bool:
+        return True
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
+
+
+class CudaClock:
+    """CUDA events on the current stream. Not yet run on a GPU."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def is_past(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+
+@dataclass(slots=True)
+class Marks:
+    """Of one optimizer step with one or two micro-steps."""
+
+    began: Any
+    micro_steps: list[tuple[Any, Any]] = field(default_factory=list)
+    ended: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSeconds:
+    """Parts of one optimizer step at a configuration's accumulation."""
+
+    micro_step_seconds: float
+    """Mean over the micro-steps: fetching the batch, forward, backward."""
+    optimizer_step_seconds: float
+    total_seconds: float
+
+
+def step_seconds(clock: Clock, marks: Marks, accumulation: int) -> StepSeconds:
+    """Extrapolate a step's marks to `accumulation` micro-steps. Waits for its end."""
+    last = marks.micro_steps[-1]
+    optimizer = clock.seconds(last[1], marks.ended)
+    first = marks.micro_steps[0]
+    fetch = clock.seconds(marks.began, first[0]) / len(marks.micro_steps)
+    micro = clock.seconds(*first)
+    if accumulation > 1:
+        assert len(marks.micro_steps) == 2
+        further = clock.seconds(first[1], last[0]) + clock.seconds(*last)
+        micro += (accumulation - 1) * further
+    micro += accumulation * fetch
+    return StepSeconds(
+        micro_step_seconds=micro / accumulation,
+        optimizer_step_seconds=optimizer,
+        total_seconds=micro + optimizer,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timings:
+    """What Measurement says of several steps."""
+
+    micro_step_seconds: float
+    optimizer_step_seconds: float
+    spread: float | None
+    num_steps: int
+
+
+def summarize(steps: Sequence[StepSeconds]) -> Timings:
+    return Timings(
+        micro_step_seconds=statistics.median(s.micro_step_seconds for s in steps),
+        optimizer_step_seconds=statistics.median(s.optimizer_step_seconds for s in steps),
+        spread=spread(steps),
+        num_steps=len(steps),
+    )
+
+
+def spread(steps: Sequence[StepSeconds]) -> float | None:
+    """Standard error of the mean step, relative to it; None for fewer than two steps."""
+    if len(steps) < 2:
+        return None
+    totals = [s.total_seconds for s in steps]
+    return statistics.stdev(totals) / statistics.fmean(totals) / math.sqrt(len(totals))

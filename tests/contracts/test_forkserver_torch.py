@@ -1,0 +1,185 @@
+"""The real server: torch, Transformers, PEFT, bitsandbytes and Accelerate imported once, then forked.
+
+What a GPU would change is acted out: the libraries are told of a card and must leave CUDA alone.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune import isolate
+from autotune.forkserver import ForkServer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are safe on Linux only")
+
+SERVER = """
+import os, sys, time
+from autotune.worker import server
+
+def step(request):
+    '''A step of a tiny model through the Trainer: threads, autograd and an optimizer must work.'''
+    before = set(sys.modules)
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    yield {"pid": os.getpid(), "is_initialized": torch.cuda.is_initialized()}
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2))
+    ids = torch.arange(32)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=request["folder"], max_steps=1, use_cpu=True,
+                               report_to="none", save_strategy="no", disable_tqdm=True),
+        train_dataset=[{"input_ids": ids, "labels": ids}] * 8)
+    loss = trainer.train().training_loss
+    large = torch.ones(500, 500)
+    families = {name.partition(".")[0] for name in set(sys.modules) - before}
+    yield {"loss": loss, "sum": (large @ large).sum().item(), "imported": sorted(families),
+           "num_threads": torch.get_num_threads()}
+
+def touch_cuda(request):
+    import torch
+    yield {"sum": torch.ones(1000, device="cuda").sum().item()}
+
+server.main(verbs={"step": step, "touch_cuda": touch_cuda})
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    path = tmp_path_factory.mktemp("server") / "server.py"
+    path.write_text(SERVER)
+    with ForkServer(command=[sys.executable, str(path)]) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def run(server: ForkServer, folder: Path) -> tuple[isolate.WorkerEnd, float]:
+    """A job's end, and the seconds until its first answer."""
+    start = time.perf_counter()
+    arrivals: list[float] = []
+    end = server.run(
+        "step",
+        {"folder": str(folder)},
+        deadline_seconds=60,
+        on_answer=lambda _: arrivals.append(time.perf_counter() - start),
+    )
+    assert end.how == "ok", end.stderr_tail
+    return end, arrivals[0]
+
+
+def test_probes_share_imports_and_nothing_else(server: ForkServer, tmp_path: Path) -> None:
+    first, _ = run(server, tmp_path)
+    first_fork = server.last_fork
+    second, seconds = run(server, tmp_path)
+    second_fork = server.last_fork
+    assert server.unfit_reason == ""
+    for end, fork in ((first, first_fork), (second, second_fork)):
+        assert fork is not None
+        assert fork.pid == end.answers[0]["pid"]
+        assert fork.num_threads == 1
+        assert not fork.cuda_initialized
+        assert not fork.cuda_device_open
+        assert not end.answers[0]["is_initialized"]
+    assert first_fork is not None
+    assert second_fork is not None
+    assert first_fork.pid != second_fork.pid
+    assert first_fork.server_pid == second_fork.server_pid
+    assert seconds < 0.3
+
+
+def test_a_forked_trainer_trains(server: ForkServer, tmp_path: Path) -> None:
+    (first, second) = (run(server, tmp_path)[0].answers[1] for _ in range(2))
+    assert first["sum"] == 500.0**3
+    # The loss of an untrained model over 64 tokens is about ln 64; each process starts from one seed.
+    assert first["loss"] == pytest.approx(4.16, abs=0.2)
+    assert second["loss"] == first["loss"]
+    # Whatever a step needs, the model's own module aside, was imported before.
+    assert set(first["imported"]) <= {"transformers", "torch"}
+
+
+@pytest.mark.gpu
+def test_a_fork_can_use_cuda_and_the_server_does_not(server: ForkServer) -> None:
+    for _ in range(2):
+        end = server.run("touch_cuda", {}, deadline_seconds=60)
+        assert (end.how, end.answers) == ("ok", ({"sum": 1000.0},)), end.stderr_tail
+        assert server.unfit_reason == ""
+        assert server.last_fork is not None
+        assert not server.last_fork.cuda_device_open
+
+
+# torch built without CUDA, told that there is a card: what would create a context says so.
+ACT = """
+import json, os, sys
+from autotune.worker import server
+with server._environment(server._IMPORT_ENVIRONMENT):
+    import torch
+
+touched = []
+
+def touch(name):
+    def act(*arguments):
+        touched.append(name)
+        return (9, 0)
+    return act
+
+for name in ("_lazy_init", "get_device_capability", "get_device_properties", "current_device"):
+    setattr(torch.cuda, name, touch(name))
+def is_available():
+    if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") != "1":
+        touched.append("cuInit")
+    return True
+torch.cuda.is_available = is_available
+torch.cuda.device_count = lambda: 1
+torch.version.cuda = "12.8"
+torch._C._cuda_getCurrentRawStream = None
+if sys.argv[1] == "card":
+    class Card:
+        compute_capability = (9, 0)
+    server.detect = lambda: [Card]
+else:
+    server.detect = lambda: []
+asked = torch.cuda.get_device_capability
+server.import_libraries()
+assert torch.cuda.get_device_capability is asked
+print(json.dumps({"touched": sorted(set(touched)), "state": server._state(),
+    "modules": [name in sys.modules for name in ("bitsandbytes.backends.cuda.ops", "peft")],
+    "environment": sorted(set(server._IMPORT_ENVIRONMENT) & set(os.environ))}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("machine", "touched"), [("card", []), ("none", ["get_device_capability"])]
+)
+def test_imports_leave_cuda_alone(tmp_path: Path, machine: str, touched: list[str]) -> None:
+    """Only where NVML knows no card does bitsandbytes reach the driver: the test can fail."""
+    script = tmp_path / "act.py"
+    script.write_text(ACT)
+    acted = subprocess.run(
+        [sys.executable, str(script), machine],
+        env=isolate.worker_environment("probe"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert acted.returncode == 0, acted.stderr
+    seen: dict[str, Any] = json.loads(acted.stdout)
+    assert seen["touched"] == touched
+    assert seen["modules"] == [True, True]
+    assert seen["state"]["num_threads"] == 1
+    assert seen["environment"] == []

@@ -1,0 +1,490 @@
+"""Real probes on the CPU, through the code that a GPU would run.
+
+Bytes are compared with what is predicted for the same configuration. They differ by the batch: the
+Trainer fetches the token ids of a step before it and accelerate one batch more, the prediction knows
+those of one micro-batch.
+
+DIFFERENCES of test_trace_is_the_trainer.py hold here too: eager attention, no cuBLAS, no buffers of
+CUDA's kernels. And PEFT's 4-bit layers ask whether CUDA's autocast is on and cast by themselves where
+it is not: they get the answer that they would get on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from autotune import isolate
+from autotune.config import TrainConfig
+from autotune.estimate import Estimator
+from autotune.gpus import find_gpu
+from autotune.results import Estimate, Measurement, ProbeSpec, TraceSpec, measurement_from_dict
+from autotune.traces import Trace
+from autotune.units import GIB, MIB
+from autotune.worker import checks, memory
+from autotune.worker import model as models
+from autotune.worker import probe as probe_module
+from autotune.worker import trace as trace_module
+from autotune.worker.cuda import Device
+from autotune.worker.probe import probe
+
+pytestmark = [
+    # PEFT 0.21 asks Transformers 5.23 by the old names of activation checkpointing.
+    pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
+]
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "vocab_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 128,
+}
+SEQUENCE_LENGTH = 64
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=2,
+    gradient_accumulation_steps=2,
+    sequence_length=SEQUENCE_LENGTH,
+    precision="fp32",
+    optimizer="adamw_torch_fused",
+    attention="eager",
+)
+LORA = dataclasses.replace(
+    FULL, method="lora", precision="bf16-true", lora_rank=4, lora_targets="all-linear"
+)
+QLORA = dataclasses.replace(
+    LORA, method="qlora", precision="bf16-autocast", quantization="nf4-double"
+)
+CONFIGS = {
+    "full": FULL,
+    "full every 2nd layer": dataclasses.replace(FULL, activation_checkpointing=2),
+    "full bf16-mixed": dataclasses.replace(FULL, precision="bf16-mixed"),
+    "full one micro-step": dataclasses.replace(FULL, gradient_accumulation_steps=1),
+    "full eight micro-steps": dataclasses.replace(FULL, gradient_accumulation_steps=8),
+    "full 8-bit": dataclasses.replace(FULL, optimizer="adamw_bnb_8bit"),
+    "lora": LORA,
+    "lora checkpointed": dataclasses.replace(LORA, activation_checkpointing=1),
+    "qlora": QLORA,
+    "qlora checkpointed": dataclasses.replace(QLORA, activation_checkpointing=1),
+}
+SPEC = ProbeSpec(
+    task="causal-lm",
+    backend="cpu",
+    memory_budget_bytes=GIB,
+    max_seconds=0.1,
+    target_spread=0.0,
+    max_steps=3,
+)
+
+
+def run(config: TrainConfig = FULL, model: dict[str, Any] = MODEL, **spec: Any) -> Measurement:
+    return probe(model, config, dataclasses.replace(SPEC, **spec))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet_and_steady() -> Iterator[None]:
+    """One thread, as in a probe's own process; no chatter."""
+    verbosity, num_threads = transformers.logging.get_verbosity(), torch.get_num_threads()
+    transformers.logging.set_verbosity_error()
+    # What other tests left behind makes each collection slow.
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(num_threads)
+    transformers.logging.set_verbosity(verbosity)
+
+
+@pytest.fixture(autouse=True)
+def _forget_8_bit_overrides() -> Iterator[None]:
+    """A Trainer tells bitsandbytes' one manager of its embeddings, and nobody takes them back."""
+    yield
+    import bitsandbytes
+
+    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+
+
+def estimated(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Estimate:
+    monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
+    spec = TraceSpec.of(config)
+    answer = trace_module.trace_step(
+        models.load_config(MODEL),
+        "causal-lm",
+        spec,
+        sequence_length=config.sequence_length,
+        device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0),
+    )
+    traces = {spec: Trace(json.loads(json.dumps(answer)))}
+    return Estimator(traces, find_gpu("rtx-4070"), memory_budget_bytes=GIB).estimate(config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGS[name]
+    is_enabled = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: is_enabled("cpu"))
+    measured = run(config)
+    assert (measured.outcome, measured.message) == ("ok", "")
+    assert measured.fits
+    assert measured.loss_is_finite
+    predicted = estimated(config, monkeypatch)
+    assert measured.peak_allocated_bytes is not None
+    assert measured.peak_reserved_bytes is not None
+    difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
+    batch_bytes = 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
+    assert 0 <= difference <= 3 * batch_bytes
+    assert abs(measured.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
+    assert measured.nontorch_bytes == 0
+
+
+def test_what_a_measurement_says() -> None:
+    config = CONFIGS["full eight micro-steps"]
+    measured = run(config)
+    assert measured.num_steps == 3
+    assert measured.spread is not None
+    assert measured.spread >= 0
+    assert measured.micro_step_seconds is not None
+    assert measured.optimizer_step_seconds is not None
+    assert measured.optimizer_step_seconds < measured.micro_step_seconds
+    assert measured.fingerprint.device
+    assert measured.fingerprint.driver == measured.fingerprint.cuda == ""
+    versions = dict(measured.fingerprint.versions)
+    assert versions["torch"] == torch.__version__
+    assert versions["transformers"] == transformers.__version__
+    assert measurement_from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
+
+
+def test_the_trainer_runs_with_what_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-steps stand for eight; the optimizer steps are as many as were asked for."""
+    calls: list[Any] = []
+    training_step = transformers.Trainer.training_step
+
+    def counted(self: Any, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        calls.append((self.args, {name: tuple(t.shape) for name, t in inputs.items()}))
+        return training_step(self, model, inputs, *args)
+
+    monkeypatch.setattr(transformers.Trainer, "training_step", counted)
+    run(CONFIGS["full eight micro-steps"], max_seconds=100.0)
+    assert len(calls) == 2 * (memory.NUM_TRACKED_STEPS + SPEC.max_steps)
+    arguments, shapes = calls[0]
+    assert (arguments.optim, arguments.max_grad_norm) == (FULL.optimizer, 1.0)
+    assert shapes == {"input_ids": (2, SEQUENCE_LENGTH), "labels": (2, SEQUENCE_LENGTH)}
+
+
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [
+        ("sequence-classification", {"model_type": "bert"}),
+        ("masked-lm", {"model_type": "bert"}),
+        ("sequence-classification", {"num_key_value_heads": 2}),
+        (
+            "seq2seq-lm",
+            {
+                "model_type": "t5",
+                "d_model": 64,
+                "d_kv": 16,
+                "d_ff": 128,
+                "num_layers": 2,
+                "num_heads": 4,
+                "decoder_start_token_id": 0,
+            },
+        ),
+    ],
+)
+def test_other_tasks(task: str, model: dict[str, Any]) -> None:
+    config = dataclasses.replace(
+        LORA, activation_checkpointing=1, micro_batch_size=3, precision="bf16-autocast"
+    )
+    measured = run(config, {**MODEL, **model}, task=task)
+    assert (measured.outcome, measured.message) == ("ok", "")
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6, 0.98])
+def test_out_of_memory_happens(share: float) -> None:
+    """While the model is built, in the first step, and in the second."""
+    whole = run()
+    assert whole.peak_allocated_bytes is not None
+    budget = int(share * whole.peak_allocated_bytes)
+    measured = run(memory_budget_bytes=budget)
+    assert measured.outcome == "oom"
+    assert not measured.fits
+    assert "out of memory" in measured.message
+    assert measured.excess_bytes is not None
+    assert 0 < measured.excess_bytes <= whole.peak_allocated_bytes - budget + MIB
+    assert measured.tokens_per_second is None
+    assert gc.isenabled()
+
+
+def test_a_budget_of_the_predicted_size_is_enough() -> None:
+    whole = run()
+    assert whole.peak_reserved_bytes is not None
+    measured = run(memory_budget_bytes=whole.peak_reserved_bytes)
+    assert measured.fits
+    assert measured.peak_device_bytes == whole.peak_reserved_bytes
+
+
+def test_a_hopeless_probe_is_stopped() -> None:
+    lines: list[dict[str, Any]] = []
+    spec = dataclasses.replace(
+        SPEC, stop_below_tokens_per_second=1e9, max_seconds=100.0, max_steps=50
+    )
+    measured = probe(MODEL, FULL, spec, lines.append)
+    assert measured.outcome == "slow"
+    assert measured.message == "stopped after 4 steps: at most 0 % of the best"
+    assert (measured.num_steps, measured.fits) == (2, False)
+    assert [line["step"] for line in lines] == [1, 2]
+    at_most = [line["tokens_per_second_at_most"] for line in lines]
+    assert measured.tokens_per_second is not None
+    assert at_most[1] >= at_most[0] >= 0
+    assert at_most[1] >= measured.tokens_per_second
+
+
+def test_a_probe_that_is_fast_enough_goes_on() -> None:
+    assert run(stop_below_tokens_per_second=1.0).outcome == "ok"
+
+
+def test_timing_ends_when_it_is_precise_enough() -> None:
+    measured = run(target_spread=1e9, max_steps=20, max_seconds=100.0)
+    assert (measured.outcome, measured.num_steps) == ("ok", 3)
+
+
+# What goes wrong, and how the probe is told.
+
+
+def lose_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a wrapper would whose checkpointing flag never reaches the layers."""
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "activation_checkpointing_enable", lambda self, **_: None
+    )
+
+
+def checkpoint_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    enable = transformers.PreTrainedModel.activation_checkpointing_enable
+    monkeypatch.setattr(
+        transformers.PreTrainedModel,
+        "activation_checkpointing_enable",
+        lambda self, every_n_layers=1, **rest: enable(self, every_n_layers=1, **rest),
+    )
+
+
+def change_built_model(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    build = probe_module.build
+
+    def changed(*args: Any) -> Any:
+        model = build(*args)
+        change(model)
+        return model
+
+    monkeypatch.setattr(probe_module, "build", changed)
+
+
+def lose_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_bf16(config: TrainConfig, fields: Any) -> dict[str, object]:
+        return {**training_arguments(config, fields), "bf16": False}
+
+    training_arguments = probe_module.training_arguments
+    monkeypatch.setattr(probe_module, "training_arguments", without_bf16)
+
+
+def use_another_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_sgd(config: TrainConfig, fields: Any) -> dict[str, object]:
+        return {**training_arguments(config, fields), "optim": "sgd"}
+
+    training_arguments = probe_module.training_arguments
+    monkeypatch.setattr(probe_module, "training_arguments", with_sgd)
+
+
+def freeze(model: nn.Module) -> None:
+    model.requires_grad_(False)
+
+
+def halve_adapter(model: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+
+def spoil_weights(model: Any) -> None:
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+
+
+def pretend_sdpa(model: Any) -> None:
+    model.config._attn_implementation = "sdpa"
+
+
+def forget_the_loss(model: Any) -> None:
+    forward = model.forward
+
+    # The Trainer drops what the signature does not name.
+    @functools.wraps(forward)
+    def without_labels(*args: Any, **inputs: Any) -> Any:
+        return forward(*args, **{**inputs, "labels": None})
+
+    model.forward = without_labels
+
+
+def silence_gradients(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.register_hook(torch.zeros_like)
+
+
+BUILT = {
+    "frozen": (FULL, freeze, "no parameter of the model is trainable"),
+    "adapter dtype": (LORA, halve_adapter, "the adapter is in bfloat16, not in float32"),
+    "base dtype": (
+        dataclasses.replace(LORA, precision="bf16-autocast"),
+        lambda model: model.float(),
+        "frozen weights are in float32, not in bfloat16",
+    ),
+    "NaN": (FULL, spoil_weights, "loss is NaN"),
+    "attention": (FULL, pretend_sdpa, "attention is sdpa, not eager"),
+    "no loss": (FULL, forget_the_loss, "The model did not return a loss"),
+    "no gradient": (FULL, silence_gradients, "tensors gets a gradient"),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_model_that_is_not_as_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, change, part = BUILT[name]
+    change_built_model(monkeypatch, change)
+    measured = run(config)
+    assert measured.outcome == "invalid"
+    assert part in measured.message
+    assert measured.loss_is_finite is (False if name == "NaN" else None)
+    assert not measured.fits
+
+
+@pytest.mark.parametrize(
+    ("name", "break_it", "part"),
+    [
+        ("qlora checkpointed", lose_checkpointing, "active on 0 of 4 layers, not on 4"),
+        ("full every 2nd layer", checkpoint_every_layer, "active on 4 of 4 layers, not on 2"),
+        ("full bf16-mixed", lose_autocast, "autocast is None, not torch.bfloat16"),
+        ("lora", use_another_optimizer, "optimizer's class is SGD, not AdamW"),
+    ],
+)
+def test_a_setting_that_is_lost(
+    name: str, break_it: Any, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    measured = run(CONFIGS[name])
+    assert measured.outcome == "invalid"
+    assert part in measured.message
+
+
+def test_checkpointing_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def enable(model: Any) -> None:
+        model.activation_checkpointing_enable()
+
+    change_built_model(monkeypatch, enable)
+    assert "4 layers are checkpointed" in run().message
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"quantization": "nf4"}, "quantisation is"),
+        ({"precision": "bf16-true", "quantization": "none"}, "56 layers are quantised"),
+    ],
+)
+def test_quantisation_that_is_another(change: dict[str, Any], part: str) -> None:
+    device = torch.device("cpu")
+    model = probe_module.build(models.load_config(MODEL), "causal-lm", QLORA, device)
+    assert checks.check_model(model, QLORA) == []
+    complaints = checks.check_model(model, dataclasses.replace(QLORA, **change))
+    assert part.replace("56", "28") in "; ".join(complaints)
+
+
+def test_paging_and_bits_are_looked_at() -> None:
+    import bitsandbytes
+
+    weight = nn.Parameter(torch.ones(8))
+    optimizer = bitsandbytes.optim.AdamW([weight], optim_bits=8, is_paged=True)
+
+    def complaints(name: str) -> str:
+        config = dataclasses.replace(FULL, optimizer=name)
+        return "; ".join(checks.check_optimizer(optimizer, config))
+
+    assert complaints("paged_adamw_8bit") == ""
+    assert complaints("adamw_bnb_8bit") == "the optimizer's paging is True, not False"
+    assert complaints("paged_adamw_32bit") == "the optimizer's bits is 8, not 32"
+    assert "class is AdamW, not Lion" in complaints("paged_lion_8bit")
+    assert "library is bitsandbytes, not torch" in complaints("adamw_torch_fused")
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"precision": "fp16-mixed"}, "fp16-mixed needs a CUDA device"),
+        ({"activation_checkpointing": 1, "activation_offloading": True}, "offloading needs"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_said(change: dict[str, Any], part: str) -> None:
+    measured = run(dataclasses.replace(FULL, **change))
+    assert measured.outcome == "invalid"
+    assert part in measured.message
+
+
+def test_an_unknown_architecture_is_invalid() -> None:
+    measured = run(model={"model_type": "of-tomorrow"})
+    assert measured.outcome == "invalid"
+    assert "of-tomorrow" in measured.message
+
+
+def test_what_is_neither_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(probe_module, "build", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run()
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_way_to_run_out_of_memory(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(probe_module, "build", out_of_memory)
+    measured = run()
+    assert (measured.outcome, measured.excess_bytes) == ("oom", None)
+
+
+def test_the_worker_answers_line_by_line() -> None:
+    spec = dataclasses.asdict(SPEC)
+    request = {"config": MODEL, "train_config": FULL.to_dict(), "spec": spec}
+    end = isolate.run("probe", request, deadline_seconds=120)
+    assert end.how == "ok", end.stderr_tail
+    *progress, last = end.answers
+    measured = measurement_from_dict(last["measurement"])
+    assert measured.outcome == "ok"
+    assert [line["step"] for line in progress] == list(range(1, measured.num_steps + 1))
+    assert all(line["tokens_per_second_at_most"] > 0 for line in progress)

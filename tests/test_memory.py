@@ -1,0 +1,184 @@
+"""The budget of a probe: CudaMemory against a card that is made up, CappedTracker for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.units import GIB, MIB
+from autotune.worker import memory
+from autotune.worker.memory import CappedTracker, CpuMemory, CudaMemory
+
+BUDGET = 12 * GIB
+CONTEXT = 512 * MIB
+OTHERS = 2 * GIB
+NO_OPTIMIZER = SimpleNamespace(state={})
+
+
+@dataclass
+class Card:
+    """A card of 24 GiB, two of them taken by others; torch's counters for one process."""
+
+    total_bytes: int = 24 * GIB + 511
+    """Of which torch takes a fraction."""
+    info_bytes: int = 24 * GIB + 511
+    """What cudaMemGetInfo calls total."""
+    context_bytes: int = CONTEXT
+    managed_bytes: int = 0
+    reserved_bytes: int = 0
+    peak_bytes: int = 0
+    retries: int = 0
+    allowed_bytes: int | None = None
+    calls: list[str] = field(default_factory=list)
+
+    def set_fraction(self, fraction: float, _: Any = None) -> None:
+        assert 0 <= fraction <= 1
+        self.allowed_bytes = int(fraction * self.total_bytes) if fraction < 1 else None
+
+    def fraction(self, _: Any = None) -> float:
+        return 1.0 if self.allowed_bytes is None else self.allowed_bytes / self.total_bytes
+
+    def info(self, _: Any = None) -> tuple[int, int]:
+        used = OTHERS + self.context_bytes + self.managed_bytes + self.reserved_bytes
+        return self.info_bytes - used, self.info_bytes
+
+    def reserve(self, size_bytes: int) -> None:
+        self.reserved_bytes = size_bytes
+        self.peak_bytes = max(self.peak_bytes, size_bytes)
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty_cache")
+
+    def reset(self, _: Any = None) -> None:
+        self.peak_bytes = self.reserved_bytes
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card()
+    functions: dict[str, Callable[..., Any]] = {
+        "is_initialized": lambda: False,
+        "synchronize": lambda _=None: None,
+        "mem_get_info": card.info,
+        "memory_reserved": lambda _=None: card.reserved_bytes,
+        "max_memory_reserved": lambda _=None: card.peak_bytes,
+        "max_memory_allocated": lambda _=None: card.peak_bytes - MIB,
+        "memory_stats": lambda _=None: {"num_alloc_retries": card.retries},
+        "reset_peak_memory_stats": card.reset,
+        "empty_cache": card.empty_cache,
+        "set_per_process_memory_fraction": card.set_fraction,
+        "get_per_process_memory_fraction": card.fraction,
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(memory, "_used_before_context_bytes", lambda: OTHERS)
+    monkeypatch.setattr(memory, "_load_libraries", lambda *_: None)
+    return card
+
+
+def on_card() -> CudaMemory:
+    return CudaMemory(BUDGET, torch.bfloat16)
+
+
+@pytest.mark.parametrize("difference_bytes", [0, 300 * MIB])
+def test_the_allocator_gets_what_the_context_leaves(card: Card, difference_bytes: int) -> None:
+    """Whatever the fraction is a fraction of."""
+    card.total_bytes -= difference_bytes
+    with on_card():
+        assert card.allowed_bytes is not None
+        assert 0 <= BUDGET - CONTEXT - card.allowed_bytes <= 1
+
+
+def test_a_budget_over_the_card_is_no_cap(card: Card) -> None:
+    with CudaMemory(100 * GIB, torch.bfloat16):
+        assert card.allowed_bytes is None
+
+
+def test_warm_up_ends_when_reserved_memory_is_steady(card: Card) -> None:
+    with on_card() as device:
+        device.model_is_built()
+        answers = []
+        for step, reserved in enumerate((4, 6, 7, 7), start=1):
+            card.reserve(reserved * GIB)
+            answers.append(device.settle(NO_OPTIMIZER, step))
+        assert answers == [False, False, False, True]
+        peaks = device.peaks(NO_OPTIMIZER)
+    assert (peaks.peak_reserved_bytes, peaks.nontorch_bytes) == (7 * GIB, CONTEXT)
+    assert peaks.peak_allocated_bytes == 7 * GIB - MIB
+    assert card.calls == []
+
+
+def test_kernels_loaded_later_take_from_the_allocator(card: Card) -> None:
+    with on_card() as device:
+        device.model_is_built()
+        card.reserve(BUDGET - CONTEXT)
+        card.context_bytes += 100 * MIB
+        card.retries = 1
+        assert not device.settle(NO_OPTIMIZER, 1)
+        assert card.calls == ["empty_cache"]
+        assert card.allowed_bytes is not None
+        assert 0 <= BUDGET - CONTEXT - 100 * MIB - card.allowed_bytes <= 1
+        # The steps under the new cap are what counts.
+        card.peak_bytes = 0
+        card.reserve(10 * GIB)
+        card.retries = 3
+        assert [device.settle(NO_OPTIMIZER, step) for step in (2, 3)] == [False, True]
+        peaks = device.peaks(NO_OPTIMIZER)
+    assert peaks.num_alloc_retries == 2
+    assert peaks.nontorch_bytes == CONTEXT + 100 * MIB
+    assert peaks.peak_reserved_bytes == 10 * GIB
+
+
+@pytest.mark.parametrize(("managed", "counted"), [(1 * GIB, 1 * GIB), (8 * GIB, 5 * GIB // 2)])
+def test_managed_memory_counts_as_far_as_there_is_room(
+    card: Card, managed: int, counted: int
+) -> None:
+    state = SimpleNamespace(nbytes=managed, is_paged=True)
+    optimizer = SimpleNamespace(state={0: {"state1": state, "step": 3}})
+    with on_card() as device:
+        device.model_is_built()
+        card.reserve(9 * GIB)
+        card.managed_bytes = managed
+        device.settle(optimizer, 1)
+        assert card.allowed_bytes is not None
+        assert 0 <= BUDGET - CONTEXT - card.allowed_bytes <= 1
+        peaks = device.peaks(optimizer)
+    assert peaks.nontorch_bytes == CONTEXT + counted
+
+
+def test_a_cpu_refuses_what_passes_the_budget() -> None:
+    with CappedTracker(10_000) as tracker:
+        kept = torch.ones(1000)  # 4000 bytes: 4096
+        for _ in range(3):
+            torch.ones(1000)  # gone at once
+        # The last 512 bytes would still be free, were sizes not rounded.
+        with pytest.raises(torch.OutOfMemoryError, match=r"6000 bytes\. 10000 bytes allowed"):
+            torch.ones(1500)
+    assert kept.numel() == 1000
+    assert len(tracker.recording.tensors) == 5
+
+
+def test_segments_that_do_not_fit_the_budget_are_out_of_memory() -> None:
+    # 1.9 MiB of a large pool's 20 MiB segment.
+    device = CpuMemory(10 * MIB)
+    with device:
+        kept = torch.ones(1_900_000 // 4)
+        assert not device.settle(NO_OPTIMIZER, 1)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 20971520 bytes"):
+            device.settle(NO_OPTIMIZER, 2)
+    assert kept.numel()
+
+
+def test_small_tensors_share_a_segment() -> None:
+    device = CpuMemory(10 * MIB)
+    with device:
+        kept = [torch.ones(1000) for _ in range(10)]
+        device.settle(NO_OPTIMIZER, 2)
+    peaks = device.peaks(NO_OPTIMIZER)
+    assert (peaks.peak_allocated_bytes, peaks.peak_reserved_bytes) == (40_960, 2 * MIB)
+    assert len(kept) == 10

@@ -1,0 +1,65 @@
+"""Texts as the libraries write them, and what they say of the bytes that were lacking."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune.out_of_memory import excess_bytes, says_out_of_memory
+from autotune.units import GIB, MIB
+
+CAPPED = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.25 GiB of "
+    "which 60.00 GiB is free. Process 4242 has 11.25 GiB memory in use. 11.50 GiB allowed; Of the "
+    "allocated memory 9.75 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but "
+    "unallocated. If reserved but unallocated memory is large try setting ..."
+)
+FULL_CARD = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 11.99 GiB of "
+    "which 6.50 MiB is free. Process 4242 has 11.25 GiB memory in use. Of the allocated memory 9.75 "
+    "GiB is allocated by PyTorch, and 1.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CAPPED,
+        FULL_CARD,
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "loading\nError out of memory at line 84 in file /src/csrc/ops.cu\n",
+        "Triton Error [CUDA]: out of memory",
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 4096 bytes. Error code 12 (Cannot allocate memory)",
+    ],
+)
+def test_memory_ran_out(text: str) -> None:
+    assert says_out_of_memory(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
+        "Error invalid configuration argument at line 84 in file /src/csrc/ops.cu",
+        "out of resource: shared memory, Required: 180224, Hardware limit: 101376",
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+    ],
+)
+def test_something_else_went_wrong(text: str) -> None:
+    assert not says_out_of_memory(text)
+
+
+def test_what_is_lacking() -> None:
+    # 2 wanted, 9.75 + 0.5 reserved, 11.5 allowed
+    assert excess_bytes(CAPPED) == GIB * 3 // 4
+    assert excess_bytes(FULL_CARD) == 13.5 * MIB
+    assert excess_bytes("CUDA error: out of memory") is None
+
+
+def test_something_was_lacking_whatever_rounding_says() -> None:
+    text = CAPPED.replace("11.50 GiB allowed", "12.25 GiB allowed")
+    assert excess_bytes(text) == 1
