@@ -529,7 +529,7 @@ def _measure(
     with ForkServer() as server:
         server.start("probe")
         plan = probing.Plan(
-            pool=found.pool(),
+            pool=[e for e in found.pool() if probing.can_run(e.config, backend)],
             base=summary.base,
             baseline=summary.baseline,
             budget_bytes=workload.memory_budget_bytes,

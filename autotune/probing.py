@@ -129,6 +129,11 @@ class Plan:
     seed: int = 0
 
 
+def can_run(config: TrainConfig, backend: str) -> bool:
+    """Whether a probe of it makes sense there: a CPU has no device memory to offload from."""
+    return backend == "cuda" or not config.activation_offloading
+
+
 def search(
     study: optuna.Study, plan: Plan, prober: Prober, *, on_probe: OnProbe = lambda *_: None
 ) -> Measured:

@@ -15,6 +15,7 @@ Known limitations
 - Other processes that grow or shrink meanwhile change what is measured.
 - Managed memory (paged optimizers) never has to leave a card that is larger than the budget: it counts
   as far as the budget has room beside the rest, which is where the card would keep it.
+- On the CPU peaks include building the model, as predictions do.
 - A probe accumulates at most two micro-batches: the token ids of further ones, which the Trainer
   fetches before the step, are not seen.
 """

@@ -147,7 +147,11 @@ def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyP
     assert measured.peak_reserved_bytes is not None
     difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
     batch_bytes = 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
-    assert 0 <= difference <= 3 * batch_bytes
+    if config.method == "qlora":
+        # bitsandbytes' 4-bit kernels, and what they return, are others on a CPU.
+        assert abs(difference) < 0.01 * predicted.peak_allocated_bytes
+    else:
+        assert 0 <= difference <= 3 * batch_bytes
     assert abs(measured.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
     assert measured.nontorch_bytes == 0
 
@@ -397,18 +401,15 @@ def test_checkpointing_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        ({"quantization": "nf4"}, "quantisation is"),
-        ({"precision": "bf16-true", "quantization": "none"}, "56 layers are quantised"),
-    ],
+    ("quantization", "part"),
+    [("nf4", "quantisation is {('nf4', True,"), ("none", "28 layers are quantised")],
 )
-def test_quantisation_that_is_another(change: dict[str, Any], part: str) -> None:
+def test_quantisation_that_is_another(quantization: str, part: str) -> None:
     device = torch.device("cpu")
     model = probe_module.build(models.load_config(MODEL), "causal-lm", QLORA, device)
     assert checks.check_model(model, QLORA) == []
-    complaints = checks.check_model(model, dataclasses.replace(QLORA, **change))
-    assert part.replace("56", "28") in "; ".join(complaints)
+    other = dataclasses.replace(QLORA, quantization=quantization)
+    assert part in "; ".join(checks.check_model(model, other))
 
 
 def test_paging_and_bits_are_looked_at() -> None:
@@ -467,9 +468,7 @@ def test_what_is_neither_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_every_way_to_run_out_of_memory(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_to_run_out_of_memory(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(*_: Any) -> Any:
         raise error
 

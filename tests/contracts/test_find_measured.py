@@ -1,0 +1,161 @@
+"""`autotune find --backend cpu`: real probes of a tiny model, from the command to the files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+SPACE = """
+name: tiny
+description: a few points
+methods:
+  full:
+    micro_batch_size: [1, 2, 4, 8]
+    precision: [bf16-true]
+    optimizer: [adamw_torch_fused, adamw_torch]
+    activation_checkpointing: [none, full]
+    attention: [eager]
+"""
+MARK = "AUTOTUNE_TEST_MARK"
+STUDY = "tiny-measured"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("measured")
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
+    return folder
+
+
+def command(budget: str) -> list[str]:
+    arguments = (
+        f"find --model tiny --backend cpu --gpu-mem {budget} --space space.yaml --method full "
+        f"--seq-len 64 --effective-batch 8 --effort quick --study {STUDY}-{budget} --out out --json"
+    )
+    return [sys.executable, "-m", "autotune", *arguments.split()]
+
+
+def start(folder: Path, budget: str = "30MB") -> subprocess.Popen[str]:
+    environment = {**os.environ, MARK: str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        command(budget),
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def find(folder: Path, budget: str = "30MB") -> tuple[int, str, str]:
+    process = start(folder, budget)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def left_behind(folder: Path) -> list[int]:
+    """Processes that were started for this folder and are still there."""
+    mark = f"{MARK}={folder}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def answer(folder: Path) -> dict[str, Any]:
+    code, out, err = find(folder)
+    assert code == 0, err
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def test_the_answer_is_measured_and_says_on_what(answer: dict[str, Any]) -> None:
+    assert answer["evidence"] == "measured"
+    best = answer["measured"]["best"]
+    assert best["outcome"] == "ok"
+    assert best["fits"]
+    assert best["spec"]["backend"] == "cpu"
+    assert best["fingerprint"]["device"]
+    assert best["loss_is_finite"]
+    assert best["config"] == answer["best"]["config"]
+    assert answer["measured"]["outcomes"]["ok"] >= 1
+
+
+def test_memory_was_predicted_to_the_percent(answer: dict[str, Any]) -> None:
+    """Eager attention runs the same operations on a CPU; its embedding needs no sort buffers."""
+    predicted = answer["measured"]["predicted_peak_device_bytes"]
+    assert predicted == pytest.approx(answer["measured"]["best"]["peak_device_bytes"], rel=0.01)
+
+
+def test_the_study_holds_what_was_measured_only(folder: Path, answer: dict[str, Any]) -> None:
+    study = optuna.load_study(
+        study_name=f"{STUDY}-30MB", storage=f"sqlite:///{folder}/studies/autotune.db"
+    )
+    assert {t.user_attrs["evidence"] for t in study.trials} == {"measured"}
+    speeds = [t.value for t in study.trials if t.state is TrialState.COMPLETE]
+    assert max(speeds) * 0.9 <= answer["measured"]["best"]["tokens_per_second"] <= max(speeds)
+
+
+def test_asked_again_nothing_is_measured_again(folder: Path, answer: dict[str, Any]) -> None:
+    code, out, err = find(folder)
+    assert code == 0, err
+    again = json.loads(out)["measured"]
+    assert again["best"]["config"] == answer["measured"]["best"]["config"]
+    # A candidate that was stopped as too slow may be looked at again, the others are known.
+    assert again["num_run"] <= 1
+
+
+def test_a_budget_that_nothing_fits_is_exit_4(folder: Path, answer: dict[str, Any]) -> None:
+    code, out, err = find(folder, "3MB")
+    assert code == 4
+    assert "Nothing" in err
+    assert "Traceback" not in err
+    assert not out
+
+
+def test_killed_at_any_moment_nothing_is_left_and_the_command_goes_on(folder: Path) -> None:
+    for seconds in (4.0, 6.0):
+        process = start(folder, "29MB")
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        deadline = time.monotonic() + 10
+        while left_behind(folder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left_behind(folder)
+    code, out, err = find(folder, "29MB")
+    assert code == 0, err
+    assert json.loads(out)["measured"]["best"]["fits"]
+    study = optuna.load_study(
+        study_name=f"{STUDY}-29MB", storage=f"sqlite:///{folder}/studies/autotune.db"
+    )
+    assert all(trial.state.is_finished() for trial in study.trials)
