@@ -62,7 +62,6 @@ class Card:
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
     functions: dict[str, Callable[..., Any]] = {
-        "is_initialized": lambda: False,
         "synchronize": lambda _=None: None,
         "mem_get_info": card.info,
         "memory_reserved": lambda _=None: card.reserved_bytes,
@@ -149,6 +148,13 @@ def test_managed_memory_counts_as_far_as_there_is_room(
         assert 0 <= BUDGET - CONTEXT - card.allowed_bytes <= 1
         peaks = device.peaks(optimizer)
     assert peaks.nontorch_bytes == CONTEXT + counted
+
+
+def test_a_context_of_our_own_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True, raising=False)
+    monkeypatch.setattr(memory.pynvml, "nvmlInit", lambda: pytest.fail("asked NVML"))
+    assert memory._used_before_context_bytes() is None
 
 
 def test_a_cpu_refuses_what_passes_the_budget() -> None:

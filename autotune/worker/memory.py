@@ -11,7 +11,8 @@ budget as its cap. Nothing is outside it.
 
 Known limitations
 - Not yet run on a GPU: CudaMemory.
-- Without NVML what other processes hold cannot be told apart and counts as this process's.
+- Without NVML what other processes hold cannot be told apart and counts as this process's; the same
+  when this process had a context before.
 - Other processes that grow or shrink meanwhile change what is measured.
 - Managed memory (paged optimizers) never has to leave a card that is larger than the budget: it counts
   as far as the budget has room beside the rest, which is where the card would keep it.
@@ -74,7 +75,7 @@ def device_memory(backend: str, budget_bytes: int, compute_dtype: torch.dtype) -
 
 
 class CudaMemory:
-    """The first visible CUDA device. Its context must not exist before. Not yet run on a GPU."""
+    """The first visible CUDA device. Not yet run on a GPU."""
 
     def __init__(self, budget_bytes: int, compute_dtype: torch.dtype) -> None:
         self.device = torch.device("cuda", 0)
@@ -87,7 +88,6 @@ class CudaMemory:
         self._num_earlier_retries = 0
 
     def __enter__(self) -> CudaMemory:
-        assert not torch.cuda.is_initialized()
         self._others_bytes = _used_before_context_bytes() or 0
         _load_libraries(self.device, self._compute_dtype)
         self._fraction_of_bytes = _fraction_of_bytes(self.device)
@@ -145,7 +145,13 @@ class CudaMemory:
 
 
 def _used_before_context_bytes() -> int | None:
-    """Device memory that is in use now, by NVML; None without NVML or on a slice of a card (MIG)."""
+    """Device memory that is in use now, by NVML, all of it by others.
+
+    None without NVML, on a slice of a card (MIG), and when this process has a context already.
+    """
+    # Initialising torch.cuda, as importing bitsandbytes may, makes no context yet.
+    if torch.cuda.is_initialized() and torch._C._cuda_hasPrimaryContext(0):
+        return None
     try:
         pynvml.nvmlInit()
         try:
