@@ -150,7 +150,8 @@ def _used_before_context_bytes() -> int | None:
     None without NVML, on a slice of a card (MIG), and when this process has a context already.
     """
     # Initialising torch.cuda, as importing bitsandbytes may, makes no context yet.
-    if torch.cuda.is_initialized() and torch._C._cuda_hasPrimaryContext(0):
+    has_context = torch.cuda.is_initialized() and torch._C._cuda_hasPrimaryContext(0)  # type: ignore[attr-defined]
+    if has_context:
         return None
     try:
         pynvml.nvmlInit()
