@@ -132,15 +132,19 @@ def check_rules(
 
 def card_here(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
     """As choose_card, for probes on CUDA: the card of this machine, under a smaller budget if typed."""
-    card, reason, budget_bytes = choose_card(None, size)
-    if reason != FOUND:
-        here = gpus.detect()
+    here = gpus.detect()
+    if not here:
         raise HardwareError(
             "--backend cuda needs a CUDA GPU",
-            why=f"This one has {format_bytes(here[0].capacity_bytes)}, the budget is larger"
-            if here
-            else "NVIDIA's driver reports none on this machine",
-            remedy="Lower --gpu-mem" if here else "Leave --backend out, for a prediction",
+            why="NVIDIA's driver reports none on this machine",
+            remedy="Leave --backend out, for a prediction",
+        )
+    card, reason, budget_bytes = choose_card(None, size)
+    if reason != FOUND:
+        raise HardwareError(
+            f"--gpu-mem {size} is more than the card has",
+            why=f"This one has {format_bytes(here[0].capacity_bytes)}",
+            remedy="Lower --gpu-mem",
         )
     if name is not None and gpus.find_gpu(name).name != card.name:
         raise ConfigError(

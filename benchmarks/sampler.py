@@ -249,18 +249,21 @@ def _shares(values: Sequence[str | bool | float | None]) -> list[np.ndarray[Any,
 def swept(path: Path, model_name: str, gpu_name: str) -> Table:
     """The table of a recorded sweep, with today's predictions. Raises ValueError for mixed budgets."""
     from autotune.estimate import Estimator
-    from autotune.gpus import find_gpu
+    from autotune.gpus import cpu_stand_in, find_gpu
     from autotune.models import resolve
     from autotune.tracing import trace_all
 
     lines = path.read_text(encoding="utf-8").splitlines()
-    all_of_them = [measurement_from_dict(json.loads(line)) for line in lines if line.strip()]
+    records = [json.loads(line) for line in lines if line.strip()]
+    # A record of gpu_check.py holds the measurement beside the prediction of its day.
+    all_of_them = [measurement_from_dict(r.get("measurement", r)) for r in records]
     measurements = [m for m in all_of_them if m.outcome in ("ok", "oom")]
     budgets = {m.spec.memory_budget_bytes for m in measurements}
     if len(budgets) != 1:
         raise ValueError(f"{path}: a sweep has one budget, not {len(budgets)}")
     budget_bytes = budgets.pop()
-    model, gpu = resolve(model_name), find_gpu(gpu_name)
+    model = resolve(model_name)
+    gpu = cpu_stand_in() if gpu_name == "cpu" else find_gpu(gpu_name)
     first = measurements[0]
     specs = {TraceSpec.of(m.config) for m in measurements}
     traces = trace_all(model, first.spec.task, first.config.sequence_length, gpu, specs)

@@ -9,7 +9,7 @@ from typing import Any
 import answers
 import pytest
 
-from autotune import inputs
+from autotune import gpus, inputs
 from autotune.errors import ConfigError, HardwareError
 from autotune.gpus import Gpu, find_gpu
 from autotune.models import ModelSource, resolve
@@ -160,3 +160,30 @@ def test_every_broken_rule_is_told_with_its_reason() -> None:
         assert name in error.value.why
     fine = dataclasses.replace(answers.CONFIG, activation_checkpointing=28)
     inputs.check_rules(fine, answers.WORKLOAD, find_gpu("rtx-4070"), model, what="This one")
+
+
+def test_the_cpu_as_a_card_needs_a_budget_and_no_card() -> None:
+    card, reason, budget_bytes = inputs.cpu_as_card(None, "500MB")
+    assert (card.name, reason, budget_bytes) == ("CPU", inputs.ON_CPU, 500 * 10**6)
+    for name, size, part in (
+        (None, None, "no memory budget"),
+        ("t4", "1GB", "--gpu does not go"),
+        (None, "900TB", "more than half"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            inputs.cpu_as_card(name, size)
+
+
+def test_probes_on_cuda_need_the_card_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "detect", list)
+    for size in (None, "12GB"):
+        with pytest.raises(HardwareError, match="needs a CUDA GPU"):
+            inputs.card_here(None, size)
+    here = gpus.find_gpu("rtx-4090")
+    monkeypatch.setattr(gpus, "detect", lambda: [here])
+    assert inputs.card_here(None, "12GB") == (here, inputs.FOUND, 12 * 10**9)
+    assert inputs.card_here("4090", None) == (here, inputs.FOUND, here.capacity_bytes)
+    with pytest.raises(HardwareError, match="more than the card has"):
+        inputs.card_here(None, "80GB")
+    with pytest.raises(ConfigError, match="not the card of this machine"):
+        inputs.card_here("t4", None)

@@ -1,0 +1,104 @@
+"""Every configuration of a small space, really run on the CPU: a recorded table to search in.
+
+    python benchmarks/cpu_sweep.py            (a quarter of an hour at most; on an otherwise idle machine)
+
+Writes studies/cpu-sweep/sweep.jsonl, an object per line: {"schema_version", "prediction": {Estimate},
+"measurement": {Measurement}}. Bytes are counted by the tracker and the budget enforced by it, so some
+points run out of memory. A CPU says nothing about a GPU; what the table is for is holding the sampler
+against reality (tests/test_recorded_sweep.py).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from autotune.config import Workload
+from autotune.estimate import Estimator
+from autotune.forkserver import ForkServer
+from autotune.gpus import cpu_stand_in
+from autotune.models import resolve
+from autotune.probes import open_probes
+from autotune.probing import Prober
+from autotune.results import SCHEMA_VERSION, ProbeSpec, TraceSpec
+from autotune.space import MethodSpace, SearchSpace, enumerate_configs
+from autotune.tracing import trace_all
+
+FOLDER = Path(__file__).parents[1] / "studies" / "cpu-sweep"
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 256,
+}
+SEQUENCE_LENGTH = 64
+EFFECTIVE_BATCH_SIZE = 16
+BUDGET_BYTES = 50_000_000
+"""About a seventh of the points do not fit into it."""
+SPACE = SearchSpace(
+    name="cpu-sweep",
+    description="every point is probed",
+    methods=(
+        MethodSpace(
+            method="full",
+            micro_batch_size=(1, 2, 4, 8, 16),
+            precision=("fp32", "bf16-true"),
+            optimizer=("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "lion_8bit", "sgd"),
+            activation_checkpointing=(0, 1, 2),
+            activation_offloading=(False,),
+            attention=("eager",),
+        ),
+    ),
+)
+
+
+def main() -> None:
+    card = cpu_stand_in()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "tiny-llama"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        model = resolve(str(folder))
+        workload = Workload(
+            model=model.name,
+            sequence_length=SEQUENCE_LENGTH,
+            effective_batch_size=EFFECTIVE_BATCH_SIZE,
+            memory_budget_bytes=BUDGET_BYTES,
+        )
+        configs = enumerate_configs(
+            SPACE, workload, num_layers=4, compute_capability=(8, 9)
+        ).configs
+        traces = trace_all(
+            model, "causal-lm", SEQUENCE_LENGTH, card, {TraceSpec.of(c) for c in configs}
+        )
+        estimator = Estimator(traces, card, memory_budget_bytes=BUDGET_BYTES)
+        spec = ProbeSpec(
+            task="causal-lm", backend="cpu", memory_budget_bytes=BUDGET_BYTES, max_seconds=3.0
+        )
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with (
+            ForkServer() as server,
+            open_probes(f"sqlite:///{name}/probes.db") as table,
+            open(FOLDER / "sweep.jsonl", "w", encoding="utf-8") as file,
+        ):
+            prober = Prober(server, table, model, spec)
+            for number, config in enumerate(configs, start=1):
+                measurement = prober.measure(config)
+                record = {
+                    "schema_version": SCHEMA_VERSION,
+                    "prediction": estimator.estimate(config).to_dict(BUDGET_BYTES),
+                    "measurement": measurement.to_dict(),
+                }
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                print(f"{number} of {len(configs)}: {measurement.outcome} {measurement.message}")
+
+
+if __name__ == "__main__":
+    main()
