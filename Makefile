@@ -5,16 +5,19 @@ STAMP := $(VENV)/.installed
 PIP_FLAGS := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types format setup clean
+.PHONY: help demo test gpu-check lint types format setup clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
 demo: setup  ## Find the fastest configuration of a 1.5B model for 12 GB; needs no GPU
 	$(BIN)/autotune find --model Qwen/Qwen2.5-1.5B --gpu-mem 12GB
 
 test: lint types  ## Lint, check types, run every test that needs no GPU
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+gpu-check: setup  ## Measure this machine's CUDA card against predictions: four pieces of 9 minutes; again goes on
+	$(BIN)/python benchmarks/gpu_check.py predict sweep find processes
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .

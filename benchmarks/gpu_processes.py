@@ -1,0 +1,136 @@
+"""What forking and killing probes leaves behind on the card: a piece of gpu_check.py.
+
+Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gpu_cases
+
+from autotune.forkserver import ForkServer
+from autotune.results import ProbeSpec
+from autotune.units import MIB
+
+RETURN_SECONDS = 20.0
+RETURNED_WITHIN_BYTES = 16 * MIB
+"""Device memory counts as given back when so near to what was in use before."""
+
+
+def processes(check: Any) -> bool:
+    """What a fork finds, and what a killed probe leaves."""
+    records = check.records("processes")
+    steps: tuple[tuple[str, Callable[[ForkServer], int | None] | None], ...] = (
+        ("first fork", None),
+        ("second fork", None),
+        ("third fork", None),
+        ("fork after 3 probes", None),
+        ("probe killed", lambda server: server.last_fork.pid if server.last_fork else None),
+        ("fork after a killed probe", None),
+        ("server killed", lambda server: server.server_pid),
+        ("fork after a killed server", None),
+    )
+    if all(name in records for name, _ in steps):
+        return True
+    with ForkServer() as server:
+        for name, victim in steps:
+            if not check.deadline.allows_another():
+                return False
+            seen = observe(check, server, victim)
+            if name not in records:
+                records.add(name, **seen)
+            print(f"{seen['end']:8} {name}", file=sys.stderr, flush=True)
+    return True
+
+
+def observe(
+    check: Any, server: ForkServer, victim: Callable[[ForkServer], int | None] | None
+) -> dict[str, Any]:
+    """Run a probe; kill `victim`, when there is one, as soon as it times. What was seen.
+
+    fork: what the server saw just before it forked. device_*_bytes: in use on the card, by NVML, before
+    the probe, while it timed, and afterwards. pids_left: processes that have a context then and had none
+    before (by the ids of the host, so that the server's own is found in no container).
+    """
+    case = (gpu_cases.TINY_CASES if check.tiny else gpu_cases.CASES)[0]
+    spec = ProbeSpec(
+        task=gpu_cases.TASK,
+        backend=check.backend,
+        memory_budget_bytes=check.budget_bytes,
+        max_seconds=20.0 if victim else 1.0,
+        target_spread=0.0,
+        max_steps=2000 if victim else 5,
+    )
+    request = {
+        "config": gpu_cases.source(case.model).config,
+        "train_config": case.config.to_dict(),
+        "spec": dataclasses.asdict(spec),
+    }
+    before_bytes, before_pids = device_state(check.backend)
+    during: list[tuple[int | None, list[int]]] = []
+
+    def on_answer(_: dict[str, Any]) -> None:
+        if during:
+            return
+        during.append(device_state(check.backend))
+        pid = victim(server) if victim else None
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+
+    seconds = check.deadline.of_job(120.0)
+    end = server.run("probe", request, deadline_seconds=seconds, on_answer=on_answer)
+    ended = time.monotonic()
+    after_bytes, after_pids = device_state(check.backend)
+    while not has_returned(before_bytes, after_bytes) and time.monotonic() - ended < RETURN_SECONDS:
+        time.sleep(0.05)
+        after_bytes, after_pids = device_state(check.backend)
+    fork = server.last_fork
+    return {
+        "fork": None if fork is None else dataclasses.asdict(fork),
+        "unfit_reason": server.unfit_reason,
+        "end": end.how,
+        "problem": end.problem,
+        "device_before_bytes": before_bytes,
+        "device_during_bytes": during[0][0] if during else None,
+        "device_after_bytes": after_bytes,
+        "has_returned": has_returned(before_bytes, after_bytes),
+        "return_seconds": time.monotonic() - ended,
+        "server_has_context": fork is not None and fork.server_pid in after_pids,
+        "pids_left": sorted(set(after_pids) - set(before_pids)),
+    }
+
+
+def has_returned(before_bytes: int | None, after_bytes: int | None) -> bool:
+    if before_bytes is None or after_bytes is None:
+        return True
+    return after_bytes <= before_bytes + RETURNED_WITHIN_BYTES
+
+
+def device_state(backend: str) -> tuple[int | None, list[int]]:
+    """(bytes in use, processes with a context) of the first visible card by NVML; nothing on a CPU."""
+    if backend != "cuda":
+        return None, []
+    import pynvml
+
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip() or "0"
+    try:
+        pynvml.nvmlInit()
+        try:
+            if first.isdigit():
+                handle = pynvml.nvmlDeviceGetHandleByIndex(int(first))
+            else:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(first)
+            used_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            return used_bytes, [process.pid for process in running]
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None, []

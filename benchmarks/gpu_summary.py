@@ -1,0 +1,305 @@
+"""The README of studies/<gpu>/, made from its records; and whether they hold what is promised.
+
+Errors are predicted / measured - 1, of runs that had all of the card and did not fail. Where a run was
+recorded several times (other versions, other budgets of its own prediction) the last one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.results import Measurement, measurement_from_dict
+from autotune.units import format_bytes
+
+Record = dict[str, Any]
+
+ALLOCATED_MEDIAN = 0.02
+RESERVED_MEDIAN = 0.03
+UNDER = 0.03
+"""No prediction may be further below what was measured."""
+SURVIVE = 0.98
+"""Of the runs whose budget was their own predicted peak."""
+MAX_ACCUMULATION = 2
+"""Micro-batches that a probe really runs (autotune.worker.probe)."""
+
+QUANTITIES = {
+    "allocated": "peak_allocated_bytes",
+    "reserved": "peak_reserved_bytes",
+    "outside": "nontorch_bytes",
+    "device": "peak_device_bytes",
+    "time": "step_seconds",
+}
+"""Column -> the name of the figure in Estimate and Measurement."""
+
+KNOBS: dict[str, Callable[[Record], object]] = {
+    "model": lambda record: record["model"],
+    **{
+        name: lambda record, name=name: record["measurement"]["config"][name]
+        for name in (
+            "method",
+            "precision",
+            "optimizer",
+            "activation_checkpointing",
+            "activation_offloading",
+            "attention",
+            "sequence_length",
+            "micro_batch_size",
+            "quantization",
+        )
+    },
+}
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a file, none where there is no file; of a repeated run the last."""
+    if not path.exists():
+        return []
+    last: dict[str, Record] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        what = record["key"]
+        if "measurement" in record:
+            run = [record["model"], record["measurement"]["config"], record["capped_at_prediction"]]
+            what = json.dumps(run, sort_keys=True)
+        last[what] = record
+    return list(last.values())
+
+
+def measured(record: Record) -> Measurement:
+    return measurement_from_dict(record["measurement"])
+
+
+def uncapped(records: Iterable[Record]) -> list[Record]:
+    return [r for r in records if not r["capped_at_prediction"]]
+
+
+def errors(records: Iterable[Record], figure: str) -> list[float]:
+    """predicted / measured - 1 of the runs that came to their end."""
+    found = []
+    for record in uncapped(records):
+        measurement = measured(record)
+        predicted, seen = record["prediction"][figure], getattr(measurement, figure)
+        if measurement.outcome == "ok" and predicted is not None and seen:
+            found.append(predicted / seen - 1)
+    return found
+
+
+def survival(records: Iterable[Record]) -> tuple[int, int]:
+    """(runs that fitted, runs) of those whose budget was their own predicted peak.
+
+    What ended otherwise than by its memory says nothing here.
+    """
+    capped = [measured(r) for r in records if r["capped_at_prediction"]]
+    told = [m for m in capped if m.outcome in ("ok", "oom")]
+    return sum(m.fits for m in told), len(told)
+
+
+def breaches(records: Sequence[Record]) -> list[str]:
+    """What the records do not hold of that which is promised (issue 3), a line each."""
+    found = []
+    limits = {"allocated": ALLOCATED_MEDIAN, "reserved": RESERVED_MEDIAN}
+    for name, limit in limits.items():
+        of_figure = errors(records, QUANTITIES[name])
+        if not of_figure:
+            continue
+        median = statistics.median(map(abs, of_figure))
+        if median > limit:
+            found.append(f"{name}: median error {median:.1%}, promised {limit:.0%}")
+        if min(of_figure) < -UNDER:
+            found.append(f"{name}: worst {min(of_figure):+.1%}, promised never below -{UNDER:.0%}")
+    num_fitting, num_capped = survival(records)
+    if num_capped and num_fitting < SURVIVE * num_capped:
+        found.append(
+            f"survival: {num_fitting} of {num_capped} at their own prediction, promised {SURVIVE:.0%}"
+        )
+    return found
+
+
+def write_summary(folder: Path) -> None:
+    """Write README.md from the records of the folder; nothing where there are none."""
+    if not any(folder.glob("*.jsonl")):
+        return
+    predicted = read_records(folder / "predicted_vs_measured.jsonl")
+    swept = read_records(folder / "sweep.jsonl")
+    sections = [
+        *_head(folder.name, [*predicted, *swept]),
+        *_predictions("Predicted against measured", predicted),
+        *_predictions("The sweep", swept),
+        *_best(swept),
+        *_finds(read_records(folder / "find.jsonl")),
+        *_processes(read_records(folder / "processes.jsonl")),
+    ]
+    (folder / "README.md").write_text("\n".join(sections) + "\n", encoding="utf-8")
+
+
+def _head(name: str, records: Sequence[Record]) -> list[str]:
+    lines = [f"# What was measured on {name}", "", "Made by `make gpu-check`; do not edit.", ""]
+    for text in sorted({_fingerprint(record) for record in records}):
+        lines += [f"- {text}"]
+    if any(r["measurement"]["spec"]["backend"] == "cpu" for r in records):
+        lines += ["", "Steps ran on a CPU, bytes are the tracker's: no measure of any card."]
+    return [*lines, ""]
+
+
+def _fingerprint(record: Record) -> str:
+    prints = record["measurement"]["fingerprint"]
+    versions = ", ".join(f"{name} {version}" for name, version in prints["versions"])
+    driver = f", driver {prints['driver']}, CUDA {prints['cuda']}" if prints["driver"] else ""
+    allocator = f", {prints['allocator']}" if prints["allocator"] else ""
+    return f"{prints['device']}{driver}: {versions}{allocator}"
+
+
+def _predictions(title: str, records: Sequence[Record]) -> list[str]:
+    if not records:
+        return []
+    outcomes = Counter(r["measurement"]["outcome"] for r in records)
+    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+    lines = [f"## {title}", "", f"{len(records)} probes: {told}.", ""]
+    both = [
+        (r["prediction"]["fits"], measured(r).fits)
+        for r in uncapped(records)
+        if r["measurement"]["outcome"] in ("ok", "oom")
+    ]
+    lines += [
+        f"- predicted to fit, and did not: {both.count((True, False))} of {len(both)}",
+        f"- predicted not to fit, and did: {both.count((False, True))} of {len(both)}",
+    ]
+    num_fitting, num_capped = survival(records)
+    if num_capped:
+        lines += [
+            f"- with their own predicted peak as budget: {num_fitting} of {num_capped} fitted"
+        ]
+    seconds = [_overhead_seconds(r) for r in records if r["measurement"]["outcome"] == "ok"]
+    if seconds:
+        lines += [
+            f"- outside its timed steps a probe took {statistics.median(seconds):.1f} s (median), "
+            f"{max(seconds):.1f} s (longest)"
+        ]
+    lines += [f"- NOT HELD: {breach}" for breach in breaches(records)]
+    return [*lines, "", *_table(records), *_failures(records)]
+
+
+def _overhead_seconds(record: Record) -> float:
+    seen = measured(record)
+    if seen.micro_step_seconds is None or seen.optimizer_step_seconds is None:
+        return float(record["wall_seconds"])
+    micro_steps = min(seen.config.gradient_accumulation_steps, MAX_ACCUMULATION)
+    step_seconds = micro_steps * seen.micro_step_seconds + seen.optimizer_step_seconds
+    return float(record["wall_seconds"]) - seen.num_steps * step_seconds
+
+
+def _table(records: Sequence[Record]) -> list[str]:
+    """Per value of each knob: median of the absolute error, and the error that is furthest off."""
+    rows = [_row("all", "", records)]
+    for knob, value_of in KNOBS.items():
+        values = sorted({value_of(r) for r in records}, key=lambda value: (str(type(value)), value))
+        if len(values) > 1:
+            for value in values:
+                rows += [_row(knob, str(value), [r for r in records if value_of(r) == value])]
+    head = "| knob | value | runs | " + " | ".join(QUANTITIES) + " |"
+    return [
+        "Median and worst error, predicted against measured.",
+        "",
+        head,
+        "|---|---|---:|" + "---:|" * len(QUANTITIES),
+        *rows,
+        "",
+    ]
+
+
+def _row(knob: str, value: str, records: Sequence[Record]) -> str:
+    num_runs = len(errors(records, "peak_allocated_bytes"))
+    cells = [knob, value, str(num_runs)]
+    for figure in QUANTITIES.values():
+        of_figure = errors(records, figure)
+        if of_figure:
+            median = statistics.median(map(abs, of_figure))
+            cells += [f"{100 * median:.1f} %, {100 * max(of_figure, key=abs):+.1f} %"]
+        else:
+            cells += [""]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _failures(records: Sequence[Record]) -> list[str]:
+    lines = []
+    for record in records:
+        measurement = record["measurement"]
+        if measurement["outcome"] not in ("ok", "oom"):
+            message = " ".join(measurement["message"].split())[:200].replace("|", "/")
+            config = measurement["config"]
+            what = f"{config['method']} {config['precision']} {config['optimizer']}"
+            lines += [f"- {measurement['outcome']}: {record['model']} {what}: {message}"]
+    return ["Neither measured nor out of memory:", "", *lines, ""] if lines else []
+
+
+def _best(records: Sequence[Record]) -> list[str]:
+    fitting = [(record, measured(record)) for record in records]
+    fitting = [(record, m) for record, m in fitting if m.fits and m.tokens_per_second]
+    if not fitting:
+        return []
+    record, best = max(fitting, key=lambda pair: pair[1].tokens_per_second or 0.0)
+    config = best.config
+    return [
+        f"Fastest within {format_bytes(best.spec.memory_budget_bytes)}: {record['model']} "
+        f"{config.method}, {config.precision}, {config.optimizer}, micro-batch "
+        f"{config.micro_batch_size} x {config.gradient_accumulation_steps}, checkpointing "
+        f"{config.activation_checkpointing}: {best.tokens_per_second:,.0f} tokens/s measured.",
+        "",
+    ]
+
+
+def _finds(records: Sequence[Record]) -> list[str]:
+    if not records:
+        return []
+    lines = [
+        "## find",
+        "",
+        "| model | budget | exit code | wall | probes | of earlier calls | tokens/s | predicted |",
+    ]
+    lines += ["|---|---|---:|---:|---:|---:|---:|---:|"]
+    for record in records:
+        of_probes = (record["answer"] or {}).get("measured") or {}
+        final = of_probes.get("confirmation" if of_probes.get("confirmed") else "best") or {}
+        speed = final.get("tokens_per_second")
+        predicted = of_probes.get("predicted_tokens_per_second")
+        lines += [
+            f"| {record['model']} | {record['gpu_mem']} | {record['exit_code']} | "
+            f"{record['wall_seconds']:.0f} s | {of_probes.get('num_run', '')} | "
+            f"{of_probes.get('num_reused', '')} | "
+            f"{_count(speed)} | {_count(predicted)} |"
+        ]
+    return [*lines, ""]
+
+
+def _processes(records: Sequence[Record]) -> list[str]:
+    if not records:
+        return []
+    lines = ["## Processes", "", "| what | ended | threads | CUDA in the server | memory back |"]
+    lines += ["|---|---|---:|---|---|"]
+    for record in records:
+        fork = record["fork"] or {}
+        touched = fork.get("cuda_initialized") or fork.get("cuda_device_open")
+        has_cuda = touched or record["server_has_context"]
+        lines += [
+            f"| {record['key']} | {record['end']} | {fork.get('num_threads', '')} | "
+            f"{('yes' if has_cuda else 'no') if fork else record['unfit_reason']} | "
+            f"{_returned(record)} |"
+        ]
+    return [*lines, ""]
+
+
+def _returned(record: Record) -> str:
+    if record["device_before_bytes"] is None:
+        return "not known: no card"
+    if not record["has_returned"] or record["pids_left"]:
+        return f"NO: {len(record['pids_left'])} processes left"
+    return f"after {record['return_seconds']:.1f} s"
+
+
+def _count(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"

@@ -1,0 +1,241 @@
+"""`make gpu-check`, tried on the CPU with a tiny model: every piece runs, records, and goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.gpus import detect, find_gpu
+from autotune.isolate import WorkerEnd
+from autotune.optimizers import OPTIMIZERS
+from autotune.results import SCHEMA_VERSION, measurement_from_dict
+from autotune.space import Context, broken_rules
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+pytestmark = pytest.mark.slow  # half a minute: seven processes that import torch
+
+PIECES = ["predict", "sweep", "find", "processes"]
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        import gpu_cases
+        import gpu_check
+        import gpu_summary
+
+        yield SimpleNamespace(check=gpu_check, cases=gpu_cases, summary=gpu_summary)
+
+
+@pytest.fixture(scope="module")
+def recorded(modules: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which one call of every piece has written."""
+    studies = tmp_path_factory.mktemp("studies")
+    assert run(modules, *PIECES, studies=studies) == 0
+    return studies / "cpu"
+
+
+def run(modules: Any, *pieces: str, studies: Path) -> int:
+    options = ["--backend", "cpu", "--tiny", "--minutes", "2", "--studies", str(studies)]
+    return int(modules.check.main([*pieces, *options]))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_predictions_stand_beside_measurements(recorded: Path) -> None:
+    records = lines(recorded / "predicted_vs_measured.jsonl")
+    assert [r["capped_at_prediction"] for r in records] == [False, True, False]
+    for record in records:
+        measurement = measurement_from_dict(record["measurement"])
+        assert record["schema_version"] == SCHEMA_VERSION
+        assert record["model"] == "tiny-llama"
+        assert record["prediction"]["config"] == measurement.config.to_dict()
+        assert measurement.spec.backend == "cpu"
+        assert record["wall_seconds"] > measurement.elapsed_seconds > 0
+    first, capped, _ = records
+    assert (
+        capped["measurement"]["spec"]["memory_budget_bytes"]
+        == (first["prediction"]["peak_device_bytes"])
+    )
+    assert first["measurement"]["outcome"] == "ok"
+    # Of one Llama on the CPU the tracker's bytes are the trace's, the token ids of a batch aside.
+    assert first["measurement"]["peak_allocated_bytes"] == pytest.approx(
+        first["prediction"]["peak_allocated_bytes"], rel=0.01
+    )
+
+
+def test_every_point_of_the_sweep_is_recorded_under_one_budget(recorded: Path) -> None:
+    records = lines(recorded / "sweep.jsonl")
+    sizes = sorted(r["measurement"]["config"]["micro_batch_size"] for r in records)
+    assert sizes == [1, 4]
+    assert {r["measurement"]["spec"]["memory_budget_bytes"] for r in records} == {100_000_000}
+
+
+def test_find_is_recorded_with_its_answer(recorded: Path) -> None:
+    (record,) = lines(recorded / "find.jsonl")
+    assert record["exit_code"] == 0, record["stderr_tail"]
+    assert record["answer"]["evidence"] == "measured"
+    assert record["answer"]["measured"]["best"]["outcome"] == "ok"
+    assert record["command"].startswith("autotune find --json --backend cpu")
+    # Where it ran is nobody's business.
+    assert str(recorded.parent) not in json.dumps(record)
+
+
+def test_forks_and_kills_are_recorded(recorded: Path) -> None:
+    records = {record["key"]: record for record in lines(recorded / "processes.jsonl")}
+    killed = {name for name, record in records.items() if record["end"] == "crashed"}
+    assert killed == {"probe killed", "server killed"}
+    assert {record["end"] for record in records.values()} == {"crashed", "ok"}
+    for record in records.values():
+        assert record["fork"]["num_threads"] == 1
+        assert not record["fork"]["cuda_device_open"]
+    same, other = (records[name]["fork"]["server_pid"] for name in ("first fork", "server killed"))
+    assert same == other != records["fork after a killed server"]["fork"]["server_pid"]
+
+
+def test_the_summary_says_what_it_is_made_of(recorded: Path) -> None:
+    text = (recorded / "README.md").read_text(encoding="utf-8")
+    assert "no measure of any card" in text
+    assert "3 probes: " in text
+    assert "| method | lora | 1 |" in text
+    assert "| tiny-llama | 100MB | 0 |" in text
+    assert "| server killed | crashed | 1 | no | not known: no card |" in text
+
+
+def test_what_is_recorded_is_not_run_again(recorded: Path, modules: Any) -> None:
+    before = {path.name: path.read_text(encoding="utf-8") for path in recorded.glob("*.jsonl")}
+    assert run(modules, "find", "processes", studies=recorded.parent) == 0
+    for name, text in before.items():
+        assert (recorded / name).read_text(encoding="utf-8") == text
+
+
+def test_repredicting_leaves_measurements_alone(recorded: Path, modules: Any) -> None:
+    path = recorded / "predicted_vs_measured.jsonl"
+    before = lines(path)
+    spoilt = [record | {"prediction": {"fits": True}} for record in before[:1]] + before[1:]
+    path.write_text("".join(json.dumps(r) + "\n" for r in spoilt), encoding="utf-8")
+    check = check_of(modules, recorded)
+    (recorded / "sweep.jsonl").unlink()
+    assert modules.check.repredict(check)
+    assert lines(path) == before
+
+
+def test_no_piece_begins_when_its_time_is_over(modules: Any, tmp_path: Path) -> None:
+    options = ["--backend", "cpu", "--tiny", "--minutes", "0", "--studies", str(tmp_path)]
+    assert modules.check.main([*PIECES, *options]) == 0
+    assert list(tmp_path.rglob("*.jsonl")) == []
+
+
+class Hanging:
+    """A server whose probes all hang until they are killed."""
+
+    def __init__(self) -> None:
+        self.methods: list[str] = []
+        self.deadlines: list[float] = []
+
+    def run(self, verb: str, request: Any, *, deadline_seconds: float) -> WorkerEnd:
+        self.deadlines.append(deadline_seconds)
+        if verb == "fingerprint":
+            nothing = {"device": "", "driver": "", "cuda": "", "versions": [], "allocator": ""}
+            return end("ok", ({"fingerprint": nothing},))
+        self.methods.append(request["train_config"]["method"])
+        return end("timeout", ())
+
+
+def end(how: str, answers: tuple[dict[str, Any], ...]) -> WorkerEnd:
+    return WorkerEnd(
+        how=how, answers=answers, exit_code=0, num_partial_lines=0, problem="", stderr_tail=""
+    )
+
+
+PREDICTED = SimpleNamespace(peak_device_bytes=1, to_dict=lambda budget_bytes: {})
+
+
+def measure(modules: Any, check: Any, case: Any) -> bool:
+    probes = modules.check.Probes(check, check.records("x"), 1.0)
+    return bool(probes.measure(case.model, case.config, 10**8, lambda: PREDICTED))
+
+
+def test_a_probe_cut_off_by_the_end_is_not_recorded(
+    modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, deadline = Hanging(), modules.check.Deadline(60.0)
+    check = check_of(modules, tmp_path, deadline=deadline, server=server)
+    # Asked on the way in, after the prediction, and when a probe was killed.
+    answers = iter([True, True, True, True, True, False])
+    monkeypatch.setattr(deadline, "allows_another", lambda: next(answers))
+    by_itself, by_the_end = modules.cases.TINY_CASES
+    assert measure(modules, check, by_itself)
+    assert not measure(modules, check, by_the_end)
+    assert server.methods == ["full", "lora"]
+    assert max(server.deadlines) <= 60.0 + modules.check.GRACE_SECONDS
+    (record,) = lines(tmp_path / "x.jsonl")
+    assert record["measurement"]["config"]["method"] == "full"
+    assert record["measurement"]["outcome"] == "timeout"
+
+
+def test_a_failure_is_not_tried_again_unless_its_line_is_torn(modules: Any, tmp_path: Path) -> None:
+    server, path = Hanging(), tmp_path / "x.jsonl"
+    check = check_of(modules, tmp_path, server=server)
+    first, second = modules.cases.TINY_CASES
+    for case in (first, second, first, second):
+        assert measure(modules, check, case)
+    assert server.methods == ["full", "lora"]
+    before = path.read_text(encoding="utf-8")
+    path.write_text(before[:-20], encoding="utf-8")
+    for case in (first, second):
+        assert measure(modules, check, case)
+    assert server.methods == ["full", "lora", "lora"]
+    assert [r["key"] for r in lines(path)] == [json.loads(r)["key"] for r in before.splitlines()]
+
+
+def check_of(modules: Any, folder: Path, **fields: Any) -> Any:
+    given = {
+        "backend": "cpu",
+        "tiny": True,
+        "card": modules.check.cpu_stand_in(),
+        "budget_bytes": 10**8,
+        "folder": folder,
+        "deadline": modules.check.Deadline(60.0),
+        "server": None,
+    }
+    return modules.check.Check(**(given | fields))
+
+
+def test_the_cases_cover_what_was_promised(modules: Any) -> None:
+    cases = modules.cases.CASES
+    configs = [case.config for case in cases]
+    assert len({(case.model, case.config) for case in cases}) >= 40
+    assert len({case.model for case in cases}) >= 4
+    assert {config.optimizer for config in configs} == set(OPTIMIZERS)
+    assert {config.method for config in configs} == {"full", "lora", "qlora"}
+    assert {config.sequence_length for config in configs} == {256, 1024, 4096}
+    assert {config.activation_checkpointing for config in configs} == {0, 1, 2}
+    assert {config.activation_offloading for config in configs} == {False, True}
+    assert {config.attention for config in configs} == {"eager", "sdpa"}
+    for case in cases:
+        layers = modules.cases.source(case.model).config.get("num_hidden_layers")
+        batch = case.config.effective_batch_size
+        context = Context(effective_batch_size=batch, num_layers=layers, compute_capability=(9, 0))
+        assert broken_rules(case.config, context) == [], case
+
+
+def test_the_sweep_is_large_enough_for_a_benchmark(modules: Any, tmp_path: Path) -> None:
+    card = find_gpu("h200")
+    check = check_of(modules, tmp_path, tiny=False, card=card, budget_bytes=card.capacity_bytes)
+    _, _, configs = modules.check.sweep_points(check)
+    assert len(set(configs)) >= 150
+
+
+@pytest.mark.skipif(bool(detect()), reason="there is a card here")
+def test_without_a_card_it_says_so(modules: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert modules.check.main(["predict"]) == 3
+    assert "no CUDA GPU here" in capsys.readouterr().err
