@@ -1,8 +1,8 @@
 """Every probe ever made, in the database of the studies: what was measured once is never made again.
 
 One table, `autotune_probes`: a key, when, and the Measurement as JSON. The key says what a measurement
-depends on: the model's configuration, the task, the TrainConfig, the budget, the backend and the
-fingerprint. A row is never changed or removed.
+depends on: the model's configuration, the task, the TrainConfig, the budget, the backend, the
+fingerprint, and the steps of a confirmation. A row is never changed or removed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ REUSABLE = ("ok", "oom", "invalid")
 def probe_key(
     model: Mapping[str, Any], config: TrainConfig, spec: ProbeSpec, fingerprint: Fingerprint
 ) -> str:
-    """What a measurement depends on, as a digest. How long it was timed does not matter."""
+    """What a measurement depends on, as a digest.
+
+    How long a probe was timed does not matter; a confirmation is another measurement.
+    """
     parts = {
         "model": model,
         "config": config.to_dict(),
         "task": spec.task,
         "backend": spec.backend,
         "memory_budget_bytes": spec.memory_budget_bytes,
+        "confirm_steps": spec.confirm_steps,
         "fingerprint": dataclasses.asdict(fingerprint),
         "schema_version": SCHEMA_VERSION,
     }

@@ -1,11 +1,13 @@
-"""Stage 4 of the funnel: the configurations that could be fastest, measured.
+"""Stages 4 and 5 of the funnel: the configurations that could be fastest, measured; the winner confirmed.
 
 A loop of Optuna's ask and tell: the sampler proposes, a process of its own measures, the study and the
 table of probes keep it before the next is asked for. What the table has for this fingerprint is not run
 again. Killed at any moment, the same command goes on: what was measured is in the table, and a trial
 left running is told to have been interrupted.
 
-The confirmation of the winner (stage 5) is not here yet.
+The winner then runs again, longer, with an evaluation and a checkpoint. Where it fails, the next one by
+the same rule takes its place. A disk without room for the checkpoint is not held against it: the winner
+stays, not confirmed.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from autotune.config import TrainConfig
@@ -35,7 +39,7 @@ from autotune.results import (
 )
 from autotune.sampler import INTERRUPTED, Candidate, PredictionSampler
 from autotune.store import CONSTRAINT, parameter_distributions
-from autotune.tune import NOISE, gives_up
+from autotune.tune import NOISE, describe, gives_up
 from autotune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -44,8 +48,17 @@ if TYPE_CHECKING:
 SET_UP_SECONDS = 120.0
 """A probe's deadline beyond its timed steps: building, warm-up, the last step begun."""
 
+MAX_CONFIRMATIONS = 3
+"""[judgement] Three that fail have a cause in common, which a fourth would share."""
+NUM_CONFIRMATION_WARM_UP_STEPS = 10
+"""Beside those that are timed: autotune.worker.probe warms up for 8 at most, and evaluates."""
+CHECKPOINT_BYTES_PER_SECOND = 50e6
+"""For the deadline: [judgement] a slow network disk."""
+
 OnProbe = Callable[[int, Measurement, Measurement | None], None]
 """(probes so far, what was just measured, the best that fits)."""
+OnConfirm = Callable[[TrainConfig], None]
+"""What is about to be confirmed."""
 
 
 class Prober:
@@ -60,6 +73,7 @@ class Prober:
         self.spec = spec
         self.fingerprint = self._ask_fingerprint()
         self.num_run = 0
+        """Probes; confirmations are counted nowhere."""
         self.num_reused = 0
 
     def measure(self, config: TrainConfig, *, stop_below: float | None = None) -> Measurement:
@@ -67,23 +81,56 @@ class Prober:
 
         `stop_below`: tokens per second that make measuring to the end worth while.
         """
-        key = probe_key(self._model.config, config, self.spec, self.fingerprint)
-        known = self._table.find(key)
+        spec = dataclasses.replace(self.spec, stop_below_tokens_per_second=stop_below)
+        known = self._find(config, spec)
         if known is not None:
             self.num_reused += 1
             return known
-        spec = dataclasses.replace(self.spec, stop_below_tokens_per_second=stop_below)
-        end = self._server.run(
-            "probe",
-            {
-                "config": self._model.config,
-                "train_config": config.to_dict(),
-                "spec": dataclasses.asdict(spec),
-            },
-            deadline_seconds=SET_UP_SECONDS + 3 * spec.max_seconds,
-        )
         self.num_run += 1
+        return self._run(config, spec, deadline_seconds=SET_UP_SECONDS + 3 * spec.max_seconds)
+
+    def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
+        """The table's confirmation of what a probe measured, or a new one."""
+        spec = dataclasses.replace(self.spec, confirm_steps=num_steps)
+        known = self._find(best.config, spec)
+        if known is not None:
+            return known
+        assert best.step_seconds is not None
+        steps_seconds = (num_steps + NUM_CONFIRMATION_WARM_UP_STEPS) * best.step_seconds
+        state = predicted.state
+        written_bytes = state.parameters_bytes + state.optimizer_state_bytes
+        deadline_seconds = (
+            SET_UP_SECONDS + 3 * steps_seconds + written_bytes / CHECKPOINT_BYTES_PER_SECOND
+        )
+        # Made here, so that the checkpoint goes however the probe ends.
+        with tempfile.TemporaryDirectory(
+            prefix="autotune-confirm-", ignore_cleanup_errors=True
+        ) as folder:
+            return self._run(
+                best.config, spec, deadline_seconds=deadline_seconds, more={"folder": folder}
+            )
+
+    def _find(self, config: TrainConfig, spec: ProbeSpec) -> Measurement | None:
+        return self._table.find(probe_key(self._model.config, config, spec, self.fingerprint))
+
+    def _run(
+        self,
+        config: TrainConfig,
+        spec: ProbeSpec,
+        *,
+        deadline_seconds: float,
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Measurement:
+        """Measure in a process of its own; in the table when this returns."""
+        request = {
+            "config": self._model.config,
+            "train_config": config.to_dict(),
+            "spec": dataclasses.asdict(spec),
+            **more,
+        }
+        end = self._server.run("probe", request, deadline_seconds=deadline_seconds)
         measurement = self._read(end, config, spec)
+        key = probe_key(self._model.config, config, spec, self.fingerprint)
         self._table.add(key, measurement)
         return measurement
 
@@ -126,6 +173,8 @@ class Plan:
     baseline: Estimate | None
     budget_bytes: int
     max_probes: int
+    confirm_steps: int = 0
+    """Optimizer steps of the winner's confirmation; 0 skips it."""
     seed: int = 0
 
 
@@ -135,17 +184,73 @@ def can_run(config: TrainConfig, backend: str) -> bool:
 
 
 def search(
-    study: optuna.Study, plan: Plan, prober: Prober, *, on_probe: OnProbe = lambda *_: None
+    study: optuna.Study,
+    plan: Plan,
+    prober: Prober,
+    *,
+    on_probe: OnProbe = lambda *_: None,
+    on_confirm: OnConfirm = lambda _: None,
 ) -> Measured:
-    """Probe until nothing is likely to beat the best by more than the noise.
+    """Probe until nothing is likely to beat the best by more than the noise; confirm the winner.
 
-    Raises NothingFitsError when no candidate fits, WorkerError when every probe failed.
+    Raises NothingFitsError when no candidate fits, or survives its confirmation; WorkerError when
+    every probe, or every confirmation, failed otherwise.
     """
     _close_interrupted(study)
+    baseline = None if plan.baseline is None else prober.measure(plan.baseline.config)
+    predicted = {estimate.config: estimate for estimate in plan.pool}
+    measured: list[Measurement] = []
+    rejected: list[Measurement] = []
+    while len(rejected) < MAX_CONFIRMATIONS:
+        refused = {m.config for m in rejected}
+        _probe(study, plan, prober, measured, refused, on_probe)
+        known = _known(study, plan, measured, prober)
+        # What was stopped as too slow beside a refused one may be the next.
+        fitting = [
+            m
+            for m in known
+            if m.config not in refused and (m.fits or (rejected and _stayed_within_budget(m)))
+        ]
+        if not fitting:
+            break
+        best, num_tied = _winner(fitting, plan.base)
+        confirmation = None
+        if plan.confirm_steps:
+            on_confirm(best.config)
+            confirmation = prober.confirm(best, predicted[best.config], plan.confirm_steps)
+        if confirmation is None or confirmation.fits or confirmation.outcome == "full_disk":
+            return Measured(
+                best=best,
+                predicted=predicted[best.config],
+                baseline=baseline,
+                num_run=prober.num_run,
+                num_reused=prober.num_reused,
+                num_tied=num_tied,
+                outcomes=dict(Counter(m.outcome for m in known)),
+                confirmation=confirmation,
+                rejected=tuple(rejected),
+            )
+        rejected.append(confirmation)
+    if rejected:
+        raise _none_confirmed(rejected)
+    raise _nothing_fits(known, plan.budget_bytes)
+
+
+def _probe(
+    study: optuna.Study,
+    plan: Plan,
+    prober: Prober,
+    measured: list[Measurement],
+    refused: Collection[TrainConfig],
+    on_probe: OnProbe,
+) -> None:
+    """Probe until nothing that is not refused is likely to be faster; adds to `measured`."""
     distributions = parameter_distributions(study, [e.config for e in plan.pool])
     of_params: dict[frozenset[tuple[str, Any]], TrainConfig] = {}
     candidates = []
     for estimate in plan.pool:
+        if estimate.config in refused:
+            continue
         assert estimate.tokens_per_second is not None
         candidate = Candidate.of(
             estimate.config,
@@ -155,6 +260,8 @@ def search(
         )
         of_params[frozenset(candidate.params.items())] = estimate.config
         candidates.append(candidate)
+    if refused and not candidates:
+        return
     sampler = PredictionSampler(
         candidates,
         distributions=distributions,
@@ -162,8 +269,6 @@ def search(
         noise=NOISE,
         seed=plan.seed,
     )
-    measured: list[Measurement] = []
-    baseline = None if plan.baseline is None else prober.measure(plan.baseline.config)
     while len(measured) < plan.max_probes and not sampler.should_stop(study):
         proposed = sampler.propose(study)
         if proposed is None:
@@ -171,25 +276,20 @@ def search(
         study.sampler = sampler
         trial = study.ask(sampler.search_space(proposed))
         config = of_params[frozenset(proposed.params.items())]
-        best = _fastest(measured)
+        best = _fastest(measured, refused)
         stop_below = None if best is None else _speed(best) * (1 - NOISE)
         with _told_when_interrupted(study, trial):
             measurement = prober.measure(config, stop_below=stop_below)
             _tell(study, trial, measurement)
         measured.append(measurement)
-        on_probe(len(measured), measurement, _fastest(measured))
-    return _conclude(study, plan, measured, baseline, prober)
+        on_probe(len(measured), measurement, _fastest(measured, refused))
 
 
-def _conclude(
-    study: optuna.Study,
-    plan: Plan,
-    measured: Sequence[Measurement],
-    baseline: Measurement | None,
-    prober: Prober,
-) -> Measured:
-    """The winner by the rule of tune, among what was measured in this run and before."""
-    configs = {estimate.config: estimate for estimate in plan.pool}
+def _known(
+    study: optuna.Study, plan: Plan, measured: Sequence[Measurement], prober: Prober
+) -> list[Measurement]:
+    """What was measured of the candidates, in this run and before."""
+    configs = {estimate.config for estimate in plan.pool}
     known = {m.config: m for m in measured}
     for trial in study.get_trials(deepcopy=False):
         record = trial.user_attrs.get("measurement")
@@ -197,22 +297,16 @@ def _conclude(
             earlier = measurement_from_dict(record)
             if earlier.config in configs and earlier.fingerprint == prober.fingerprint:
                 known.setdefault(earlier.config, earlier)
-    fitting = [m for m in known.values() if m.fits]
-    if not fitting:
-        raise _nothing_fits(list(known.values()), plan.budget_bytes)
+    return list(known.values())
+
+
+def _winner(fitting: Sequence[Measurement], base: TrainConfig) -> tuple[Measurement, int]:
+    """Of those that are as fast as the fastest the one that gives up least, and how many others are."""
     fastest = max(fitting, key=_speed)
     noise = max(NOISE, fastest.spread or 0.0)
     tied = [m for m in fitting if _speed(m) >= _speed(fastest) * (1 - noise)]
-    best = min(tied, key=lambda m: (gives_up(m.config, plan.base), -_speed(m), repr(m.config)))
-    return Measured(
-        best=best,
-        predicted=configs[best.config],
-        baseline=baseline,
-        num_run=prober.num_run,
-        num_reused=prober.num_reused,
-        num_tied=len(tied) - 1,
-        outcomes=dict(Counter(m.outcome for m in known.values())),
-    )
+    best = min(tied, key=lambda m: (gives_up(m.config, base), -_speed(m), repr(m.config)))
+    return best, len(tied) - 1
 
 
 def _tell(study: optuna.Study, trial: optuna.Trial, measurement: Measurement) -> None:
@@ -277,8 +371,33 @@ def _speed(measurement: Measurement) -> float:
     return measurement.tokens_per_second
 
 
-def _fastest(measured: Sequence[Measurement]) -> Measurement | None:
-    return max((m for m in measured if m.fits), key=_speed, default=None)
+def _fastest(
+    measured: Sequence[Measurement], refused: Collection[TrainConfig]
+) -> Measurement | None:
+    fitting = (m for m in measured if m.fits and m.config not in refused)
+    return max(fitting, key=_speed, default=None)
+
+
+def _stayed_within_budget(measurement: Measurement) -> bool:
+    """Whether a probe that was stopped as too slow would have fitted."""
+    if measurement.outcome != "slow" or measurement.tokens_per_second is None:
+        return False
+    return dataclasses.replace(measurement, outcome="ok").fits
+
+
+_NOTHING_MEASURED = {"crashed", "timeout", "invalid"}
+
+
+def _none_confirmed(rejected: Sequence[Measurement]) -> NothingFitsError | WorkerError:
+    message = f"Nothing that fitted survived its confirmation ({len(rejected)} tried)"
+    why = "; ".join(f"{describe(m.config)}: {m.problem}" for m in rejected)
+    if {m.outcome for m in rejected} <= _NOTHING_MEASURED:
+        return WorkerError(message, why=why)
+    return NothingFitsError(
+        message,
+        why=why,
+        remedy="Give a larger budget, or take an answer without confirmation: --confirm-steps 0",
+    )
 
 
 def _nothing_fits(
@@ -286,7 +405,7 @@ def _nothing_fits(
 ) -> NothingFitsError | WorkerError:
     outcomes: Mapping[str, int] = Counter(m.outcome for m in measured)
     told = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
-    if not outcomes or set(outcomes) <= {"crashed", "timeout", "invalid"}:
+    if set(outcomes) <= _NOTHING_MEASURED:
         last = next((m.message for m in reversed(measured) if m.message), "nothing was probed")
         return WorkerError(f"No probe measured anything ({told or 'none ran'})", why=last)
     return NothingFitsError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.config import TrainConfig, Workload
+from autotune.units import format_bytes
 
 SCHEMA_VERSION = 1
 """Version of result.json and of the worker's request and result files."""
@@ -149,9 +150,10 @@ class Estimate:
         }
 
 
-OUTCOMES = ("ok", "oom", "slow", "timeout", "crashed", "invalid")
+OUTCOMES = ("ok", "oom", "slow", "timeout", "crashed", "invalid", "full_disk")
 """How a probe ended: measured; out of memory or of its budget; stopped part-way as too slow; killed at
-its deadline; its process died or it talked nonsense; what was asked for was not really on."""
+its deadline; its process died or it talked nonsense; what was asked for was not really on; the disk has
+no room for a confirmation's checkpoint."""
 
 BACKENDS = ("cuda", "cpu")
 """Where a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
@@ -190,6 +192,9 @@ class ProbeSpec:
     """Optimizer steps timed at most."""
     stop_below_tokens_per_second: float | None = None
     """Give up part-way (outcome slow) when the speed cannot reach it."""
+    confirm_steps: int = 0
+    """Not 0: a confirmation. Whole optimizer steps at the full accumulation, so many of them timed whatever
+    else is said here; an evaluation pass; a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,6 +245,20 @@ class Measurement:
         )
 
     @property
+    def problem(self) -> str:
+        """Why it does not fit, in one line; empty where it does."""
+        if self.fits:
+            return ""
+        if self.outcome != "ok":
+            return f"{self.outcome}: {self.message}" if self.message else self.outcome
+        if self.num_alloc_retries:
+            return f"fits only with {self.num_alloc_retries} allocation retries"
+        peak = self.peak_device_bytes
+        if peak is None:
+            return "its memory is not known"
+        return f"{format_bytes(peak - self.spec.memory_budget_bytes)} over the budget"
+
+    @property
     def step_seconds(self) -> float | None:
         """One optimizer step at the configuration's accumulation."""
         if self.micro_step_seconds is None or self.optimizer_step_seconds is None:
@@ -288,9 +307,10 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What probes found. The confirmation of the winner is not part of it yet."""
+    """What probes found, and the confirmation of the winner."""
 
     best: Measurement
+    """The winner's probe."""
     predicted: Estimate
     """Of the same configuration."""
     baseline: Measurement | None
@@ -301,13 +321,28 @@ class Measured:
     num_tied: int
     """Others within the noise of the best."""
     outcomes: dict[str, int]
+    confirmation: Measurement | None = None
+    """Of the winner; None where it was skipped. Where it does not fit, its problem is not the winner's."""
+    rejected: tuple[Measurement, ...] = ()
+    """Confirmations of faster ones that failed; `problem` says why."""
+
+    @property
+    def final(self) -> Measurement:
+        """What is told of the winner: its confirmation, else its probe."""
+        if self.confirmation is None or not self.confirmation.fits:
+            return self.best
+        return self.confirmation
+
+    @property
+    def is_confirmed(self) -> bool:
+        return self.final is self.confirmation
 
     @property
     def speedup(self) -> float | None:
         """Measured over measured; None where the base did not run within the budget."""
         if self.baseline is None or not self.baseline.fits:
             return None
-        best, base = self.best.tokens_per_second, self.baseline.tokens_per_second
+        best, base = self.final.tokens_per_second, self.baseline.tokens_per_second
         return None if best is None or base is None else best / base
 
     def to_dict(self) -> dict[str, object]:
@@ -321,6 +356,9 @@ class Measured:
             "num_reused": self.num_reused,
             "num_tied": self.num_tied,
             "outcomes": self.outcomes,
+            "confirmed": self.is_confirmed,
+            "confirmation": None if self.confirmation is None else _with_sums(self.confirmation),
+            "rejected": [_with_sums(measurement) for measurement in self.rejected],
         }
 
 
@@ -331,6 +369,7 @@ def _with_sums(measurement: Measurement) -> dict[str, object]:
         "step_seconds": measurement.step_seconds,
         "tokens_per_second": measurement.tokens_per_second,
         "fits": measurement.fits,
+        "problem": measurement.problem,
     }
 
 

@@ -151,4 +151,5 @@ def summary(**changed: Any) -> Summary:
 
 def found(**changed: Any) -> Found:
     made = summary(**changed)
-    return Found(summary=made, considered=(made.best, *made.tied))
+    considered = (made.best, *made.tied)
+    return Found(summary=made, considered=considered, pool=lambda: considered)

@@ -63,6 +63,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--allow": None,
         "--base": None,
         "--effort": "normal",
+        "--confirm-steps": None,
         "--study": None,
         "--storage": "sqlite:///studies/autotune.db",
         "--out": None,
@@ -314,6 +315,13 @@ def test_options_reach_the_search(main: Main, asked: list[dict[str, Any]], tmp_p
     assert call["workload"].effective_batch_size == 8
     # A study may have any name; its folder stays where it belongs.
     assert (tmp_path / "studies" / "my-study" / "train.py").is_file()
+
+
+def test_what_a_prediction_cannot_confirm_is_said(main: Main, asked: list[dict[str, Any]]) -> None:
+    ran = main(*FIND, "--confirm-steps", "5")
+    assert ran.code == 0
+    assert "note: --confirm-steps" in ran.err
+    assert main(*FIND).err == ""
 
 
 def test_an_encoder_takes_as_many_tokens_as_it_has_positions(

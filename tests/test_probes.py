@@ -66,6 +66,15 @@ def test_fits_means_no_retry_and_within_the_budget() -> None:
     assert not dataclasses.replace(measured(), outcome="oom").fits
 
 
+def test_why_it_does_not_fit_is_one_line() -> None:
+    assert measured().problem == ""
+    retried = dataclasses.replace(measured(), num_alloc_retries=2)
+    assert retried.problem == "fits only with 2 allocation retries"
+    over = dataclasses.replace(measured(), nontorch_bytes=100_000_000 + 2**20)
+    assert over.problem == "1.0 MiB over the budget"
+    assert measured("oom").problem == "oom: why"
+
+
 def test_what_was_measured_is_found_by_another_process(url: str) -> None:
     with open_probes(url) as probes:
         assert probes.find(KEY) is None
@@ -96,6 +105,8 @@ def test_whatever_a_measurement_depends_on_is_in_its_key() -> None:
         probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, memory_budget_bytes=2 * 10**9), HERE),
         probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, task="masked-lm"), HERE),
         probe_key(MODEL, CONFIG, SPEC, dataclasses.replace(HERE, driver="580.1")),
+        probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, confirm_steps=10), HERE),
+        probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, confirm_steps=50), HERE),
     ]
     assert len({KEY, *others}) == len(others) + 1
     longer = dataclasses.replace(SPEC, max_seconds=99.0, target_spread=0.001)

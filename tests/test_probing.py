@@ -38,6 +38,7 @@ BASE = TrainConfig(
 SIZES = (1, 2, 4, 8, 16)
 
 Answer = Callable[[TrainConfig, float | None], Measurement | WorkerEnd]
+Confirm = Callable[[TrainConfig], Measurement | WorkerEnd]
 
 
 def with_size(size: int) -> TrainConfig:
@@ -88,8 +89,12 @@ def out_of_memory(config: TrainConfig, excess_bytes: int = 50_000_000) -> Measur
 class Server:
     """Stands in for the processes: measures by a function."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, confirm: Confirm | None = None) -> None:
         self.answer = answer
+        self.confirm = confirm or (lambda config: pytest.fail("confirmed"))
+        self.confirmed: list[int] = []
+        self.deadlines_seconds: list[float] = []
+        self.folders: list[Path] = []
         self.probed: list[int] = []
         self.stop_below: list[float | None] = []
 
@@ -99,9 +104,18 @@ class Server:
             return ended({"fingerprint": dataclasses.asdict(HERE)})
         config = TrainConfig(**request["train_config"])
         stop_below = request["spec"]["stop_below_tokens_per_second"]
-        self.probed.append(config.micro_batch_size)
-        self.stop_below.append(stop_below)
-        seen = self.answer(config, stop_below)
+        if request["spec"]["confirm_steps"]:
+            self.confirmed.append(config.micro_batch_size)
+            self.deadlines_seconds.append(deadline_seconds)
+            self.folders.append(Path(request["folder"]))
+            assert self.folders[-1].is_dir()
+            seen = self.confirm(config)
+            if isinstance(seen, Measurement):
+                seen = dataclasses.replace(seen, spec=ProbeSpec(**request["spec"]))
+        else:
+            self.probed.append(config.micro_batch_size)
+            self.stop_below.append(stop_below)
+            seen = self.answer(config, stop_below)
         if isinstance(seen, WorkerEnd):
             return seen
         return ended({"step": 1}, {"measurement": seen.to_dict()})
@@ -133,7 +147,13 @@ WORKLOAD = Workload(model="gpt2", memory_budget_bytes=BUDGET_BYTES)
 
 
 def run(
-    url: str, table: ProbeTable, server: Server, *, max_probes: int = 10, baseline: bool = False
+    url: str,
+    table: ProbeTable,
+    server: Server,
+    *,
+    max_probes: int = 10,
+    baseline: bool = False,
+    confirm_steps: int = 0,
 ) -> Measured:
     plan = Plan(
         pool=[predicted(size) for size in SIZES],
@@ -141,6 +161,7 @@ def run(
         baseline=predicted(1) if baseline else None,
         budget_bytes=BUDGET_BYTES,
         max_probes=max_probes,
+        confirm_steps=confirm_steps,
     )
     with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
         return search(study, plan, Prober(server, table, MODEL, SPEC))  # type: ignore[arg-type]
@@ -281,6 +302,146 @@ def test_only_failures_are_a_worker_error(url: str, table: ProbeTable) -> None:
     crash = ended(how="crashed", code=1, said="ImportError: no such thing")
     with pytest.raises(WorkerError, match="no such thing"):
         run(url, table, Server(lambda *_: crash))
+
+
+def each_size(config: TrainConfig, _: float | None) -> Measurement:
+    """All but the largest fit; 8 is the fastest, then 4, then 2."""
+    return measured(config)
+
+
+def slow_sizes(config: TrainConfig, _: float | None) -> Measurement:
+    """Slower than predicted, the fastest most of all, so that the others are probed too."""
+    slower = {8: 1.6, 4: 1.3}.get(config.micro_batch_size, 1.1)
+    return measured(config, micro_step_seconds=slower * 0.1 * config.micro_batch_size**0.5)
+
+
+def test_the_winner_is_confirmed_and_told_by_that(url: str, table: ProbeTable) -> None:
+    server = Server(each_size, lambda config: measured(config, optimizer_step_seconds=0.2))
+    found = run(url, table, server, baseline=True, confirm_steps=7)
+    assert server.confirmed == [8]
+    assert found.is_confirmed
+    assert found.confirmation is not None
+    assert found.confirmation.spec.confirm_steps == 7
+    assert found.final.optimizer_step_seconds == 0.2
+    assert found.best.optimizer_step_seconds == 0.1
+    # The base takes 1.7 s, the winner what its confirmation says.
+    assert found.speedup == pytest.approx(1.7 / (0.2 * 8**0.5 + 0.2))
+    assert found.rejected == ()
+    # 7 whole steps of 0.67 s and what comes before and after them.
+    assert server.deadlines_seconds[0] > probing.SET_UP_SECONDS + 7 * 0.67
+    assert not server.folders[0].exists()
+    record = found.to_dict()
+    assert record["confirmed"] is True
+
+
+def test_a_confirmation_is_not_made_twice_nor_counted_as_a_probe(
+    url: str, table: ProbeTable
+) -> None:
+    first = run(url, table, Server(each_size, measured), confirm_steps=7)
+    again = run(url, table, Server(each_size), confirm_steps=7)
+    assert again.confirmation == first.confirmation
+    assert first.num_run == sum(first.outcomes.values())
+    longer = Server(each_size, measured)
+    run(url, table, longer, confirm_steps=8)
+    assert longer.confirmed == [8]
+
+
+def test_no_steps_no_confirmation(url: str, table: ProbeTable) -> None:
+    found = run(url, table, Server(each_size))
+    assert found.confirmation is None
+    assert not found.is_confirmed
+    assert found.final == found.best
+
+
+@pytest.mark.parametrize(
+    ("failed", "problem"),
+    [
+        (out_of_memory(with_size(8)), "oom: CUDA out of memory"),
+        (measured(with_size(8), num_alloc_retries=3), "fits only with 3 allocation retries"),
+        (measured(with_size(8), outcome="invalid", message="loss is NaN"), "invalid: loss is NaN"),
+        (ended(how="crashed", code=-signal.SIGSEGV, said="Oh"), "crashed: ended as crashed Oh"),
+        (ended(how="timeout", code=-signal.SIGKILL), "timeout: ended as timeout"),
+    ],
+)
+def test_where_the_winner_fails_the_next_takes_its_place(
+    url: str, table: ProbeTable, failed: Measurement | WorkerEnd, problem: str
+) -> None:
+    server = Server(
+        slow_sizes, lambda config: failed if config.micro_batch_size == 8 else measured(config)
+    )
+    found = run(url, table, server, confirm_steps=7)
+    assert server.confirmed == [8, 4]
+    assert found.best.config == found.final.config == with_size(4)
+    assert found.predicted.config == with_size(4)
+    assert found.is_confirmed
+    (rejected,) = found.rejected
+    assert (rejected.config, rejected.problem) == (with_size(8), problem)
+    assert not any(folder.exists() for folder in server.folders)
+
+
+def test_what_was_stopped_as_too_slow_may_be_the_next(
+    url: str, table: ProbeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than 16 samples, which are faster and over the budget."""
+    monkeypatch.setattr(probing.PredictionSampler, "should_stop", lambda *_: False)
+
+    def answer(config: TrainConfig, stop_below: float | None) -> Measurement:
+        seen = slow_sizes(config, None)
+        assert seen.tokens_per_second is not None
+        is_slow = stop_below is not None and seen.tokens_per_second < stop_below
+        return dataclasses.replace(seen, outcome="slow") if is_slow else seen
+
+    def confirm(config: TrainConfig) -> Measurement:
+        return out_of_memory(config) if config.micro_batch_size == 8 else measured(config)
+
+    server = Server(answer, confirm)
+    found = run(url, table, server, confirm_steps=7)
+    assert found.outcomes["slow"] >= 2
+    assert 16 in server.probed
+    assert server.confirmed == [8, 4]
+    assert found.is_confirmed
+
+
+def test_where_nothing_else_was_probed_the_search_goes_on(url: str, table: ProbeTable) -> None:
+    """As fast as predicted: no other probe was worth while until the winner failed."""
+    failing = (8, 4)
+
+    def confirm(config: TrainConfig) -> Measurement:
+        is_failing = config.micro_batch_size in failing
+        return out_of_memory(config) if is_failing else measured(config)
+
+    server = Server(each_size, confirm)
+    found = run(url, table, server, confirm_steps=7)
+    assert server.probed == [8, 4, 2]
+    assert server.confirmed == [8, 4, 2]
+    assert [m.config.micro_batch_size for m in found.rejected] == [8, 4]
+    assert found.best.config.micro_batch_size == 2
+
+
+def test_where_all_fail_it_is_an_error_that_says_why(url: str, table: ProbeTable) -> None:
+    server = Server(slow_sizes, out_of_memory)
+    with pytest.raises(NothingFitsError, match="survived its confirmation") as raised:
+        run(url, table, server, confirm_steps=7)
+    assert server.confirmed == [8, 4, 2]
+    assert str(raised.value).count("CUDA out of memory") == 3
+    assert "--confirm-steps 0" in str(raised.value)
+    crash = Server(slow_sizes, lambda _: ended(how="crashed", code=1, said="no such thing"))
+    with pytest.raises(WorkerError, match="no such thing"):
+        run(url, table, crash, confirm_steps=9)
+
+
+def test_a_full_disk_costs_the_confirmation_and_not_the_answer(url: str, table: ProbeTable) -> None:
+    full = Server(
+        slow_sizes, lambda config: measured(config, outcome="full_disk", message="1 GiB is free")
+    )
+    found = run(url, table, full, confirm_steps=7)
+    assert full.confirmed == [8]
+    assert found.final == found.best
+    assert not found.is_confirmed
+    assert found.confirmation is not None
+    assert found.confirmation.problem == "full_disk: 1 GiB is free"
+    # Some space was freed since.
+    assert run(url, table, Server(slow_sizes, measured), confirm_steps=7).is_confirmed
 
 
 def test_a_cpu_has_nothing_to_offload_from() -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.worker.steps import CpuClock, Marks, StepSeconds, spread, step_seconds, summarize
+from autotune.worker.steps import (
+    CpuClock,
+    Marks,
+    StepSeconds,
+    spread,
+    step_seconds,
+    summarize,
+    whole_step_seconds,
+)
 
 # fetch 2 for two batches | 10 | gap 1 | 12 | optimizer 5
 TWO = Marks(0.0, [(2.0, 12.0), (13.0, 25.0)], 30.0)
@@ -32,6 +40,13 @@ def test_further_micro_steps_cost_what_the_second_does(accumulation: int) -> Non
     assert seen.optimizer_step_seconds == 5.0
     total = accumulation * seen.micro_step_seconds + seen.optimizer_step_seconds
     assert total == pytest.approx(seen.total_seconds)
+
+
+def test_a_whole_step_is_what_it_was() -> None:
+    three = Marks(0.0, [(2.0, 12.0), (13.0, 25.0), (25.0, 27.0)], 30.0)
+    seen = whole_step_seconds(CpuClock(), three)
+    assert (seen.micro_step_seconds, seen.optimizer_step_seconds) == (9.0, 3.0)
+    assert seen.total_seconds == 30.0
 
 
 def test_medians_ignore_one_slow_step() -> None:

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 from pathlib import Path
+from typing import Any
 
 import answers
 import pytest
@@ -16,7 +17,14 @@ import pytest
 from autotune.gpus import find_gpu
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
-from autotune.results import StateBytes, Summary
+from autotune.results import (
+    Fingerprint,
+    Measured,
+    Measurement,
+    ProbeSpec,
+    StateBytes,
+    Summary,
+)
 from autotune.units import GIB
 
 
@@ -60,6 +68,76 @@ def test_the_answer_says_everything_on_one_screen() -> None:
         "trains 3.2 % of the weights",
     ):
         assert part in shown
+
+
+def measurement(
+    *, confirm_steps: int = 0, step_seconds: float = 10.0, **changed: Any
+) -> Measurement:
+    values: dict[str, Any] = {
+        "config": answers.CONFIG,
+        "spec": ProbeSpec(
+            task="causal-lm",
+            backend="cuda",
+            memory_budget_bytes=answers.BUDGET_BYTES,
+            max_seconds=20.0,
+            confirm_steps=confirm_steps,
+        ),
+        "fingerprint": Fingerprint(
+            device="NVIDIA RTX 4070", driver="580", cuda="13.0", versions=(), allocator=""
+        ),
+        "outcome": "ok",
+        "message": "",
+        "micro_step_seconds": 0.0,
+        "optimizer_step_seconds": step_seconds,
+        "spread": 0.004,
+        "peak_reserved_bytes": 9 * GIB,
+        "nontorch_bytes": GIB,
+    }
+    return Measurement(**values | changed)
+
+
+def measured(**changed: Any) -> Measured:
+    values: dict[str, Any] = {
+        "best": measurement(),
+        "predicted": answers.estimate(),
+        "baseline": measurement(config=answers.BASE, step_seconds=10.0),
+        "num_run": 6,
+        "num_reused": 0,
+        "num_tied": 0,
+        "outcomes": {"ok": 5},
+    }
+    return Measured(**values | changed)
+
+
+def test_what_was_measured_is_beside_what_was_predicted() -> None:
+    # 32 x 1024 tokens in 8.192 s, at the end of a longer run than the probe's; the base has 8 x 1024.
+    confirmation = measurement(confirm_steps=50, step_seconds=8.192)
+    failed = measurement(
+        config=answers.ADAPTER, confirm_steps=50, outcome="oom", message="out of memory"
+    )
+    found = measured(confirmation=confirmation, rejected=(failed,))
+    shown = one_line(drawn(answers.summary(measured=found, tied=(), changes=())))
+    for part in (
+        "MEASURED on NVIDIA RTX 4070.",
+        "measured 4,000 tokens/s +- 0.4 %, 10.00 GiB (predicted 4,096 tokens/s, 10.00 GiB); 4.88 x the "
+        "819 tokens/s +- 0.4 % of the Trainer's defaults confirmed over 50 steps, evaluation and "
+        "checkpoint",
+        "rejected LoRA r=64 on all-linear, bf16-autocast, adamw_torch_fused, micro-batch 8 x 4, sdpa: "
+        "oom: out of memory",
+        "off by +2 % in speed and +0 % in memory",
+    ):
+        assert part in shown
+
+
+def test_a_winner_that_was_not_confirmed_is_said_to_be_none() -> None:
+    shown = one_line(drawn(answers.summary(measured=measured(), tied=(), changes=())))
+    assert "3,277 tokens/s" in shown
+    assert "not confirmed: --confirm-steps 0" in shown
+    full = measurement(confirm_steps=50, outcome="full_disk", message="no room")
+    found = measured(confirmation=full)
+    shown = one_line(drawn(answers.summary(measured=found, tied=(), changes=())))
+    assert "3,277 tokens/s" in shown
+    assert "not confirmed: no room" in shown
 
 
 def test_the_base_that_never_fits_is_said() -> None:

@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 
+from autotune.config import TrainConfig
 from autotune.report import words
 from autotune.results import Measurement
 from autotune.tune import Progress, describe
@@ -64,5 +65,15 @@ def probes_on_stderr(*, quiet: bool) -> Callable[[int, Measurement, Measurement 
             file=sys.stderr,
             flush=True,
         )
+
+    return show
+
+
+def confirmation_on_stderr(*, quiet: bool) -> Callable[[TrainConfig], None]:
+    """Something that `probing.search` can call before each confirmation, which takes a while."""
+
+    def show(config: TrainConfig) -> None:
+        if not quiet or sys.stderr.isatty():
+            print(f"confirming {describe(config)}", file=sys.stderr, flush=True)
 
     return show

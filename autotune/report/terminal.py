@@ -66,7 +66,13 @@ def draw_summary(
         found = summary.measured
         versus = words.against_measured_baseline(found, base_name)
         rows += [
-            ("measured", f"{words.measured(found.best)}; {versus}", "bold"),
+            (
+                "measured",
+                f"{words.measured(found.final)} ({words.predicted(found.predicted)}); {versus}",
+                "bold",
+            ),
+            ("", words.confirmation(found)),
+            *(("rejected", words.rejected(failed)) for failed in found.rejected),
             ("probes", words.probes(found)),
             ("", "What follows is predicted."),
         ]
@@ -226,7 +232,7 @@ def _print_header(
 
     evidence = ("PREDICTED, not measured.", "bold yellow")
     if measured is not None:
-        device = printable(measured.best.fingerprint.device)
+        device = printable(measured.final.fingerprint.device)
         evidence = (f"MEASURED on {device}.", "bold green")
 
     count = estimate.parameters

@@ -54,6 +54,26 @@ def measured(measurement: Measurement) -> str:
     return measured_speed(measurement) + ("" if peak is None else f", {format_bytes(peak)}")
 
 
+def predicted(estimate: Estimate) -> str:
+    """What was predicted, beside what was measured."""
+    return f"predicted {speed(estimate)}, {format_bytes(estimate.peak_device_bytes)}"
+
+
+def confirmation(found: Measured) -> str:
+    """Over what the winner was confirmed, or that it was not, and why."""
+    if found.confirmation is None:
+        return "not confirmed: --confirm-steps 0"
+    if not found.is_confirmed:
+        return f"not confirmed: {printable(found.confirmation.message)}"
+    steps = found.confirmation.spec.confirm_steps
+    return f"confirmed over {steps} {'step' if steps == 1 else 'steps'}, evaluation and checkpoint"
+
+
+def rejected(measurement: Measurement) -> str:
+    """A configuration whose confirmation failed, and how."""
+    return f"{describe(measurement.config)}: {printable(measurement.problem)}"
+
+
 def against_measured_baseline(found: Measured, base_name: str) -> str:
     """The measured speed-up over the measured base, or what became of that."""
     if found.baseline is None:
@@ -74,11 +94,11 @@ def probes(found: Measured) -> str:
     """How many probes, how they ended, and how far the prediction of the winner was off."""
     outcomes = ", ".join(f"{count} {name}" for name, count in sorted(found.outcomes.items()))
     reused = f", {found.num_reused} known from before" if found.num_reused else ""
-    best, predicted = found.best, found.predicted
+    best, estimate = found.final, found.predicted
     return (
         f"{found.num_run} run{reused} ({outcomes}). The prediction of the answer was off by "
-        f"{off(predicted.tokens_per_second, best.tokens_per_second)} in speed and "
-        f"{off(predicted.peak_device_bytes, best.peak_device_bytes)} in memory."
+        f"{off(estimate.tokens_per_second, best.tokens_per_second)} in speed and "
+        f"{off(estimate.peak_device_bytes, best.peak_device_bytes)} in memory."
     )
 
 

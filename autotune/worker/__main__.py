@@ -5,7 +5,8 @@ The request names a verb and its arguments; each answer is one JSON line. Verbs:
 trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capability": [major, minor],
          "cublas_workspace_bytes": int, "traces": [{"id": int, "spec": {...}, "whole": bool}]}
         one line per trace: {"id": int, "trace": {...}}, or {"id": int, "unsupported": reason}
-probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}}
+probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}, "folder": str (may lack)}
+        its temporary files go into the folder
         lines while it times: {"step": int, "tokens_per_second_at_most": float}; the last line:
         {"measurement": {Measurement}}
 fingerprint {"backend": str}
@@ -71,7 +72,9 @@ def _probe(request: dict[str, Any]) -> Answers:
     config, spec = TrainConfig(**request["train_config"]), ProbeSpec(**request["spec"])
 
     def measure(on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        return {"measurement": probe(request["config"], config, spec, on_progress).to_dict()}
+        folder = request.get("folder")
+        measurement = probe(request["config"], config, spec, on_progress, folder=folder)
+        return {"measurement": measurement.to_dict()}
 
     yield from _as_it_comes(measure)
 

@@ -18,7 +18,7 @@ Known limitations
   as far as the budget has room beside the rest, which is where the card would keep it.
 - On the CPU peaks include building the model, as predictions do.
 - A probe accumulates at most two micro-batches: the token ids of further ones, which the Trainer
-  fetches before the step, are not seen.
+  fetches before the step, are not seen. A confirmation accumulates all.
 """
 
 from __future__ import annotations

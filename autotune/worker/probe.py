@@ -5,6 +5,10 @@ and weights at random; nothing is downloaded. Warm-up lasts until memory is stea
 spread is small enough. However many micro-batches the configuration accumulates, two are run: the
 others cost what the second does (autotune.worker.steps).
 
+A confirmation (ProbeSpec.confirm_steps) runs all micro-batches, and evaluates and saves a checkpoint once
+the optimizer's state exists. Both come before the timed steps: what goes wrong does so early, and the
+steps run in the memory that an evaluation leaves behind, as those of a real run do.
+
 Not yet run on a GPU: everything that says CUDA.
 """
 
@@ -26,7 +30,7 @@ from autotune.config import PRECISIONS, TrainConfig
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.out_of_memory import excess_bytes, says_out_of_memory
 from autotune.results import Measurement, ProbeSpec
-from autotune.worker import checks
+from autotune.worker import checks, confirm
 from autotune.worker import model as models
 from autotune.worker.build import build
 from autotune.worker.checks import Invalid, NotFinite
@@ -41,6 +45,7 @@ from autotune.worker.steps import (
     spread,
     step_seconds,
     summarize,
+    whole_step_seconds,
 )
 
 MAX_WARM_UP_STEPS = 8
@@ -49,6 +54,8 @@ MIN_TIMED_STEPS = 3
 """Fewer say nothing of their spread."""
 MIN_STEPS_TO_GIVE_UP = 2
 """Timed steps before a configuration is called too slow."""
+NUM_STEPS_BEFORE_EVALUATION = 2
+"""The first makes the optimizer's state, the second is like all that follow."""
 LONG_STEP_SECONDS = 0.5
 """After a step as long as this the host may wait for the device: what that costs is nothing to it."""
 MAX_ACCUMULATION = 2
@@ -61,9 +68,12 @@ def probe(
     config: TrainConfig,
     spec: ProbeSpec,
     on_progress: OnProgress = lambda _: None,
+    *,
+    folder: str | None = None,
 ) -> Measurement:
     """Measure one configuration. The process should have run no other on this device.
 
+    `folder`: where its temporary folder goes [default: where all go].
     `on_progress` gets {"step": timed steps so far, "tokens_per_second_at_most": float}. Whatever is
     neither out of memory nor invalid is raised as it is.
     """
@@ -75,10 +85,12 @@ def probe(
         torch.set_num_threads(1)
     try:
         with device_memory(spec.backend, spec.memory_budget_bytes, compute_dtype) as memory:
-            figures = _run(model_config, config, spec, memory, on_progress)
+            figures = _run(model_config, config, spec, memory, on_progress, folder)
     except (Invalid, models.UnsupportedModel) as error:
         is_finite = False if isinstance(error, NotFinite) else None
         figures = {"outcome": "invalid", "message": str(error), "loss_is_finite": is_finite}
+    except confirm.FullDisk as error:
+        figures = {"outcome": "full_disk", "message": str(error)}
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -109,6 +121,7 @@ def _run(
     spec: ProbeSpec,
     memory: DeviceMemory,
     on_progress: OnProgress,
+    folder: str | None,
 ) -> dict[str, Any]:
     """Fields of the Measurement of a run that came to its end."""
     checks.require(checks.check_backend(config, spec.backend))
@@ -118,8 +131,8 @@ def _run(
     memory.model_is_built()
     checks.require(checks.check_model(model, config))
     watch = _Watch(config, spec, memory, on_progress)
-    with tempfile.TemporaryDirectory(prefix="autotune-probe-") as folder:
-        watch.train(model, _arguments(config, spec, folder), hf_config)
+    with tempfile.TemporaryDirectory(prefix="autotune-probe-", dir=folder) as output_folder:
+        watch.train(model, _arguments(config, spec, output_folder), hf_config)
     peaks = memory.peaks(watch.innermost_optimizer())
     timings = summarize(watch.steps)
     return {
@@ -134,10 +147,14 @@ def _run(
 def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArguments:
     """Those that are exported; what else is set changes no step."""
     values: dict[str, Any] = training_arguments(config, installed_fields())
+    accumulation = config.gradient_accumulation_steps
+    if not spec.confirm_steps:
+        accumulation = min(accumulation, MAX_ACCUMULATION)
     values |= {
         "output_dir": folder,
-        "gradient_accumulation_steps": min(config.gradient_accumulation_steps, MAX_ACCUMULATION),
-        "max_steps": MAX_WARM_UP_STEPS + spec.max_steps,
+        "gradient_accumulation_steps": accumulation,
+        "per_device_eval_batch_size": config.micro_batch_size,
+        "max_steps": MAX_WARM_UP_STEPS + (spec.confirm_steps or spec.max_steps),
         "report_to": "none",
         "save_strategy": "no",
         "logging_strategy": "no",
@@ -202,6 +219,7 @@ class _Watch(TrainerCallback):
         self._on_progress = on_progress
         self._clock: Clock = CudaClock() if spec.backend == "cuda" else CpuClock()
         self._trainer: Any = None
+        self._evaluation_rows: _Rows | None = None
         self._first: checks.FirstStep | None = None
         self._loss: torch.Tensor | None = None
         self._num_steps = 0
@@ -219,6 +237,11 @@ class _Watch(TrainerCallback):
         num_rows = arguments.max_steps * arguments.gradient_accumulation_steps * micro_batch
         sequence_length = self._config.sequence_length
         rows = _Rows(hf_config, self._spec.task, sequence_length, num_rows, kept=2 * micro_batch)
+        if self._spec.confirm_steps:
+            num_rows = confirm.NUM_EVALUATION_BATCHES * micro_batch
+            self._evaluation_rows = _Rows(
+                hf_config, self._spec.task, sequence_length, num_rows, kept=num_rows
+            )
         self._trainer = _WatchedTrainer(
             model=model, args=arguments, train_dataset=rows, callbacks=[self]
         )
@@ -275,6 +298,11 @@ class _Watch(TrainerCallback):
             accelerator = self._trainer.accelerator
             complaints += checks.check_precision(accelerator, self._config, self._spec.backend)
             checks.require(complaints)
+        if self._evaluation_rows is not None and self._num_steps >= NUM_STEPS_BEFORE_EVALUATION:
+            # With each further warm-up step again: what settles may begin to count anew.
+            confirm.evaluate(self._trainer, self._evaluation_rows)
+            if self._num_steps == NUM_STEPS_BEFORE_EVALUATION:
+                confirm.save_checkpoint(self._trainer)
         is_steady = self._memory.settle(optimizer, self._num_steps)
         if is_steady or self._num_steps == MAX_WARM_UP_STEPS:
             self._is_timing = True
@@ -296,8 +324,11 @@ class _Watch(TrainerCallback):
         """Read the times of finished steps; whether there were any."""
         for marks in list(ready):
             self._pending.remove(marks)
-            accumulation = self._config.gradient_accumulation_steps
-            self.steps.append(step_seconds(self._clock, marks, accumulation))
+            if self._spec.confirm_steps:
+                self.steps.append(whole_step_seconds(self._clock, marks))
+            else:
+                accumulation = self._config.gradient_accumulation_steps
+                self.steps.append(step_seconds(self._clock, marks, accumulation))
         return bool(ready)
 
     def _is_enough(self) -> bool:
@@ -305,6 +336,8 @@ class _Watch(TrainerCallback):
         at_most = self._config.tokens_per_step / fastest
         num_timed = len(self.steps)
         self._on_progress({"step": num_timed, "tokens_per_second_at_most": at_most})
+        if self._spec.confirm_steps:
+            return num_timed >= self._spec.confirm_steps
         wanted = self._spec.stop_below_tokens_per_second
         if wanted is not None and at_most < wanted and num_timed >= MIN_STEPS_TO_GIVE_UP:
             self.too_slow = (

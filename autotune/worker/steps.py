@@ -60,7 +60,7 @@ class CudaClock:
 
 @dataclass(slots=True)
 class Marks:
-    """Of one optimizer step with one or two micro-steps."""
+    """Of one optimizer step: with one or two micro-steps, or with all of them."""
 
     began: Any
     micro_steps: list[tuple[Any, Any]] = field(default_factory=list)
@@ -91,6 +91,18 @@ def step_seconds(clock: Clock, marks: Marks, accumulation: int) -> StepSeconds:
     micro += accumulation * fetch
     return StepSeconds(
         micro_step_seconds=micro / accumulation,
+        optimizer_step_seconds=optimizer,
+        total_seconds=micro + optimizer,
+    )
+
+
+def whole_step_seconds(clock: Clock, marks: Marks) -> StepSeconds:
+    """A step that ran all its micro-steps, as it was. Waits for its end."""
+    micro_steps_ended = marks.micro_steps[-1][1]
+    micro = clock.seconds(marks.began, micro_steps_ended)
+    optimizer = clock.seconds(micro_steps_ended, marks.ended)
+    return StepSeconds(
+        micro_step_seconds=micro / len(marks.micro_steps),
         optimizer_step_seconds=optimizer,
         total_seconds=micro + optimizer,
     )

@@ -45,6 +45,7 @@ STUDY = "tiny-measured"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measured")
     (folder / "tiny").mkdir()
+    (folder / "temporary").mkdir()
     (folder / "tiny" / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
     return folder
@@ -59,7 +60,12 @@ def command(budget: str) -> list[str]:
 
 
 def start(folder: Path, budget: str = "30MB") -> subprocess.Popen[str]:
-    environment = {**os.environ, MARK: str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        MARK: str(folder),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TMPDIR": str(folder / "temporary"),
+    }
     return subprocess.Popen(
         command(budget),
         cwd=folder,
@@ -110,6 +116,22 @@ def test_the_answer_is_measured_and_says_on_what(answer: dict[str, Any]) -> None
     assert answer["measured"]["outcomes"]["ok"] >= 1
 
 
+def test_the_winner_is_confirmed_and_nothing_of_it_is_left(
+    folder: Path, answer: dict[str, Any]
+) -> None:
+    found = answer["measured"]
+    assert found["confirmed"]
+    assert found["rejected"] == []
+    confirmation = found["confirmation"]
+    assert confirmation["config"] == answer["best"]["config"]
+    assert confirmation["spec"]["confirm_steps"] == 10
+    assert confirmation["num_steps"] == 10
+    assert confirmation["fits"]
+    assert confirmation["spread"] is not None
+    left = [path.name for path in (folder / "temporary").iterdir()]
+    assert not [name for name in left if name.startswith("autotune-")]
+
+
 def test_memory_was_predicted_to_the_percent(answer: dict[str, Any]) -> None:
     """Eager attention runs the same operations on a CPU; its embedding needs no sort buffers."""
     predicted = answer["measured"]["predicted_peak_device_bytes"]
@@ -130,6 +152,7 @@ def test_asked_again_nothing_is_measured_again(folder: Path, answer: dict[str, A
     assert code == 0, err
     again = json.loads(out)["measured"]
     assert again["best"]["config"] == answer["measured"]["best"]["config"]
+    assert again["confirmation"] == answer["measured"]["confirmation"]
     # A candidate that was stopped as too slow may be looked at again, the others are known.
     assert again["num_run"] <= 1
 

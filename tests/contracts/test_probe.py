@@ -12,10 +12,15 @@ it is not: they get the answer that they would get on a GPU.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import gc
 import json
+import resource
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +35,7 @@ from autotune.gpus import find_gpu
 from autotune.results import Estimate, Measurement, ProbeSpec, TraceSpec, measurement_from_dict
 from autotune.traces import Trace
 from autotune.units import GIB, MIB
-from autotune.worker import checks, memory
+from autotune.worker import checks, confirm, memory
 from autotune.worker import model as models
 from autotune.worker import probe as probe_module
 from autotune.worker import trace as trace_module
@@ -487,3 +492,140 @@ def test_the_worker_answers_line_by_line() -> None:
     assert measured.outcome == "ok"
     assert [line["step"] for line in progress] == list(range(1, measured.num_steps + 1))
     assert all(line["tokens_per_second_at_most"] > 0 for line in progress)
+
+
+# A confirmation: longer, whole, with an evaluation and a checkpoint.
+
+
+def confirmed(
+    config: TrainConfig, folder: Path, *, num_steps: int = 3, budget_bytes: int = GIB
+) -> Measurement:
+    spec = dataclasses.replace(SPEC, confirm_steps=num_steps, memory_budget_bytes=budget_bytes)
+    return probe(MODEL, config, spec, folder=str(folder))
+
+
+@pytest.mark.parametrize("name", ["full eight micro-steps", "lora checkpointed", "qlora"])
+def test_a_confirmation_trains_evaluates_and_saves(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIGS[name]
+    trainer_class = transformers.Trainer
+    done: list[str] = []
+    batches: list[int] = []
+    saved_bytes: dict[str, int] = {}
+    needed_bytes: list[int] = []
+    training_step, prediction_step = trainer_class.training_step, trainer_class.prediction_step
+    save_checkpoint = trainer_class._save_checkpoint
+
+    def train(self: Any, *arguments: Any) -> torch.Tensor:
+        done.append("train")
+        return training_step(self, *arguments)
+
+    def predict(self: Any, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        done.append("evaluate")
+        assert not model.training
+        batches.append(len(inputs["input_ids"]))
+        return prediction_step(self, model, inputs, *arguments, **named)
+
+    def save(self: Any, *arguments: Any, **named: Any) -> None:
+        done.append("save")
+        save_checkpoint(self, *arguments, **named)
+        needed_bytes.append(confirm.checkpoint_bytes(self.model, self.optimizer))
+        for file in tmp_path.rglob("checkpoint-*/*"):
+            saved_bytes[file.name] = file.stat().st_size
+
+    monkeypatch.setattr(trainer_class, "training_step", train)
+    monkeypatch.setattr(trainer_class, "prediction_step", predict)
+    monkeypatch.setattr(trainer_class, "_save_checkpoint", save)
+    measured = confirmed(config, tmp_path)
+    assert (measured.outcome, measured.message) == ("ok", "")
+    assert measured.fits
+    assert measured.num_steps == 3
+    accumulation = config.gradient_accumulation_steps
+    before = ["train"] * 2 * accumulation + ["evaluate"] * confirm.NUM_EVALUATION_BATCHES
+    assert done == [*before, "save", *["train"] * 3 * accumulation]
+    assert set(batches) == {config.micro_batch_size}
+    weights = "model" if config.method == "full" else "adapter_model"
+    assert {"optimizer.pt", "scheduler.pt", f"{weights}.safetensors"} <= set(saved_bytes)
+    # What was asked of the disk is what was written, and a few headers.
+    tensors_bytes = saved_bytes["optimizer.pt"] + saved_bytes[f"{weights}.safetensors"]
+    assert tensors_bytes == pytest.approx(needed_bytes[0], rel=0.25)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["evaluate", "_save_checkpoint"])
+def test_memory_of_the_evaluation_and_of_the_checkpoint_counts(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = confirmed(FULL, tmp_path)
+    assert whole.peak_reserved_bytes is not None
+    original = getattr(transformers.Trainer, method)
+
+    def greedy(self: Any, *arguments: Any, **named: Any) -> Any:
+        torch.empty(100 * MIB, dtype=torch.uint8)
+        return original(self, *arguments, **named)
+
+    monkeypatch.setattr(transformers.Trainer, method, greedy)
+    seen = confirmed(FULL, tmp_path)
+    assert seen.peak_allocated_bytes is not None
+    assert seen.peak_allocated_bytes > 100 * MIB
+    refused = confirmed(FULL, tmp_path, budget_bytes=whole.peak_reserved_bytes)
+    assert refused.outcome == "oom"
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_evaluation_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nan = {"eval_loss": float("nan")}
+    monkeypatch.setattr(transformers.Trainer, "evaluate", lambda *_: nan)
+    measured = confirmed(FULL, tmp_path)
+    assert (measured.outcome, measured.loss_is_finite) == ("invalid", False)
+    assert "evaluation" in measured.message
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * MIB))
+    monkeypatch.setattr(
+        transformers.Trainer, "_save_checkpoint", lambda *_, **__: pytest.fail("written")
+    )
+    measured = confirmed(FULL, tmp_path)
+    assert measured.outcome == "full_disk"
+    assert "2.0 MiB are free" in measured.message
+    assert "TMPDIR" in measured.message
+    assert not measured.fits
+
+
+@pytest.mark.parametrize("limit_bytes", [MIB, 5 * MIB], ids=["weights", "optimizer"])
+def test_a_disk_that_fills_is_an_outcome(limit_bytes: int, tmp_path: Path) -> None:
+    """The weights take 3 MiB, the optimizer's state twice that; larger files are refused."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limits[1]))
+    try:
+        measured = confirmed(FULL, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (measured.outcome, measured.fits) == ("full_disk", False)
+    assert "it was full before the end" in measured.message
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_operating_system_says_of_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "Kein Platz mehr")
+
+    monkeypatch.setattr(transformers.Trainer, "_save_checkpoint", full)
+    assert confirmed(FULL, tmp_path).outcome == "full_disk"
+
+
+def test_another_error_of_the_disk_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(transformers.Trainer, "_save_checkpoint", refused)
+    with pytest.raises(PermissionError):
+        confirmed(FULL, tmp_path)

@@ -100,6 +100,15 @@ def test_two_probes_agree() -> None:
     assert first.fingerprint.driver
 
 
+@pytest.mark.parametrize("name", ["full", "full paged", "qlora checkpointed"])
+def test_a_confirmation_survives_what_its_probe_needed(name: str) -> None:
+    probed = run(CONFIGS[name])
+    confirmed = run(CONFIGS[name], confirm_steps=10)
+    assert (confirmed.outcome, confirmed.problem) == ("ok", "")
+    assert confirmed.num_steps >= 10
+    assert confirmed.tokens_per_second == pytest.approx(probed.tokens_per_second, rel=0.1)
+
+
 def test_a_hopeless_probe_is_stopped() -> None:
     measured = run(FULL, stop_below_tokens_per_second=1e12)
     assert measured.outcome == "slow"
