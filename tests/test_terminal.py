@@ -127,6 +127,8 @@ def test_what_was_measured_is_beside_what_was_predicted() -> None:
         "off by +2 % in speed and +0 % in memory",
     ):
         assert part in shown
+    # What more memory would buy was worked out for the predicted answer, not for this one.
+    assert "GB more" not in shown
 
 
 def test_a_winner_that_was_not_confirmed_is_said_to_be_none() -> None:

@@ -80,8 +80,9 @@ def draw_summary(
         ("speed", f"{words.speed(best)}; {words.against_baseline(summary, base_name)}"),
         ("step", words.step(best)),
         ("memory", words.memory(best, budget_bytes)),
-        ("why", words.why(summary)),
     ]
+    if summary.measured is None:
+        rows.append(("why", words.why(summary)))
     if summary.widened:
         rows.append(("", "Nothing of a lower class fits, so another recipe was allowed."))
     if best.state.optimizer_state_managed_bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,17 +16,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 172,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
 SPACE = """
 name: tiny
 description: a few points
@@ -46,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measured")
     (folder / "tiny").mkdir()
     (folder / "temporary").mkdir()
-    (folder / "tiny" / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    shutil.copy(EXAMPLE, folder / "tiny" / "config.json")
     (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
     return folder
 
