@@ -2,10 +2,10 @@
 
     python benchmarks/cpu_sweep.py            (a quarter of an hour at most; on an otherwise idle machine)
 
-Writes studies/cpu-sweep/sweep.jsonl, an object per line: {"schema_version", "prediction": {Estimate},
-"measurement": {Measurement}}. Bytes are counted by the tracker and the budget enforced by it, so some
-points run out of memory. A CPU says nothing about a GPU; what the table is for is holding the sampler
-against reality (tests/test_recorded_sweep.py).
+The model is studies/cpu-sweep/config.json. Writes studies/cpu-sweep/sweep.jsonl, an object per line:
+{"schema_version", "prediction": {Estimate}, "measurement": {Measurement}}. Bytes are counted by the
+tracker and the budget enforced by it, so some points run out of memory. A CPU says nothing about a
+GPU; what the table is for is holding the sampler against reality (tests/test_recorded_sweep.py).
 """
 
 from __future__ import annotations
@@ -26,17 +26,6 @@ from autotune.space import MethodSpace, SearchSpace, enumerate_configs
 from autotune.tracing import trace_all
 
 FOLDER = Path(__file__).parents[1] / "studies" / "cpu-sweep"
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 128,
-    "intermediate_size": 344,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1024,
-    "max_position_embeddings": 256,
-}
 SEQUENCE_LENGTH = 64
 EFFECTIVE_BATCH_SIZE = 16
 BUDGET_BYTES = 50_000_000
@@ -61,10 +50,7 @@ SPACE = SearchSpace(
 def main() -> None:
     card = cpu_stand_in()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "tiny-llama"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        model = resolve(str(folder))
+        model = resolve(str(FOLDER / "config.json"))
         workload = Workload(
             model=model.name,
             sequence_length=SEQUENCE_LENGTH,
@@ -81,7 +67,6 @@ def main() -> None:
         spec = ProbeSpec(
             task="causal-lm", backend="cpu", memory_budget_bytes=BUDGET_BYTES, max_seconds=3.0
         )
-        FOLDER.mkdir(parents=True, exist_ok=True)
         with (
             ForkServer() as server,
             open_probes(f"sqlite:///{name}/probes.db") as table,
