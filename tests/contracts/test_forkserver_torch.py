@@ -18,6 +18,7 @@ import pytest
 
 from autotune import isolate
 from autotune.forkserver import ForkServer
+from autotune.gpus import detect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are safe on Linux only")
 
@@ -113,6 +114,7 @@ def test_a_forked_trainer_trains(server: ForkServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not detect(), reason="NVML finds no card here")
 def test_a_fork_can_use_cuda_and_the_server_does_not(server: ForkServer) -> None:
     for _ in range(2):
         end = server.run("touch_cuda", {}, deadline_seconds=60)
