@@ -12,7 +12,7 @@ import datetime
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from autotune.config import TrainConfig
@@ -63,9 +63,11 @@ class ProbeTable:
         query = sqlalchemy.select(self._table.c.record).where(self._table.c.key == key)
         with self._engine.connect() as connection:
             for (record,) in connection.execute(query.order_by(self._table.c.id.desc())):
-                measurement = measurement_from_dict(json.loads(record))
-                if measurement.outcome in REUSABLE:
-                    return measurement
+                # What cannot be read (another version's, say) stays, and the probe is made again.
+                with suppress(ValueError):
+                    measurement = measurement_from_dict(json.loads(record))
+                    if measurement.outcome in REUSABLE:
+                        return measurement
         return None
 
     def add(self, key: str, measurement: Measurement) -> None:

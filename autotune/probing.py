@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from autotune.config import TrainConfig
-from autotune.errors import NothingFitsError, WorkerError
+from autotune.errors import NothingFitsError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import WorkerEnd
 from autotune.models import ModelSource
@@ -146,9 +146,12 @@ class Prober:
 
     def _read(self, end: WorkerEnd, config: TrainConfig, spec: ProbeSpec) -> Measurement:
         """What the probe said, or how it ended without saying."""
-        if end.how == "ok" and end.answers and "measurement" in end.answers[-1]:
-            return measurement_from_dict(end.answers[-1]["measurement"])
         outcome, message = "crashed", end.problem or "it ended without a measurement"
+        if end.how == "ok" and end.answers:
+            try:
+                return measurement_from_dict(end.answers[-1].get("measurement", {}))
+            except ValueError as error:
+                message = str(error)
         if end.how == "timeout":
             outcome = "timeout"
         elif end.exit_code == -signal.SIGKILL or says_out_of_memory(end.stderr_tail):
@@ -194,9 +197,11 @@ def search(
     """Probe until nothing is likely to beat the best by more than the noise; confirm the winner.
 
     Raises NothingFitsError when no candidate fits, or survives its confirmation; WorkerError when
-    every probe, or every confirmation, failed otherwise.
+    every probe, or every confirmation, failed otherwise; StorageError when the study holds what cannot be
+    read.
     """
     _close_interrupted(study)
+    earlier = _earlier(study, plan, prober)
     baseline = None if plan.baseline is None else prober.measure(plan.baseline.config)
     predicted = {estimate.config: estimate for estimate in plan.pool}
     measured: list[Measurement] = []
@@ -204,7 +209,7 @@ def search(
     while len(rejected) < MAX_CONFIRMATIONS:
         refused = {m.config for m in rejected}
         _probe(study, plan, prober, measured, refused, on_probe)
-        known = _known(study, plan, measured, prober)
+        known = list((earlier | {m.config: m for m in measured}).values())
         # What was stopped as too slow beside a refused one may be the next.
         fitting = [
             m
@@ -285,19 +290,25 @@ def _probe(
         on_probe(len(measured), measurement, _fastest(measured, refused))
 
 
-def _known(
-    study: optuna.Study, plan: Plan, measured: Sequence[Measurement], prober: Prober
-) -> list[Measurement]:
-    """What was measured of the candidates, in this run and before."""
+def _earlier(study: optuna.Study, plan: Plan, prober: Prober) -> dict[TrainConfig, Measurement]:
+    """What the study has of the candidates from before, measured here."""
     configs = {estimate.config for estimate in plan.pool}
-    known = {m.config: m for m in measured}
+    found: dict[TrainConfig, Measurement] = {}
     for trial in study.get_trials(deepcopy=False):
         record = trial.user_attrs.get("measurement")
-        if record is not None:
+        if record is None:
+            continue
+        try:
             earlier = measurement_from_dict(record)
-            if earlier.config in configs and earlier.fingerprint == prober.fingerprint:
-                known.setdefault(earlier.config, earlier)
-    return list(known.values())
+        except ValueError as error:
+            raise StorageError(
+                f"Trial {trial.number} of the study cannot be read",
+                why=f"{error}; another version of autotune may have written it",
+                remedy="Nothing was changed. Start another study with --study",
+            ) from error
+        if earlier.config in configs and earlier.fingerprint == prober.fingerprint:
+            found.setdefault(earlier.config, earlier)
+    return found
 
 
 def _winner(fitting: Sequence[Measurement], base: TrainConfig) -> tuple[Measurement, int]:
@@ -322,25 +333,17 @@ def _tell(study: optuna.Study, trial: optuna.Trial, measurement: Measurement) ->
     }
     for name, value in attributes.items():
         trial.set_user_attr(name, value)
-    budget_bytes = measurement.spec.memory_budget_bytes
-    peak = measurement.peak_device_bytes
-    if measurement.outcome == "oom":
-        trial.set_constraint(CONSTRAINT, float(measurement.excess_bytes or 1))
-        study.tell(trial, state=TrialState.PRUNED)
-    elif measurement.outcome in ("ok", "slow") and peak is not None:
-        # A retry means that it did not fit, however little was lacking.
-        excess = (
-            max(peak - budget_bytes, 1) if measurement.num_alloc_retries else peak - budget_bytes
-        )
-        trial.set_constraint(CONSTRAINT, float(excess))
-        if measurement.outcome == "slow":
-            if measurement.tokens_per_second is not None:
-                trial.report(measurement.tokens_per_second, measurement.num_steps)
-            study.tell(trial, state=TrialState.PRUNED)
-        else:
-            study.tell(trial, _speed(measurement))
-    else:
+    over_bytes = measurement.over_budget_bytes
+    if over_bytes is None:
         study.tell(trial, state=TrialState.FAIL)
+        return
+    trial.set_constraint(CONSTRAINT, float(over_bytes))
+    if measurement.outcome == "ok":
+        study.tell(trial, _speed(measurement))
+        return
+    if measurement.outcome == "slow" and measurement.tokens_per_second is not None:
+        trial.report(measurement.tokens_per_second, measurement.num_steps)
+    study.tell(trial, state=TrialState.PRUNED)
 
 
 @contextlib.contextmanager

@@ -115,15 +115,12 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float | None:
-        if self.micro_step_seconds is None or self.optimizer_step_seconds is None:
-            return None
-        accumulation = self.config.gradient_accumulation_steps
-        return accumulation * self.micro_step_seconds + self.optimizer_step_seconds
+        """One optimizer step at the configuration's accumulation."""
+        return _step_seconds(self)
 
     @property
     def tokens_per_second(self) -> float | None:
-        seconds = self.step_seconds
-        return None if seconds is None else self.config.tokens_per_step / seconds
+        return _tokens_per_second(self)
 
     def to_dict(self, budget_bytes: int) -> dict[str, object]:
         """The fields of `estimate --json`, budget comparison included."""
@@ -245,6 +242,20 @@ class Measurement:
         )
 
     @property
+    def over_budget_bytes(self) -> int | None:
+        """What was lacking (positive: at least so much) or left (negative); None where it is not known.
+
+        A run that needs allocation retries lacks something, however little.
+        """
+        if self.outcome == "oom":
+            return max(self.excess_bytes or 1, 1)
+        peak = self.peak_device_bytes
+        if self.outcome not in ("ok", "slow") or peak is None:
+            return None
+        over_bytes = peak - self.spec.memory_budget_bytes
+        return max(over_bytes, 1) if self.num_alloc_retries else over_bytes
+
+    @property
     def problem(self) -> str:
         """Why it does not fit, in one line; empty where it does."""
         if self.fits:
@@ -261,15 +272,11 @@ class Measurement:
     @property
     def step_seconds(self) -> float | None:
         """One optimizer step at the configuration's accumulation."""
-        if self.micro_step_seconds is None or self.optimizer_step_seconds is None:
-            return None
-        accumulation = self.config.gradient_accumulation_steps
-        return accumulation * self.micro_step_seconds + self.optimizer_step_seconds
+        return _step_seconds(self)
 
     @property
     def tokens_per_second(self) -> float | None:
-        seconds = self.step_seconds
-        return None if seconds is None else self.config.tokens_per_step / seconds
+        return _tokens_per_second(self)
 
     def to_dict(self) -> dict[str, object]:
         """A JSON line of `studies/<device>/`; measurement_from_dict reads it back."""
@@ -277,16 +284,34 @@ class Measurement:
 
 
 def measurement_from_dict(values: dict[str, Any]) -> Measurement:
-    """Read Measurement.to_dict back. Raises KeyError or TypeError for what is none."""
-    fields = {k: v for k, v in values.items() if k != "schema_version"}
-    prints = dict(fields.pop("fingerprint"))
-    prints["versions"] = tuple((name, version) for name, version in prints["versions"])
-    return Measurement(
-        config=TrainConfig(**fields.pop("config")),
-        spec=ProbeSpec(**fields.pop("spec")),
-        fingerprint=Fingerprint(**prints),
-        **fields,
-    )
+    """Read Measurement.to_dict back. Raises ValueError for what is none."""
+    try:
+        fields = {k: v for k, v in values.items() if k != "schema_version"}
+        prints = dict(fields.pop("fingerprint"))
+        prints["versions"] = tuple((name, version) for name, version in prints["versions"])
+        measurement = Measurement(
+            config=TrainConfig(**fields.pop("config")),
+            spec=ProbeSpec(**fields.pop("spec")),
+            fingerprint=Fingerprint(**prints),
+            **fields,
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"this is no measurement ({type(error).__name__}: {error})") from error
+    if measurement.outcome not in OUTCOMES:
+        raise ValueError(f"this is no measurement: outcome {measurement.outcome!r}")
+    return measurement
+
+
+def _step_seconds(timed: Estimate | Measurement) -> float | None:
+    if timed.micro_step_seconds is None or timed.optimizer_step_seconds is None:
+        return None
+    accumulation = timed.config.gradient_accumulation_steps
+    return accumulation * timed.micro_step_seconds + timed.optimizer_step_seconds
+
+
+def _tokens_per_second(timed: Estimate | Measurement) -> float | None:
+    seconds = timed.step_seconds
+    return None if seconds is None else timed.config.tokens_per_step / seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

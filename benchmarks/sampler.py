@@ -38,7 +38,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
 from autotune.config import TrainConfig
-from autotune.results import Measurement, TraceSpec, measurement_from_dict
+from autotune.results import TraceSpec, measurement_from_dict
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.store import CONSTRAINT
 from autotune.units import GIB
@@ -272,7 +272,9 @@ def swept(path: Path, model_name: str, gpu_name: str) -> Table:
     rows = []
     for measurement in measurements:
         estimate = estimator.estimate(measurement.config)
+        over_bytes = measurement.over_budget_bytes
         assert estimate.tokens_per_second is not None
+        assert over_bytes is not None
         candidate = Candidate.of(
             measurement.config,
             varying,
@@ -283,19 +285,10 @@ def swept(path: Path, model_name: str, gpu_name: str) -> Table:
             Row(
                 candidate=candidate,
                 tokens_per_second=measurement.tokens_per_second,
-                excess_bytes=_excess_bytes(measurement),
+                excess_bytes=over_bytes,
             )
         )
     return Table(name=path.stem, budget_bytes=budget_bytes, rows=rows)
-
-
-def _excess_bytes(measurement: Measurement) -> float:
-    peak_bytes = measurement.peak_device_bytes
-    if measurement.fits:
-        assert peak_bytes is not None
-        return peak_bytes - measurement.spec.memory_budget_bytes
-    # A run that fits only by allocation retries lacks something, however little.
-    return max(measurement.excess_bytes or 1, 1)
 
 
 class Probes:

@@ -12,11 +12,12 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from autotune import forkserver, isolate
 from autotune.errors import WorkerError
@@ -141,15 +142,6 @@ def left_behind(mark: str) -> list[int]:
         if pid != os.getpid() and mark.encode() in environment.split(b"\0"):
             found.append(pid)
     return found
-
-
-def wait_until(is_true: Callable[[], bool]) -> bool:
-    give_up = time.monotonic() + 5
-    while time.monotonic() < give_up:
-        if is_true():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_jobs_have_processes_of_their_own_and_one_parent(server: ForkServer) -> None:

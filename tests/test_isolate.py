@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from autotune import isolate
 from autotune.errors import WorkerError
@@ -55,15 +56,6 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(command: list[str], request: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     kwargs.setdefault("deadline_seconds", 20)
     return isolate.run("trace", request or {}, command=command, **kwargs)
-
-
-def wait_until(is_true: Callable[[], bool]) -> bool:
-    give_up = time.monotonic() + 5
-    while time.monotonic() < give_up:
-        if is_true():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def is_alive(pid: int) -> bool:

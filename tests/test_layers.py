@@ -174,12 +174,19 @@ def test_what_is_allowed_is_not_a_breach(tmp_path: Path) -> None:
     assert problems(package) == []
 
 
-@pytest.mark.skipif(not (PACKAGE / "cli.py").exists(), reason="there is no command line yet")
-def test_the_command_line_imports_nothing_slow() -> None:
-    code = (
-        "import sys, autotune.cli\n"
-        f"print(*(name for name in {SLOW_IMPORTS!r} if name in sys.modules))"
-    )
+@pytest.mark.parametrize(
+    ("code", "slow"),
+    [
+        ("import autotune.cli", SLOW_IMPORTS),
+        ("import autotune.store", ("optuna", "sqlalchemy", "torch", "numpy")),
+        (
+            "from autotune.export import training_args; training_args.installed_fields()",
+            ("transformers", "torch", "yaml", "pydantic", "numpy"),
+        ),
+    ],
+)
+def test_what_is_slow_is_imported_where_it_is_used(code: str, slow: tuple[str, ...]) -> None:
+    code = f"import sys; {code}; print(*(name for name in {slow!r} if name in sys.modules))"
     child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,40 @@ def url(tmp_path: Path) -> str:
 
 def test_a_measurement_survives_its_json() -> None:
     assert measurement_from_dict(measured().to_dict()) == measured()
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        [],
+        {},
+        {"config": 3},
+        measured().to_dict() | {"outcome": "excellent"},
+        measured().to_dict() | {"field_of_tomorrow": 1},
+        measured().to_dict() | {"config": {"method": "full"}},
+    ],
+)
+def test_what_is_no_measurement_is_made_again(spoilt: Any, url: str) -> None:
+    with pytest.raises(ValueError, match="no measurement"):
+        measurement_from_dict(spoilt)
+    with open_probes(url) as probes:
+        probes.add(KEY, measured())
+    with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
+        database.execute("UPDATE autotune_probes SET record = ?", (json.dumps(spoilt),))
+    with open_probes(url) as probes:
+        assert probes.find(KEY) is None
+        probes.add(KEY, measured())
+        assert probes.find(KEY) == measured()
+
+
+def test_what_a_run_was_over_its_budget() -> None:
+    # 950 MB of 1,000; a retry lacks something; what ran out lacks what it asked for, or a byte.
+    assert measured().over_budget_bytes == -50_000_000
+    assert dataclasses.replace(measured(), num_alloc_retries=1).over_budget_bytes == 1
+    assert measured("oom").over_budget_bytes == 1
+    assert dataclasses.replace(measured("oom"), excess_bytes=4096).over_budget_bytes == 4096
+    assert measured("slow").over_budget_bytes == -50_000_000
+    assert measured("crashed").over_budget_bytes is None
 
 
 def test_a_step_is_its_micro_steps_and_its_update() -> None:

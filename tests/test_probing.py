@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from optuna.trial import TrialState
 
 from autotune import probing
 from autotune.config import TrainConfig, Workload
-from autotune.errors import NothingFitsError, WorkerError
+from autotune.errors import NothingFitsError, StorageError, WorkerError
 from autotune.isolate import WorkerEnd
 from autotune.models import resolve
 from autotune.probes import ProbeTable, open_probes
@@ -265,6 +266,18 @@ def test_a_trial_left_running_by_a_killed_process_is_closed(url: str, table: Pro
     assert first.user_attrs["outcome"] == "interrupted"
 
 
+def test_a_study_that_cannot_be_read_is_said_and_left_alone(url: str, table: ProbeTable) -> None:
+    server = Server(lambda config, _: measured(config))
+    run(url, table, server)
+    with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
+        spoil = "UPDATE trial_user_attributes SET value_json = '{}' WHERE key = 'measurement'"
+        assert database.execute(spoil).rowcount
+    before, num_probed = trials(url), len(server.probed)
+    with pytest.raises(StorageError, match="Trial 0 of the study cannot be read"):
+        run(url, table, server)
+    assert (trials(url), len(server.probed)) == (before, num_probed)
+
+
 @pytest.mark.parametrize(
     ("end", "outcome"),
     [
@@ -273,6 +286,7 @@ def test_a_trial_left_running_by_a_killed_process_is_closed(url: str, table: Pro
         (ended(how="crashed", code=-signal.SIGKILL), "oom"),
         (ended(how="unreadable"), "crashed"),
         (ended({"step": 3}), "crashed"),
+        (ended({"measurement": {"outcome": "ok"}}), "crashed"),
     ],
 )
 def test_how_a_process_ends_is_an_outcome(table: ProbeTable, end: WorkerEnd, outcome: str) -> None:

@@ -65,12 +65,12 @@ def best_found(
         study.sampler = sampler
         trial = study.ask(sampler.search_space(proposed))
         measurement = table[configs[frozenset(proposed.params.items())]]
+        over_bytes = measurement.over_budget_bytes
+        assert over_bytes is not None
+        trial.set_constraint(CONSTRAINT, float(over_bytes))
         if measurement.outcome == "oom":
-            trial.set_constraint(CONSTRAINT, float(measurement.excess_bytes or 1))
             study.tell(trial, state=TrialState.PRUNED)
             continue
-        assert measurement.peak_device_bytes is not None
-        trial.set_constraint(CONSTRAINT, float(measurement.peak_device_bytes - budget_bytes))
         study.tell(trial, measurement.tokens_per_second)
         found = max(found, speed(measurement))
     return found

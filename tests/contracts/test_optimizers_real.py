@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainer_step import Events, canonical
 
 from autotune.allocator import Tape
 from autotune.optimizer_steps import TensorSpec, write_clip, write_unscale
@@ -47,30 +48,15 @@ CASES = {
     "paged sizes": [spec(100_000), spec(99_999, dtype=BF16), spec(400, 300, dtype=BF16)],
 }
 
-Events = list[tuple[str, int, int]]
-
-
-def canonical(sizes: Sequence[int], events: Sequence[int]) -> Events:
-    """Events as (sign, number, bytes), tensors numbered by first appearance."""
-    number_of: dict[int, int] = {}
-    return [
-        (
-            "alloc" if event >= 0 else "free",
-            number_of.setdefault(max(event, ~event), len(number_of)),
-            sizes[max(event, ~event)],
-        )
-        for event in events
-    ]
-
 
 def seen(recording: Recording, first: int) -> Events:
     """What a recording saw from tensor number `first` on."""
     sizes = [tensor.size_bytes for tensor in recording.tensors]
-    return canonical(sizes, [event for event in recording.events if max(event, ~event) >= first])
+    return canonical([event for event in recording.events if max(event, ~event) >= first], sizes)
 
 
 def written(tape: Tape) -> Events:
-    return canonical(tape.sizes, tape.events)
+    return canonical(tape.events, tape.sizes)
 
 
 def make_parameters(specs: Sequence[TensorSpec], device: str) -> list[torch.nn.Parameter]:
@@ -266,7 +252,7 @@ def without_partial_sums(tape: Tape, specs: Sequence[TensorSpec]) -> Events:
     last_dtype_first = list(reversed(num_of_dtype.values()))
     sums = {position + sum(last_dtype_first[:position]) for position in range(len(num_of_dtype))}
     left = [event for event in tape.events if max(event, ~event) not in sums]
-    return canonical(tape.sizes, left)
+    return canonical(left, tape.sizes)
 
 
 @pytest.mark.parametrize("case", ["fp32", "mixed dtypes"])

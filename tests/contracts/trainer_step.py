@@ -24,6 +24,7 @@ Events = list[tuple[str, int, int]]
 
 
 def canonical(events: Iterable[int], sizes: Sequence[int]) -> Events:
+    """Tensors numbered by first appearance."""
     number_of: dict[int, int] = {}
     return [
         (
