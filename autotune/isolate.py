@@ -181,7 +181,7 @@ def run_jobs(
     ends: dict[int, WorkerEnd] = {}
     running: dict[int, _Child] = {}
     with contextlib.ExitStack() as cleanup:
-        folder = Path(cleanup.enter_context(_private_folder()))
+        folder = Path(cleanup.enter_context(private_folder()))
         while len(ends) < len(requests):
             while len(running) < max_children and len(running) + len(ends) < len(requests):
                 index = len(running) + len(ends)
@@ -410,7 +410,8 @@ def spawn(command: Sequence[str], job: Job) -> Process:
     return _Spawned(process)
 
 
-def _private_folder() -> tempfile.TemporaryDirectory[str]:
+def private_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for this user alone, removed at the end of a `with`. Raises WorkerError."""
     try:
         return tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True)
     except OSError as error:

@@ -12,35 +12,46 @@ stays, not confirmed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
+import math
 import signal
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.config import TrainConfig
-from autotune.errors import NothingFitsError, StorageError, WorkerError
+from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
-from autotune.isolate import WorkerEnd
+from autotune.isolate import Answer, WorkerEnd, private_folder
 from autotune.models import ModelSource
 from autotune.out_of_memory import says_out_of_memory
 from autotune.probes import ProbeTable, probe_key
+from autotune.pruner import SpeedPruner
 from autotune.results import (
+    STOP_FILE,
     Estimate,
     Fingerprint,
     Measured,
     Measurement,
     ProbeSpec,
+    fingerprint_from_dict,
     measurement_from_dict,
 )
-from autotune.sampler import INTERRUPTED, Candidate, PredictionSampler
-from autotune.store import CONSTRAINT, parameter_distributions
-from autotune.tune import NOISE, describe, gives_up
-from autotune.units import format_bytes
+from autotune.sampler import Candidate, PredictionSampler
+from autotune.store import parameter_distributions
+from autotune.trials import Watch, close_interrupted, tell, told_when_interrupted, watched
+from autotune.tune import NOISE
+from autotune.winner import (
+    MAX_CONFIRMATIONS,
+    final,
+    none_confirmed,
+    nothing_fits,
+    speed,
+    stayed_within_budget,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -48,8 +59,6 @@ if TYPE_CHECKING:
 SET_UP_SECONDS = 120.0
 """A probe's deadline beyond its timed steps: building, warm-up, the last step begun."""
 
-MAX_CONFIRMATIONS = 3
-"""[judgement] Three that fail have a cause in common, which a fourth would share."""
 NUM_CONFIRMATION_WARM_UP_STEPS = 10
 """Beside those that are timed: autotune.worker.probe warms up for 8 at most, and evaluates."""
 CHECKPOINT_BYTES_PER_SECOND = 50e6
@@ -76,18 +85,18 @@ class Prober:
         """Probes; confirmations are counted nowhere."""
         self.num_reused = 0
 
-    def measure(self, config: TrainConfig, *, stop_below: float | None = None) -> Measurement:
+    def measure(self, config: TrainConfig, *, watch: Watch | None = None) -> Measurement:
         """The table's measurement, or a new one, which is in the table when this returns.
 
-        `stop_below`: tokens per second that make measuring to the end worth while.
+        `watch` is called with each timed step of a new one, and may end it.
         """
-        spec = dataclasses.replace(self.spec, stop_below_tokens_per_second=stop_below)
-        known = self._find(config, spec)
+        known = self._find(config, self.spec)
         if known is not None:
             self.num_reused += 1
             return known
         self.num_run += 1
-        return self._run(config, spec, deadline_seconds=SET_UP_SECONDS + 3 * spec.max_seconds)
+        deadline_seconds = SET_UP_SECONDS + 3 * self.spec.max_seconds
+        return self._run(config, self.spec, deadline_seconds=deadline_seconds, watch=watch)
 
     def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
         """The table's confirmation of what a probe measured, or a new one."""
@@ -102,13 +111,7 @@ class Prober:
         deadline_seconds = (
             SET_UP_SECONDS + 3 * steps_seconds + written_bytes / CHECKPOINT_BYTES_PER_SECOND
         )
-        # Made here, so that the checkpoint goes however the probe ends.
-        with tempfile.TemporaryDirectory(
-            prefix="autotune-confirm-", ignore_cleanup_errors=True
-        ) as folder:
-            return self._run(
-                best.config, spec, deadline_seconds=deadline_seconds, more={"folder": folder}
-            )
+        return self._run(best.config, spec, deadline_seconds=deadline_seconds)
 
     def _find(self, config: TrainConfig, spec: ProbeSpec) -> Measurement | None:
         return self._table.find(probe_key(self._model.config, config, spec, self.fingerprint))
@@ -119,16 +122,23 @@ class Prober:
         spec: ProbeSpec,
         *,
         deadline_seconds: float,
-        more: Mapping[str, Any] = MappingProxyType({}),
+        watch: Watch | None = None,
     ) -> Measurement:
         """Measure in a process of its own; in the table when this returns."""
-        request = {
-            "config": self._model.config,
-            "train_config": config.to_dict(),
-            "spec": dataclasses.asdict(spec),
-            **more,
-        }
-        end = self._server.run("probe", request, deadline_seconds=deadline_seconds)
+        # The folder is made here, so that a checkpoint in it goes however the probe ends.
+        with private_folder() as folder:
+            request = {
+                "config": self._model.config,
+                "train_config": config.to_dict(),
+                "spec": dataclasses.asdict(spec),
+                "folder": folder,
+            }
+            end = self._server.run(
+                "probe",
+                request,
+                deadline_seconds=deadline_seconds,
+                on_answer=None if watch is None else functools.partial(_follow, watch, folder),
+            )
         measurement = self._read(end, config, spec)
         key = probe_key(self._model.config, config, spec, self.fingerprint)
         self._table.add(key, measurement)
@@ -140,18 +150,26 @@ class Prober:
         )
         if end.how != "ok":
             raise end.to_error("fingerprint")
-        values = dict(end.answers[-1]["fingerprint"])
-        values["versions"] = tuple((name, version) for name, version in values["versions"])
-        return Fingerprint(**values)
+        answer = end.answers[-1] if end.answers else {}
+        if "unusable" in answer:
+            raise _unusable(str(answer["unusable"]))
+        try:
+            return fingerprint_from_dict(answer.get("fingerprint"))
+        except ValueError as error:
+            raise WorkerError("The fingerprint process talked nonsense", why=str(error)) from error
 
     def _read(self, end: WorkerEnd, config: TrainConfig, spec: ProbeSpec) -> Measurement:
         """What the probe said, or how it ended without saying."""
         outcome, message = "crashed", end.problem or "it ended without a measurement"
         if end.how == "ok" and end.answers:
             try:
-                return measurement_from_dict(end.answers[-1].get("measurement", {}))
+                measurement = measurement_from_dict(end.answers[-1].get("measurement"))
             except ValueError as error:
                 message = str(error)
+            else:
+                if (measurement.config, measurement.spec) == (config, spec):
+                    return measurement
+                message = "it measured something else than it was asked for"
         if end.how == "timeout":
             outcome = "timeout"
         elif end.exit_code == -signal.SIGKILL or says_out_of_memory(end.stderr_tail):
@@ -165,6 +183,39 @@ class Prober:
             outcome=outcome,
             message=f"{message} {last_words}".strip()[:500],
         )
+
+
+def _follow(watch: Watch, folder: str, answer: Answer) -> None:
+    """Show a step to the watch; leave the probe the word to stop where that wants it."""
+    step, speed = answer.get("step"), answer.get("tokens_per_second_at_most")
+    if type(step) is not int or type(speed) is not float or not 0 < speed < math.inf:
+        return  # The last line; or nonsense, which says nothing of the speed.
+    reason = watch(step, speed)
+    if reason:
+        # Renamed into place, so that the probe reads all of it or nothing.
+        written = Path(folder) / f"{STOP_FILE}.new"
+        written.write_text(reason, encoding="utf-8")
+        written.replace(written.with_name(STOP_FILE))
+
+
+_UNUSABLE = (
+    # part of torch's message (2.13: c10/cuda/CUDAFunctions.cpp, torch/cuda/__init__.py), remedy
+    (
+        "driver on your system is too old",
+        "Update NVIDIA's driver, or install a PyTorch that was built for an older CUDA",
+    ),
+    ("not compiled with CUDA", "Install a PyTorch that was built with CUDA (pytorch.org)"),
+)
+
+
+def _unusable(reason: str) -> HardwareError:
+    remedies = (remedy for part, remedy in _UNUSABLE if part in reason)
+    remedy = next(remedies, "See what `nvidia-smi` says")
+    return HardwareError(
+        "PyTorch cannot use the GPU of this machine",
+        why=reason,
+        remedy=f"{remedy}; or leave --backend out, for a prediction",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +251,7 @@ def search(
     every probe, or every confirmation, failed otherwise; StorageError when the study holds what cannot be
     read.
     """
-    _close_interrupted(study)
+    close_interrupted(study)
     earlier = _earlier(study, plan, prober)
     baseline = None if plan.baseline is None else prober.measure(plan.baseline.config)
     predicted = {estimate.config: estimate for estimate in plan.pool}
@@ -210,35 +261,33 @@ def search(
         refused = {m.config for m in rejected}
         _probe(study, plan, prober, measured, refused, on_probe)
         known = list((earlier | {m.config: m for m in measured}).values())
-        # What was stopped as too slow beside a refused one may be the next.
-        fitting = [
-            m
-            for m in known
-            if m.config not in refused and (m.fits or (rejected and _stayed_within_budget(m)))
-        ]
+        left = [m for m in known if m.config not in refused]
+        # Those that were stopped as too slow were so beside one that may yet disappoint, or did.
+        rivals = [m for m in left if m.fits or stayed_within_budget(m)]
+        fitting = rivals if rejected else [m for m in rivals if m.fits]
         if not fitting:
             break
-        best, num_tied = _winner(fitting, plan.base)
-        confirmation = None
-        if plan.confirm_steps:
+
+        def confirm(best: Measurement) -> Measurement:
             on_confirm(best.config)
-            confirmation = prober.confirm(best, predicted[best.config], plan.confirm_steps)
-        if confirmation is None or confirmation.fits or confirmation.outcome == "full_disk":
+            return prober.confirm(best, predicted[best.config], plan.confirm_steps)
+
+        found = final(fitting, rivals, plan.base, rejected, confirm if plan.confirm_steps else None)
+        if found is not None:
             return Measured(
-                best=best,
-                predicted=predicted[best.config],
+                best=found.best,
+                predicted=predicted[found.best.config],
                 baseline=baseline,
                 num_run=prober.num_run,
                 num_reused=prober.num_reused,
-                num_tied=num_tied,
+                num_tied=found.num_tied,
                 outcomes=dict(Counter(m.outcome for m in known)),
-                confirmation=confirmation,
+                confirmation=found.confirmation,
                 rejected=tuple(rejected),
             )
-        rejected.append(confirmation)
     if rejected:
-        raise _none_confirmed(rejected)
-    raise _nothing_fits(known, plan.budget_bytes)
+        raise none_confirmed(rejected)
+    raise nothing_fits(known, plan.budget_bytes)
 
 
 def _probe(
@@ -250,6 +299,8 @@ def _probe(
     on_probe: OnProbe,
 ) -> None:
     """Probe until nothing that is not refused is likely to be faster; adds to `measured`."""
+    leave_out = _left_out(study, prober.fingerprint, refused)
+    study.pruner = SpeedPruner(noise=NOISE, leave_out=leave_out)
     distributions = parameter_distributions(study, [e.config for e in plan.pool])
     of_params: dict[frozenset[tuple[str, Any]], TrainConfig] = {}
     candidates = []
@@ -272,6 +323,7 @@ def _probe(
         distributions=distributions,
         budget_bytes=plan.budget_bytes,
         noise=NOISE,
+        leave_out=leave_out,
         seed=plan.seed,
     )
     while len(measured) < plan.max_probes and not sampler.should_stop(study):
@@ -281,11 +333,9 @@ def _probe(
         study.sampler = sampler
         trial = study.ask(sampler.search_space(proposed))
         config = of_params[frozenset(proposed.params.items())]
-        best = _fastest(measured, refused)
-        stop_below = None if best is None else _speed(best) * (1 - NOISE)
-        with _told_when_interrupted(study, trial):
-            measurement = prober.measure(config, stop_below=stop_below)
-            _tell(study, trial, measurement)
+        with told_when_interrupted(study, trial):
+            measurement = prober.measure(config, watch=watched(study, trial))
+            tell(study, trial, measurement)
         measured.append(measurement)
         on_probe(len(measured), measurement, _fastest(measured, refused))
 
@@ -294,125 +344,42 @@ def _earlier(study: optuna.Study, plan: Plan, prober: Prober) -> dict[TrainConfi
     """What the study has of the candidates from before, measured here."""
     configs = {estimate.config for estimate in plan.pool}
     found: dict[TrainConfig, Measurement] = {}
+    for _, earlier in _recorded(study):
+        if earlier.config in configs and earlier.fingerprint == prober.fingerprint:
+            # Of what was tried twice, the second try.
+            found[earlier.config] = earlier
+    return found
+
+
+def _left_out(
+    study: optuna.Study, fingerprint: Fingerprint, refused: Collection[TrainConfig]
+) -> set[int]:
+    """Numbers of the trials that say nothing to this search: measured elsewhere, or refused since."""
+    return {
+        number
+        for number, seen in _recorded(study)
+        if seen.fingerprint != fingerprint or seen.config in refused
+    }
+
+
+def _recorded(study: optuna.Study) -> Iterator[tuple[int, Measurement]]:
+    """(number, measurement) of each trial that has one. Raises StorageError for what cannot be read."""
     for trial in study.get_trials(deepcopy=False):
         record = trial.user_attrs.get("measurement")
         if record is None:
             continue
         try:
-            earlier = measurement_from_dict(record)
+            yield trial.number, measurement_from_dict(record)
         except ValueError as error:
             raise StorageError(
                 f"Trial {trial.number} of the study cannot be read",
                 why=f"{error}; another version of autotune may have written it",
                 remedy="Nothing was changed. Start another study with --study",
             ) from error
-        if earlier.config in configs and earlier.fingerprint == prober.fingerprint:
-            found.setdefault(earlier.config, earlier)
-    return found
-
-
-def _winner(fitting: Sequence[Measurement], base: TrainConfig) -> tuple[Measurement, int]:
-    """Of those that are as fast as the fastest the one that gives up least, and how many others are."""
-    fastest = max(fitting, key=_speed)
-    noise = max(NOISE, fastest.spread or 0.0)
-    tied = [m for m in fitting if _speed(m) >= _speed(fastest) * (1 - noise)]
-    best = min(tied, key=lambda m: (gives_up(m.config, base), -_speed(m), repr(m.config)))
-    return best, len(tied) - 1
-
-
-def _tell(study: optuna.Study, trial: optuna.Trial, measurement: Measurement) -> None:
-    """DESIGN section 5: what becomes of each outcome."""
-    from optuna.trial import TrialState
-
-    attributes = {
-        "evidence": "measured",
-        "config": measurement.config.to_dict(),
-        "outcome": measurement.outcome,
-        "message": measurement.message,
-        "measurement": measurement.to_dict(),
-    }
-    for name, value in attributes.items():
-        trial.set_user_attr(name, value)
-    over_bytes = measurement.over_budget_bytes
-    if over_bytes is None:
-        study.tell(trial, state=TrialState.FAIL)
-        return
-    trial.set_constraint(CONSTRAINT, float(over_bytes))
-    if measurement.outcome == "ok":
-        study.tell(trial, _speed(measurement))
-        return
-    if measurement.outcome == "slow" and measurement.tokens_per_second is not None:
-        trial.report(measurement.tokens_per_second, measurement.num_steps)
-    study.tell(trial, state=TrialState.PRUNED)
-
-
-@contextlib.contextmanager
-def _told_when_interrupted(study: optuna.Study, trial: optuna.Trial) -> Any:
-    """No trial stays open when a probe is broken off."""
-    from optuna.trial import TrialState
-
-    try:
-        yield
-    except BaseException:
-        trial.set_user_attr("outcome", INTERRUPTED)
-        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
-        raise
-
-
-def _close_interrupted(study: optuna.Study) -> None:
-    """Trials that a killed process left running: told so, and proposed again."""
-    import optuna
-    from optuna.trial import TrialState
-
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        optuna.trial.Trial(study, trial._trial_id).set_user_attr("outcome", INTERRUPTED)
-        study.tell(trial.number, state=TrialState.FAIL)
-
-
-def _speed(measurement: Measurement) -> float:
-    assert measurement.tokens_per_second is not None
-    return measurement.tokens_per_second
 
 
 def _fastest(
     measured: Sequence[Measurement], refused: Collection[TrainConfig]
 ) -> Measurement | None:
     fitting = (m for m in measured if m.fits and m.config not in refused)
-    return max(fitting, key=_speed, default=None)
-
-
-def _stayed_within_budget(measurement: Measurement) -> bool:
-    """Whether a probe that was stopped as too slow would have fitted."""
-    if measurement.outcome != "slow" or measurement.tokens_per_second is None:
-        return False
-    return dataclasses.replace(measurement, outcome="ok").fits
-
-
-_NOTHING_MEASURED = {"crashed", "timeout", "invalid"}
-
-
-def _none_confirmed(rejected: Sequence[Measurement]) -> NothingFitsError | WorkerError:
-    message = f"Nothing that fitted survived its confirmation ({len(rejected)} tried)"
-    why = "; ".join(f"{describe(m.config)}: {m.problem}" for m in rejected)
-    if {m.outcome for m in rejected} <= _NOTHING_MEASURED:
-        return WorkerError(message, why=why)
-    return NothingFitsError(
-        message,
-        why=why,
-        remedy="Give a larger budget, or take an answer without confirmation: --confirm-steps 0",
-    )
-
-
-def _nothing_fits(
-    measured: Sequence[Measurement], budget_bytes: int
-) -> NothingFitsError | WorkerError:
-    outcomes: Mapping[str, int] = Counter(m.outcome for m in measured)
-    told = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
-    if set(outcomes) <= _NOTHING_MEASURED:
-        last = next((m.message for m in reversed(measured) if m.message), "nothing was probed")
-        return WorkerError(f"No probe measured anything ({told or 'none ran'})", why=last)
-    return NothingFitsError(
-        f"Nothing that was probed fits into {format_bytes(budget_bytes)}",
-        why=f"Of {len(measured)} probes: {told}",
-        remedy="Give a larger budget, a shorter --seq-len, or allow another --method",
-    )
+    return max(fitting, key=speed, default=None)

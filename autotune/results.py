@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from autotune import typed
 from autotune.config import TrainConfig, Workload
 from autotune.units import format_bytes
 
@@ -155,6 +156,9 @@ no room for a confirmation's checkpoint."""
 BACKENDS = ("cuda", "cpu")
 """Where a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
 
+STOP_FILE = "stop"
+"""Name of the file in a probe's folder that ends its timing (outcome slow); its text says why."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
@@ -187,8 +191,6 @@ class ProbeSpec:
     """Stop timing when the relative standard error of the step is below it."""
     max_steps: int = 20
     """Optimizer steps timed at most."""
-    stop_below_tokens_per_second: float | None = None
-    """Give up part-way (outcome slow) when the speed cannot reach it."""
     confirm_steps: int = 0
     """Not 0: a confirmation. Whole optimizer steps at the full accumulation, so many of them timed whatever
     else is said here; an evaluation pass; a checkpoint."""
@@ -283,23 +285,54 @@ class Measurement:
         return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
 
 
-def measurement_from_dict(values: dict[str, Any]) -> Measurement:
-    """Read Measurement.to_dict back. Raises ValueError for what is none."""
+def measurement_from_dict(values: Any) -> Measurement:
+    """Read Measurement.to_dict back. Raises ValueError, which names the field, for what is none."""
     try:
-        fields = {k: v for k, v in values.items() if k != "schema_version"}
-        prints = dict(fields.pop("fingerprint"))
-        prints["versions"] = tuple((name, version) for name, version in prints["versions"])
-        measurement = Measurement(
-            config=TrainConfig(**fields.pop("config")),
-            spec=ProbeSpec(**fields.pop("spec")),
-            fingerprint=Fingerprint(**prints),
-            **fields,
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"this is no measurement ({type(error).__name__}: {error})") from error
-    if measurement.outcome not in OUTCOMES:
-        raise ValueError(f"this is no measurement: outcome {measurement.outcome!r}")
+        fields = {k: v for k, v in typed.mapping(values, "it").items() if k != "schema_version"}
+        spec = {
+            # Records before STOP_FILE have it: the speed at which a probe stopped itself.
+            name: value
+            for name, value in typed.mapping(fields.get("spec"), "spec").items()
+            if name != "stop_below_tokens_per_second"
+        }
+        fields["config"] = typed.record(TrainConfig, fields.get("config"), "config")
+        fields["spec"] = typed.record(ProbeSpec, spec, "spec")
+        fields["fingerprint"] = fingerprint_from_dict(fields.get("fingerprint"))
+        measurement: Measurement = typed.record(Measurement, fields, "")
+        _check(measurement)
+    except ValueError as error:
+        raise ValueError(f"this is no measurement: {error}") from error
     return measurement
+
+
+def fingerprint_from_dict(values: Any) -> Fingerprint:
+    """Read dataclasses.asdict(Fingerprint) back, from JSON as well. Raises ValueError."""
+    fields = typed.mapping(values, "fingerprint")
+    versions = fields.get("versions")
+    if not isinstance(versions, list | tuple) or not all(map(_is_version, versions)):
+        raise ValueError("fingerprint.versions is no list of names and versions")
+    fields = fields | {"versions": tuple((name, version) for name, version in versions)}
+    fingerprint: Fingerprint = typed.record(Fingerprint, fields, "fingerprint")
+    return fingerprint
+
+
+def _is_version(pair: Any) -> bool:
+    return (
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and all(isinstance(text, str) for text in pair)
+    )
+
+
+def _check(measurement: Measurement) -> None:
+    if measurement.outcome not in OUTCOMES:
+        raise ValueError(f"outcome is {typed.shown(measurement.outcome)}")
+    if measurement.outcome != "ok":
+        return
+    if measurement.peak_device_bytes is None:
+        raise ValueError("outcome is ok, and its memory is not there")
+    if measurement.step_seconds is None or measurement.step_seconds <= 0:
+        raise ValueError("outcome is ok, and its step took no time")
 
 
 def _step_seconds(timed: Estimate | Measurement) -> float | None:

@@ -38,7 +38,7 @@ import contextlib
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.config import TrainConfig
+from autotune.pruner import is_feasible
 from autotune.store import CONSTRAINT
 
 Floats = npt.NDArray[np.float64]
@@ -143,7 +144,8 @@ class PredictionSampler(optuna.samplers.BaseSampler):
     """Proposes Candidates for a study that maximizes tokens per second within a memory budget.
 
     `distributions`: of every parameter, as the study's trials have or will have them. `noise`:
-    speeds that differ by less are tied. `seed` only orders candidates that are equally promising.
+    speeds that differ by less are tied. `leave_out`: numbers of trials that say nothing. `seed` only
+    orders candidates that are equally promising.
     Raises ValueError for two candidates with the same parameters.
     """
 
@@ -154,6 +156,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         distributions: Mapping[str, BaseDistribution],
         budget_bytes: int,
         noise: float = 0.02,
+        leave_out: Collection[int] = (),
         seed: int = 0,
     ) -> None:
         listed = list(candidates)
@@ -166,6 +169,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         self._log_budget = math.log(budget_bytes)
         self._budget_bytes = budget_bytes
         self._noise = noise
+        self._leave_out = frozenset(leave_out)
         self._design, self._is_bias = _design([c.knobs for c in self._candidates])
         self._log_speed = np.log([c.tokens_per_second for c in self._candidates])
         self._log_bytes = np.log([c.peak_device_bytes for c in self._candidates])
@@ -234,7 +238,8 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         trials = study.get_trials(deepcopy=False)
         if ended is not None:
             trials = [ended if trial.number == ended.number else trial for trial in trials]
-        return _History.of(trials, self._numbers)
+        told = (trial for trial in trials if trial.number not in self._leave_out)
+        return _History.of(told, self._numbers)
 
     def _next(self, history: _History) -> Candidate | None:
         free = self._free(history)
@@ -326,7 +331,7 @@ class _History:
         for trial in trials:
             if trial.user_attrs.get("evidence") == "predicted":
                 continue
-            if trial.state == TrialState.COMPLETE and _fits(trial):
+            if trial.state == TrialState.COMPLETE and is_feasible(trial):
                 assert trial.value is not None
                 best_speed = max(trial.value, best_speed or 0.0)
             number = numbers.get(_key(trial.params))
@@ -352,10 +357,6 @@ def _said(trial: FrozenTrial) -> Iterator[tuple[str, float]]:
     excess_bytes = trial.constraints.get(CONSTRAINT)
     if trial.state.is_finished() and excess_bytes is not None and math.isfinite(excess_bytes):
         yield "peaks" if is_complete or excess_bytes <= 0 else "least_excesses", excess_bytes
-
-
-def _fits(trial: FrozenTrial) -> bool:
-    return all(value <= 0 for value in trial.constraints.values())
 
 
 def _key(params: Mapping[str, Any]) -> frozenset[Any]:

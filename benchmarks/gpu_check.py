@@ -100,9 +100,9 @@ class PunctualServer:
         self._server = server
         self._deadline = deadline
 
-    def run(self, verb: str, request: Any, *, deadline_seconds: float) -> WorkerEnd:
+    def run(self, verb: str, request: Any, *, deadline_seconds: float, **rest: Any) -> WorkerEnd:
         seconds = self._deadline.of_job(deadline_seconds)
-        return self._server.run(verb, request, deadline_seconds=seconds)
+        return self._server.run(verb, request, deadline_seconds=seconds, **rest)
 
 
 class Records:

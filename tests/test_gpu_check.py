@@ -141,7 +141,7 @@ class Hanging:
         self.methods: list[str] = []
         self.deadlines: list[float] = []
 
-    def run(self, verb: str, request: Any, *, deadline_seconds: float) -> WorkerEnd:
+    def run(self, verb: str, request: Any, *, deadline_seconds: float, **_: Any) -> WorkerEnd:
         self.deadlines.append(deadline_seconds)
         if verb == "fingerprint":
             nothing = {"device": "", "driver": "", "cuda": "", "versions": [], "allocator": ""}

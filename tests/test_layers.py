@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "autotune"
 
 ROWS = {
     "errors": 0,
+    "typed": 1,
     "units": 1,
     "config": 2,
     "optimizer_steps": 2,
@@ -36,9 +37,12 @@ ROWS = {
     "store": 4,
     "estimate": 5,
     "probing": 5,
+    "pruner": 5,
     "sampler": 5,
     "tracing": 5,
+    "trials": 5,
     "tune": 5,
+    "winner": 5,
     "report": 5,
     "nightly": 6,
     "inputs": 6,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,59 @@ def url(tmp_path: Path) -> str:
 
 def test_a_measurement_survives_its_json() -> None:
     assert measurement_from_dict(measured().to_dict()) == measured()
+
+
+def test_a_record_of_the_first_version_is_read() -> None:
+    """When a probe stopped itself it was told at which speed."""
+    record = json.loads(json.dumps(measured().to_dict()))
+    record["spec"]["stop_below_tokens_per_second"] = 5.0
+    assert measurement_from_dict(record) == measured()
+
+
+def fields(record: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
+    """Where each value of a record is."""
+    for name, value in record.items():
+        yield (*above, name)
+        if isinstance(value, dict):
+            yield from fields(value, *above, name)
+
+
+FIELDS = [
+    path
+    for path in fields(json.loads(json.dumps(measured().to_dict())))
+    if path != ("schema_version",)
+]
+
+
+@pytest.mark.parametrize("path", FIELDS, ids=".".join)
+def test_a_value_of_the_wrong_type_is_refused_by_name(path: tuple[str, ...]) -> None:
+    record = json.loads(json.dumps(measured().to_dict()))
+    place = record
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = {"garbage": True}
+    with pytest.raises(ValueError, match="no measurement") as raised:
+        measurement_from_dict(record)
+    assert ".".join(path) in str(raised.value) or f"{path[-1]}.garbage" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"outcome": "excellent"}, "outcome is 'excellent'"),
+        ({"micro_step_seconds": None}, "its step took no time"),
+        ({"micro_step_seconds": 0.0, "optimizer_step_seconds": 0.0}, "its step took no time"),
+        ({"micro_step_seconds": float("nan")}, "micro_step_seconds is nan"),
+        ({"peak_reserved_bytes": None}, "its memory is not there"),
+        ({"num_steps": True}, "num_steps is True and should be of type int"),
+        ({"config": None}, "config is None"),
+        ({"fingerprint": {"versions": ["torch"]}}, "fingerprint.versions"),
+    ],
+)
+def test_what_cannot_have_been_measured_is_refused(changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match="no measurement") as raised:
+        measurement_from_dict(measured().to_dict() | changes)
+    assert part in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 
 from autotune import probing
 from autotune.config import TrainConfig, Workload
-from autotune.errors import NothingFitsError, StorageError, WorkerError
+from autotune.errors import HardwareError, NothingFitsError, StorageError, WorkerError
 from autotune.isolate import WorkerEnd
 from autotune.models import resolve
 from autotune.probes import ProbeTable, open_probes
@@ -27,6 +27,7 @@ from autotune.store import CONSTRAINT, open_study
 BUDGET_BYTES = 10**9
 SPEC = ProbeSpec(task="causal-lm", backend="cpu", memory_budget_bytes=BUDGET_BYTES, max_seconds=1.0)
 HERE = Fingerprint(device="a CPU", driver="", cuda="", versions=(("torch", "2.13"),), allocator="")
+LATER = dataclasses.replace(HERE, versions=(("torch", "2.14"),))
 MODEL = resolve("openai-community/gpt2")
 BASE = TrainConfig(
     method="full",
@@ -38,7 +39,8 @@ BASE = TrainConfig(
 )
 SIZES = (1, 2, 4, 8, 16)
 
-Answer = Callable[[TrainConfig, float | None], Measurement | WorkerEnd]
+Answer = Callable[[TrainConfig], Measurement | WorkerEnd]
+OnAnswer = Callable[[dict[str, Any]], None]
 Confirm = Callable[[TrainConfig], Measurement | WorkerEnd]
 
 
@@ -97,29 +99,48 @@ class Server:
         self.deadlines_seconds: list[float] = []
         self.folders: list[Path] = []
         self.probed: list[int] = []
-        self.stop_below: list[float | None] = []
 
-    def run(self, verb: str, request: dict[str, Any], *, deadline_seconds: float) -> WorkerEnd:
+    def run(
+        self,
+        verb: str,
+        request: dict[str, Any],
+        *,
+        deadline_seconds: float,
+        on_answer: OnAnswer | None = None,
+    ) -> WorkerEnd:
         assert deadline_seconds > 0
         if verb == "fingerprint":
             return ended({"fingerprint": dataclasses.asdict(HERE)})
         config = TrainConfig(**request["train_config"])
-        stop_below = request["spec"]["stop_below_tokens_per_second"]
+        folder = Path(request["folder"])
+        assert folder.is_dir()
         if request["spec"]["confirm_steps"]:
             self.confirmed.append(config.micro_batch_size)
             self.deadlines_seconds.append(deadline_seconds)
-            self.folders.append(Path(request["folder"]))
-            assert self.folders[-1].is_dir()
+            self.folders.append(folder)
             seen = self.confirm(config)
             if isinstance(seen, Measurement):
                 seen = dataclasses.replace(seen, spec=ProbeSpec(**request["spec"]))
         else:
             self.probed.append(config.micro_batch_size)
-            self.stop_below.append(stop_below)
-            seen = self.answer(config, stop_below)
+            seen = self.answer(config)
+            if isinstance(seen, Measurement) and on_answer is not None:
+                seen = timed(seen, folder, on_answer)
         if isinstance(seen, WorkerEnd):
             return seen
         return ended({"step": 1}, {"measurement": seen.to_dict()})
+
+
+def timed(seen: Measurement, folder: Path, on_answer: OnAnswer) -> Measurement:
+    """Its steps handed out one by one, until it is told to stop, as a probe does."""
+    for step in range(1, seen.num_steps + 1):
+        on_answer({"step": step, "tokens_per_second_at_most": seen.tokens_per_second})
+        if (folder / "stop").exists():
+            reason = (folder / "stop").read_text(encoding="utf-8")
+            message = f"stopped after {step} steps: {reason}"
+            return dataclasses.replace(seen, outcome="slow", message=message, num_steps=step)
+    on_answer({"measurement": seen.to_dict()})
+    return seen
 
 
 def ended(*answered: dict[str, Any], how: str = "ok", code: int = 0, said: str = "") -> WorkerEnd:
@@ -173,7 +194,7 @@ def trials(url: str) -> list[optuna.trial.FrozenTrial]:
 
 
 def test_the_fastest_that_fits_wins_and_is_told_as_measured(url: str, table: ProbeTable) -> None:
-    found = run(url, table, Server(lambda config, _: measured(config)), baseline=True)
+    found = run(url, table, Server(lambda config: measured(config)), baseline=True)
     # 16 samples would be faster and need 1.6 GB of 1 GB.
     assert found.best.config.micro_batch_size == 8
     assert found.baseline is not None
@@ -188,7 +209,7 @@ def test_the_fastest_that_fits_wins_and_is_told_as_measured(url: str, table: Pro
 
 
 def test_out_of_memory_is_pruned_with_what_was_lacking(url: str, table: ProbeTable) -> None:
-    def answer(config: TrainConfig, _: float | None) -> Measurement:
+    def answer(config: TrainConfig) -> Measurement:
         large = config.micro_batch_size >= 8
         return out_of_memory(config) if large else measured(config)
 
@@ -200,7 +221,7 @@ def test_out_of_memory_is_pruned_with_what_was_lacking(url: str, table: ProbeTab
 
 
 def test_a_retry_of_the_allocator_does_not_fit(url: str, table: ProbeTable) -> None:
-    def answer(config: TrainConfig, _: float | None) -> Measurement:
+    def answer(config: TrainConfig) -> Measurement:
         return measured(config, num_alloc_retries=int(config.micro_batch_size == 8))
 
     assert run(url, table, Server(answer)).best.config.micro_batch_size == 4
@@ -208,26 +229,56 @@ def test_a_retry_of_the_allocator_does_not_fit(url: str, table: ProbeTable) -> N
     assert retried.constraints[CONSTRAINT] > 0
 
 
-def test_later_probes_know_what_they_must_reach(url: str, table: ProbeTable) -> None:
-    # The first is twice as slow as predicted, so others are worth a try.
-    first = measured(with_size(8), micro_step_seconds=0.2 * 8**0.5)
-    server = Server(
-        lambda config, _: (
-            first
-            if config.micro_batch_size == 8
-            else measured(config, outcome="slow", message="stopped after 2 steps")
-        )
-    )
-    found = run(url, table, server)
-    assert found.best == first
-    assert server.stop_below[0] is None
-    assert all(s == pytest.approx(0.98 * first.tokens_per_second) for s in server.stop_below[1:])  # type: ignore[operator]
-    assert all(t.state is not TrialState.RUNNING for t in trials(url))
+@pytest.fixture
+def all_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search does not stop before every candidate has been probed."""
+    monkeypatch.setattr(probing.PredictionSampler, "should_stop", lambda *_: False)
+
+
+@pytest.mark.usefixtures("all_probed")
+def test_a_probe_that_cannot_reach_the_best_is_pruned_part_way(url: str, table: ProbeTable) -> None:
+    found = run(url, table, Server(slow_sizes))
+    assert found.best.config.micro_batch_size == 8
+    first, *others = trials(url)
+    # 2 x 0.16 x sqrt(8) + 0.1 s for 16 x 128 tokens, at each of five steps.
+    speed = 2048 / (0.32 * 8**0.5 + 0.1)
+    assert first.state is TrialState.COMPLETE
+    assert first.value == pytest.approx(speed)
+    assert first.intermediate_values == dict.fromkeys(range(1, 6), pytest.approx(speed))
+    (pruned,) = [t for t in others if t.params["micro_batch_size"] == 4]
+    assert pruned.state is TrialState.PRUNED
+    # 4 x 0.13 x 2 + 0.1 s; what it took while it ran is told as well.
+    at_most = 2048 / 1.14
+    assert pruned.intermediate_values == {1: pytest.approx(at_most), 2: pytest.approx(at_most)}
+    assert pruned.constraints == {CONSTRAINT: 400_000_000 - BUDGET_BYTES}
+    share = 100 * at_most / speed
+    said = f"stopped after 2 steps: at most {share:.0f} % of the best"
+    assert pruned.user_attrs["message"] == said
+
+
+def test_nonsense_between_the_lines_is_passed_over(url: str, table: ProbeTable) -> None:
+    class Garbler(Server):
+        def run(self, verb: str, *rest: Any, on_answer: Any = None, **named: Any) -> WorkerEnd:
+            if on_answer is not None:
+                for step, speed in (
+                    (None, 1.0),
+                    (1, "fast"),
+                    (1, True),
+                    (1, float("nan")),
+                    (2, -1.0),
+                ):
+                    on_answer({"step": step, "tokens_per_second_at_most": speed})
+                on_answer({})
+            return super().run(verb, *rest, on_answer=on_answer, **named)
+
+    found = run(url, table, Garbler(lambda config: measured(config)))
+    assert found.best.config.micro_batch_size == 8
+    assert set(trials(url)[0].intermediate_values) == {1, 2, 3, 4, 5}
 
 
 def test_what_the_table_has_is_not_run_again(url: str, table: ProbeTable) -> None:
-    run(url, table, Server(lambda config, _: measured(config)))
-    again = Server(lambda config, _: pytest.fail("probed again"))
+    run(url, table, Server(lambda config: measured(config)))
+    again = Server(lambda config: pytest.fail("probed again"))
     with open_study(url, "s2", workload=WORKLOAD, gpu="CPU") as other:
         plan = Plan(
             pool=[predicted(size) for size in SIZES],
@@ -243,7 +294,7 @@ def test_what_the_table_has_is_not_run_again(url: str, table: ProbeTable) -> Non
 
 
 def test_the_same_command_goes_on_where_it_was_stopped(url: str, table: ProbeTable) -> None:
-    def interrupted(config: TrainConfig, _: float | None) -> Measurement:
+    def interrupted(config: TrainConfig) -> Measurement:
         if config.micro_batch_size != 8:
             raise KeyboardInterrupt
         return measured(config, micro_step_seconds=0.9)
@@ -251,7 +302,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(url: str, table: ProbeTab
     with pytest.raises(KeyboardInterrupt):
         run(url, table, Server(interrupted))
     assert all(t.state.is_finished() for t in trials(url))
-    server = Server(lambda config, _: measured(config))
+    server = Server(lambda config: measured(config))
     found = run(url, table, server)
     assert 8 not in server.probed
     assert found.best.config.micro_batch_size == 4
@@ -260,14 +311,14 @@ def test_the_same_command_goes_on_where_it_was_stopped(url: str, table: ProbeTab
 def test_a_trial_left_running_by_a_killed_process_is_closed(url: str, table: ProbeTable) -> None:
     with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
         study.ask()
-    run(url, table, Server(lambda config, _: measured(config)))
+    run(url, table, Server(lambda config: measured(config)))
     first = trials(url)[0]
     assert first.state is TrialState.FAIL
     assert first.user_attrs["outcome"] == "interrupted"
 
 
 def test_a_study_that_cannot_be_read_is_said_and_left_alone(url: str, table: ProbeTable) -> None:
-    server = Server(lambda config, _: measured(config))
+    server = Server(lambda config: measured(config))
     run(url, table, server)
     with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
         spoil = "UPDATE trial_user_attributes SET value_json = '{}' WHERE key = 'measurement'"
@@ -287,6 +338,8 @@ def test_a_study_that_cannot_be_read_is_said_and_left_alone(url: str, table: Pro
         (ended(how="unreadable"), "crashed"),
         (ended({"step": 3}), "crashed"),
         (ended({"measurement": {"outcome": "ok"}}), "crashed"),
+        (ended({"measurement": "good"}), "crashed"),
+        (ended(), "crashed"),
     ],
 )
 def test_how_a_process_ends_is_an_outcome(table: ProbeTable, end: WorkerEnd, outcome: str) -> None:
@@ -297,9 +350,67 @@ def test_how_a_process_ends_is_an_outcome(table: ProbeTable, end: WorkerEnd, out
     assert not measurement.fits
 
 
+def test_a_worker_that_measures_something_else_is_not_believed(table: ProbeTable) -> None:
+    other = ended({"measurement": measured(with_size(2)).to_dict()})
+    prober = Prober(Server(lambda *_: other), table, MODEL, SPEC)  # type: ignore[arg-type]
+    measurement = prober.measure(BASE)
+    assert (measurement.outcome, measurement.config) == ("crashed", BASE)
+    assert "something else" in measurement.message
+
+
+class Fingerprinter:
+    """A server whose worker answers so when it is asked for its fingerprint."""
+
+    def __init__(self, end: WorkerEnd) -> None:
+        self._end = end
+
+    def run(self, verb: str, *_: Any, **__: Any) -> WorkerEnd:
+        assert verb == "fingerprint"
+        return self._end
+
+
+def unusable(reason: str) -> WorkerEnd:
+    return ended({"unusable": reason})
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "parts"),
+    [
+        (
+            unusable(
+                "The NVIDIA driver on your system is too old (found version 11040). Please update"
+            ),
+            HardwareError,
+            ("cannot use the GPU", "found version 11040", "Update NVIDIA's driver"),
+        ),
+        (
+            unusable("Torch not compiled with CUDA enabled"),
+            HardwareError,
+            ("cannot use the GPU", "built with CUDA"),
+        ),
+        (unusable("CUDA unknown error"), HardwareError, ("CUDA unknown error", "nvidia-smi")),
+        (ended(), WorkerError, ("nonsense", "fingerprint is None")),
+        (ended({"fingerprint": 5}), WorkerError, ("nonsense", "fingerprint is 5")),
+        (
+            ended({"fingerprint": dataclasses.asdict(HERE) | {"driver": 5}}),
+            WorkerError,
+            ("nonsense", "fingerprint.driver is 5"),
+        ),
+        (ended(how="crashed", code=1, said="Oh"), WorkerError, ("Oh",)),
+    ],
+)
+def test_without_a_fingerprint_it_says_why(
+    table: ProbeTable, end: WorkerEnd, kind: type[Exception], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(kind) as raised:
+        Prober(Fingerprinter(end), table, MODEL, SPEC)  # type: ignore[arg-type]
+    for part in parts:
+        assert part in str(raised.value)
+
+
 def test_a_crash_is_tried_once_more_and_costs_nothing_else(url: str, table: ProbeTable) -> None:
     crash = ended(how="crashed", code=-signal.SIGSEGV, said="Segmentation fault")
-    server = Server(lambda config, _: crash if config.micro_batch_size == 8 else measured(config))
+    server = Server(lambda config: crash if config.micro_batch_size == 8 else measured(config))
     found = run(url, table, server)
     assert server.probed.count(8) == 2
     assert found.best.config.micro_batch_size == 4
@@ -309,7 +420,7 @@ def test_nothing_that_fits_and_nothing_that_works_are_told_apart(
     url: str, table: ProbeTable
 ) -> None:
     with pytest.raises(NothingFitsError, match="Nothing that was probed fits"):
-        run(url, table, Server(lambda config, _: out_of_memory(config)))
+        run(url, table, Server(lambda config: out_of_memory(config)))
 
 
 def test_only_failures_are_a_worker_error(url: str, table: ProbeTable) -> None:
@@ -318,12 +429,12 @@ def test_only_failures_are_a_worker_error(url: str, table: ProbeTable) -> None:
         run(url, table, Server(lambda *_: crash))
 
 
-def each_size(config: TrainConfig, _: float | None) -> Measurement:
+def each_size(config: TrainConfig) -> Measurement:
     """All but the largest fit; 8 is the fastest, then 4, then 2."""
     return measured(config)
 
 
-def slow_sizes(config: TrainConfig, _: float | None) -> Measurement:
+def slow_sizes(config: TrainConfig) -> Measurement:
     """Slower than predicted, the fastest most of all, so that the others are probed too."""
     slower = {8: 1.6, 4: 1.3}.get(config.micro_batch_size, 1.1)
     return measured(config, micro_step_seconds=slower * 0.1 * config.micro_batch_size**0.5)
@@ -393,22 +504,14 @@ def test_where_the_winner_fails_the_next_takes_its_place(
     assert not any(folder.exists() for folder in server.folders)
 
 
-def test_what_was_stopped_as_too_slow_may_be_the_next(
-    url: str, table: ProbeTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("all_probed")
+def test_what_was_stopped_as_too_slow_may_be_the_next(url: str, table: ProbeTable) -> None:
     """Rather than 16 samples, which are faster and over the budget."""
-    monkeypatch.setattr(probing.PredictionSampler, "should_stop", lambda *_: False)
-
-    def answer(config: TrainConfig, stop_below: float | None) -> Measurement:
-        seen = slow_sizes(config, None)
-        assert seen.tokens_per_second is not None
-        is_slow = stop_below is not None and seen.tokens_per_second < stop_below
-        return dataclasses.replace(seen, outcome="slow") if is_slow else seen
 
     def confirm(config: TrainConfig) -> Measurement:
         return out_of_memory(config) if config.micro_batch_size == 8 else measured(config)
 
-    server = Server(answer, confirm)
+    server = Server(slow_sizes, confirm)
     found = run(url, table, server, confirm_steps=7)
     assert found.outcomes["slow"] >= 2
     assert 16 in server.probed
@@ -442,6 +545,112 @@ def test_where_all_fail_it_is_an_error_that_says_why(url: str, table: ProbeTable
     crash = Server(slow_sizes, lambda _: ended(how="crashed", code=1, said="no such thing"))
     with pytest.raises(WorkerError, match="no such thing"):
         run(url, table, crash, confirm_steps=9)
+
+
+@pytest.mark.usefixtures("all_probed")
+def test_a_winner_that_disappoints_makes_way_for_one_that_does_not(
+    url: str, table: ProbeTable
+) -> None:
+    """In its probe 8 is the faster one; over whole steps it is slower than what 4 was seen to do."""
+
+    def confirm(config: TrainConfig) -> Measurement:
+        slower = {8: 2.4, 4: 1.3}[config.micro_batch_size]
+        return measured(config, micro_step_seconds=slower * 0.1 * config.micro_batch_size**0.5)
+
+    server = Server(slow_sizes, confirm)
+    found = run(url, table, server, confirm_steps=7)
+    assert server.confirmed == [8, 4]
+    assert found.best.config == found.final.config == with_size(4)
+    assert found.predicted.config == with_size(4)
+    assert found.is_confirmed
+    assert found.rejected == ()
+
+
+@pytest.mark.usefixtures("all_probed")
+@pytest.mark.parametrize(
+    ("of_8", "of_4", "confirmed"),
+    [
+        # Slower than its probe, and no slower than the other's.
+        (1.7, None, [8]),
+        # All turn out slower, and the first remains ahead; three are enough.
+        (2.4, measured(with_size(4), micro_step_seconds=0.4), [8, 4, 2]),
+        # The other does not fit after all.
+        (2.4, out_of_memory(with_size(4)), [8, 4]),
+    ],
+)
+def test_a_winner_that_disappoints_stays_where_none_is_better(
+    url: str, table: ProbeTable, of_8: float, of_4: Measurement | None, confirmed: list[int]
+) -> None:
+    def confirm(config: TrainConfig) -> Measurement:
+        if config.micro_batch_size == 4:
+            assert of_4 is not None
+            return of_4
+        return measured(config, micro_step_seconds=of_8 * 0.1 * config.micro_batch_size**0.5)
+
+    server = Server(slow_sizes, confirm)
+    found = run(url, table, server, confirm_steps=7)
+    assert server.confirmed == confirmed
+    assert found.final.config == with_size(8)
+    assert found.is_confirmed
+
+
+def test_the_search_goes_on_without_what_was_refused(url: str, table: ProbeTable) -> None:
+    """Nothing comes near 8, so nothing else was probed: but 8 fails when it is confirmed."""
+    slowly = {8: 1.0, 4: 30.0, 2: 40.0, 1: 50.0}
+
+    def predict(size: int) -> Estimate:
+        seconds = slowly.get(size, 1.0) * 0.1 * size**0.5
+        return dataclasses.replace(predicted(size), micro_step_seconds=seconds)
+
+    def answer(config: TrainConfig) -> Measurement:
+        size = config.micro_batch_size
+        return measured(config, micro_step_seconds=slowly[size] * 0.1 * size**0.5)
+
+    def confirm(config: TrainConfig) -> Measurement:
+        return out_of_memory(config) if config.micro_batch_size == 8 else answer(config)
+
+    server = Server(answer, confirm)
+    plan = Plan(
+        pool=[predict(size) for size in SIZES],
+        base=BASE,
+        baseline=None,
+        budget_bytes=BUDGET_BYTES,
+        max_probes=10,
+        confirm_steps=7,
+    )
+    with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
+        found = search(study, plan, Prober(server, table, MODEL, SPEC))  # type: ignore[arg-type]
+    assert server.confirmed == [8, 4]
+    assert found.best.config == with_size(4)
+    # Measured to its end: what was refused is no rival.
+    assert found.best.outcome == "ok"
+
+
+def test_what_other_libraries_measured_is_measured_again(url: str, table: ProbeTable) -> None:
+    """A study outlives an update: what was faster then does not stop what is measured now."""
+    run(url, table, Server(lambda config: measured(config, micro_step_seconds=0.01)))
+
+    class Updated(Server):
+        def run(self, verb: str, *rest: Any, **named: Any) -> WorkerEnd:
+            if verb == "fingerprint":
+                return ended({"fingerprint": dataclasses.asdict(LATER)})
+            return super().run(verb, *rest, **named)
+
+    server = Updated(lambda config: dataclasses.replace(measured(config), fingerprint=LATER))
+    found = run(url, table, server)
+    assert server.probed[0] == 8
+    assert found.best.fingerprint == LATER
+    assert found.best.outcome == "ok"
+
+
+def test_of_two_tries_the_second_is_remembered(url: str, table: ProbeTable) -> None:
+    crash = ended(how="crashed", code=-signal.SIGSEGV)
+    ends: list[WorkerEnd | Measurement] = [crash, measured(with_size(8))]
+    server = Server(lambda config: ends.pop(0))
+    assert run(url, table, server, max_probes=2).best.config == with_size(8)
+    again = run(url, table, Server(lambda config: measured(config)))
+    assert again.best.config == with_size(8)
+    assert again.num_reused == 0
 
 
 def test_a_full_disk_costs_the_confirmation_and_not_the_answer(url: str, table: ProbeTable) -> None:

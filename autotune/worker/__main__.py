@@ -6,11 +6,12 @@ trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capabili
          "cublas_workspace_bytes": int, "traces": [{"id": int, "spec": {...}, "whole": bool}]}
         one line per trace: {"id": int, "trace": {...}}, or {"id": int, "unsupported": reason}
 probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}, "folder": str (may lack)}
-        its temporary files go into the folder
+        its temporary files go into the folder; as soon as a file STOP_FILE is in it, whose text says why,
+        it times no further step
         lines while it times: {"step": int, "tokens_per_second_at_most": float}; the last line:
         {"measurement": {Measurement}}
 fingerprint {"backend": str}
-        {"fingerprint": {Fingerprint}}
+        {"fingerprint": {Fingerprint}}, or {"unusable": why PyTorch cannot use the device}
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 from autotune.config import TrainConfig
 from autotune.isolate import die_with_parent
-from autotune.results import SCHEMA_VERSION, ProbeSpec, TraceSpec
+from autotune.results import SCHEMA_VERSION, STOP_FILE, ProbeSpec, TraceSpec
 
 Answers = Iterator[dict[str, Any]]
 Verb = Callable[[dict[str, Any]], Answers]
@@ -71,18 +72,38 @@ def _probe(request: dict[str, Any]) -> Answers:
 
     config, spec = TrainConfig(**request["train_config"]), ProbeSpec(**request["spec"])
 
+    folder = request.get("folder")
+    stop_file = None if folder is None else Path(folder) / STOP_FILE
+
     def measure(on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        folder = request.get("folder")
-        measurement = probe(request["config"], config, spec, on_progress, folder=folder)
+        measurement = probe(
+            request["config"],
+            config,
+            spec,
+            on_progress,
+            folder=folder,
+            stop_reason=lambda: "" if stop_file is None else _read_if_there(stop_file),
+        )
         return {"measurement": measurement.to_dict()}
 
     yield from _as_it_comes(measure)
 
 
+def _read_if_there(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+
+
 def _fingerprint(request: dict[str, Any]) -> Answers:
     from autotune.worker.fingerprint import fingerprint
 
-    yield {"fingerprint": dataclasses.asdict(fingerprint(request["backend"]))}
+    try:
+        yield {"fingerprint": dataclasses.asdict(fingerprint(request["backend"]))}
+    except (AssertionError, RuntimeError) as error:
+        # torch.cuda._lazy_init of 2.13: no CUDA in this build; no driver, one too old, no free card.
+        yield {"unusable": str(error).partition("\n")[0]}
 
 
 def _as_it_comes(

@@ -52,8 +52,6 @@ MAX_WARM_UP_STEPS = 8
 """[judgement] Reserved bytes grow in the first two steps, seldom in a third."""
 MIN_TIMED_STEPS = 3
 """Fewer say nothing of their spread."""
-MIN_STEPS_TO_GIVE_UP = 2
-"""Timed steps before a configuration is called too slow."""
 NUM_STEPS_BEFORE_EVALUATION = 2
 """The first makes the optimizer's state, the second is like all that follow."""
 LONG_STEP_SECONDS = 0.5
@@ -61,6 +59,7 @@ LONG_STEP_SECONDS = 0.5
 MAX_ACCUMULATION = 2
 
 OnProgress = Callable[[dict[str, Any]], None]
+StopReason = Callable[[], str]
 
 
 def probe(
@@ -70,12 +69,14 @@ def probe(
     on_progress: OnProgress = lambda _: None,
     *,
     folder: str | None = None,
+    stop_reason: StopReason = lambda: "",
 ) -> Measurement:
     """Measure one configuration. The process should have run no other on this device.
 
     `folder`: where its temporary folder goes [default: where all go].
-    `on_progress` gets {"step": timed steps so far, "tokens_per_second_at_most": float}. Whatever is
-    neither out of memory nor invalid is raised as it is.
+    `on_progress` gets {"step": timed steps so far, "tokens_per_second_at_most": float}; `stop_reason`
+    is asked after each timed step: what it answers ends the timing (outcome slow), unless that was
+    done anyway. Whatever is neither out of memory nor invalid is raised as it is.
     """
     began = time.perf_counter()
     compute_dtype = getattr(torch, PRECISIONS[config.precision].compute_dtype)
@@ -85,7 +86,8 @@ def probe(
         torch.set_num_threads(1)
     try:
         with device_memory(spec.backend, spec.memory_budget_bytes, compute_dtype) as memory:
-            figures = _run(model_config, config, spec, memory, on_progress, folder)
+            watch = _Watch(config, spec, memory, on_progress, stop_reason)
+            figures = _run(model_config, watch, folder)
     except (Invalid, models.UnsupportedModel) as error:
         is_finite = False if isinstance(error, NotFinite) else None
         figures = {"outcome": "invalid", "message": str(error), "loss_is_finite": is_finite}
@@ -115,29 +117,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
 
 
-def _run(
-    model_config: dict[str, Any],
-    config: TrainConfig,
-    spec: ProbeSpec,
-    memory: DeviceMemory,
-    on_progress: OnProgress,
-    folder: str | None,
-) -> dict[str, Any]:
+def _run(model_config: dict[str, Any], watch: _Watch, folder: str | None) -> dict[str, Any]:
     """Fields of the Measurement of a run that came to its end."""
+    config, spec, memory = watch.config, watch.spec, watch.memory
     checks.require(checks.check_backend(config, spec.backend))
     torch.manual_seed(0)
     hf_config = models.load_config(model_config)
     model = build(hf_config, spec.task, config, memory.device)
     memory.model_is_built()
     checks.require(checks.check_model(model, config))
-    watch = _Watch(config, spec, memory, on_progress)
     with tempfile.TemporaryDirectory(prefix="autotune-probe-", dir=folder) as output_folder:
         watch.train(model, _arguments(config, spec, output_folder), hf_config)
     peaks = memory.peaks(watch.innermost_optimizer())
     timings = summarize(watch.steps)
     return {
-        "outcome": "slow" if watch.too_slow else "ok",
-        "message": watch.too_slow,
+        "outcome": "slow" if watch.stopped else "ok",
+        "message": watch.stopped,
         **dataclasses.asdict(timings),
         **dataclasses.asdict(peaks),
         "loss_is_finite": True,
@@ -208,15 +203,21 @@ class _Watch(TrainerCallback):
     """Follows the Trainer: checks, warm-up, timing, and when it is enough."""
 
     def __init__(
-        self, config: TrainConfig, spec: ProbeSpec, memory: DeviceMemory, on_progress: OnProgress
+        self,
+        config: TrainConfig,
+        spec: ProbeSpec,
+        memory: DeviceMemory,
+        on_progress: OnProgress,
+        stop_reason: StopReason,
     ) -> None:
+        self.config = config
+        self.spec = spec
+        self.memory = memory
         self.steps: list[StepSeconds] = []
-        self.too_slow = ""
-        """Why it was stopped; empty when it was not."""
-        self._config = config
-        self._spec = spec
-        self._memory = memory
+        self.stopped = ""
+        """Why, where it was told to; else empty."""
         self._on_progress = on_progress
+        self._stop_reason = stop_reason
         self._clock: Clock = CudaClock() if spec.backend == "cuda" else CpuClock()
         self._trainer: Any = None
         self._evaluation_rows: _Rows | None = None
@@ -231,23 +232,23 @@ class _Watch(TrainerCallback):
 
     def train(self, model: Any, arguments: TrainingArguments, hf_config: PretrainedConfig) -> None:
         """Raises Invalid, or whatever the training step raises."""
-        if self._spec.task == "sequence-classification" and model.config.pad_token_id is None:
+        if self.spec.task == "sequence-classification" and model.config.pad_token_id is None:
             model.config.pad_token_id = 0  # Decoders ask where a padded row ends.
-        micro_batch = self._config.micro_batch_size
+        micro_batch = self.config.micro_batch_size
         num_rows = arguments.max_steps * arguments.gradient_accumulation_steps * micro_batch
-        sequence_length = self._config.sequence_length
-        rows = _Rows(hf_config, self._spec.task, sequence_length, num_rows, kept=2 * micro_batch)
-        if self._spec.confirm_steps:
+        sequence_length = self.config.sequence_length
+        rows = _Rows(hf_config, self.spec.task, sequence_length, num_rows, kept=2 * micro_batch)
+        if self.spec.confirm_steps:
             num_rows = confirm.NUM_EVALUATION_BATCHES * micro_batch
             self._evaluation_rows = _Rows(
-                hf_config, self._spec.task, sequence_length, num_rows, kept=num_rows
+                hf_config, self.spec.task, sequence_length, num_rows, kept=num_rows
             )
         self._trainer = _WatchedTrainer(
             model=model, args=arguments, train_dataset=rows, callbacks=[self]
         )
         self._trainer.watch = self
         self._trainer.remove_callback(PrinterCallback)
-        self._first = checks.FirstStep(model, self._memory.device.type)
+        self._first = checks.FirstStep(model, self.memory.device.type)
         try:
             self._trainer.train()
         except (RuntimeError, ValueError) as error:
@@ -271,7 +272,7 @@ class _Watch(TrainerCallback):
         self._marks.micro_steps.append((start, self._clock.mark()))
         if self._first is not None and self._num_steps == 0 and len(self._marks.micro_steps) == 1:
             self._first.close()
-            checks.require(self._first.complaints(self._config))
+            checks.require(self._first.complaints(self.config))
         return self._loss
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -294,16 +295,16 @@ class _Watch(TrainerCallback):
         optimizer = self.innermost_optimizer()
         self._check_loss()
         if self._num_steps == 1:
-            complaints = checks.check_optimizer(optimizer, self._config)
+            complaints = checks.check_optimizer(optimizer, self.config)
             accelerator = self._trainer.accelerator
-            complaints += checks.check_precision(accelerator, self._config, self._spec.backend)
+            complaints += checks.check_precision(accelerator, self.config, self.spec.backend)
             checks.require(complaints)
         if self._evaluation_rows is not None and self._num_steps >= NUM_STEPS_BEFORE_EVALUATION:
             # With each further warm-up step again: what settles may begin to count anew.
             confirm.evaluate(self._trainer, self._evaluation_rows)
             if self._num_steps == NUM_STEPS_BEFORE_EVALUATION:
                 confirm.save_checkpoint(self._trainer)
-        is_steady = self._memory.settle(optimizer, self._num_steps)
+        is_steady = self.memory.settle(optimizer, self._num_steps)
         if is_steady or self._num_steps == MAX_WARM_UP_STEPS:
             self._is_timing = True
             self._timing_began = time.perf_counter()
@@ -324,34 +325,32 @@ class _Watch(TrainerCallback):
         """Read the times of finished steps; whether there were any."""
         for marks in list(ready):
             self._pending.remove(marks)
-            if self._spec.confirm_steps:
+            if self.spec.confirm_steps:
                 self.steps.append(whole_step_seconds(self._clock, marks))
             else:
-                accumulation = self._config.gradient_accumulation_steps
+                accumulation = self.config.gradient_accumulation_steps
                 self.steps.append(step_seconds(self._clock, marks, accumulation))
         return bool(ready)
 
     def _is_enough(self) -> bool:
         fastest = min(step.total_seconds for step in self.steps)
-        at_most = self._config.tokens_per_step / fastest
+        at_most = self.config.tokens_per_step / fastest
         num_timed = len(self.steps)
         self._on_progress({"step": num_timed, "tokens_per_second_at_most": at_most})
-        if self._spec.confirm_steps:
-            return num_timed >= self._spec.confirm_steps
-        wanted = self._spec.stop_below_tokens_per_second
-        if wanted is not None and at_most < wanted and num_timed >= MIN_STEPS_TO_GIVE_UP:
-            self.too_slow = (
-                f"stopped after {self._num_steps} steps: "
-                f"at most {100 * at_most / wanted:.0f} % of the best"
-            )
+        if self.spec.confirm_steps:
+            return num_timed >= self.spec.confirm_steps
+        if num_timed >= self.spec.max_steps:
             return True
-        if num_timed >= self._spec.max_steps:
-            return True
-        if time.perf_counter() - self._timing_began >= self._spec.max_seconds:
+        if time.perf_counter() - self._timing_began >= self.spec.max_seconds:
             return True
         current = spread(self.steps)
-        is_precise = current is not None and current < self._spec.target_spread
-        return is_precise and num_timed >= MIN_TIMED_STEPS
+        is_precise = current is not None and current < self.spec.target_spread
+        if is_precise and num_timed >= MIN_TIMED_STEPS:
+            return True
+        reason = self._stop_reason()
+        if reason:
+            self.stopped = f"stopped after {self._num_steps} steps: {reason}"
+        return bool(reason)
 
 
 _CANNOT_TRAIN = (

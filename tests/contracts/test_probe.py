@@ -249,12 +249,16 @@ def test_a_budget_of_the_predicted_size_is_enough() -> None:
 
 def test_a_hopeless_probe_is_stopped() -> None:
     lines: list[dict[str, Any]] = []
-    spec = dataclasses.replace(
-        SPEC, stop_below_tokens_per_second=1e9, max_seconds=100.0, max_steps=50
+    spec = dataclasses.replace(SPEC, max_seconds=100.0, max_steps=50)
+    measured = probe(
+        MODEL,
+        FULL,
+        spec,
+        lines.append,
+        stop_reason=lambda: "at most 61 % of the best" if len(lines) == 2 else "",
     )
-    measured = probe(MODEL, FULL, spec, lines.append)
     assert measured.outcome == "slow"
-    assert measured.message == "stopped after 4 steps: at most 0 % of the best"
+    assert measured.message == "stopped after 4 steps: at most 61 % of the best"
     assert (measured.num_steps, measured.fits) == (2, False)
     assert [line["step"] for line in lines] == [1, 2]
     at_most = [line["tokens_per_second_at_most"] for line in lines]
@@ -263,8 +267,9 @@ def test_a_hopeless_probe_is_stopped() -> None:
     assert at_most[1] >= measured.tokens_per_second
 
 
-def test_a_probe_that_is_fast_enough_goes_on() -> None:
-    assert run(stop_below_tokens_per_second=1.0).outcome == "ok"
+def test_a_probe_that_is_done_is_not_stopped() -> None:
+    measured = probe(MODEL, FULL, dataclasses.replace(SPEC, max_steps=1), stop_reason=lambda: "why")
+    assert (measured.outcome, measured.num_steps) == ("ok", 1)
 
 
 def test_timing_ends_when_it_is_precise_enough() -> None:
@@ -492,6 +497,15 @@ def test_the_worker_answers_line_by_line() -> None:
     assert measured.outcome == "ok"
     assert [line["step"] for line in progress] == list(range(1, measured.num_steps + 1))
     assert all(line["tokens_per_second_at_most"] > 0 for line in progress)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card here")
+def test_a_card_that_torch_cannot_use_is_said() -> None:
+    end = isolate.run("fingerprint", {"backend": "cuda"}, deadline_seconds=120)
+    assert end.how == "ok", end.stderr_tail
+    (answer,) = end.answers
+    assert set(answer) == {"unusable"}
+    assert "CUDA" in answer["unusable"] or "NVIDIA" in answer["unusable"]
 
 
 # A confirmation: longer, whole, with an evaluation and a checkpoint.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from autotune import isolate
 from autotune.config import TrainConfig
 from autotune.gpus import detect
-from autotune.results import Measurement, ProbeSpec, measurement_from_dict
+from autotune.results import STOP_FILE, Measurement, ProbeSpec, measurement_from_dict
 from autotune.units import GIB, MIB
 
 pytestmark = [
@@ -55,11 +56,12 @@ CONFIGS = {
 SPEC = ProbeSpec(task="causal-lm", backend="cuda", memory_budget_bytes=6 * GIB, max_seconds=5.0)
 
 
-def run(config: TrainConfig, **spec: Any) -> Measurement:
+def run(config: TrainConfig, folder: Path | None = None, **spec: Any) -> Measurement:
     request = {
         "config": MODEL,
         "train_config": config.to_dict(),
         "spec": dataclasses.asdict(dataclasses.replace(SPEC, **spec)),
+        "folder": None if folder is None else str(folder),
     }
     end = isolate.run("probe", request, deadline_seconds=120)
     assert end.how == "ok", end.stderr_tail
@@ -109,7 +111,8 @@ def test_a_confirmation_survives_what_its_probe_needed(name: str) -> None:
     assert confirmed.tokens_per_second == pytest.approx(probed.tokens_per_second, rel=0.1)
 
 
-def test_a_hopeless_probe_is_stopped() -> None:
-    measured = run(FULL, stop_below_tokens_per_second=1e12)
+def test_a_probe_is_stopped_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / STOP_FILE).write_text("too slow")
+    measured = run(FULL, tmp_path, target_spread=0.0)
     assert measured.outcome == "slow"
     assert measured.num_steps < SPEC.max_steps

@@ -1,0 +1,113 @@
+"""Of what was measured the one that wins: the fastest; of the tied what gives up least; confirmed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autotune.config import TrainConfig
+from autotune.errors import NothingFitsError, WorkerError
+from autotune.results import Measurement
+from autotune.tune import NOISE, describe, gives_up
+from autotune.units import format_bytes
+
+MAX_CONFIRMATIONS = 3
+"""[judgement] Three that fail have a cause in common, which a fourth would share."""
+
+Confirm = Callable[[Measurement], Measurement]
+"""Runs what a probe measured again, longer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Final:
+    """A winner, as Measured has it."""
+
+    best: Measurement
+    num_tied: int
+    confirmation: Measurement | None = None
+
+
+def final(
+    fitting: Sequence[Measurement],
+    rivals: Sequence[Measurement],
+    base: TrainConfig,
+    rejected: list[Measurement],
+    confirm: Confirm | None,
+    num_slower: int = 0,
+) -> Final | None:
+    """The winner of these, confirmed. None where it fails that, and is among the rejected then.
+
+    Where it is slower than a rival's probe by more than the noise, that one is confirmed too, and the
+    faster one of the two stands.
+    """
+    best, num_tied = _winner(fitting, base)
+    if confirm is None:
+        return Final(best=best, num_tied=num_tied)
+    confirmation = confirm(best)
+    told = Final(best=best, num_tied=num_tied, confirmation=confirmation)
+    if confirmation.outcome == "full_disk":
+        return told
+    if not confirmation.fits:
+        rejected.append(confirmation)
+        return None
+    least_speed = speed(confirmation) / (1 - NOISE)
+    faster = [m for m in rivals if m.config != best.config and speed(m) > least_speed]
+    if faster and len(rejected) + num_slower + 1 < MAX_CONFIRMATIONS:
+        other = final(faster, faster, base, rejected, confirm, num_slower + 1)
+        seen = None if other is None else other.confirmation
+        if seen is not None and seen.fits and speed(seen) > least_speed:
+            return other
+    return told
+
+
+def _winner(fitting: Sequence[Measurement], base: TrainConfig) -> tuple[Measurement, int]:
+    """Of those that are as fast as the fastest the one that gives up least, and how many others are."""
+    fastest = max(fitting, key=speed)
+    noise = max(NOISE, fastest.spread or 0.0)
+    tied = [m for m in fitting if speed(m) >= speed(fastest) * (1 - noise)]
+    best = min(tied, key=lambda m: (gives_up(m.config, base), -speed(m), repr(m.config)))
+    return best, len(tied) - 1
+
+
+def speed(measurement: Measurement) -> float:
+    assert measurement.tokens_per_second is not None
+    return measurement.tokens_per_second
+
+
+def stayed_within_budget(measurement: Measurement) -> bool:
+    """Whether a probe that was stopped as too slow would have fitted."""
+    if measurement.outcome != "slow" or measurement.tokens_per_second is None:
+        return False
+    return dataclasses.replace(measurement, outcome="ok").fits
+
+
+_NOTHING_MEASURED = {"crashed", "timeout", "invalid"}
+
+
+def none_confirmed(rejected: Sequence[Measurement]) -> NothingFitsError | WorkerError:
+    message = f"Nothing that fitted survived its confirmation ({len(rejected)} tried)"
+    why = "; ".join(f"{describe(m.config)}: {m.problem}" for m in rejected)
+    if {m.outcome for m in rejected} <= _NOTHING_MEASURED:
+        return WorkerError(message, why=why)
+    return NothingFitsError(
+        message,
+        why=why,
+        remedy="Give a larger budget, or take an answer without confirmation: --confirm-steps 0",
+    )
+
+
+def nothing_fits(
+    measured: Sequence[Measurement], budget_bytes: int
+) -> NothingFitsError | WorkerError:
+    outcomes: Mapping[str, int] = Counter(m.outcome for m in measured)
+    told = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
+    if set(outcomes) <= _NOTHING_MEASURED:
+        last = next((m.message for m in reversed(measured) if m.message), "nothing was probed")
+        return WorkerError(f"No probe measured anything ({told or 'none ran'})", why=last)
+    return NothingFitsError(
+        f"Nothing that was probed fits into {format_bytes(budget_bytes)}",
+        why=f"Of {len(measured)} probes: {told}",
+        remedy="Give a larger budget, a shorter --seq-len, or allow another --method",
+    )
