@@ -259,6 +259,8 @@ def find(
 
     choose = inputs.CHOOSERS.get(backend, inputs.choose_card)
     card, gpu_reason, budget_bytes = choose(gpu, gpu_mem)
+    if gpu_reason.startswith(f"{inputs.FOUND};"):
+        _say(f"note: {card.name}, {gpu_reason}")
     search_space = space_file.load(space)
     base_config = None if base is None else read_train_config(base)
     source = resolve(model)
@@ -293,7 +295,7 @@ def find(
             progress=progress,
         )
     # Only a planned card follows from the budget; another one needs a study of its own.
-    is_planned = gpu_reason not in (inputs.NAMED, inputs.FOUND, inputs.ON_CPU)
+    is_planned = not gpu_reason.startswith((inputs.NAMED, inputs.FOUND, inputs.ON_CPU))
     default_name = store.default_study_name(workload, gpu=None if is_planned else card.name)
     if backend in BACKENDS:
         default_name += "-measured"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from autotune import nvml
 from autotune.errors import ConfigError, nearest
 from autotune.units import GIB, KIB, MIB, format_bytes
 
@@ -154,43 +155,25 @@ def cpu_stand_in() -> Gpu:
 
 
 def detect() -> list[Gpu]:
-    """Return the NVIDIA cards of this machine in NVML's order, with their real capacity.
+    """Return the NVIDIA cards that a process sees here, in that order, with their real capacity.
 
-    Empty when there is no driver, no card or no NVML; never raises for that. Obeys
-    CUDA_VISIBLE_DEVICES. A card outside the catalogue has unknown peaks. Not modelled: MIG slices,
-    and CUDA_DEVICE_ORDER other than PCI_BUS_ID.
+    Empty when there is no driver, no card or no NVML (nvml.why_no_card says which); never raises for
+    that. Obeys CUDA_VISIBLE_DEVICES. A card outside the catalogue has unknown peaks. Not modelled: MIG
+    slices, and CUDA_DEVICE_ORDER other than PCI_BUS_ID.
     """
     try:
-        import pynvml
-    except ImportError:
+        with nvml.opened() as pynvml:
+            return [_detected(pynvml, handle) for handle in nvml.visible(pynvml)]
+    except nvml.NoCard:
         return []
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
-        ]
-        return [
-            _detected(pynvml, handle)
-            for index, handle in enumerate(handles)
-            if _is_visible(index, _text(pynvml.nvmlDeviceGetUUID(handle)))
-        ]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _detected(pynvml: Any, handle: Any) -> Gpu:
-    name = _text(pynvml.nvmlDeviceGetName(handle))
-    try:
-        # Version 2 tells apart what the driver keeps for itself; torch's total is without it.
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-        capacity_bytes, nominal_bytes = memory.total - memory.reserved, memory.total
-    except pynvml.NVMLError:
-        nominal_bytes = capacity_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    name = nvml.text(pynvml.nvmlDeviceGetName(handle))
+    memory = nvml.memory_of(pynvml, handle)
+    nominal_bytes = memory.total
+    # What the driver keeps for itself is not in torch's total.
+    capacity_bytes = nominal_bytes - getattr(memory, "reserved", 0)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     capability = (int(major), int(minor))
     known = _by_key().get(_key(name))
@@ -212,22 +195,6 @@ def _detected(pynvml: Any, handle: Any) -> Gpu:
         confidence="detected",
         notes="not in the catalogue: its speed is unknown",
     )
-
-
-def _is_visible(index: int, uuid: str) -> bool:
-    value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if value is None:
-        return True
-    entries = [entry.strip() for entry in value.split(",")]
-    return any(
-        entry == str(index) or (entry.startswith("GPU-") and uuid.startswith(entry))
-        for entry in entries
-    )
-
-
-def _text(value: str | bytes) -> str:
-    """NVML's Python binding has returned bytes before version 12."""
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _words(name: str) -> list[str]:

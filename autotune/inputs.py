@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 
-from autotune import gpus
+from autotune import gpus, nvml
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
 from autotune.gpus import Gpu
 from autotune.models import ModelSource
 from autotune.space import Context, broken_rules
-from autotune.units import format_bytes, parse_bytes
+from autotune.units import MIB, format_bytes, parse_bytes
 
 NAMED = "named"
 FOUND = "found here"
@@ -131,19 +131,24 @@ def check_rules(
 
 
 def card_here(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
-    """As choose_card, for probes on CUDA: the card of this machine, under a smaller budget if typed."""
+    """As choose_card, for probes on CUDA: the card of this machine, under a smaller budget if typed.
+
+    What others hold of it is no part of a budget.
+    """
     here = gpus.detect()
     if not here:
+        reason = nvml.why_no_card() or "NVIDIA's driver reports none on this machine"
         raise HardwareError(
             "--backend cuda needs a CUDA GPU",
-            why="NVIDIA's driver reports none on this machine",
+            why=reason[0].upper() + reason[1:],
             remedy="Leave --backend out, for a prediction",
         )
-    card, reason, budget_bytes = choose_card(None, size)
-    if reason != FOUND:
+    card = here[0]  # the one that a probe runs on
+    budget_bytes = card.capacity_bytes if size is None else parse_bytes(size)
+    if budget_bytes > card.capacity_bytes:
         raise HardwareError(
             f"--gpu-mem {size} is more than the card has",
-            why=f"This one has {format_bytes(here[0].capacity_bytes)}",
+            why=f"This one has {format_bytes(card.capacity_bytes)}",
             remedy="Lower --gpu-mem",
         )
     if name is not None and gpus.find_gpu(name).name != card.name:
@@ -152,8 +157,25 @@ def card_here(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
             why=f"It is a {card.name}",
             remedy="Leave --gpu out; --gpu-mem emulates less memory",
         )
-    return card, reason, budget_bytes
+    taken = nvml.occupancy()
+    if taken is None or taken.used_bytes <= IDLE_BYTES or budget_bytes <= taken.free_bytes:
+        return card, FOUND, budget_bytes
+    free_bytes = taken.free_bytes // FREE_STEP_BYTES * FREE_STEP_BYTES
+    free = f"{format_bytes(taken.free_bytes)} of its {format_bytes(card.capacity_bytes)} are free"
+    if size is None and free_bytes:
+        reason = f"{FOUND}; {free}, so the budget is {format_bytes(free_bytes)}: {taken}"
+        return card, reason, free_bytes
+    raise HardwareError(
+        "The card has too little free memory" if size is None else f"--gpu-mem {size} is not free",
+        why=f"{free}: {taken}",
+        remedy="End what holds it, or lower --gpu-mem",
+    )
 
+
+IDLE_BYTES = 128 * MIB
+"""[judgement] Held of a card that nobody uses: a driver's daemon, another process's bare context."""
+FREE_STEP_BYTES = 256 * MIB
+"""What is free is rounded down to it, so that the same command finds its study again."""
 
 CHOOSERS = {"cpu": cpu_as_card, "cuda": card_here}
 """By backend; choose_card for the others."""

@@ -14,8 +14,10 @@ from pathlib import Path
 import answers
 import optuna
 import pytest
+from fake_nvml import fake_nvml
 
-from autotune import cli, tune
+from autotune import cli, gpus, tune
+from autotune.units import GIB
 
 ROOT = Path(__file__).parents[1]
 FIND = ("find", "--model", "qwen2.5-1.5b", "--gpu-mem", "12GB")
@@ -28,6 +30,8 @@ TINY = {
     "num_key_value_heads": 2,
     "vocab_size": 256,
 }
+
+DETECT = gpus.detect
 
 Fail = Callable[..., tuple[int, str]]
 
@@ -131,6 +135,48 @@ def test_no_model_and_no_budget(fail: Fail) -> None:
     code, err = fail("find", "--model", "qwen2.5-1.5b")
     assert code == 2
     assert "There is no memory budget" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [
+        ("NVML Shared Library Not Found", "NVIDIA's driver is not installed"),
+        ("Driver Not Loaded", "installed, and not loaded"),
+        ("", "finds no card"),
+    ],
+)
+def test_probes_on_cuda_without_a_card(
+    fail: Fail, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str, part: str
+) -> None:
+    fake_nvml(monkeypatch, [], error=error)
+    code, err = fail(*FIND, "--backend", "cuda")
+    assert code == 3
+    assert part in err
+    assert "Leave --backend out" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_probes_on_a_card_that_others_use(
+    fail: Fail, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_nvml(
+        monkeypatch,
+        ["NVIDIA L4"],
+        total_bytes=24 * GIB,
+        used_bytes=20 * GIB,
+        compute=[(4711, 20 * GIB)],
+        programs={4711: "/usr/bin/python3"},
+    )
+    monkeypatch.setattr("autotune.gpus.detect", DETECT)
+    code, err = fail(*FIND, "--backend", "cuda")
+    assert code == 3
+    assert "--gpu-mem 12GB is not free" in err
+    assert "3.76 GiB of its 23.76 GiB are free" in err
+    assert "python3 (process 4711, 20.00 GiB)" in err
+    code, err = fail("find", "--model", "qwen2.5-1.5b", "--backend", "cuda", "--gpu-mem", "80GB")
+    assert code == 3
+    assert "more than the card has" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_model_gets_the_nearest_names(fail: Fail) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
+from fake_nvml import fake_nvml
 
 from autotune.errors import ConfigError
 from autotune.gpus import PEAK_DTYPES, Gpu, catalogue, detect, find_gpu, for_budget
@@ -144,48 +143,6 @@ def test_a_card_is_a_value() -> None:
     assert json.loads(json.dumps(dataclasses.asdict(card)))["name"] == card.name
 
 
-class NvmlError(Exception):
-    pass
-
-
-def fake_nvml(
-    monkeypatch: pytest.MonkeyPatch,
-    names: list[str],
-    *,
-    total_bytes: int = 12288 * MIB,
-    reserved_bytes: int | None = 250 * MIB,
-    driver: bool = True,
-) -> list[str]:
-    """Install a stand-in for pynvml; returns the list that records nvmlShutdown."""
-    calls: list[str] = []
-
-    def init() -> None:
-        if not driver:
-            raise NvmlError("Driver Not Loaded")
-
-    def memory(_handle: int, version: int | None = None) -> SimpleNamespace:
-        if version is None:
-            return SimpleNamespace(total=total_bytes)
-        if reserved_bytes is None:
-            raise NvmlError("Function Not Found")
-        return SimpleNamespace(total=total_bytes, reserved=reserved_bytes)
-
-    nvml: Any = ModuleType("pynvml")
-    nvml.NVMLError = NvmlError
-    nvml.nvmlMemory_v2 = 2
-    nvml.nvmlInit = init
-    nvml.nvmlShutdown = lambda: calls.append("shutdown")
-    nvml.nvmlDeviceGetCount = lambda: len(names)
-    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
-    nvml.nvmlDeviceGetName = lambda handle: names[handle]
-    nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}abc"
-    nvml.nvmlDeviceGetMemoryInfo = memory
-    nvml.nvmlDeviceGetCudaComputeCapability = lambda _handle: (8, 9)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return calls
-
-
 def test_detection_gives_the_catalogues_card_its_real_capacity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -231,6 +188,9 @@ def test_the_same_name_with_another_memory_is_another_card(
         ("1", ["NVIDIA L4"]),
         ("0,1", ["Tesla T4", "NVIDIA L4"]),
         ("GPU-1a", ["NVIDIA L4"]),
+        # In the order in which torch numbers them; what follows an unknown one is not seen.
+        ("1,0", ["NVIDIA L4", "Tesla T4"]),
+        ("0,9,1", ["Tesla T4"]),
         ("", []),
         ("-1", []),
     ],
@@ -244,7 +204,7 @@ def test_detection_obeys_cuda_visible_devices(
 
 
 def test_without_a_driver_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvml(monkeypatch, ["NVIDIA L4"], driver=False)
+    fake_nvml(monkeypatch, ["NVIDIA L4"], error="Driver Not Loaded")
     assert detect() == []
 
 

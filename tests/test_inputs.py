@@ -8,12 +8,13 @@ from typing import Any
 
 import answers
 import pytest
+from fake_nvml import fake_nvml
 
 from autotune import gpus, inputs
 from autotune.errors import ConfigError, HardwareError
 from autotune.gpus import Gpu, find_gpu
 from autotune.models import ModelSource, resolve
-from autotune.units import GIB
+from autotune.units import GIB, MIB
 
 
 @pytest.fixture
@@ -187,3 +188,69 @@ def test_probes_on_cuda_need_the_card_that_is_here(monkeypatch: pytest.MonkeyPat
         inputs.card_here(None, "80GB")
     with pytest.raises(ConfigError, match="not the card of this machine"):
         inputs.card_here("t4", None)
+
+
+def card_that_others_use(monkeypatch: pytest.MonkeyPatch, used_bytes: int) -> None:
+    """12 GiB, of which the driver keeps 250 MiB."""
+    fake_nvml(
+        monkeypatch,
+        ["NVIDIA GeForce RTX 4070"],
+        used_bytes=used_bytes,
+        compute=[(4711, used_bytes)],
+        programs={4711: "/usr/bin/python3"},
+    )
+
+
+def test_what_others_hold_is_no_part_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    card_that_others_use(monkeypatch, 3 * GIB)
+    card, reason, budget_bytes = inputs.card_here(None, None)
+    assert card.name == "NVIDIA RTX 4070"
+    # 12288 - 250 - 3072 = 8966 MiB are free: 35 times 256 MiB.
+    assert budget_bytes == 35 * 256 * MIB
+    assert reason == (
+        "found here; 8.76 GiB of its 11.76 GiB are free, so the budget is 8.75 GiB: 3.00 GiB are "
+        "held by python3 (process 4711, 3.00 GiB)"
+    )
+
+
+def test_a_budget_that_is_free_is_taken_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    card_that_others_use(monkeypatch, 3 * GIB)
+    assert inputs.card_here(None, "8GB")[1:] == (inputs.FOUND, 8 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("size", "used_bytes", "parts"),
+    [
+        ("11GB", 3 * GIB, ("--gpu-mem 11GB is not free", "8.76 GiB of its 11.76 GiB are free")),
+        (None, 12000 * MIB, ("too little free memory", "38.0 MiB of its")),
+    ],
+)
+def test_a_budget_that_is_not_free_is_refused(
+    monkeypatch: pytest.MonkeyPatch, size: str | None, used_bytes: int, parts: tuple[str, ...]
+) -> None:
+    card_that_others_use(monkeypatch, used_bytes)
+    with pytest.raises(HardwareError) as raised:
+        inputs.card_here(None, size)
+    for part in (*parts, "python3 (process 4711", "End what holds it"):
+        assert part in str(raised.value)
+
+
+def test_a_card_that_nobody_uses_is_lent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    card_that_others_use(monkeypatch, 5 * MIB)
+    card, reason, budget_bytes = inputs.card_here(None, None)
+    assert (reason, budget_bytes) == (inputs.FOUND, card.capacity_bytes)
+    assert inputs.card_here(None, "12GB")[2] == 12 * 10**9
+
+
+def test_probes_run_on_the_first_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much room the second has."""
+    small, large = gpus.find_gpu("t4"), gpus.find_gpu("a100-sxm4-80gb")
+    monkeypatch.setattr(gpus, "detect", lambda: [small, large])
+    with pytest.raises(HardwareError, match="more than the card has"):
+        inputs.card_here(None, "40GB")
+
+
+def test_without_a_driver_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch, [], error="Driver Not Loaded")
+    with pytest.raises(HardwareError, match="driver is installed, and not loaded"):
+        inputs.card_here(None, None)

@@ -423,6 +423,47 @@ def test_nothing_that_fits_and_nothing_that_works_are_told_apart(
         run(url, table, Server(lambda config: out_of_memory(config)))
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "no parameter of the model is trainable",
+        "The model did not return a loss from the inputs",
+        "loss is NaN",
+    ],
+)
+def test_a_model_that_cannot_train_is_said_and_the_study_is_whole(
+    url: str, table: ProbeTable, message: str
+) -> None:
+    def answer(config: TrainConfig) -> Measurement:
+        return Measurement(
+            config=config, spec=SPEC, fingerprint=HERE, outcome="invalid", message=message
+        )
+
+    with pytest.raises(WorkerError) as raised:
+        run(url, table, Server(answer))
+    assert message in str(raised.value)
+    assert "invalid" in str(raised.value)
+    told = trials(url)
+    assert told
+    assert {t.state for t in told} == {TrialState.FAIL}
+    assert {t.user_attrs["message"] for t in told} == {message}
+    # Asked again, it is said again and not probed again.
+    again = Server(lambda config: pytest.fail("probed again"))
+    with pytest.raises(WorkerError, match=message):
+        run(url, table, again)
+
+
+def test_one_that_cannot_train_costs_the_others_nothing(url: str, table: ProbeTable) -> None:
+    server = Server(
+        lambda config: measured(
+            config,
+            outcome="invalid" if config.micro_batch_size == 8 else "ok",
+            message="loss is NaN",
+        )
+    )
+    assert run(url, table, server).best.config == with_size(4)
+
+
 def test_only_failures_are_a_worker_error(url: str, table: ProbeTable) -> None:
     crash = ended(how="crashed", code=1, said="ImportError: no such thing")
     with pytest.raises(WorkerError, match="no such thing"):

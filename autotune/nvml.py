@@ -1,0 +1,180 @@
+"""What NVML says of the cards here: which a process sees, how much is free, and who holds the rest.
+
+Needs no CUDA context. Not yet run on a GPU. Not modelled: MIG slices, and CUDA_DEVICE_ORDER other than
+PCI_BUS_ID. In a container the processes of others have no name, and often are not listed at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from autotune.units import format_bytes
+
+MAX_NAMED = 3
+"""Holders in one line, the largest first."""
+
+_EXPLANATIONS = {
+    # NVML's own words (nvidia-ml-py 13, pynvml.py), in other words
+    "NVML Shared Library Not Found": "NVIDIA's driver is not installed",
+    "Driver Not Loaded": "NVIDIA's driver is installed, and not loaded: `nvidia-smi` may say why",
+    "RM has detected an NVML/RM version mismatch.": (
+        "NVIDIA's driver was updated since it was loaded: a restart is needed"
+    ),
+}
+
+
+class NoCard(Exception):
+    """No card is visible; its text is one clause that says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """A process that has memory of a card."""
+
+    pid: int
+    """Of the host."""
+    name: str
+    """Empty where it cannot be read."""
+    used_bytes: int | None
+
+    def __str__(self) -> str:
+        size = "" if self.used_bytes is None else f", {format_bytes(self.used_bytes)}"
+        return f"{self.name or 'a program'} (process {self.pid}{size})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Occupancy:
+    """Who holds how much of a card."""
+
+    free_bytes: int
+    used_bytes: int
+    """What the driver keeps for itself aside, where it tells."""
+    holders: tuple[Holder, ...]
+    """Largest first; may be fewer than there are."""
+
+    def __str__(self) -> str:
+        """From whom it is taken, in one clause."""
+        if not self.holders:
+            return f"{format_bytes(self.used_bytes)} are held by processes that cannot be seen from here"
+        named = ", ".join(map(str, self.holders[:MAX_NAMED]))
+        more = len(self.holders) - MAX_NAMED
+        held = f"{format_bytes(self.used_bytes)} are held by {named}"
+        return f"{held} and {more} more" if more > 0 else held
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[Any]:
+    """The module pynvml, ready to be asked. Raises NoCard where it cannot be."""
+    try:
+        import pynvml
+    except ImportError as error:
+        raise NoCard("the package nvidia-ml-py is not installed") from error
+    try:
+        pynvml.nvmlInit()
+        try:
+            yield pynvml
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        said = str(error)
+        raise NoCard(_EXPLANATIONS.get(said, f"NVIDIA's driver says: {said}")) from error
+
+
+def visible(pynvml: Any) -> list[Any]:
+    """Handles of the cards that a process sees, as CUDA_VISIBLE_DEVICES orders them.
+
+    Raises NoCard when there are none.
+    """
+    handles = [
+        pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+    ]
+    if not handles:
+        raise NoCard("NVIDIA's driver is there, and finds no card")
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return handles
+    names = [
+        (str(index), text(pynvml.nvmlDeviceGetUUID(handle))) for index, handle in enumerate(handles)
+    ]
+    found = []
+    for entry in (entry.strip() for entry in value.split(",")):
+        matching = [
+            index
+            for index, (number, uuid) in enumerate(names)
+            if entry == number or (entry.startswith("GPU-") and uuid.startswith(entry))
+        ]
+        if not matching:
+            break  # as CUDA does: what follows an unknown one is not seen either
+        found.append(handles[matching[0]])
+    if not found:
+        raise NoCard(f"CUDA_VISIBLE_DEVICES is {value[:80]!r}, which hides every card")
+    return found
+
+
+def why_no_card() -> str:
+    """One clause; empty where there is a card."""
+    try:
+        with opened() as pynvml:
+            visible(pynvml)
+    except NoCard as reason:
+        return str(reason)
+    return ""
+
+
+def occupancy() -> Occupancy | None:
+    """Of the first visible card, before this process has a context. None where nobody can tell."""
+    try:
+        with opened() as pynvml:
+            handle = visible(pynvml)[0]
+            memory = memory_of(pynvml, handle)
+            return Occupancy(
+                free_bytes=int(memory.free),
+                used_bytes=int(memory.used),
+                holders=_holders(pynvml, handle),
+            )
+    except NoCard:
+        return None
+
+
+def memory_of(pynvml: Any, handle: Any) -> Any:
+    """NVML's memory info; by version 2 where the driver has it, which tells its own share apart."""
+    try:
+        return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError:
+        return pynvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def text(value: str | bytes) -> str:
+    """NVML's Python binding has returned bytes before version 12."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _holders(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
+    found: dict[int, Holder] = {}
+    for ask in (
+        pynvml.nvmlDeviceGetComputeRunningProcesses,
+        pynvml.nvmlDeviceGetGraphicsRunningProcesses,
+    ):
+        with contextlib.suppress(pynvml.NVMLError):
+            for process in ask(handle):
+                used = process.usedGpuMemory
+                found[process.pid] = Holder(
+                    pid=process.pid,
+                    name=_name(pynvml, process.pid),
+                    used_bytes=None if used is None else int(used),
+                )
+    return tuple(sorted(found.values(), key=lambda h: (-(h.used_bytes or 0), h.pid)))
+
+
+def _name(pynvml: Any, pid: int) -> str:
+    """Of its program, without the folders."""
+    try:
+        name = PurePath(text(pynvml.nvmlSystemGetProcessName(pid)).strip()).name
+    except (pynvml.NVMLError, UnicodeDecodeError):
+        return ""
+    return "".join(c for c in name if c.isprintable())[:40]
