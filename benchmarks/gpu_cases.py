@@ -50,6 +50,25 @@ class Case:
     capped: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A workload on which `find` is held against what people run (speedups.py)."""
+
+    model: str
+    """As `--model` takes it; a file is looked for from the repository's root."""
+    gpu_mem: str
+    method: str
+    sequence_length: int = 1024
+    effective_batch_size: int = 32
+    options: tuple[str, ...] = ()
+    """More of them for `find`."""
+
+    @property
+    def key(self) -> str:
+        size = f"{self.sequence_length} x {self.effective_batch_size}"
+        return f"{self.model} {self.method} {self.gpu_mem} {size}"
+
+
 def source(model: str) -> ModelSource:
     return TINY if model == TINY.name else resolve(model)
 
@@ -197,6 +216,62 @@ FINDS: tuple[tuple[str, str], ...] = (
     (QWEN_15, "12GB"),
 )
 """(model, budget), end to end."""
+
+COMPARISONS: tuple[Comparison, ...] = (
+    Comparison(model=QWEN_05, method="full", gpu_mem="16GB"),
+    Comparison(model=QWEN_15, method="full", gpu_mem="24GB"),
+    Comparison(model=QWEN_15, method="lora", gpu_mem="12GB"),
+    Comparison(model=LLAMA_8, method="qlora", gpu_mem="24GB"),
+    Comparison(model=SMOLLM, method="full", gpu_mem="8GB"),
+    Comparison(model=LLAMA_3, method="full", gpu_mem="80GB"),
+    Comparison(model=LLAMA_8, method="lora", gpu_mem="80GB"),
+    Comparison(model=QWEN_15, method="full", gpu_mem="12GB"),
+)
+"""Roomy budgets and tight ones."""
+
+SWEEP_FILE = "studies/cpu-sweep/config.json"
+EXAMPLE_FILE = "examples/tiny-llama.json"
+CPU_COMPARISONS: tuple[Comparison, ...] = (
+    Comparison(
+        model=SWEEP_FILE,
+        method="full",
+        gpu_mem="100MB",
+        sequence_length=64,
+        effective_batch_size=16,
+    ),
+    Comparison(
+        model=SWEEP_FILE,
+        method="full",
+        gpu_mem="25MB",
+        sequence_length=64,
+        effective_batch_size=16,
+    ),
+    Comparison(
+        model=SWEEP_FILE,
+        method="lora",
+        gpu_mem="30MB",
+        sequence_length=64,
+        effective_batch_size=16,
+    ),
+    Comparison(
+        model=SWEEP_FILE,
+        method="full",
+        gpu_mem="50MB",
+        sequence_length=128,
+        effective_batch_size=20,
+    ),
+)
+"""They say nothing of a card: they show that the comparison works."""
+TINY_COMPARISONS: tuple[Comparison, ...] = (
+    Comparison(
+        model=EXAMPLE_FILE,
+        method="full",
+        gpu_mem="20MB",
+        sequence_length=64,
+        effective_batch_size=4,
+        options=("--effort", "quick", "--confirm-steps", "0"),
+    ),
+)
 
 TINY_CASES: tuple[Case, ...] = (
     full(TINY.name, 64, 2, "fp32", **EAGER, capped=True),

@@ -1,6 +1,6 @@
 """Predictions held against a real card: what an owner of a CUDA machine runs. Not yet run on a GPU.
 
-    python benchmarks/gpu_check.py predict sweep find processes      (or: make gpu-check)
+    python benchmarks/gpu_check.py predict sweep find processes speedups      (or: make gpu-check)
 
 Each piece stops when its --minutes are over, and the next call goes on: what is recorded is not run
 again. To have something run again, delete its line. Written to studies/<gpu>/, a JSON object per line,
@@ -14,13 +14,16 @@ find.jsonl
     "answer": what `find --json` printed, or null, "stderr_tail"}
 processes.jsonl
     {"schema_version", "key": what was tried, "fork": {Fork}, ...}: see gpu_processes.py
+speedups.jsonl
+    see speedups.py
 README.md
     the summary, made anew from all of these
 
 `predict` takes the cases of gpu_cases.py; `sweep` every point of one small space (benchmarks/sampler.py
 searches it); `find` is the command itself under several budgets; `processes` is what forking and killing
-leave on the card. `repredict` needs no GPU: it puts the present version's predictions beside what was
-measured. --backend cpu --tiny tries the whole of it on a CPU, and is no measure of any card.
+leave on the card; `speedups` sets find's answers beside what people run. `repredict` needs no GPU: it puts
+the present version's predictions beside what was measured. --backend cpu --tiny tries the whole of it on
+a CPU, and is no measure of any card.
 """
 
 from __future__ import annotations
@@ -30,8 +33,6 @@ import contextlib
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,8 +44,10 @@ from typing import Any
 
 import gpu_cases
 from gpu_cases import Case
+from gpu_deadline import Deadline, PunctualServer, run_until
 from gpu_processes import processes
 from gpu_summary import write_summary
+from speedups import speedups
 
 from autotune import inputs
 from autotune.config import TrainConfig, Workload
@@ -52,7 +55,6 @@ from autotune.errors import AutotuneError, HardwareError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu, cpu_stand_in, detect, find_gpu
-from autotune.isolate import WorkerEnd
 from autotune.models import ModelSource
 from autotune.probes import probe_key
 from autotune.probing import Prober
@@ -63,46 +65,12 @@ from autotune.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]
 
-GRACE_SECONDS = 45.0
-"""For the probe that runs when the time is over: with 8 minutes a piece stays under 9."""
-MIN_LEFT_SECONDS = 5.0
-"""[judgement] With less left no probe is begun."""
 PREDICT_SECONDS = 5.0
 SWEEP_SECONDS = 1.0
 """Of timed steps per probe, at most."""
 HOPELESS = 1.25
 """What is predicted to need so much more than the card has is not tried."""
 TINY_BUDGET = "200MB"
-
-
-class Deadline:
-    """The time of one piece."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left_seconds(self) -> float:
-        return self._end - time.monotonic()
-
-    def allows_another(self) -> bool:
-        return self.left_seconds > MIN_LEFT_SECONDS
-
-    def of_job(self, seconds: float) -> float:
-        """So many seconds, or those that a job has until it is killed for the piece's sake."""
-        return min(seconds, max(self.left_seconds, 0.0) + GRACE_SECONDS)
-
-
-class PunctualServer:
-    """As ForkServer.run; kills a job that still runs when the piece's time is over."""
-
-    def __init__(self, server: ForkServer, deadline: Deadline) -> None:
-        self._server = server
-        self._deadline = deadline
-
-    def run(self, verb: str, request: Any, *, deadline_seconds: float, **rest: Any) -> WorkerEnd:
-        seconds = self._deadline.of_job(deadline_seconds)
-        return self._server.run(verb, request, deadline_seconds=seconds, **rest)
 
 
 class Records:
@@ -337,7 +305,7 @@ def find(check: Check) -> bool:
             if not check.deadline.allows_another():
                 return False
             began = time.monotonic()
-            ended = run_until([sys.executable, "-m", *words, *private], check.deadline)
+            ended = run_until([sys.executable, "-m", *words, *private], check.deadline, cwd=ROOT)
             if ended is None:
                 return False
             wall_seconds = time.monotonic() - began
@@ -379,28 +347,6 @@ def find_commands(check: Check, scratch: Path) -> Iterator[tuple[str, str, list[
     yield model, size, f"{words} --allow recipe".split(), private
 
 
-def run_until(command: Sequence[str], deadline: Deadline) -> tuple[int, str, str] | None:
-    """(exit code, stdout, stderr); None when it had to be stopped."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        output, complaints = process.communicate(timeout=max(deadline.left_seconds, 0.0))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.communicate(timeout=GRACE_SECONDS / 2)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-        return None
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    return process.returncode, output, complaints
-
-
 def repredict(check: Check) -> bool:
     """Put today's predictions beside what was measured.
 
@@ -434,6 +380,7 @@ PIECES: dict[str, Callable[[Check], bool]] = {
     "sweep": sweep,
     "find": find,
     "processes": processes,
+    "speedups": speedups,
     "repredict": repredict,
 }
 """Each returns False when its time was over before its end."""

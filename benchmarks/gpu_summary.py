@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import speedups
+
 from autotune.results import Measurement, measurement_from_dict
 from autotune.units import format_bytes
 
@@ -131,6 +133,7 @@ def write_summary(folder: Path) -> None:
         *_predictions("Predicted against measured", predicted),
         *_predictions("The sweep", swept),
         *_best(swept),
+        *_speedups(read_records(folder / "speedups.jsonl")),
         *_finds(read_records(folder / "find.jsonl")),
         *_processes(read_records(folder / "processes.jsonl")),
     ]
@@ -251,6 +254,11 @@ def _best(records: Sequence[Record]) -> list[str]:
         f"{config.activation_checkpointing}: {best.tokens_per_second:,.0f} tokens/s measured.",
         "",
     ]
+
+
+def _speedups(records: Sequence[Record]) -> list[str]:
+    lines = speedups.table(records)
+    return ["## Speed-ups", "", *lines] if lines else []
 
 
 def _finds(records: Sequence[Record]) -> list[str]:

@@ -19,7 +19,7 @@ from autotune.space import Context, broken_rules
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 pytestmark = pytest.mark.slow  # half a minute: seven processes that import torch
 
-PIECES = ["predict", "sweep", "find", "processes"]
+PIECES = ["predict", "sweep", "find", "processes", "speedups"]
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,12 @@ def modules() -> Iterator[Any]:
         patch.syspath_prepend(str(BENCHMARKS))
         import gpu_cases
         import gpu_check
+        import gpu_deadline
         import gpu_summary
 
-        yield SimpleNamespace(check=gpu_check, cases=gpu_cases, summary=gpu_summary)
+        yield SimpleNamespace(
+            check=gpu_check, cases=gpu_cases, deadline=gpu_deadline, summary=gpu_summary
+        )
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,19 @@ def test_forks_and_kills_are_recorded(recorded: Path) -> None:
     assert same == other != records["fork after a killed server"]["fork"]["server_pid"]
 
 
+def test_the_answer_is_compared_with_what_people_run(recorded: Path) -> None:
+    (record,) = lines(recorded / "speedups.jsonl")
+    assert record["find"]["exit_code"] == 0
+    assert str(recorded.parent) not in json.dumps(record)
+    for name, seen in record["contenders"].items():
+        assert seen["tried"][-1][2] == "ok", name
+        assert len(seen["measurements"]) == 3
+        for measurement in map(measurement_from_dict, seen["measurements"]):
+            assert measurement.spec.memory_budget_bytes == record["memory_budget_bytes"]
+            assert measurement.config.sequence_length == record["sequence_length"]
+    assert "## Speed-ups" in (recorded / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_summary_says_what_it_is_made_of(recorded: Path) -> None:
     text = (recorded / "README.md").read_text(encoding="utf-8")
     assert "no measure of any card" in text
@@ -112,7 +128,7 @@ def test_the_summary_says_what_it_is_made_of(recorded: Path) -> None:
 
 def test_what_is_recorded_is_not_run_again(recorded: Path, modules: Any) -> None:
     before = {path.name: path.read_text(encoding="utf-8") for path in recorded.glob("*.jsonl")}
-    assert run(modules, "find", "processes", studies=recorded.parent) == 0
+    assert run(modules, "find", "processes", "speedups", studies=recorded.parent) == 0
     for name, text in before.items():
         assert (recorded / name).read_text(encoding="utf-8") == text
 
@@ -176,7 +192,7 @@ def test_a_probe_cut_off_by_the_end_is_not_recorded(
     assert measure(modules, check, by_itself)
     assert not measure(modules, check, by_the_end)
     assert server.methods == ["full", "lora"]
-    assert max(server.deadlines) <= 60.0 + modules.check.GRACE_SECONDS
+    assert max(server.deadlines) <= 60.0 + modules.deadline.GRACE_SECONDS
     (record,) = lines(tmp_path / "x.jsonl")
     assert record["measurement"]["config"]["method"] == "full"
     assert record["measurement"]["outcome"] == "timeout"

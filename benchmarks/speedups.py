@@ -1,0 +1,369 @@
+"""How much faster `find`'s answer is than what people run: same card, same budget, same effective batch.
+
+    python benchmarks/speedups.py --backend cuda             (or: make gpu-check; not yet run on a GPU)
+    python benchmarks/speedups.py --backend cpu              (some ten minutes, on an otherwise idle machine)
+
+Three contenders, each a real probe (autotune.probing.Prober):
+
+defaults  TrainingArguments as they are (transformers 5.23) with auto_find_batch_size: micro-batch 8, after
+          each out of memory int(0.9 x) of it (accelerate.utils.find_executable_batch_size): 8, 7, ... 1.
+          fp32 or bf16 weights as the checkpoint has them, no autocast, fused AdamW, sdpa, no checkpointing.
+          The Trainer leaves the accumulation as it is, so that its effective batch is what it found and
+          shrinks with it. Here it is held: accumulation is effective batch / micro-batch, and where that
+          is no whole number the step is priced with the fraction of a micro-step that is missing
+          (effective batch / micro-batch x the micro-step's seconds + the optimizer's). Each size is tried
+          in a process of its own, so nothing is left of the failed ones, as would be in the Trainer's.
+hand      what a competent user sets: bf16 (fp16 where the card has none), fused AdamW, sdpa, the largest
+          power of two that fits as micro-batch; checkpointing of every layer only if 1 does not fit.
+find      the answer of `autotune find` under its defaults for this method, measured again like the others.
+
+An adapter has rank 16 on every linear layer with the first two. Once all are known they are measured in
+turn, ROUNDS times, and the median counts: so an answer that owes its place to a lucky probe loses it again.
+
+Written to studies/<card>/ (cpu: studies/cpu-speedups/): speedups.jsonl, an object per case
+    {"schema_version", "key", "model", "gpu_mem", "memory_budget_bytes", "method", "sequence_length",
+    "effective_batch_size", "backend", "find": {"command", "exit_code", "wall_seconds", "num_run", "class"},
+    "contenders": {name: {"tried": [[micro-batch, checkpointing, outcome]], "measurements": [{Measurement}]}}}
+and speedups.md, the table. A CPU's speeds say nothing of a GPU's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gpu_cases
+from gpu_cases import Comparison
+from gpu_deadline import Deadline, PunctualServer, run_until
+
+from autotune.config import TrainConfig, Workload
+from autotune.errors import AutotuneError
+from autotune.forkserver import ForkServer
+from autotune.models import ModelSource, resolve
+from autotune.probing import Prober
+from autotune.results import Measurement, ProbeSpec, measurement_from_dict
+from autotune.tune import default_base
+from autotune.units import parse_bytes
+
+ROOT = Path(__file__).parents[1]
+PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
+"""Of timed steps at most, as `find` has it."""
+ROUNDS = 3
+DEFAULT_MICRO_BATCH = 8
+"""TrainingArguments.per_device_train_batch_size."""
+CONTENDERS = ("defaults", "hand", "find")
+
+Record = dict[str, Any]
+
+
+class OutOfTime(Exception):
+    """The piece's time is over."""
+
+
+def speedups(check: Any) -> bool:
+    """Every comparison that is not recorded yet. False when the time was over before the end."""
+    records = check.records("speedups")
+    for case in comparisons(check):
+        if case.key in records or parse_bytes(case.gpu_mem) > check.budget_bytes:
+            continue
+        try:
+            records.add(case.key, **compare(check, case))
+        except OutOfTime:
+            return False
+        print(f"compared: {case.key}", file=sys.stderr, flush=True)
+    return True
+
+
+def comparisons(check: Any) -> Sequence[Comparison]:
+    if check.backend == "cuda":
+        return gpu_cases.COMPARISONS
+    return gpu_cases.TINY_COMPARISONS if check.tiny else gpu_cases.CPU_COMPARISONS
+
+
+def compare(check: Any, case: Comparison) -> Record:
+    """The record of one comparison, its key aside. Raises OutOfTime."""
+    found, winner = find(check, case)
+    source = resolve(case.model)
+    base = default_base(workload(case, source), check.card, source)
+    contests = Contest(check, case, source)
+    tried = {
+        "defaults": contests.first_that_fits(defaults(base, source)),
+        "hand": contests.first_that_fits(hand_tuned(base)),
+        "find": contests.first_that_fits([] if winner is None else [winner]),
+    }
+    rounds: dict[str, list[Measurement]] = {name: [] for name in tried}
+    for _ in range(ROUNDS):
+        for name, measurements in tried.items():
+            if measurements and measurements[-1].fits:
+                rounds[name].append(contests.measure(measurements[-1].config))
+    return {
+        "model": case.model,
+        "gpu_mem": case.gpu_mem,
+        "memory_budget_bytes": parse_bytes(case.gpu_mem),
+        "method": case.method,
+        "sequence_length": case.sequence_length,
+        "effective_batch_size": case.effective_batch_size,
+        "backend": check.backend,
+        "find": found,
+        "contenders": {
+            name: {
+                "tried": [
+                    [m.config.micro_batch_size, m.config.activation_checkpointing, m.outcome]
+                    for m in measurements
+                ],
+                "measurements": [m.to_dict() for m in rounds[name]],
+            }
+            for name, measurements in tried.items()
+        },
+    }
+
+
+def workload(case: Comparison, source: ModelSource) -> Workload:
+    return Workload(
+        model=source.name,
+        task=source.task,
+        sequence_length=case.sequence_length,
+        effective_batch_size=case.effective_batch_size,
+        methods=(case.method,),
+        memory_budget_bytes=parse_bytes(case.gpu_mem),
+    )
+
+
+class Contest:
+    """Probes of one model under one budget; none is remembered, each is made."""
+
+    def __init__(self, check: Any, case: Comparison, source: ModelSource) -> None:
+        self._check = check
+        spec = ProbeSpec(
+            task=source.task,
+            backend=check.backend,
+            memory_budget_bytes=parse_bytes(case.gpu_mem),
+            max_seconds=PROBE_SECONDS[check.backend],
+        )
+        server: Any = PunctualServer(check.server, check.deadline)
+        nothing: Any = _Forgetful()
+        self._prober = Prober(server, nothing, source, spec)
+
+    def measure(self, config: TrainConfig) -> Measurement:
+        """Raises OutOfTime."""
+        if not self._check.deadline.allows_another():
+            raise OutOfTime
+        measurement = self._prober.measure(config)
+        if measurement.outcome == "timeout" and not self._check.deadline.allows_another():
+            raise OutOfTime
+        return measurement
+
+    def first_that_fits(
+        self, configs: Sequence[TrainConfig] | Iterator[TrainConfig]
+    ) -> list[Measurement]:
+        """Those tried, the last of them the one that fits, if any does."""
+        tried = []
+        for config in configs:
+            tried.append(self.measure(config))
+            if tried[-1].fits:
+                break
+        return tried
+
+
+class _Forgetful:
+    """Stands for the table of probes."""
+
+    def find(self, _: str) -> None:
+        return None
+
+    def add(self, _: str, measurement: Measurement) -> None:
+        pass
+
+
+def defaults(base: TrainConfig, source: ModelSource) -> Iterator[TrainConfig]:
+    """What auto_find_batch_size tries, in its order."""
+    dtype = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
+    precisions = {"bfloat16": "bf16-true", "float32": "fp32"}
+    # A checkpoint in float16 is not trained as it is: for that the base knows what to do.
+    precision = precisions.get(str(dtype), base.precision)
+    if base.quantization != "none":
+        precision = base.precision
+    effective = base.effective_batch_size
+    size = min(DEFAULT_MICRO_BATCH, effective)
+    while size:
+        yield with_micro_batch(dataclasses.replace(base, precision=precision), size)
+        size = int(size * 0.9)
+
+
+def hand_tuned(base: TrainConfig) -> Iterator[TrainConfig]:
+    """Largest first; with checkpointing once nothing fits without."""
+    effective = base.effective_batch_size
+    for checkpointing in (0, 1):
+        config = dataclasses.replace(base, activation_checkpointing=checkpointing)
+        for power in reversed(range(effective.bit_length())):
+            yield with_micro_batch(config, 2**power)
+
+
+def with_micro_batch(config: TrainConfig, size: int) -> TrainConfig:
+    """The accumulation that reaches the effective batch; see tokens_per_second for what is beyond it."""
+    return dataclasses.replace(
+        config,
+        micro_batch_size=size,
+        gradient_accumulation_steps=math.ceil(config.effective_batch_size / size),
+    )
+
+
+def tokens_per_second(measurement: Measurement, effective_batch_size: int) -> float:
+    """At exactly that batch, whether or not the micro-batch divides it."""
+    assert measurement.micro_step_seconds is not None
+    assert measurement.optimizer_step_seconds is not None
+    config = measurement.config
+    num_micro_steps = effective_batch_size / config.micro_batch_size
+    step_seconds = (
+        num_micro_steps * measurement.micro_step_seconds + measurement.optimizer_step_seconds
+    )
+    return effective_batch_size * config.sequence_length / step_seconds
+
+
+def find(check: Any, case: Comparison) -> tuple[Record, TrainConfig | None]:
+    """`autotune find`, as typed; what it says of itself, and its answer. Raises OutOfTime."""
+    words = [
+        "autotune",
+        *f"find --json --backend {check.backend} --model {case.model}".split(),
+        *f"--gpu-mem {case.gpu_mem} --method {case.method}".split(),
+        *f"--seq-len {case.sequence_length} --effective-batch {case.effective_batch_size}".split(),
+        *case.options,
+    ]
+    if not check.deadline.allows_another():
+        raise OutOfTime
+    database = check.folder.parent.resolve() / f"gpu-check-{check.folder.name}.db"
+    with tempfile.TemporaryDirectory() as scratch:
+        private = ["--storage", f"sqlite:///{database}", "--out", scratch]
+        began = time.monotonic()
+        ended = run_until([sys.executable, "-m", *words, *private], check.deadline, cwd=ROOT)
+        wall_seconds = time.monotonic() - began
+    if ended is None:
+        raise OutOfTime
+    exit_code, printed, complaints = ended
+    seen: Record = {
+        "command": " ".join(words),
+        "exit_code": exit_code,
+        "wall_seconds": wall_seconds,
+        "num_run": None,
+        "class": None,
+    }
+    if exit_code:
+        return seen | {"stderr_tail": complaints[-500:]}, None
+    answer = json.loads(printed)
+    seen |= {"num_run": answer["measured"]["num_run"], "class": answer["best"]["class"]}
+    return seen, TrainConfig(**answer["measured"]["best"]["config"])
+
+
+def table(records: Sequence[Record]) -> list[str]:
+    """The speed-ups in Markdown; nothing without records."""
+    if not records:
+        return []
+    lines = [
+        "| model | method | budget | tokens x batch | defaults | hand | find | over defaults | over hand |"
+        " class | spread |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|---:|",
+    ]
+    ratios: dict[str, list[float]] = {"defaults": [], "hand": []}
+    for record in records:
+        speeds = {name: speeds_of(record, name) for name in CONTENDERS}
+        medians = {name: statistics.median(s) if s else None for name, s in speeds.items()}
+        cells = [
+            record["model"],
+            record["method"],
+            record["gpu_mem"],
+            f"{record['sequence_length']} x {record['effective_batch_size']}",
+            *(shown(record, name, medians[name]) for name in CONTENDERS),
+        ]
+        for name in ratios:
+            ratio = over(medians["find"], medians[name])
+            if ratio is not None:
+                ratios[name].append(ratio)
+            cells.append("" if ratio is None else f"{ratio:.2f}x")
+        largest = max((spread(s) for s in speeds.values() if s), default=0.0)
+        cells += [record["find"]["class"] or "", f"{largest:.1%}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    means = [
+        f"{statistics.geometric_mean(values):.2f}x over {name} (of {len(values)})"
+        for name, values in ratios.items()
+        if values
+    ]
+    return [
+        *lines,
+        "",
+        "Tokens per second, measured (median of the rounds), with micro-batch and checkpointing in "
+        "brackets; spread: (highest - lowest) / median of the rounds, the largest of the three.",
+        *([f"Geometric mean: {', '.join(means)}."] if means else []),
+        "",
+    ]
+
+
+def speeds_of(record: Record, name: str) -> list[float]:
+    """Of the rounds that fitted."""
+    measurements = [measurement_from_dict(m) for m in record["contenders"][name]["measurements"]]
+    effective = record["effective_batch_size"]
+    return [tokens_per_second(m, effective) for m in measurements if m.fits]
+
+
+def shown(record: Record, name: str, speed: float | None) -> str:
+    if speed is None:
+        return "does not fit"
+    config: Mapping[str, Any] = record["contenders"][name]["measurements"][0]["config"]
+    checkpointing = config["activation_checkpointing"]
+    note = f", ckpt {checkpointing}" if checkpointing else ""
+    return f"{speed:,.0f} ({config['micro_batch_size']}{note})"
+
+
+def over(faster: float | None, slower: float | None) -> float | None:
+    return None if faster is None or slower is None else faster / slower
+
+
+def spread(speeds: Sequence[float]) -> float:
+    return (max(speeds) - min(speeds)) / statistics.median(speeds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    import gpu_check
+    from gpu_summary import read_records, write_summary
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--backend", choices=tuple(PROBE_SECONDS), default="cuda")
+    parser.add_argument("--minutes", type=float, default=60.0, help="at most; again goes on")
+    parser.add_argument("--studies", type=Path, default=ROOT / "studies", metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    try:
+        card, budget_bytes = gpu_check.card_and_budget(options.backend, None)
+        name = "cpu-speedups" if options.backend == "cpu" else card.slug
+        with ForkServer() as server:
+            check = gpu_check.Check(
+                backend=options.backend,
+                tiny=False,
+                card=card,
+                budget_bytes=budget_bytes,
+                folder=options.studies / name,
+                deadline=Deadline(60 * options.minutes),
+                server=server,
+            )
+            is_done = speedups(check)
+    except AutotuneError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    records = read_records(check.folder / "speedups.jsonl")
+    if records:
+        (check.folder / "speedups.md").write_text("\n".join(table(records)), encoding="utf-8")
+    if options.backend == "cuda":
+        write_summary(check.folder)
+    print("done" if is_done else "the time is over; the same command goes on", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
