@@ -62,6 +62,8 @@ class Comparison:
     effective_batch_size: int = 32
     options: tuple[str, ...] = ()
     """More of them for `find`."""
+    space: str = ""
+    """What its file of the search space holds [default: the default space]."""
 
     @property
     def key(self) -> str:
@@ -262,17 +264,6 @@ CPU_COMPARISONS: tuple[Comparison, ...] = (
     ),
 )
 """They say nothing of a card: they show that the comparison works."""
-TINY_COMPARISONS: tuple[Comparison, ...] = (
-    Comparison(
-        model=EXAMPLE_FILE,
-        method="full",
-        gpu_mem="20MB",
-        sequence_length=64,
-        effective_batch_size=4,
-        options=("--effort", "quick", "--confirm-steps", "0"),
-    ),
-)
-
 TINY_CASES: tuple[Case, ...] = (
     full(TINY.name, 64, 2, "fp32", **EAGER, capped=True),
     lora(TINY.name, 64, 2, 4, **EAGER),
@@ -307,3 +298,14 @@ methods:
     activation_offloading: [false]
     attention: [eager]
 """
+TINY_COMPARISONS: tuple[Comparison, ...] = (
+    Comparison(
+        model=EXAMPLE_FILE,
+        method="full",
+        gpu_mem="20MB",
+        sequence_length=64,
+        effective_batch_size=4,
+        options=("--allow", "recipe", "--confirm-steps", "0"),
+        space=TINY_FIND_SPACE,
+    ),
+)

@@ -49,6 +49,7 @@ from autotune.config import TrainConfig, Workload
 from autotune.errors import AutotuneError
 from autotune.forkserver import ForkServer
 from autotune.models import ModelSource, resolve
+from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Prober
 from autotune.results import Measurement, ProbeSpec, measurement_from_dict
 from autotune.tune import default_base
@@ -58,6 +59,8 @@ ROOT = Path(__file__).parents[1]
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
 """Of timed steps at most, as `find` has it."""
 ROUNDS = 3
+UNSTEADY = 0.05
+"""Spread of the rounds from which on a row is not to be trusted."""
 DEFAULT_MICRO_BATCH = 8
 """TrainingArguments.per_device_train_batch_size."""
 CONTENDERS = ("defaults", "hand", "find")
@@ -94,17 +97,18 @@ def compare(check: Any, case: Comparison) -> Record:
     found, winner = find(check, case)
     source = resolve(case.model)
     base = default_base(workload(case, source), check.card, source)
-    contests = Contest(check, case, source)
-    tried = {
-        "defaults": contests.first_that_fits(defaults(base, source)),
-        "hand": contests.first_that_fits(hand_tuned(base)),
-        "find": contests.first_that_fits([] if winner is None else [winner]),
-    }
-    rounds: dict[str, list[Measurement]] = {name: [] for name in tried}
-    for _ in range(ROUNDS):
-        for name, measurements in tried.items():
-            if measurements and measurements[-1].fits:
-                rounds[name].append(contests.measure(measurements[-1].config))
+    with open_probes(storage(check)) as table_of_probes:
+        contest = Contest(check, case, source, table_of_probes)
+        tried = {
+            "defaults": contest.first_that_fits(defaults(base, source)),
+            "hand": contest.first_that_fits(hand_tuned(base)),
+            "find": contest.first_that_fits([] if winner is None else [winner]),
+        }
+        rounds: dict[str, list[Measurement]] = {name: [] for name in tried}
+        for _ in range(ROUNDS):
+            for name, measurements in tried.items():
+                if measurements and measurements[-1].fits:
+                    rounds[name].append(contest.measure_again(measurements[-1].config))
     return {
         "model": case.model,
         "gpu_mem": case.gpu_mem,
@@ -139,9 +143,11 @@ def workload(case: Comparison, source: ModelSource) -> Workload:
 
 
 class Contest:
-    """Probes of one model under one budget; none is remembered, each is made."""
+    """Probes of one model under one budget."""
 
-    def __init__(self, check: Any, case: Comparison, source: ModelSource) -> None:
+    def __init__(
+        self, check: Any, case: Comparison, source: ModelSource, table_of_probes: ProbeTable
+    ) -> None:
         self._check = check
         spec = ProbeSpec(
             task=source.task,
@@ -151,13 +157,21 @@ class Contest:
         )
         server: Any = PunctualServer(check.server, check.deadline)
         nothing: Any = _Forgetful()
-        self._prober = Prober(server, nothing, source, spec)
+        self._first = Prober(server, table_of_probes, source, spec)
+        self._again = Prober(server, nothing, source, spec)
 
     def measure(self, config: TrainConfig) -> Measurement:
-        """Raises OutOfTime."""
+        """What is known of it, or a new probe. Raises OutOfTime."""
+        return self._measure(self._first, config)
+
+    def measure_again(self, config: TrainConfig) -> Measurement:
+        """A new probe. Raises OutOfTime."""
+        return self._measure(self._again, config)
+
+    def _measure(self, prober: Prober, config: TrainConfig) -> Measurement:
         if not self._check.deadline.allows_another():
             raise OutOfTime
-        measurement = self._prober.measure(config)
+        measurement = prober.measure(config)
         if measurement.outcome == "timeout" and not self._check.deadline.allows_another():
             raise OutOfTime
         return measurement
@@ -175,7 +189,7 @@ class Contest:
 
 
 class _Forgetful:
-    """Stands for the table of probes."""
+    """Stands for the table of probes where each is to be made."""
 
     def find(self, _: str) -> None:
         return None
@@ -240,9 +254,12 @@ def find(check: Any, case: Comparison) -> tuple[Record, TrainConfig | None]:
     ]
     if not check.deadline.allows_another():
         raise OutOfTime
-    database = check.folder.parent.resolve() / f"gpu-check-{check.folder.name}.db"
     with tempfile.TemporaryDirectory() as scratch:
-        private = ["--storage", f"sqlite:///{database}", "--out", scratch]
+        private = ["--storage", storage(check), "--out", scratch]
+        if case.space:
+            file = Path(scratch) / "space.yaml"
+            file.write_text(case.space, encoding="utf-8")
+            private += ["--space", str(file)]
         began = time.monotonic()
         ended = run_until([sys.executable, "-m", *words, *private], check.deadline, cwd=ROOT)
         wall_seconds = time.monotonic() - began
@@ -263,6 +280,11 @@ def find(check: Any, case: Comparison) -> tuple[Record, TrainConfig | None]:
     return seen, TrainConfig(**answer["measured"]["best"]["config"])
 
 
+def storage(check: Any) -> str:
+    """The database in which what is cut off goes on; gpu_check's own."""
+    return f"sqlite:///{check.folder.parent.resolve()}/gpu-check-{check.folder.name}.db"
+
+
 def table(records: Sequence[Record]) -> list[str]:
     """The speed-ups in Markdown; nothing without records."""
     if not records:
@@ -273,6 +295,7 @@ def table(records: Sequence[Record]) -> list[str]:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---|---:|",
     ]
     ratios: dict[str, list[float]] = {"defaults": [], "hand": []}
+    num_unsteady = 0
     for record in records:
         speeds = {name: speeds_of(record, name) for name in CONTENDERS}
         medians = {name: statistics.median(s) if s else None for name, s in speeds.items()}
@@ -289,6 +312,7 @@ def table(records: Sequence[Record]) -> list[str]:
                 ratios[name].append(ratio)
             cells.append("" if ratio is None else f"{ratio:.2f}x")
         largest = max((spread(s) for s in speeds.values() if s), default=0.0)
+        num_unsteady += largest > UNSTEADY
         cells += [record["find"]["class"] or "", f"{largest:.1%}"]
         lines.append("| " + " | ".join(cells) + " |")
     means = [
@@ -302,6 +326,14 @@ def table(records: Sequence[Record]) -> list[str]:
         "Tokens per second, measured (median of the rounds), with micro-batch and checkpointing in "
         "brackets; spread: (highest - lowest) / median of the rounds, the largest of the three.",
         *([f"Geometric mean: {', '.join(means)}."] if means else []),
+        *(
+            [
+                f"UNSTEADY: {num_unsteady} of {len(records)} rows have a spread over {UNSTEADY:.0%}. "
+                "Delete their lines and measure again on an idle machine."
+            ]
+            if num_unsteady
+            else []
+        ),
         "",
     ]
 

@@ -141,7 +141,10 @@ def test_the_table_compares_medians(speedups: Any) -> None:
     assert lines[2] == (
         "| tiny | full | 1GB | 128 x 20 | 853 (4) | 1,280 (4) | 2,560 (4) | 3.00x | 2.00x | exact | 34.3% |"
     )
-    assert lines[-2] == "Geometric mean: 3.00x over defaults (of 1), 2.00x over hand (of 1)."
+    assert lines[-3] == "Geometric mean: 3.00x over defaults (of 1), 2.00x over hand (of 1)."
+    assert lines[-2].startswith("UNSTEADY: 1 of 1 rows")
+    steady = speedups.table([record(defaults=[0.5], hand=[0.3] * 3, find=[0.1, 0.1, 0.101])])
+    assert steady[-2].startswith("Geometric mean")
 
 
 def test_what_does_not_fit_is_no_speed(speedups: Any) -> None:
@@ -154,7 +157,7 @@ def test_what_does_not_fit_is_no_speed(speedups: Any) -> None:
 def test_a_geometric_mean_is_over_those_that_both_fit(speedups: Any) -> None:
     first = record(defaults=[], hand=[0.3], find=[0.1])
     second = record(defaults=[1.5], hand=[1.5], find=[0.1])
-    # 2 and 8.
+    # 2 and 8, of steps of 1, 2 and 8 s.
     (mean,) = (line for line in speedups.table([first, second]) if line.startswith("Geometric"))
     assert mean == "Geometric mean: 8.00x over defaults (of 1), 4.00x over hand (of 2)."
 
