@@ -3,10 +3,12 @@
 A loop of Optuna's ask and tell: the sampler proposes, a process of its own measures, the study and the
 table of probes keep it before the next is asked for. What the table has for this fingerprint is not run
 again. Killed at any moment, the same command goes on: what was measured is in the table, and a trial
-left running is told to have been interrupted.
+left running is told to have been interrupted. Each timed step of a probe is reported to its trial, and
+what the study's pruner gives up is stopped part-way.
 
 The winner then runs again, longer, with an evaluation and a checkpoint. Where it fails, the next one by
-the same rule takes its place. A disk without room for the checkpoint is not held against it: the winner
+the same rule takes its place; where it is slower than another's probe, the faster one of the two after
+that one's confirmation. A disk without room for the checkpoint is not held against it: the winner
 stays, not confirmed.
 """
 

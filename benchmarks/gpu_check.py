@@ -403,7 +403,7 @@ def card_and_budget(backend: str, recorded: str | None) -> tuple[Gpu, int]:
         )
     card = here[0]
     if card.peak_flop_per_second:
-        return card, card.capacity_bytes
+        return card, inputs.card_here(None, None)[2]
     raise HardwareError(
         f"The {card.name} is not in the catalogue",
         why="Its speed is unknown, so that nothing can be predicted",

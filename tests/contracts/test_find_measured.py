@@ -134,6 +134,11 @@ def test_the_study_holds_what_was_measured_only(folder: Path, answer: dict[str, 
         study_name=f"{STUDY}-30MB", storage=f"sqlite:///{folder}/studies/autotune.db"
     )
     assert {t.user_attrs["evidence"] for t in study.trials} == {"measured"}
+    # Step by step, those that were not known from before: the base is measured outside the study.
+    stepwise = [t for t in study.trials if t.intermediate_values]
+    assert len(stepwise) >= len(study.trials) - 1
+    for trial in stepwise:
+        assert len(trial.intermediate_values) == trial.user_attrs["measurement"]["num_steps"]
     speeds = [t.value for t in study.trials if t.state is TrialState.COMPLETE]
     assert max(speeds) * 0.9 <= answer["measured"]["best"]["tokens_per_second"] <= max(speeds)
 
