@@ -14,6 +14,7 @@ stays, not confirmed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -194,10 +195,12 @@ def _follow(watch: Watch, folder: str, answer: Answer) -> None:
         return  # The last line; or nonsense, which says nothing of the speed.
     reason = watch(step, speed)
     if reason:
-        # Renamed into place, so that the probe reads all of it or nothing.
         written = Path(folder) / f"{STOP_FILE}.new"
-        written.write_text(reason, encoding="utf-8")
-        written.replace(written.with_name(STOP_FILE))
+        # A full disk: the probe takes its time, and that is all.
+        with contextlib.suppress(OSError):
+            written.write_text(reason, encoding="utf-8")
+            # Renamed into place, so that the probe reads all of it or nothing.
+            written.replace(written.with_name(STOP_FILE))
 
 
 _UNUSABLE = (

@@ -443,3 +443,17 @@ def test_a_bound_that_was_expected_changes_nothing() -> None:
     before = beliefs.beliefs()
     beliefs.is_at_least(2, -60.0)
     np.testing.assert_allclose(beliefs.beliefs(), before)
+
+
+def test_trials_that_are_left_out_say_nothing() -> None:
+    """Neither that the best has been found, nor that a candidate has been tried."""
+    slow, fast = candidate(size=1, speed=10.0), candidate(size=2, speed=100.0)
+    study = new_study()
+    add(study, fast, speed=100.0, excess_bytes=-1.0)
+    assert sampler_of(slow, fast).propose(study) == slow
+    assert sampler_of(slow, fast).should_stop(study)
+    sampler = PredictionSampler(
+        [slow, fast], distributions=DISTRIBUTIONS, budget_bytes=BUDGET_BYTES, leave_out={0}
+    )
+    assert sampler.propose(study) == fast
+    assert not sampler.should_stop(study)
