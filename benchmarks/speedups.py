@@ -24,7 +24,7 @@ Written to studies/<card>/ (cpu: studies/cpu-speedups/): speedups.jsonl, an obje
     {"schema_version", "key", "model", "gpu_mem", "memory_budget_bytes", "method", "sequence_length",
     "effective_batch_size", "backend", "find": {"command", "exit_code", "wall_seconds", "num_run", "class"},
     "contenders": {name: {"tried": [[micro-batch, checkpointing, outcome]], "measurements": [{Measurement}]}}}
-and speedups.md, the table. A CPU's speeds say nothing of a GPU's.
+and the table into README.md. A CPU's speeds say nothing of a GPU's.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -362,6 +363,24 @@ def spread(speeds: Sequence[float]) -> float:
     return (max(speeds) - min(speeds)) / statistics.median(speeds)
 
 
+def cpu_page(records: Sequence[Record]) -> list[str]:
+    """The README of what a CPU recorded; written on the same machine."""
+    probed = [m for r in records for c in r["contenders"].values() for m in c["measurements"]]
+    devices = " and ".join(sorted({m["fingerprint"]["device"] for m in probed}))
+    return [
+        "# Speed-ups on a CPU",
+        "",
+        f"Made, on a machine with {os.cpu_count()} CPU cores ({devices}) and no GPU, by",
+        "",
+        "    python benchmarks/speedups.py --backend cpu",
+        "",
+        "It shows that the comparison works, and says nothing of a GPU: one thread of a CPU is slow in",
+        "other ways, and bytes are counted by the tracker. Contenders and prices are explained in the script.",
+        "",
+        *table(records),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     import gpu_check
     from gpu_summary import read_records, write_summary
@@ -389,10 +408,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     records = read_records(check.folder / "speedups.jsonl")
-    if records:
-        (check.folder / "speedups.md").write_text("\n".join(table(records)), encoding="utf-8")
     if options.backend == "cuda":
         write_summary(check.folder)
+    elif records:
+        (check.folder / "README.md").write_text("\n".join(cpu_page(records)), encoding="utf-8")
     print("done" if is_done else "the time is over; the same command goes on", file=sys.stderr)
     return 0
 
