@@ -375,7 +375,7 @@ def cpu_page(records: Sequence[Record]) -> list[str]:
         "    python benchmarks/speedups.py --backend cpu",
         "",
         "It shows that the comparison works, and says nothing of a GPU: one thread of a CPU is slow in",
-        "other ways, and bytes are counted by the tracker. Contenders and prices are explained in the script.",
+        "other ways, and bytes are counted by the tracker. The script says what is compared and how.",
         "",
         *table(records),
     ]
