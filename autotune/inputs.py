@@ -5,8 +5,6 @@ Each function raises ConfigError with what, why and the remedy when the pieces d
 
 from __future__ import annotations
 
-import re
-
 from autotune import gpus
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
@@ -101,16 +99,6 @@ def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
             remedy=f"Give --seq-len {limit} or less",
         )
     return limit
-
-
-def lora_targets(text: str) -> str:
-    names = [name.strip() for name in text.split(",")]
-    if text == "all-linear" or all(re.fullmatch(r"[\w.]{1,100}", name, re.ASCII) for name in names):
-        return ",".join(names)
-    raise ConfigError(
-        f"--targets {text[:80]!r} cannot be used",
-        remedy="Give all-linear, attention, or names of modules joined by commas",
-    )
 
 
 def check_rules(

@@ -26,6 +26,7 @@ from autotune.config import TrainConfig
 from autotune.errors import NothingFitsError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import WorkerEnd
+from autotune.knobs import describe
 from autotune.models import ModelSource
 from autotune.out_of_memory import says_out_of_memory
 from autotune.probes import ProbeTable, probe_key
@@ -39,7 +40,7 @@ from autotune.results import (
 )
 from autotune.sampler import INTERRUPTED, Candidate, PredictionSampler
 from autotune.store import CONSTRAINT, parameter_distributions
-from autotune.tune import NOISE, describe, gives_up
+from autotune.tune import NOISE, gives_up
 from autotune.units import format_bytes
 
 if TYPE_CHECKING:

@@ -32,17 +32,15 @@ class TraceSpec:
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
-        return cls(
-            method=config.method,
-            lora_targets=config.lora_targets,
-            quantization=config.quantization,
-            # TF32 changes the rate of a matrix product, not what is allocated or launched.
-            precision="fp32" if config.precision == "tf32" else config.precision,
-            activation_checkpointing=config.activation_checkpointing,
-            activation_offloading=config.activation_offloading,
-            attention=config.attention,
-            single=config.micro_batch_size == 1,
-        )
+        shared = {
+            field.name: getattr(config, field.name)
+            for field in dataclasses.fields(cls)
+            if field.name != "single"
+        }
+        # TF32 changes the rate of a matrix product, not what is allocated or launched.
+        if config.precision == "tf32":
+            shared["precision"] = "fp32"
+        return cls(**shared, single=config.micro_batch_size == 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

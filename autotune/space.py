@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from autotune.config import PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 
 _ADAPTERS = ("lora", "qlora")
@@ -24,30 +26,15 @@ _AMPERE = (8, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodSpace:
-    """The domains of one training method; named as TrainConfig's fields."""
+    """What may vary under one training method."""
 
     method: str
-    micro_batch_size: tuple[int, ...]
-    precision: tuple[str, ...]
-    optimizer: tuple[str, ...]
-    activation_checkpointing: tuple[int, ...]
-    activation_offloading: tuple[bool, ...]
-    attention: tuple[str, ...]
-    lora_rank: tuple[int | None, ...] = (None,)
-    lora_targets: tuple[str | None, ...] = (None,)
-    quantization: tuple[str, ...] = ("none",)
+    domains: Mapping[str, tuple[Any, ...]]
+    """By name of the knob; what is not in it keeps TrainConfig's default."""
 
     @property
     def num_points(self) -> int:
-        points = 1
-        for domain in self.domains().values():
-            points *= len(domain)
-        return points
-
-    def domains(self) -> dict[str, tuple[Any, ...]]:
-        """Return the domains by field, `method` aside."""
-        names = (field.name for field in fields(self) if field.name != "method")
-        return {name: getattr(self, name) for name in names}
+        return math.prod(map(len, self.domains.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +50,9 @@ def with_attentions(space: SearchSpace, attentions: tuple[str, ...]) -> SearchSp
     """The space for a model that has only these; theirs where it would have none left."""
     sections = []
     for section in space.methods:
-        left = tuple(name for name in section.attention if name in attentions)
-        sections.append(dataclasses.replace(section, attention=left or attentions))
+        left = tuple(name for name in section.domains.get("attention", ()) if name in attentions)
+        domains = {**section.domains, "attention": left or attentions}
+        sections.append(dataclasses.replace(section, domains=domains))
     return dataclasses.replace(space, methods=tuple(sections))
 
 
@@ -196,7 +184,7 @@ def enumerate_configs(
             effective_batch_size=workload.effective_batch_size,
             num_layers=num_layers,
             compute_capability=compute_capability,
-            precisions=section.precision,
+            precisions=section.domains["precision"],
         )
         for config in _points(section, workload):
             num_enumerated += 1
@@ -210,7 +198,7 @@ def enumerate_configs(
 
 
 def _points(section: MethodSpace, workload: Workload) -> Iterator[TrainConfig]:
-    domains = section.domains()
+    domains = dict(section.domains)
     sizes = domains.pop("micro_batch_size")
     accumulations = [max(1, workload.effective_batch_size // size) for size in sizes]
     for values in itertools.product(*domains.values()):
@@ -225,34 +213,20 @@ def _points(section: MethodSpace, workload: Workload) -> Iterator[TrainConfig]:
             )
 
 
-KNOB_CLASSES = {
-    "micro_batch_size": "exact",
-    "gradient_accumulation_steps": "exact",
-    "activation_checkpointing": "exact",
-    "activation_offloading": "exact",
-    "attention": "exact",
-    "precision": "numerics",
-    "method": "recipe",
-    "sequence_length": "recipe",
-    "effective_batch_size": "recipe",
-    "lora_rank": "recipe",
-    "lora_targets": "recipe",
-    "quantization": "recipe",
-}
-"""Trade-off class of a change of each setting (DESIGN section 5). The optimizer's depends on what
-it is changed for."""
-
 _LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
-_COSTLY_KNOBS = tuple(
-    (knob, _LEVEL[name]) for knob, name in KNOB_CLASSES.items() if name != TRADEOFF_CLASSES[0]
+_COSTLY_SETTINGS = (
+    *((name, _LEVEL["recipe"]) for name in ("method", "sequence_length", "effective_batch_size")),
+    *((knob.name, _LEVEL[knob.tradeoff]) for knob in KNOBS.values() if _LEVEL.get(knob.tradeoff)),
 )
+"""With the trade-off level of a change of each (DESIGN section 5). The optimizer's depends on what
+it is changed for."""
 
 
 def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
     """Return what `config` gives up against `base`: the highest class among their differences."""
     level = _optimizer_level(config.optimizer, base.optimizer)
-    for knob, cost in _COSTLY_KNOBS:
-        if cost > level and getattr(config, knob) != getattr(base, knob):
+    for name, cost in _COSTLY_SETTINGS:
+        if cost > level and getattr(config, name) != getattr(base, name):
             level = cost
     return TRADEOFF_CLASSES[level]
 

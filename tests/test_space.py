@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import pytest
 
 from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS, Optimizer
 from autotune.space import (
-    KNOB_CLASSES,
     RULES,
     Context,
     MethodSpace,
@@ -48,8 +49,7 @@ def workload(effective_batch_size: int = 32, methods: tuple[str, ...] = ("full",
 
 
 def section(**changes: object) -> MethodSpace:
-    domains: dict[str, object] = {
-        "method": "full",
+    domains: dict[str, Any] = {
         "micro_batch_size": (1,),
         "precision": ("bf16-mixed",),
         "optimizer": ("adamw_torch",),
@@ -57,7 +57,8 @@ def section(**changes: object) -> MethodSpace:
         "activation_offloading": (False,),
         "attention": ("sdpa",),
     }
-    return MethodSpace(**(domains | changes))  # type: ignore[arg-type]
+    domains |= changes
+    return MethodSpace(method=domains.pop("method", "full"), domains=domains)
 
 
 def space(*sections: MethodSpace) -> SearchSpace:
@@ -202,7 +203,10 @@ def test_a_hundred_thousand_points_take_about_a_quarter_of_a_second() -> None:
 
 def test_every_setting_has_a_class() -> None:
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
-    assert settings - {"optimizer"} == set(KNOB_CLASSES) - {"effective_batch_size"}
+    of_the_workload = {"method", "gradient_accumulation_steps", "sequence_length"}
+    assert set(KNOBS) == settings - of_the_workload
+    assert {knob.tradeoff for knob in KNOBS.values()} <= {*TRADEOFF_CLASSES, ""}
+    assert [name for name, knob in KNOBS.items() if not knob.tradeoff] == ["optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +283,7 @@ def test_a_model_without_sdpa_is_searched_with_what_it_has() -> None:
         return SearchSpace(name="s", description="", methods=(section(attention=attentions),))
 
     def left(space: SearchSpace, *attentions: str) -> tuple[str, ...]:
-        return with_attentions(space, attentions).methods[0].attention
+        return with_attentions(space, attentions).methods[0].domains["attention"]
 
     assert left(offered("sdpa"), "eager") == ("eager",)
     assert left(offered("eager", "sdpa"), "eager") == ("eager",)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from autotune.config import TRADEOFF_CLASSES
 from autotune.gpus import Gpu
+from autotune.knobs import describe
 from autotune.report import words
 from autotune.report.explain import Line
 from autotune.report.words import printable
 from autotune.results import Estimate, Measured, Summary
-from autotune.tune import describe
 from autotune.units import GIB, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from autotune.config import TrainConfig
+from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.results import Change, Estimate, Measured, Measurement, Summary
-from autotune.tune import MORE_MEMORY_BYTES, NOISE, describe, ordinal
+from autotune.tune import MORE_MEMORY_BYTES, NOISE
 from autotune.units import GIB, format_bytes, format_seconds
 
 CLASS_MEANINGS = (
@@ -130,8 +131,7 @@ def against_baseline(summary: Summary, base_name: str) -> str:
 
 
 def describe_base(config: TrainConfig) -> str:
-    method = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}[config.method]
-    return f"{method}, {config.precision}, {config.optimizer}"
+    return f"{METHOD_WORDS[config.method]}, {config.precision}, {config.optimizer}"
 
 
 def memory(estimate: Estimate, budget_bytes: int) -> str:
@@ -175,7 +175,7 @@ def why(summary: Summary, more_bytes: int = MORE_MEMORY_BYTES) -> str:
 
 def changed(change: Change, best: Estimate, budget_bytes: int) -> str:
     """The answer with one setting put back."""
-    words = setting(change.setting, change.value)
+    words = KNOBS[change.setting].words(change.value)
     if change.fits:
         return f"With {words}: {gain(change.estimate, best)}."
     excess_bytes = change.estimate.peak_device_bytes - budget_bytes
@@ -229,37 +229,8 @@ def difference(config: TrainConfig, other: TrainConfig) -> str:
             f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}"
         )
     words += [
-        setting(name, getattr(config, name))
-        for name in _SETTINGS
-        if getattr(config, name) != getattr(other, name)
+        knob.words(getattr(config, name))
+        for name, knob in KNOBS.items()
+        if name != "micro_batch_size" and getattr(config, name) != getattr(other, name)
     ]
     return ", ".join(words) or "the same settings"
-
-
-_SETTINGS = (
-    "activation_checkpointing",
-    "activation_offloading",
-    "precision",
-    "optimizer",
-    "quantization",
-    "lora_rank",
-    "lora_targets",
-    "attention",
-)
-
-
-def setting(name: str, value: object) -> str:
-    """One setting in words."""
-    if name == "activation_checkpointing":
-        interval = int(str(value))
-        each = {0: "no checkpointing", 1: "checkpoint every layer"}
-        return each.get(interval) or f"checkpoint every {ordinal(interval)} layer"
-    if name == "activation_offloading":
-        return "offloading" if value else "no offloading"
-    if name == "lora_rank":
-        return f"rank {value}"
-    if name == "lora_targets":
-        return f"LoRA on {value}"
-    if name == "attention":
-        return f"{value} attention"
-    return str(value)
