@@ -14,7 +14,13 @@ from autotune import store
 from autotune.cli.options import COUNT, command_line, is_given, possible_length, workload_options
 from autotune.cli.output import explain, print_json, say
 from autotune.config import METHODS, TRADEOFF_CLASSES, Workload
-from autotune.errors import AutotuneError, ConfigError, StorageError
+from autotune.errors import (
+    AutotuneError,
+    ConfigError,
+    HardwareError,
+    StorageError,
+    WorkerError,
+)
 from autotune.results import BACKENDS
 
 if TYPE_CHECKING:
@@ -37,8 +43,8 @@ CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
     "--backend",
     type=click.Choice(("auto", "predict", *BACKENDS)),
     default="auto",
-    help="Predict, or measure with real steps on this CUDA card (not yet tried on one) or CPU; "
-    "auto predicts.",
+    help="Predict, or measure with real steps on this machine's CUDA card or CPU; auto measures where "
+    "the card that is planned for is here.",
 )
 @click.option("--effective-batch", type=COUNT, default=32, help="Samples per optimizer step.")
 @click.option(
@@ -152,19 +158,29 @@ def find(
     # Only a planned card follows from the budget; another one needs a study of its own.
     is_planned = gpu_reason not in (inputs.NAMED, inputs.FOUND, inputs.ON_CPU)
     default_name = store.default_study_name(workload, gpu=None if is_planned else card.name)
-    if backend in BACKENDS:
-        default_name += "-measured"
-        found = _measure(
-            found,
-            source,
-            backend=backend,
-            effort=effort,
-            confirm_steps=CONFIRM_STEPS[backend] if confirm_steps is None else confirm_steps,
-            study=study or default_name,
-            storage=storage,
-            command=command_line(context),
-            quiet=as_json,
-        )
+    if backend == "auto":
+        measure_on = "cuda" if gpu_reason == inputs.FOUND else None
+    else:
+        measure_on = backend if backend in BACKENDS else None
+    if measure_on is not None:
+        measured_name = f"{default_name}-measured"
+        try:
+            found = _measure(
+                found,
+                source,
+                backend=measure_on,
+                effort=effort,
+                confirm_steps=CONFIRM_STEPS[measure_on] if confirm_steps is None else confirm_steps,
+                study=study or measured_name,
+                storage=storage,
+                command=command_line(context),
+                quiet=as_json,
+            )
+            default_name = measured_name
+        except (HardwareError, WorkerError) as error:
+            if backend != "auto":
+                raise
+            say(f"note: nothing could be measured, so the answer is predicted. {error}")
     elif confirm_steps is not None:
         say("note: --confirm-steps says nothing to a prediction: --backend cuda or cpu measures.")
     _deliver(
