@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,12 +88,18 @@ class Estimator:
     """Prices configurations of one model on one card under one budget."""
 
     def __init__(
-        self, traces: Mapping[TraceSpec, Trace], gpu: Gpu, *, memory_budget_bytes: int
+        self,
+        traces: Mapping[TraceSpec, Trace],
+        gpu: Gpu,
+        *,
+        memory_budget_bytes: int,
+        useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
     ) -> None:
         assert gpu.context_bytes is not None
         self.gpu = gpu
         self.memory_budget_bytes = memory_budget_bytes
         self._traces = traces
+        self._useful_share = useful_share
         self._context_bytes = gpu.context_bytes
         self._machine = roofline.ceilings(gpu)
         self._micro_step = functools.cache(self._price_micro_step)
@@ -156,7 +162,9 @@ class Estimator:
     def tokens_per_second(self, config: TrainConfig) -> float | None:
         """Predicted speed, an upper bound where a paged optimizer has to page."""
         seconds = self.seconds(config)
-        return None if seconds is None else config.tokens_per_step / seconds.total_seconds
+        if seconds is None:
+            return None
+        return self._useful_share(config) * config.tokens_per_step / seconds.total_seconds
 
     def estimate(self, config: TrainConfig) -> Estimate:
         """Predicted peaks, breakdown and time by a full replay."""
@@ -208,6 +216,7 @@ class Estimator:
                 dtype=_compute_dtype(config.precision),
             ),
             bound=None if seconds is None else seconds.bound,
+            useful_share=self._useful_share(config),
         )
 
     def _two_steps(

@@ -15,6 +15,7 @@ from typing import Any
 
 from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.errors import nearest
+from autotune.lengths import BATCHINGS
 from autotune.optimizers import OPTIMIZERS
 
 MAX_NUMBER = 1_000_000
@@ -229,6 +230,16 @@ KNOBS: dict[str, Knob] = {
             methods=("qlora",),
             flag="--quantization",
             summary="Storage of the frozen weights [default: nf4 for qlora].",
+        ),
+        Knob(
+            name="batching",
+            tradeoff="recipe",
+            read=_one_of(BATCHINGS, "batching"),
+            default="packed",
+            choices=BATCHINGS,
+            words=lambda name: f"{name} batches",
+            flag="--batching",
+            summary="How samples fill a batch [default: packed, padded where answers belong to samples].",
         ),
     )
 }

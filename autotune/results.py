@@ -105,6 +105,8 @@ class Estimate:
     mfu: float | None
     bound: str | None
     """What limits the step: one of autotune.roofline.BOUNDS."""
+    useful_share: float = 1.0
+    """Share of the tokens that is no padding, on average; the step is one of the longest samples."""
 
     @property
     def peak_device_bytes(self) -> int:
@@ -139,6 +141,7 @@ class Estimate:
             "micro_step_seconds": self.micro_step_seconds,
             "optimizer_step_seconds": self.optimizer_step_seconds,
             "tokens_per_second": self.tokens_per_second,
+            "useful_share": self.useful_share,
             "flops_per_step": self.flops_per_step,
             "mfu": self.mfu,
             "bound": self.bound,
@@ -220,6 +223,8 @@ class Measurement:
     loss_is_finite: bool | None = None
     elapsed_seconds: float = 0.0
     """Of the whole probe, set-up included."""
+    useful_share: float = 1.0
+    """Share of the tokens that is no padding, for the dataset at hand; the probe has full length."""
 
     @property
     def peak_device_bytes(self) -> int | None:
@@ -308,8 +313,11 @@ def _step_seconds(timed: Estimate | Measurement) -> float | None:
 
 
 def _tokens_per_second(timed: Estimate | Measurement) -> float | None:
+    """Of tokens that are no padding; a batch of shorter samples is taken to be as much faster."""
     seconds = timed.step_seconds
-    return None if seconds is None else timed.config.tokens_per_step / seconds
+    if seconds is None:
+        return None
+    return timed.useful_share * timed.config.tokens_per_step / seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -461,7 +469,7 @@ class Summary:
             "schema_version": SCHEMA_VERSION,
             "evidence": self.evidence,
             "measured": None if self.measured is None else self.measured.to_dict(),
-            "workload": dataclasses.asdict(self.workload),
+            "workload": self.workload.to_dict(),
             "gpu": self.gpu,
             "gpu_reason": self.gpu_reason,
             "memory_budget_bytes": budget,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.config import PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.config import PACKABLE_TASKS, PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 
@@ -54,6 +54,26 @@ def with_attentions(space: SearchSpace, attentions: tuple[str, ...]) -> SearchSp
         domains = {**section.domains, "attention": left or attentions}
         sections.append(dataclasses.replace(section, domains=domains))
     return dataclasses.replace(space, methods=tuple(sections))
+
+
+def with_batchings(space: SearchSpace, workload: Workload) -> SearchSpace:
+    """The space for what is known of the samples: without their lengths there is nothing to pad."""
+    usual = usual_batching(workload.task)
+    sections = []
+    for section in space.methods:
+        left = tuple(
+            name
+            for name in section.domains.get("batching", ())
+            if workload.lengths is not None and (name != "packed" or name == usual)
+        )
+        domains = {**section.domains, "batching": left or (usual,)}
+        sections.append(dataclasses.replace(section, domains=domains))
+    return dataclasses.replace(space, methods=tuple(sections))
+
+
+def usual_batching(task: str) -> str:
+    """How samples of a task are put together where nothing else is asked for."""
+    return "packed" if task in PACKABLE_TASKS else "padded"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

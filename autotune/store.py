@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import re
 import sqlite3
@@ -98,7 +99,7 @@ def open_study(
     _check_name(name)
     # Optuna reports the creation of a study on stderr, where our progress is shown.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    identity = json.loads(json.dumps({"workload": dataclasses.asdict(workload), "gpu": gpu}))
+    identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
     with explained(parsed):
         storage = _open_storage(parsed)
@@ -167,6 +168,9 @@ def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
         parts.append(workload.task)
     if set(workload.methods) != set(METHODS):
         parts += [method for method in METHODS if method in workload.methods]
+    if workload.lengths is not None:
+        known = json.dumps(dataclasses.asdict(workload.lengths))
+        parts.append(f"data{hashlib.sha256(known.encode()).hexdigest()[:6]}")
     if gpu is not None:
         parts.append(slug(gpu))
     return "-".join(parts)

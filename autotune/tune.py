@@ -28,7 +28,9 @@ from autotune.space import (
     broken_rules,
     enumerate_configs,
     tradeoff_class,
+    usual_batching,
     with_attentions,
+    with_batchings,
 )
 from autotune.tracing import trace_all
 from autotune.units import format_bytes
@@ -100,6 +102,7 @@ def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfi
         lora_rank=16 if adapter else None,
         lora_targets="all-linear" if adapter else None,
         quantization="nf4" if method == "qlora" else "none",
+        batching=usual_batching(workload.task),
     )
 
 
@@ -124,7 +127,7 @@ def find(
     started = time.monotonic()
     num_layers = model.config.get("num_hidden_layers")
     points = enumerate_configs(
-        with_attentions(space, model.attentions),
+        with_batchings(with_attentions(space, model.attentions), workload),
         workload,
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=gpu.compute_capability,
@@ -147,7 +150,12 @@ def find(
         {TraceSpec.of(config) for config in [*points.configs, *baselines]},
         on_trace=functools.partial(progress, "trace"),
     )
-    estimator = Estimator(traces, gpu, memory_budget_bytes=workload.memory_budget_bytes)
+    estimator = Estimator(
+        traces,
+        gpu,
+        memory_budget_bytes=workload.memory_budget_bytes,
+        useful_share=workload.useful_share,
+    )
     supported = [config for config in points.configs if estimator.supports(config)]
     candidates = Candidates(estimator, supported, reference)
     progress("priced", candidates.num_possible, len(supported))

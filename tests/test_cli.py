@@ -54,6 +54,9 @@ SHARED = {
     "--gpu": None,
     "--gpu-mem": None,
     "--seq-len": 1024,
+    "--dataset": None,
+    "--text-field": "text",
+    "--tokenizer": None,
     "--json": False,
 }
 FROZEN: dict[str, dict[str, Any]] = {
@@ -84,6 +87,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--checkpointing": None,
         "--offload": None,
         "--attention": None,
+        "--batching": None,
         "--explain": False,
     },
     "gpus": {},

@@ -18,7 +18,10 @@ from autotune.errors import ConfigError
 from autotune.space import SearchSpace, enumerate_configs
 from autotune.space_file import MAX_FILE_BYTES, available, load
 
-SHIPPED = ("default", "exact", "full", "lora", "qlora")
+SHIPPED = (
+    *("default", "everything", "full", "long-context", "lora", "qlora", "quick", "same-recipe"),
+    "small-gpu",
+)
 
 SOUND = """
 methods:
@@ -115,6 +118,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "activation_checkpointing": (0,),
         "activation_offloading": (False,),
         "attention": ("sdpa",),
+        "batching": ("packed",),
     }
     of_adapters = {"lora_rank": (16,), "lora_targets": ("all-linear",), "quantization": ("nf4",)}
     assert qlora.domains == {**full.domains, **of_adapters}

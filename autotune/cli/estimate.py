@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
-from autotune.cli.options import COUNT, is_given, knob_options, workload_options
+from autotune.cli.options import COUNT, is_given, knob_options, read_lengths, workload_options
 from autotune.cli.output import print_json
 from autotune.config import Workload
 
@@ -26,6 +27,9 @@ def estimate(
     gpu: str | None,
     gpu_mem: str | None,
     seq_len: int,
+    dataset: Path | None,
+    text_field: str,
+    tokenizer: str | None,
     accumulation: int,
     method: str,
     as_json: bool,
@@ -45,13 +49,17 @@ def estimate(
     card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
     source = resolve(model)
     context = click.get_current_context()
+    length = inputs.possible_length(source, seq_len, is_given=is_given(context, "seq_len"))
+    lengths = None
+    if dataset is not None:
+        lengths = read_lengths(dataset, source, length, text_field=text_field, tokenizer=tokenizer)
+        length = lengths.longest
     given = {name: value for name, value in settings.items() if value is not None}
     workload = Workload(
         model=source.name,
         task=task or source.task,
-        sequence_length=inputs.possible_length(
-            source, seq_len, is_given=is_given(context, "seq_len")
-        ),
+        sequence_length=length,
+        lengths=lengths,
         effective_batch_size=given.get("micro_batch_size", 1) * accumulation,
         methods=(method,),
         memory_budget_bytes=budget_bytes,
@@ -72,7 +80,9 @@ def estimate(
             [spec],
             on_trace=functools.partial(progress, "trace"),
         )
-    priced = Estimator(traces, card, memory_budget_bytes=budget_bytes).estimate(config)
+    priced = Estimator(
+        traces, card, memory_budget_bytes=budget_bytes, useful_share=workload.useful_share
+    ).estimate(config)
     lines = explain_estimate(priced) if explain else ()
     if as_json:
         head = {"schema_version": SCHEMA_VERSION, "evidence": "predicted"}

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune import store
-from autotune.cli.options import COUNT, command_line, is_given, possible_length, workload_options
+from autotune.cli.options import (
+    COUNT,
+    command_line,
+    is_given,
+    possible_length,
+    read_lengths,
+    workload_options,
+)
 from autotune.cli.output import explain, print_json, say
 from autotune.config import METHODS, TRADEOFF_CLASSES, Workload
 from autotune.errors import (
@@ -99,6 +106,9 @@ def find(
     gpu: str | None,
     gpu_mem: str | None,
     seq_len: int,
+    dataset: Path | None,
+    text_field: str,
+    tokenizer: str | None,
     effective_batch: int,
     methods: tuple[str, ...],
     space: str,
@@ -133,10 +143,18 @@ def find(
             is_given=is_given(context, "effective_batch"),
         )
     is_length_given = is_given(context, "seq_len") or base is not None
+    length = possible_length(source, seq_len, is_given=is_length_given)
+    lengths = None
+    if dataset is not None:
+        lengths = read_lengths(dataset, source, length, text_field=text_field, tokenizer=tokenizer)
+        length = lengths.longest
+        if base_config is not None:
+            base_config = dataclasses.replace(base_config, sequence_length=length)
     workload = Workload(
         model=source.name,
         task=task or source.task,
-        sequence_length=possible_length(source, seq_len, is_given=is_length_given),
+        sequence_length=length,
+        lengths=lengths,
         effective_batch_size=effective_batch,
         methods=tuple(dict.fromkeys(methods)) or METHODS,
         memory_budget_bytes=budget_bytes,
@@ -242,7 +260,7 @@ def _measure(
             ) as opened,
             open_probes(storage) as table,
         ):
-            prober = probing.Prober(server, table, source, spec)
+            prober = probing.Prober(server, table, source, spec, useful_share=workload.useful_share)
             measured = probing.search(
                 opened,
                 plan,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,7 @@ from autotune.config import METHODS, TASKS
 from autotune.knobs import KNOBS, Knob
 
 if TYPE_CHECKING:
+    from autotune.lengths import Lengths
     from autotune.models import ModelSource
 
 COUNT = click.IntRange(1, 1_000_000)
@@ -76,6 +78,19 @@ def workload_options(command: Command) -> Command:
             help="Memory budget: 12GB, 11.5GiB, 24000MB [default: all of the card].",
         ),
         click.option("--seq-len", type=_LENGTH, default=1024, help="Tokens per sample."),
+        click.option(
+            "--dataset",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="A .jsonl or a text per line: with its lengths, tokens/s counts no padding "
+            "[default: every sample is --seq-len long].",
+        ),
+        click.option("--text-field", metavar="NAME", default="text", help="Of the .jsonl."),
+        click.option(
+            "--tokenizer",
+            metavar="FOLDER",
+            help="Of the dataset, from local files [default: the model's].",
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
     )
     for option in reversed(options):
@@ -86,6 +101,23 @@ def workload_options(command: Command) -> Command:
 def is_given(context: click.Context, name: str) -> bool:
     """Whether the user typed the option."""
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def read_lengths(
+    dataset: Path, source: ModelSource, length: int, *, text_field: str, tokenizer: str | None
+) -> Lengths:
+    """Of the dataset's samples, cut off at `length`; says so where the longest is shorter."""
+    from autotune import dataset as datasets
+
+    lengths = datasets.read_lengths(
+        dataset,
+        text_field=text_field,
+        tokenizer=tokenizer or source.folder_or_id,
+        sequence_length=length,
+    )
+    if lengths.longest < length:
+        say(f"note: no sample has more than {lengths.longest} tokens: that is the sequence length.")
+    return lengths
 
 
 def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:

@@ -31,7 +31,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """A YAML document that `from_yaml` reads back."""
     import yaml
 
-    values = dataclasses.asdict(workload)
+    values = workload.to_dict()
     content = {
         "version": VERSION,
         "evidence": result["evidence"],

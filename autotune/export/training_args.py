@@ -22,6 +22,8 @@ filename = "training_args.json"
 OUTPUT_FOLDER = "output"
 """`output_dir` until the user names another."""
 
+_GROUPING: dict[str, object] = {"train_sampling_strategy": "group_by_length"}
+_OLD_GROUPING: dict[str, object] = {"group_by_length": True}
 _CHECKPOINTING = ("activation_checkpointing", "activation_checkpointing_kwargs")
 _OLD_CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 
@@ -51,6 +53,11 @@ def training_arguments(
     }
     if precision.compute_dtype == "float32":
         arguments["tf32"] = precision.tf32
+    if config.batching == "grouped":
+        strategy = (
+            _GROUPING if fields is None or "train_sampling_strategy" in fields else _OLD_GROUPING
+        )
+        arguments |= strategy
     is_new = fields is None or _CHECKPOINTING[0] in fields
     switch, options = _CHECKPOINTING if is_new else _OLD_CHECKPOINTING
     arguments[switch] = config.activation_checkpointing > 0

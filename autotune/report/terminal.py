@@ -58,6 +58,7 @@ def draw_summary(
                 f"{summary.space} {counts.enumerated:,} > valid {num_valid:,}{traceable} > fit "
                 f"{counts.feasible:,}, in {format_seconds(summary.elapsed_seconds)}",
             ),
+            *([("data", words.data(summary.workload))] if summary.workload.lengths else []),
         ],
     )
     console.print()
@@ -79,6 +80,7 @@ def draw_summary(
     rows += [
         ("speed", f"{words.speed(best)}; {words.against_baseline(summary, base_name)}"),
         ("step", words.step(best)),
+        *([("epoch", words.epoch(summary))] if summary.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
     ]
     if summary.measured is None:

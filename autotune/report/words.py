@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autotune.config import TrainConfig
+from autotune.config import TrainConfig, Workload
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.results import Change, Estimate, Measured, Measurement, Summary
 from autotune.tune import MORE_MEMORY_BYTES, NOISE
-from autotune.units import GIB, format_bytes, format_seconds
+from autotune.units import GIB, format_bytes, format_count, format_seconds
 
 CLASS_MEANINGS = (
     "exact: the mathematics of the base; numerics: other rounding; recipe: another training run"
@@ -101,6 +101,27 @@ def probes(found: Measured) -> str:
         f"{off(estimate.tokens_per_second, best.tokens_per_second)} in speed and "
         f"{off(estimate.peak_device_bytes, best.peak_device_bytes)} in memory."
     )
+
+
+def data(workload: Workload) -> str:
+    """How long the dataset's samples are."""
+    lengths = workload.lengths
+    assert lengths is not None
+    return (
+        f"{lengths.num_samples:,} samples, {format_count(lengths.num_tokens)} tokens: "
+        f"{lengths.num_tokens / lengths.num_samples:,.0f} on average, {lengths.percentiles[50]:,} in the "
+        f"middle, at most {lengths.longest:,}"
+    )
+
+
+def epoch(summary: Summary) -> str:
+    """Predicted time for all of the dataset, and how much of it goes into padding."""
+    lengths, best = summary.workload.lengths, summary.best
+    assert lengths is not None
+    assert best.tokens_per_second is not None
+    seconds = lengths.num_tokens / best.tokens_per_second
+    padding = 100 * (1 - best.useful_share)
+    return f"{format_seconds(seconds)} for all samples; {padding:.0f} % of a batch is padding"
 
 
 def step(estimate: Estimate) -> str:

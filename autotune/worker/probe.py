@@ -192,6 +192,8 @@ class _Rows(torch.utils.data.Dataset):
         return self._num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self._num_rows:
+            raise IndexError(index)  # The end, for who iterates: a sampler that groups by length.
         index %= len(self._token_ids)
         row = self._token_ids[index]
         if self._task == "causal-lm":
