@@ -37,7 +37,7 @@ from autotune.errors import (
     ConfigError,
     StorageError,
 )
-from autotune.optimizers import OPTIMIZERS
+from autotune.optimizers import OPTIMIZERS, not_installed
 from autotune.results import BACKENDS
 
 if TYPE_CHECKING:
@@ -280,6 +280,10 @@ def find(
     )
     if base_config is not None:
         inputs.check_rules(base_config, workload, card, source, what=f"The configuration of {base}")
+    sections = [section for section in search_space.methods if section.method in workload.methods]
+    offered = (name for section in sections for name in section.optimizer)
+    for package, names in not_installed(offered).items():
+        _say(f"note: left out of the search: {', '.join(names)}. They need: pip install {package}")
     with progress_on_stderr(quiet=as_json) as progress:
         found = tune.find(
             source,
@@ -418,6 +422,8 @@ def estimate(
         **{name: value for name, value in given.items() if value is not None},
     )
     inputs.check_rules(config, workload, card, source, what="This configuration")
+    for package in not_installed([config.optimizer]):
+        _say(f"note: {config.optimizer} is not installed here. It needs: pip install {package}")
     spec = TraceSpec.of(config)
     with progress_on_stderr(quiet=as_json) as progress:
         traces = trace_all(
