@@ -52,7 +52,7 @@ class Optimizer:
     only_full: bool = False
     """Of use, and built by the Trainer as priced, where whole weights train."""
     only_cuda: bool = False
-    """Its code calls CUDA: no probe on a CPU."""
+    """Its code calls CUDA, or is compiled, which a probe's tracker cannot watch: none on a CPU."""
     arguments: tuple[tuple[str, object], ...] = ()
     """TrainingArguments that go with it."""
     summary: str
@@ -164,6 +164,7 @@ def _torchao(name: str, bits: int, summary: str) -> Optimizer:
         class_name=f"AdamW{bits}bit",
         moments=2,
         algorithm=TorchAo(bits=bits),
+        only_cuda=True,
         summary=summary,
         source=_TORCHAO,
     )
