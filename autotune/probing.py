@@ -28,6 +28,7 @@ from autotune.forkserver import ForkServer
 from autotune.isolate import WorkerEnd
 from autotune.knobs import describe
 from autotune.models import ModelSource
+from autotune.optimizers import OPTIMIZERS
 from autotune.out_of_memory import says_out_of_memory
 from autotune.probes import ProbeTable, probe_key
 from autotune.results import (
@@ -197,7 +198,8 @@ class Plan:
 
 def can_run(config: TrainConfig, backend: str) -> bool:
     """Whether a probe of it makes sense there: a CPU has no device memory to offload from."""
-    return backend == "cuda" or not config.activation_offloading
+    only_cuda = config.activation_offloading or OPTIMIZERS[config.optimizer].only_cuda
+    return backend == "cuda" or not only_cuda
 
 
 def search(

@@ -17,7 +17,7 @@ from typing import Any
 
 from autotune.config import PACKABLE_TASKS, PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.knobs import KNOBS
-from autotune.optimizers import OPTIMIZERS
+from autotune.optimizers import OPTIMIZERS, not_installed
 
 _ADAPTERS = ("lora", "qlora")
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units.
@@ -85,6 +85,8 @@ class Context:
     compute_capability: tuple[int, int] | None = None
     precisions: tuple[str, ...] = ()
     """What the space offers to this method."""
+    missing: frozenset[str] = frozenset()
+    """Packages that are not installed: a search proposes nothing that cannot run here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +159,33 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.precision == "fp16-autocast" and c.method == "full",
     ),
     Rule(
+        name="optimizer-is-installed",
+        reason="the optimizer's package is not installed here",
+        breaks=lambda c, context: OPTIMIZERS[c.optimizer].needs in context.missing,
+    ),
+    Rule(
+        name="optimizer-needs-full",
+        reason="GaLore, APOLLO and LOMO save on whole weight matrices: an adapter has little to save",
+        breaks=lambda c, _: OPTIMIZERS[c.optimizer].only_full and c.method != "full",
+    ),
+    Rule(
+        name="backward-update-needs-accumulation-1",
+        reason="LOMO and layer-wise optimizers update a weight as soon as it has a gradient: "
+        "accumulation would make more and smaller steps, and Transformers refuses it for the "
+        "layer-wise ones",
+        breaks=lambda c, _: (
+            bool(OPTIMIZERS[c.optimizer].updates) and c.gradient_accumulation_steps > 1
+        ),
+    ),
+    Rule(
+        name="backward-update-without-loss-scaling",
+        reason="LOMO and layer-wise optimizers would apply float16's gradients before they are "
+        "unscaled",
+        breaks=lambda c, _: (
+            bool(OPTIMIZERS[c.optimizer].updates) and PRECISIONS[c.precision].grad_scaler
+        ),
+    ),
+    Rule(
         name="bf16-replaces-fp16",
         reason="the space offers bf16 autocast too, as fast on this card and without loss scaling",
         breaks=lambda c, context: (
@@ -205,6 +234,7 @@ def enumerate_configs(
             num_layers=num_layers,
             compute_capability=compute_capability,
             precisions=section.domains["precision"],
+            missing=frozenset(not_installed(section.domains["optimizer"])),
         )
         for config in _points(section, workload):
             num_enumerated += 1

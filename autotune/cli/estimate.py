@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from autotune.cli.options import COUNT, is_given, knob_options, read_lengths, workload_options
-from autotune.cli.output import print_json
+from autotune.cli.output import print_json, say
 from autotune.config import Workload
+from autotune.optimizers import not_installed
 
 
 @click.command()
@@ -70,6 +71,8 @@ def estimate(
         **given,
     )
     inputs.check_rules(config, workload, card, source, what="This configuration")
+    for package in not_installed([config.optimizer]):
+        say(f"note: {config.optimizer} is not installed here. It needs: pip install {package}")
     spec = TraceSpec.of(config)
     with progress_on_stderr(quiet=as_json) as progress:
         traces = trace_all(

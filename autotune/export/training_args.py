@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.optimizers import OPTIMIZERS
 
 name = "training-args"
 filename = "training_args.json"
@@ -47,6 +48,7 @@ def training_arguments(
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "optim": config.optimizer,
+        **dict(OPTIMIZERS[config.optimizer].arguments),
         "max_grad_norm": 1.0,
         "bf16": precision.autocast and precision.compute_dtype == "bfloat16",
         "fp16": precision.autocast and precision.compute_dtype == "float16",

@@ -278,7 +278,8 @@ class _Watch(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._num_steps == 0:
-            checks.require(checks.check_gradients(self._trainer.model.parameters()))
+            parameters = self._trainer.model.parameters()
+            checks.require(checks.check_gradients(parameters, self._config))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._marks.ended = self._clock.mark()
