@@ -5,8 +5,6 @@ Each function raises ConfigError with what, why and the remedy when the pieces d
 
 from __future__ import annotations
 
-import re
-
 from autotune import gpus, nvml
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
@@ -103,16 +101,6 @@ def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
     return limit
 
 
-def lora_targets(text: str) -> str:
-    names = [name.strip() for name in text.split(",")]
-    if text == "all-linear" or all(re.fullmatch(r"[\w.]{1,100}", name, re.ASCII) for name in names):
-        return ",".join(names)
-    raise ConfigError(
-        f"--targets {text[:80]!r} cannot be used",
-        remedy="Give all-linear, attention, or names of modules joined by commas",
-    )
-
-
 def check_rules(
     config: TrainConfig, workload: Workload, card: Gpu, source: ModelSource, *, what: str
 ) -> None:
@@ -168,8 +156,19 @@ def card_here(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
     raise HardwareError(
         "The card has too little free memory" if size is None else f"--gpu-mem {size} is not free",
         why=f"{free}: {taken}",
-        remedy="End what holds it, or lower --gpu-mem",
+        remedy="End what holds it, or lower --gpu-mem; --backend predict needs no free card",
     )
+
+
+def card_here_or_planned(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
+    """As card_here where the card that probes run on has as much; else as choose_card."""
+    here = gpus.detect()
+    if name is None and here and (size is None or parse_bytes(size) <= here[0].capacity_bytes):
+        return card_here(None, size)
+    card, reason, budget_bytes = choose_card(name, size)
+    if reason == FOUND:
+        reason = "planned for: it is here, and CUDA_VISIBLE_DEVICES does not put it first"
+    return card, reason, budget_bytes
 
 
 IDLE_BYTES = 128 * MIB
@@ -177,5 +176,5 @@ IDLE_BYTES = 128 * MIB
 FREE_STEP_BYTES = 256 * MIB
 """What is free is rounded down to it, so that the same command finds its study again."""
 
-CHOOSERS = {"cpu": cpu_as_card, "cuda": card_here}
+CHOOSERS = {"auto": card_here_or_planned, "cpu": cpu_as_card, "cuda": card_here}
 """By backend; choose_card for the others."""

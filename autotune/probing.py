@@ -30,6 +30,7 @@ from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
 from autotune.models import ModelSource
+from autotune.optimizers import OPTIMIZERS
 from autotune.out_of_memory import says_out_of_memory
 from autotune.probes import ProbeTable, probe_key
 from autotune.pruner import SpeedPruner
@@ -77,11 +78,18 @@ class Prober:
     """Measures configurations of one model, each in a fresh process, and remembers."""
 
     def __init__(
-        self, server: ForkServer, table: ProbeTable, model: ModelSource, spec: ProbeSpec
+        self,
+        server: ForkServer,
+        table: ProbeTable,
+        model: ModelSource,
+        spec: ProbeSpec,
+        *,
+        useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
     ) -> None:
         self._server = server
         self._table = table
         self._model = model
+        self._useful_share = useful_share
         self.spec = spec
         self.fingerprint = self._ask_fingerprint()
         self.num_run = 0
@@ -93,20 +101,26 @@ class Prober:
 
         `watch` is called with each timed step of a new one, and may end it.
         """
-        known = self._find(config, self.spec)
-        if known is not None:
+        share = self._useful_share(config)
+        measurement = self._find(config, self.spec)
+        if measurement is not None:
             self.num_reused += 1
-            return known
-        self.num_run += 1
-        deadline_seconds = SET_UP_SECONDS + 3 * self.spec.max_seconds
-        return self._run(config, self.spec, deadline_seconds=deadline_seconds, watch=watch)
+        else:
+            self.num_run += 1
+            deadline_seconds = SET_UP_SECONDS + 3 * self.spec.max_seconds
+            # A probe counts every token.
+            of_useful = None if watch is None else functools.partial(_scaled, watch, share)
+            measurement = self._run(
+                config, self.spec, deadline_seconds=deadline_seconds, watch=of_useful
+            )
+        return dataclasses.replace(measurement, useful_share=share)
 
     def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
         """The table's confirmation of what a probe measured, or a new one."""
         spec = dataclasses.replace(self.spec, confirm_steps=num_steps)
         known = self._find(best.config, spec)
         if known is not None:
-            return known
+            return dataclasses.replace(known, useful_share=best.useful_share)
         assert best.step_seconds is not None
         steps_seconds = (num_steps + NUM_CONFIRMATION_WARM_UP_STEPS) * best.step_seconds
         state = predicted.state
@@ -114,7 +128,8 @@ class Prober:
         deadline_seconds = (
             SET_UP_SECONDS + 3 * steps_seconds + written_bytes / CHECKPOINT_BYTES_PER_SECOND
         )
-        return self._run(best.config, spec, deadline_seconds=deadline_seconds)
+        measurement = self._run(best.config, spec, deadline_seconds=deadline_seconds)
+        return dataclasses.replace(measurement, useful_share=best.useful_share)
 
     def _find(self, config: TrainConfig, spec: ProbeSpec) -> Measurement | None:
         return self._table.find(probe_key(self._model.config, config, spec, self.fingerprint))
@@ -188,6 +203,10 @@ class Prober:
         )
 
 
+def _scaled(watch: Watch, share: float, step: int, tokens_per_second_at_most: float) -> str:
+    return watch(step, share * tokens_per_second_at_most)
+
+
 def _follow(watch: Watch, folder: str, answer: Answer) -> None:
     """Show a step to the watch; leave the probe the word to stop where that wants it."""
     step, speed = answer.get("step"), answer.get("tokens_per_second_at_most")
@@ -239,7 +258,8 @@ class Plan:
 
 def can_run(config: TrainConfig, backend: str) -> bool:
     """Whether a probe of it makes sense there: a CPU has no device memory to offload from."""
-    return backend == "cuda" or not config.activation_offloading
+    only_cuda = config.activation_offloading or OPTIMIZERS[config.optimizer].only_cuda
+    return backend == "cuda" or not only_cuda
 
 
 def search(

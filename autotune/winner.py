@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from autotune.config import TrainConfig
 from autotune.errors import NothingFitsError, WorkerError
+from autotune.knobs import describe
 from autotune.results import Measurement
-from autotune.tune import NOISE, describe, gives_up
+from autotune.tune import NOISE, gives_up
 from autotune.units import format_bytes
 
 MAX_CONFIRMATIONS = 3

@@ -58,7 +58,7 @@ from autotune.gpus import Gpu, cpu_stand_in, detect, find_gpu
 from autotune.models import ModelSource
 from autotune.probes import probe_key
 from autotune.probing import Prober
-from autotune.results import SCHEMA_VERSION, Estimate, Measurement, ProbeSpec, TraceSpec
+from autotune.results import BACKENDS, SCHEMA_VERSION, Estimate, Measurement, ProbeSpec, TraceSpec
 from autotune.space import SearchSpace, enumerate_configs
 from autotune.tracing import trace_all
 from autotune.units import parse_bytes
@@ -432,7 +432,7 @@ def say(text: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pieces", nargs="+", choices=PIECES)
-    parser.add_argument("--backend", choices=tuple(inputs.CHOOSERS), default="cuda")
+    parser.add_argument("--backend", choices=BACKENDS, default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a few cases of a tiny model")
     parser.add_argument("--minutes", type=float, default=8.0, help="of each piece, at most")
     parser.add_argument("--studies", type=Path, default=ROOT / "studies", metavar="FOLDER")

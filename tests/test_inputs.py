@@ -139,17 +139,6 @@ def test_endless_layers_are_a_slip(tmp_path: Path) -> None:
         resolve(str(path))
 
 
-@pytest.mark.parametrize("text", ["all-linear", "attention", "q_proj, v_proj", "query_key_value"])
-def test_targets_are_names(text: str) -> None:
-    assert inputs.lora_targets(text) == text.replace(" ", "")
-
-
-@pytest.mark.parametrize("text", ["", "q_proj,,v_proj", "a;b", "q proj", "x" * 200, "all-linear,q"])
-def test_other_targets_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--targets"):
-        inputs.lora_targets(text)
-
-
 def test_every_broken_rule_is_told_with_its_reason() -> None:
     config = dataclasses.replace(answers.CONFIG, quantization="nf4", activation_checkpointing=30)
     model = source(model_type="llama", num_hidden_layers=28)
@@ -254,3 +243,25 @@ def test_without_a_driver_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) ->
     fake_nvml(monkeypatch, [], error="Driver Not Loaded")
     with pytest.raises(HardwareError, match="driver is installed, and not loaded"):
         inputs.card_here(None, None)
+
+
+def test_by_default_the_card_that_probes_run_on_is_taken_where_it_has_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card_that_others_use(monkeypatch, 3 * GIB)
+    choose = inputs.CHOOSERS["auto"]
+    card, reason, budget_bytes = choose(None, None)
+    assert reason.startswith("found here; 8.76 GiB of its")
+    assert budget_bytes == 35 * 256 * MIB
+    with pytest.raises(HardwareError, match="--backend predict"):
+        choose(None, "11GB")
+    # Planned for: named, too large for it, or on a card that no probe would see.
+    assert choose("rtx-4090", None)[1] == inputs.NAMED
+    assert choose(None, "40GB")[1].startswith("planned for")
+    small, large = gpus.find_gpu("t4"), gpus.find_gpu("a100-sxm4-80gb")
+    monkeypatch.setattr(gpus, "detect", lambda: [small, large])
+    card, reason, _ = choose(None, "40GB")
+    assert card == large
+    assert "does not put it first" in reason
+    monkeypatch.setattr(gpus, "detect", list)
+    assert "no CUDA GPU is here" in choose(None, "12GB")[1]

@@ -256,6 +256,19 @@ def test_a_probe_that_cannot_reach_the_best_is_pruned_part_way(url: str, table: 
     assert pruned.user_attrs["message"] == said
 
 
+def test_steps_are_reported_in_tokens_that_are_no_padding(url: str, table: ProbeTable) -> None:
+    """As the value of the trial is."""
+    plan = Plan(
+        pool=[predicted(8)], base=BASE, baseline=None, budget_bytes=BUDGET_BYTES, max_probes=1
+    )
+    server: Any = Server(lambda config: measured(config))
+    with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
+        search(study, plan, Prober(server, table, MODEL, SPEC, useful_share=lambda _: 0.5))
+    (trial,) = trials(url)
+    assert trial.value == pytest.approx(0.5 * 2048 / (0.2 * 8**0.5 + 0.1))
+    assert trial.intermediate_values == dict.fromkeys(range(1, 6), pytest.approx(trial.value))
+
+
 def test_nonsense_between_the_lines_is_passed_over(url: str, table: ProbeTable) -> None:
     class Garbler(Server):
         def run(self, verb: str, *rest: Any, on_answer: Any = None, **named: Any) -> WorkerEnd:
