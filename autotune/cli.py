@@ -1,4 +1,4 @@
-"""The command line: find, estimate, gpus, models, spaces.
+"""The command line: find, estimate, max (autotune.cli_max), gpus, models, spaces.
 
 Everything slow is imported inside the commands, so that `autotune --help` stays quick. Results go
 to stdout, progress, warnings and errors to stderr. Exit codes: autotune.errors; 2 as well for a
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from autotune import __version__, store
+from autotune.cli_max import maximum
 from autotune.config import (
     ATTENTIONS,
     METHODS,
@@ -146,6 +147,9 @@ def cli() -> None:
     Exit codes: 2 wrong input, 3 hardware, 4 nothing fits, 5 a worker failed, 6 database or files,
     130 interrupted. AUTOTUNE_DEBUG=1 shows the traceback of an internal error.
     """
+
+
+cli.add_command(maximum)
 
 
 def _workload_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -150,7 +150,7 @@ def _flag(value: object) -> bool:
     return value
 
 
-def _checkpointing(value: object) -> int:
+def checkpointing(value: object) -> int:
     """none: 0; full: 1; every-N: N."""
     if value in ("none", "full"):
         return int(value == "full")
@@ -187,7 +187,7 @@ _REQUIRED: dict[str, _Reader] = {
     "optimizer": _one_of(tuple(OPTIMIZERS), "optimizer"),
 }
 _OPTIONAL: dict[str, tuple[_Reader, object]] = {
-    "activation_checkpointing": (_checkpointing, 0),
+    "activation_checkpointing": (checkpointing, 0),
     "activation_offloading": (_flag, False),
     "attention": (_one_of(ATTENTIONS, "attention"), "sdpa"),
 }

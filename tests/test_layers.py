@@ -34,7 +34,9 @@ ROWS = {
     "isolate": 4,
     "probes": 4,
     "store": 4,
+    "cases": 5,
     "estimate": 5,
+    "inverse": 5,
     "probing": 5,
     "sampler": 5,
     "tracing": 5,
@@ -43,6 +45,7 @@ ROWS = {
     "nightly": 6,
     "inputs": 6,
     "cli": 7,
+    "cli_max": 7,
     "__main__": 7,
 }
 """Row of each module or folder of autotune/. A new module goes here and into the tree together."""

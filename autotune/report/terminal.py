@@ -154,6 +154,13 @@ def draw_estimate(
     _print_rows(console, rows)
 
 
+def draw_rows(model: str, estimate: Estimate, rows: Iterable[Row], file: TextIO) -> None:
+    """Labelled lines under the model's name and what the figures are."""
+    console = _console(file)
+    _print_header(console, model, estimate)
+    _print_rows(console, rows)
+
+
 def draw_explanation(lines: Sequence[Line], file: TextIO) -> None:
     """The textbook's sum beside the traced figures, in GiB."""
     console = _console(file)

@@ -1,0 +1,278 @@
+"""Prices the Cases of an inverse question: what fits, what needs least, what is fastest.
+
+Settings that the user left open are free: a case fits when any configuration of the space does. Which
+one needs least is known before it is traced (`thrift`), so that few traces decide; the others are
+made where the fastest is looked for. Every trace is made once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.errors import ConfigError, HardwareError
+from autotune.estimate import Estimator
+from autotune.forkserver import ForkServer
+from autotune.gpus import Gpu
+from autotune.models import ModelSource
+from autotune.results import Estimate, TraceSpec
+from autotune.space import SearchSpace, enumerate_configs, with_attentions
+from autotune.traces import Trace
+from autotune.tracing import trace_all
+from autotune.tune import Candidates, Progress, default_base
+
+_FAR = 10**9
+"""Sorts behind every checkpointing interval."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One value of a question, and all that it is asked of."""
+
+    value: int | str
+    source: ModelSource
+    gpu: Gpu
+    budget_bytes: int
+    sequence_length: int
+    fixed: Mapping[str, Any] = field(hash=False)
+    """Settings by their name in TrainConfig; the others are free."""
+
+    def of(self, config: TrainConfig) -> TrainConfig:
+        """The same configuration with this case's length and settings."""
+        return dataclasses.replace(config, sequence_length=self.sequence_length, **self.fixed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What the user typed. What a question turns over is not read."""
+
+    source: ModelSource | None
+    task: str | None
+    gpu: Gpu | None
+    gpu_reason: str
+    budget_bytes: int | None
+    sequence_length: int
+    methods: tuple[str, ...]
+    accumulation: int
+    fixed: Mapping[str, Any] = field(hash=False)
+    space: SearchSpace
+    multiple_of: int = 64
+    """Of a sequence length."""
+
+
+class Pricer:
+    """Prices Cases of one question."""
+
+    def __init__(self, asked: Asked, server: ForkServer, progress: Progress) -> None:
+        self._asked = asked
+        self._server = server
+        self._progress = progress
+        self._traces: dict[tuple[object, ...], dict[TraceSpec, Trace | None]] = {}
+        """By what else changes a trace. None: not supported."""
+        self._refusal: ConfigError | None = None
+        self._num_tried = 0
+
+    @property
+    def num_traces(self) -> int:
+        return sum(len(traces) for traces in self._traces.values())
+
+    def task(self, case: Case) -> str:
+        return self._asked.task or case.source.task
+
+    def is_possible(self, case: Case) -> bool:
+        """Whether any configuration is valid there."""
+        return bool(self._enumerate(case)[0])
+
+    def fitting(self, case: Case) -> Estimate | None:
+        """One that fits, by the thriftiest settings; None when nothing does."""
+        estimator, configs = self._thriftiest(case, prune=True)
+        self._num_tried += 1
+        self._progress("tried", self._num_tried, self.num_traces)
+        for config in configs:
+            if estimator.floor_bytes(config) > case.budget_bytes:
+                break
+            estimate = estimator.estimate(config)
+            if estimate.peak_device_bytes <= case.budget_bytes:
+                return estimate
+        return None
+
+    def smallest(self, case: Case) -> Estimate:
+        """What needs least. Raises ConfigError where there is nothing to price."""
+        estimator, configs = self._thriftiest(case, prune=False)
+        if not configs:
+            raise self._refusal or self._no_configuration(case)
+        return estimator.estimate(configs[0])
+
+    def peak_bytes(self, case: Case, config: TrainConfig) -> int:
+        """Of this configuration, at this case's value."""
+        config = case.of(config)
+        self._num_tried += 1
+        estimator = self._estimator(case, [config])
+        self._progress("tried", self._num_tried, self.num_traces)
+        return estimator.estimate(config).peak_device_bytes
+
+    def best(self, case: Case) -> tuple[Estimate, Estimate]:
+        """The fastest that fits, then the same with a second micro-batch per step.
+
+        Where the card's rates are unknown: the one that needs least.
+        """
+        configs = [c for c in self._enumerate(case)[0] if not self._is_hopeless(case, c)]
+        estimator = self._estimator(case, configs)
+        configs = list(filter(estimator.supports, configs))
+        workload = self._workload(case, 1)
+        base = default_base(workload, case.gpu, case.source)
+        try:
+            found = Candidates(estimator, configs, base).best(lambda _: True)
+        except HardwareError:
+            found = None
+        best = self.fitting(case) if found is None else found[0]
+        assert best is not None
+        accumulation = max(2, best.config.gradient_accumulation_steps)
+        return best, estimator.estimate(
+            dataclasses.replace(best.config, gradient_accumulation_steps=accumulation)
+        )
+
+    def full_rank(self, case: Case) -> int:
+        """Beyond the smaller side of the largest matrix, a rank adds nothing."""
+        _, configs = self._thriftiest(case, prune=False)
+        traces = self._traces[self._key(case)]
+        return max(
+            (_full_rank(trace) for c in configs if (trace := traces[TraceSpec.of(c)]) is not None),
+            default=1,
+        )
+
+    def _thriftiest(self, case: Case, *, prune: bool) -> tuple[Estimator, list[TrainConfig]]:
+        """The thriftiest settings that the model supports, of each structure; least memory first."""
+        groups: dict[tuple[object, ...], dict[tuple[int, int], list[TrainConfig]]] = {}
+        for config in self._enumerate(case)[0]:
+            if not (prune and self._is_hopeless(case, config)):
+                levels = groups.setdefault(_structure(config), {})
+                levels.setdefault(thrift(config), []).append(config)
+        ladders = [[levels[level] for level in sorted(levels)] for levels in groups.values()]
+        thriftiest: list[TrainConfig] = []
+        while ladders:
+            estimator = self._estimator(case, [c for ladder in ladders for c in ladder[0]])
+            for ladder in ladders:
+                thriftiest += filter(estimator.supports, ladder[0])
+            ladders = [
+                ladder[1:]
+                for ladder in ladders
+                if len(ladder) > 1 and not any(map(estimator.supports, ladder[0]))
+            ]
+        estimator = self._estimator(case, [])
+        return estimator, sorted(thriftiest, key=lambda c: (estimator.floor_bytes(c), repr(c)))
+
+    def _no_configuration(self, case: Case) -> ConfigError:
+        broken = self._enumerate(case)[1]
+        return ConfigError(
+            f"The space {self._asked.space.name} has no valid configuration for these settings",
+            why=", ".join(f"{count} break {name}" for name, count in broken.items())
+            or f"it has no section for {' or '.join(self._asked.methods)}",
+            remedy="Fix fewer of them, or name another --space",
+        )
+
+    def _enumerate(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
+        """Valid configurations, and how many break which rule."""
+        num_layers = case.source.config.get("num_hidden_layers")
+        space = with_attentions(
+            narrowed(self._asked.space, {**self._asked.fixed, **case.fixed}), case.source.attentions
+        )
+        configs: list[TrainConfig] = []
+        invalid: dict[str, int] = {}
+        for size in sorted({n for section in space.methods for n in section.micro_batch_size}):
+            points = enumerate_configs(
+                narrowed(space, {"micro_batch_size": size}, only_where_offered=True),
+                self._workload(case, size),
+                num_layers=num_layers if isinstance(num_layers, int) else None,
+                compute_capability=case.gpu.compute_capability,
+            )
+            configs += points.configs
+            for name, count in points.invalid.items():
+                invalid[name] = invalid.get(name, 0) + count
+        return configs, invalid
+
+    def _workload(self, case: Case, micro_batch: int) -> Workload:
+        return Workload(
+            model=case.source.name,
+            task=self.task(case),
+            sequence_length=case.sequence_length,
+            effective_batch_size=micro_batch * self._asked.accumulation,
+            methods=self._asked.methods,
+            memory_budget_bytes=case.budget_bytes,
+        )
+
+    def _is_hopeless(self, case: Case, config: TrainConfig) -> bool:
+        """The weights alone pass the budget, which needs no trace."""
+        count = case.source.num_parameters_known
+        if count is None or self.task(case) != case.source.task:
+            return False
+        bits = 8 * DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
+        if config.quantization != "none":
+            bits = QUANTIZATIONS[config.quantization].bits
+        return count * bits // 8 > case.budget_bytes
+
+    def _key(self, case: Case) -> tuple[object, ...]:
+        gpu = case.gpu
+        return (
+            case.source.name,
+            case.sequence_length,
+            gpu.compute_capability,
+            gpu.cublas_workspace_bytes,
+        )
+
+    def _estimator(self, case: Case, configs: Iterable[TrainConfig]) -> Estimator:
+        """Prices these configurations, as far as the model supports them, and those before."""
+        traces = self._traces.setdefault(self._key(case), {})
+        missing = {spec for config in configs if (spec := TraceSpec.of(config)) not in traces}
+        if missing:
+            try:
+                made = trace_all(
+                    case.source,
+                    self.task(case),
+                    case.sequence_length,
+                    case.gpu,
+                    missing,
+                    server=self._server,
+                )
+            except ConfigError as error:
+                made, self._refusal = {}, error
+            traces.update((spec, made.get(spec)) for spec in missing)
+        supported = {spec: trace for spec, trace in traces.items() if trace is not None}
+        return Estimator(supported, case.gpu, memory_budget_bytes=case.budget_bytes)
+
+
+def narrowed(
+    space: SearchSpace, fixed: Mapping[str, Any], *, only_where_offered: bool = False
+) -> SearchSpace:
+    """The space with these settings fixed. `only_where_offered`: sections without the value go."""
+    sections = []
+    for section in space.methods:
+        domains = section.domains()
+        if only_where_offered and any(fixed[name] not in domains[name] for name in fixed):
+            continue
+        values: dict[str, Any] = {name: (value,) for name, value in fixed.items()}
+        sections.append(dataclasses.replace(section, **values))
+    return dataclasses.replace(space, methods=tuple(sections))
+
+
+def _structure(config: TrainConfig) -> tuple[object, ...]:
+    """What traces differ in beside thrift."""
+    spec = TraceSpec.of(config)
+    thrifty = ("single", "activation_checkpointing", "activation_offloading")
+    return tuple(
+        getattr(spec, each.name) for each in dataclasses.fields(spec) if each.name not in thrifty
+    )
+
+
+def thrift(config: TrainConfig) -> tuple[int, int]:
+    """Orders configurations of one structure by memory: fewest samples, most recomputation first."""
+    return config.micro_batch_size, config.activation_checkpointing or _FAR
+
+
+def _full_rank(trace: Trace) -> int:
+    """The largest rank that a target's matrix can have: A is (rank, in), then B is (out, rank)."""
+    sides = [max(spec.shape) for spec in trace.trainable(1) if len(spec.shape) == 2]
+    return max(map(min, zip(sides[::2], sides[1::2], strict=False)), default=1)
