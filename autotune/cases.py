@@ -70,14 +70,16 @@ class Pricer:
         self._asked = asked
         self._server = server
         self._progress = progress
-        self._traces: dict[tuple[object, ...], dict[TraceSpec, Trace | None]] = {}
-        """By what else changes a trace. None: not supported."""
+        self._traces: dict[tuple[object, ...], dict[TraceSpec, Trace]] = {}
+        """By what else changes a trace."""
+        self._refused: dict[tuple[object, ...], set[TraceSpec]] = {}
+        self._estimators: dict[tuple[object, ...], Estimator] = {}
         self._refusal: ConfigError | None = None
         self._num_tried = 0
 
     @property
     def num_traces(self) -> int:
-        return sum(len(traces) for traces in self._traces.values())
+        return sum(map(len, self._traces.values()))
 
     def task(self, case: Case) -> str:
         return self._asked.task or case.source.task
@@ -119,11 +121,8 @@ class Pricer:
 
         Where the card's rates are unknown: the one that needs least.
         """
-        configs = [c for c in self._enumerate(case)[0] if not self._is_hopeless(case, c)]
-        estimator = self._estimator(case, configs)
-        configs = list(filter(estimator.supports, configs))
-        workload = self._workload(case, 1)
-        base = default_base(workload, case.gpu, case.source)
+        estimator, configs = self._possible(case)
+        base = default_base(self._workload(case, 1), case.gpu, case.source)
         try:
             found = Candidates(estimator, configs, base).best(lambda _: True)
         except HardwareError:
@@ -139,31 +138,50 @@ class Pricer:
         """Beyond the smaller side of the largest matrix, a rank adds nothing."""
         _, configs = self._thriftiest(case, prune=False)
         traces = self._traces[self._key(case)]
-        return max(
-            (_full_rank(trace) for c in configs if (trace := traces[TraceSpec.of(c)]) is not None),
-            default=1,
-        )
+        return max((_full_rank(traces[TraceSpec.of(config)]) for config in configs), default=1)
 
     def _thriftiest(self, case: Case, *, prune: bool) -> tuple[Estimator, list[TrainConfig]]:
         """The thriftiest settings that the model supports, of each structure; least memory first."""
-        groups: dict[tuple[object, ...], dict[tuple[int, int], list[TrainConfig]]] = {}
-        for config in self._enumerate(case)[0]:
-            if not (prune and self._is_hopeless(case, config)):
-                levels = groups.setdefault(_structure(config), {})
-                levels.setdefault(thrift(config), []).append(config)
-        ladders = [[levels[level] for level in sorted(levels)] for levels in groups.values()]
+        ladders = self._ladders(case, prune=prune)
         thriftiest: list[TrainConfig] = []
         while ladders:
-            estimator = self._estimator(case, [c for ladder in ladders for c in ladder[0]])
-            for ladder in ladders:
-                thriftiest += filter(estimator.supports, ladder[0])
-            ladders = [
-                ladder[1:]
-                for ladder in ladders
-                if len(ladder) > 1 and not any(map(estimator.supports, ladder[0]))
-            ]
+            estimator = self._estimator(case, _first_rungs(ladders))
+            left = []
+            for (_, configs), *later in ladders:
+                supported = list(filter(estimator.supports, configs))
+                thriftiest += supported
+                if later and not supported:
+                    left.append(later)
+            ladders = left
         estimator = self._estimator(case, [])
         return estimator, sorted(thriftiest, key=lambda c: (estimator.floor_bytes(c), repr(c)))
+
+    def _possible(self, case: Case) -> tuple[Estimator, list[TrainConfig]]:
+        """Those whose live tensors fit. Where they do not, nothing that needs more is traced."""
+        ladders = self._ladders(case, prune=True)
+        possible: list[TrainConfig] = []
+        while ladders:
+            estimator = self._estimator(case, _first_rungs(ladders))
+            left = []
+            for (needs, configs), *later in ladders:
+                supported = list(filter(estimator.supports, configs))
+                fit = [c for c in supported if estimator.floor_bytes(c) <= case.budget_bytes]
+                possible += fit
+                if supported and not fit:
+                    later = [(more, rest) for more, rest in later if not _covers(more, needs)]
+                if later:
+                    left.append(later)
+            ladders = left
+        return self._estimator(case, []), possible
+
+    def _ladders(self, case: Case, *, prune: bool) -> list[_Ladder]:
+        """The configurations of each structure by thrift. `prune`: without the hopeless ones."""
+        groups: dict[tuple[object, ...], dict[tuple[int, ...], list[TrainConfig]]] = {}
+        for config in self._enumerate(case)[0]:
+            if not (prune and self._is_hopeless(case, config)):
+                rungs = groups.setdefault(_structure(config), {})
+                rungs.setdefault(thrift(config), []).append(config)
+        return [sorted(rungs.items()) for rungs in groups.values()]
 
     def _no_configuration(self, case: Case) -> ConfigError:
         broken = self._enumerate(case)[1]
@@ -225,11 +243,13 @@ class Pricer:
 
     def _estimator(self, case: Case, configs: Iterable[TrainConfig]) -> Estimator:
         """Prices these configurations, as far as the model supports them, and those before."""
-        traces = self._traces.setdefault(self._key(case), {})
-        missing = {spec for config in configs if (spec := TraceSpec.of(config)) not in traces}
+        key = self._key(case)
+        traces = self._traces.setdefault(key, {})
+        refused = self._refused.setdefault(key, set())
+        missing = {TraceSpec.of(config) for config in configs} - traces.keys() - refused
         if missing:
             try:
-                made = trace_all(
+                traces |= trace_all(
                     case.source,
                     self.task(case),
                     case.sequence_length,
@@ -238,10 +258,14 @@ class Pricer:
                     server=self._server,
                 )
             except ConfigError as error:
-                made, self._refusal = {}, error
-            traces.update((spec, made.get(spec)) for spec in missing)
-        supported = {spec: trace for spec, trace in traces.items() if trace is not None}
-        return Estimator(supported, case.gpu, memory_budget_bytes=case.budget_bytes)
+                self._refusal = error
+            refused |= missing - traces.keys()
+        # What an estimator has priced stays priced when traces are added.
+        estimator = self._estimators.get((*key, case.gpu.name))
+        if estimator is None:
+            estimator = Estimator(traces, case.gpu, memory_budget_bytes=case.budget_bytes)
+            self._estimators[*key, case.gpu.name] = estimator
+        return estimator
 
 
 def narrowed(
@@ -267,9 +291,22 @@ def _structure(config: TrainConfig) -> tuple[object, ...]:
     )
 
 
-def thrift(config: TrainConfig) -> tuple[int, int]:
-    """Orders configurations of one structure by memory: fewest samples, most recomputation first."""
-    return config.micro_batch_size, config.activation_checkpointing or _FAR
+def thrift(config: TrainConfig) -> tuple[int, ...]:
+    """Configurations of one structure need no less memory than those that are lower in all of these."""
+    interval = config.activation_checkpointing or _FAR
+    return config.micro_batch_size, interval, config.lora_rank or 0
+
+
+_Ladder = list[tuple[tuple[int, ...], list[TrainConfig]]]
+"""Configurations of one structure, by thrift."""
+
+
+def _first_rungs(ladders: Iterable[_Ladder]) -> list[TrainConfig]:
+    return [config for ladder in ladders for config in ladder[0][1]]
+
+
+def _covers(more: tuple[int, ...], needs: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(more, needs, strict=True))
 
 
 def _full_rank(trace: Trace) -> int:

@@ -361,6 +361,11 @@ def find(
     "--attention", type=click.Choice(ATTENTIONS), help="[default: sdpa, where the model has it]"
 )
 @click.option("--explain", is_flag=True, help="The textbook's sum beside the traced figure.")
+@click.option("--kv-cache", is_flag=True, help="What the model keeps while it generates, too.")
+@click.option(
+    "--batch", type=_COUNT, help="Sequences to generate at once [default: --micro-batch]."
+)
+@click.option("--context", type=_LENGTH, help="Tokens of each at its end [default: --seq-len].")
 def estimate(
     *,
     model: str,
@@ -381,6 +386,9 @@ def estimate(
     attention: str | None,
     as_json: bool,
     explain: bool,
+    kv_cache: bool,
+    batch: int | None,
+    context: int | None,
 ) -> None:
     """Predict memory and speed of one configuration."""
     from autotune import inputs, tune
@@ -388,19 +396,18 @@ def estimate(
     from autotune.models import resolve
     from autotune.report import terminal
     from autotune.report.explain import explain as explain_estimate
+    from autotune.report.generation import draw_kv_cache
     from autotune.report.progress import progress_on_stderr
     from autotune.results import SCHEMA_VERSION, TraceSpec
     from autotune.tracing import trace_all
 
     card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
     source = resolve(model)
-    context = click.get_current_context()
+    is_given = functools.partial(_is_given, click.get_current_context())
     workload = Workload(
         model=source.name,
         task=task or source.task,
-        sequence_length=inputs.possible_length(
-            source, seq_len, is_given=_is_given(context, "seq_len")
-        ),
+        sequence_length=inputs.possible_length(source, seq_len, is_given=is_given("seq_len")),
         effective_batch_size=micro_batch * accumulation,
         methods=(method,),
         memory_budget_bytes=budget_bytes,
@@ -422,6 +429,11 @@ def estimate(
         **{name: value for name, value in given.items() if value is not None},
     )
     inputs.check_rules(config, workload, card, source, what="This configuration")
+    cache = None
+    if kv_cache:
+        cache = inputs.generation(source, config, batch_size=batch, context=context)
+    elif batch or context:
+        _say("note: --batch and --context are of the key-value cache: --kv-cache shows it.")
     spec = TraceSpec.of(config)
     with progress_on_stderr(quiet=as_json) as progress:
         traces = trace_all(
@@ -440,6 +452,8 @@ def estimate(
         result = {**head, **names, **priced.to_dict(budget_bytes)}
         if explain:
             result["explanation"] = [dataclasses.asdict(line) for line in lines]
+        if cache is not None:
+            result["kv_cache"] = cache.to_dict()
         _print_json(result)
         return
     terminal.draw_estimate(
@@ -449,6 +463,8 @@ def estimate(
         budget_bytes=budget_bytes,
         file=sys.stdout,
     )
+    if cache is not None:
+        draw_kv_cache(cache, priced, budget_bytes, sys.stdout)
     if explain:
         terminal.draw_explanation(lines, sys.stdout)
 

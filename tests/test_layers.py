@@ -20,6 +20,7 @@ ROWS = {
     "optimizer_steps": 2,
     "optimizers": 2,
     "gpus": 2,
+    "kv_cache": 2,
     "models": 2,
     "out_of_memory": 2,
     "allocator": 2,

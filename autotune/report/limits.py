@@ -49,7 +49,8 @@ def draw_answer(answer: Answer, check: str, file: TextIO) -> None:
         ("check", words.printable(check).replace(" ", words.GLUE)),
         ("limits", f"not modelled: {words.LIMITS}", "dim"),
     ]
-    terminal.draw_rows(answer.model, best, rows, file)
+    terminal.draw_header(answer.model, best, file)
+    terminal.draw_rows(rows, file)
 
 
 def _said(answer: Answer) -> str:

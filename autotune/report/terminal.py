@@ -154,11 +154,14 @@ def draw_estimate(
     _print_rows(console, rows)
 
 
-def draw_rows(model: str, estimate: Estimate, rows: Iterable[Row], file: TextIO) -> None:
-    """Labelled lines under the model's name and what the figures are."""
-    console = _console(file)
-    _print_header(console, model, estimate)
-    _print_rows(console, rows)
+def draw_header(model: str, estimate: Estimate, file: TextIO) -> None:
+    """The model, its size, and that the figures are predicted."""
+    _print_header(_console(file), model, estimate)
+
+
+def draw_rows(rows: Iterable[Row], file: TextIO) -> None:
+    """Labelled lines."""
+    _print_rows(_console(file), rows)
 
 
 def draw_explanation(lines: Sequence[Line], file: TextIO) -> None:
