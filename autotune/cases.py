@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
-from autotune.estimate import Estimator
+from autotune.estimate import Estimator, least_bytes
 from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu
 from autotune.models import ModelSource
@@ -225,14 +225,11 @@ class Pricer:
         )
 
     def _is_hopeless(self, case: Case, config: TrainConfig) -> bool:
-        """The weights alone pass the budget, which needs no trace."""
+        """Weights and gradients alone pass the budget, which needs no trace."""
         count = case.source.num_parameters_known
         if count is None or self.task(case) != case.source.task:
             return False
-        bits = 8 * DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
-        if config.quantization != "none":
-            bits = QUANTIZATIONS[config.quantization].bits
-        return count * bits // 8 > case.budget_bytes
+        return least_bytes(config, count) > case.budget_bytes
 
     def _key(self, case: Case) -> tuple[object, ...]:
         gpu = case.gpu
