@@ -23,7 +23,7 @@ import numpy as np
 
 from autotune import roofline
 from autotune.allocator import Tape, replay
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.gpus import Gpu
 from autotune.optimizer_steps import (
     StepCost,
@@ -85,6 +85,18 @@ class StepSeconds:
     optimizer_step_seconds: float
     total_seconds: float
     bound: str
+
+
+def least_bytes(config: TrainConfig, num_parameters: int) -> int:
+    """What is there however the step runs: the weights, and the gradients of full fine-tuning.
+
+    A lower bound of peak_device_bytes that needs no trace.
+    """
+    weight_bytes = DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
+    if config.quantization != "none":
+        return num_parameters * QUANTIZATIONS[config.quantization].bits // 8
+    keeps_gradients = config.method == "full" and not OPTIMIZERS[config.optimizer].updates
+    return num_parameters * weight_bytes * (2 if keeps_gradients else 1)
 
 
 class Estimator:

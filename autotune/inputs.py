@@ -6,9 +6,10 @@ Each function raises ConfigError with what, why and the remedy when the pieces d
 from __future__ import annotations
 
 from autotune import gpus, nvml
-from autotune.config import TrainConfig, Workload
+from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
 from autotune.gpus import Gpu
+from autotune.kv_cache import KvCache, kv_cache
 from autotune.models import ModelSource
 from autotune.space import Context, broken_rules
 from autotune.units import MIB, format_bytes, parse_bytes
@@ -99,6 +100,21 @@ def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
             remedy=f"Give --seq-len {limit} or less",
         )
     return limit
+
+
+def generation(
+    source: ModelSource, config: TrainConfig, *, batch_size: int | None, context: int | None
+) -> KvCache:
+    """What generation keeps, in the dtype that the configuration computes in; by default as much as
+    a micro-batch holds."""
+    return kv_cache(
+        source.config,
+        batch_size=batch_size or config.micro_batch_size,
+        context=possible_length(
+            source, context or config.sequence_length, is_given=context is not None
+        ),
+        dtype=PRECISIONS[config.precision].compute_dtype,
+    )
 
 
 def check_rules(

@@ -59,6 +59,8 @@ class Knob:
     """Training methods that have it."""
     words: Callable[[Any], str] = str
     """A value, for people."""
+    typed: Callable[[Any], str] = str
+    """A value, as its option takes it."""
     arguments: Callable[[Any], dict[str, object]] | None = None
     """What a value adds to TrainingArguments, where that follows from it alone."""
 
@@ -170,6 +172,7 @@ KNOBS: dict[str, Knob] = {
             smallest=0,
             usual_largest=128,
             words=_interval,
+            typed=lambda number: f"every-{number}" if number else "none",
             flag="--checkpointing",
             metavar="none|full|every-N",
             summary="Layers whose activations are computed again [default: none].",
@@ -273,3 +276,15 @@ def describe(config: TrainConfig) -> str:
         if name not in said and (value := getattr(config, name)) != _PLAIN[name]
     ]
     return ", ".join([method, *filter(None, said.values()), *others, config.attention])
+
+
+def as_options(config: TrainConfig) -> list[str]:
+    """What `autotune estimate` is to be given for these settings, plain ones left out."""
+    options: list[str] = []
+    for name, knob in KNOBS.items():
+        value = getattr(config, name)
+        if value is True:
+            options.append(knob.flag)
+        elif value != _PLAIN[name]:
+            options += [knob.flag, knob.typed(value)]
+    return options

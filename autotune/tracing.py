@@ -7,10 +7,12 @@ again with every layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from autotune.errors import ConfigError, HardwareError, WorkerError
+from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu
 from autotune.isolate import WorkerEnd, run_many
 from autotune.models import ModelSource
@@ -33,9 +35,11 @@ def trace_all(
     specs: Iterable[TraceSpec],
     *,
     on_trace: Callable[[int, int], None] | None = None,
+    server: ForkServer | None = None,
 ) -> dict[TraceSpec, Trace]:
     """Trace a step per spec; `on_trace(done, all)` as they arrive.
 
+    `server`: whose forks trace, for who asks again and again: the imports are then paid once.
     A spec that the model does not support is left out of the result. Raises ConfigError when it
     supports none, WorkerError when a worker failed, HardwareError for a card without CUDA.
     """
@@ -52,12 +56,13 @@ def trace_all(
         "compute_capability": list(gpu.compute_capability),
         "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
     }
+    run = run_many if server is None else functools.partial(_run_forked, server)
     jobs = _Jobs(specs, on_trace)
     for _ in range(_MAX_ROUNDS):
         shares = jobs.shares()
         if not shares:
             break
-        ends = run_many(
+        ends = run(
             "trace",
             [{**shared, "traces": share} for share in shares],
             deadline_seconds=DEADLINE_SECONDS,
@@ -75,6 +80,12 @@ def trace_all(
             remedy="Name another model, method or precision",
         )
     return jobs.traces
+
+
+def _run_forked(
+    server: ForkServer, verb: str, requests: Sequence[Mapping[str, Any]], **rest: Any
+) -> tuple[WorkerEnd, ...]:
+    return tuple(server.run(verb, request, **rest) for request in requests)
 
 
 class _Jobs:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
-from autotune.estimate import Estimator
+from autotune.estimate import Estimator, least_bytes
 from autotune.gpus import Gpu
 from autotune.knobs import KNOBS, describe
 from autotune.models import ModelSource
@@ -142,12 +142,13 @@ def find(
     progress("space", len(points.configs), points.num_enumerated)
     reference = base or default_base(workload, gpu, model)
     baselines = [base] if base is not None else _larger_micro_batches(reference)
+    possible = _possible(points.configs, model, workload)
     traces = trace_all(
         model,
         workload.task,
         workload.sequence_length,
         gpu,
-        {TraceSpec.of(config) for config in [*points.configs, *baselines]},
+        {TraceSpec.of(config) for config in [*possible, *baselines]},
         on_trace=functools.partial(progress, "trace"),
     )
     estimator = Estimator(
@@ -156,7 +157,7 @@ def find(
         memory_budget_bytes=workload.memory_budget_bytes,
         useful_share=workload.useful_share,
     )
-    supported = [config for config in points.configs if estimator.supports(config)]
+    supported = [config for config in possible if estimator.supports(config)]
     candidates = Candidates(estimator, supported, reference)
     progress("priced", candidates.num_possible, len(supported))
 
@@ -193,8 +194,12 @@ def find(
         counts=Counts(
             enumerated=points.num_enumerated,
             invalid=points.num_enumerated - len(points.configs),
-            unsupported=len(points.configs) - len(supported),
-            predicted_oom=len(supported) - candidates.num_possible + candidates.num_replayed_oom,
+            unsupported=len(possible) - len(supported),
+            predicted_oom=len(points.configs)
+            - len(possible)
+            + len(supported)
+            - candidates.num_possible
+            + candidates.num_replayed_oom,
             feasible=candidates.num_possible - candidates.num_replayed_oom,
             replayed=candidates.num_replayed,
         ),
@@ -206,6 +211,21 @@ def find(
         considered=candidates.considered(EFFORTS[effort].num_recorded),
         pool=lambda: candidates.pool(candidates.at_most(chosen), POOL_SIZE),
     )
+
+
+def _possible(
+    configs: list[TrainConfig], model: ModelSource, workload: Workload
+) -> list[TrainConfig]:
+    """Those whose weights and gradients leave room, as far as the number of parameters is known.
+
+    A little more memory counts too, since the answer says what it would bring. All of them where
+    there is no such configuration, so that what is lacking can be said.
+    """
+    count = model.num_parameters_known
+    if count is None or workload.task != model.task:
+        return configs
+    limit = workload.memory_budget_bytes + MORE_MEMORY_BYTES
+    return [config for config in configs if least_bytes(config, count) <= limit] or configs
 
 
 def with_measured(summary: Summary, measured: Measured) -> Summary:

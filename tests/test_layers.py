@@ -23,6 +23,7 @@ ROWS = {
     "gpus": 2,
     "knobs": 2,
     "lengths": 2,
+    "kv_cache": 2,
     "nvml": 2,
     "models": 2,
     "out_of_memory": 2,
@@ -39,7 +40,9 @@ ROWS = {
     "probes": 4,
     "store": 4,
     "dataset": 5,
+    "cases": 5,
     "estimate": 5,
+    "inverse": 5,
     "probing": 5,
     "pruner": 5,
     "sampler": 5,
@@ -51,6 +54,7 @@ ROWS = {
     "nightly": 6,
     "inputs": 6,
     "cli": 7,
+    "cli_max": 7,
     "__main__": 7,
 }
 """Row of each module or folder of autotune/. A new module goes here and into the tree together."""

@@ -16,7 +16,7 @@ from typing import NoReturn
 import click
 
 from autotune import __version__
-from autotune.cli import estimate, find, tables
+from autotune.cli import estimate, find, maximum, tables
 from autotune.cli.output import drop_output, explain, say
 from autotune.errors import EXIT_INTERRUPTED, AutotuneError, StorageError
 
@@ -82,5 +82,12 @@ def cli() -> None:
     """
 
 
-for command in (find.find, estimate.estimate, tables.gpus, tables.models, tables.spaces):
+for command in (
+    find.find,
+    estimate.estimate,
+    maximum.maximum,
+    tables.gpus,
+    tables.models,
+    tables.spaces,
+):
     cli.add_command(command)

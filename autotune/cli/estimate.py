@@ -10,17 +10,28 @@ from typing import Any
 
 import click
 
-from autotune.cli.options import COUNT, is_given, knob_options, read_lengths, workload_options
+from autotune.cli.options import (
+    COUNT,
+    LENGTH,
+    is_given,
+    knob_options,
+    read_lengths,
+    workload_options,
+)
 from autotune.cli.output import print_json, say
-from autotune.config import Workload
+from autotune.config import METHODS, Workload
 from autotune.optimizers import not_installed
 
 
 @click.command()
 @workload_options
+@click.option("--method", type=click.Choice(METHODS), default="full", help="Training method.")
 @knob_options
 @click.option("--accumulation", type=COUNT, default=1, help="Micro-batches per optimizer step.")
 @click.option("--explain", is_flag=True, help="The textbook's sum beside the traced figure.")
+@click.option("--kv-cache", is_flag=True, help="What the model keeps while it generates, too.")
+@click.option("--batch", type=COUNT, help="Sequences to generate at once [default: --micro-batch].")
+@click.option("--context", type=LENGTH, help="Tokens of each at its end [default: --seq-len].")
 def estimate(
     *,
     model: str,
@@ -35,6 +46,9 @@ def estimate(
     method: str,
     as_json: bool,
     explain: bool,
+    kv_cache: bool,
+    batch: int | None,
+    context: int | None,
     **settings: Any,
 ) -> None:
     """Predict memory and speed of one configuration."""
@@ -43,14 +57,16 @@ def estimate(
     from autotune.models import resolve
     from autotune.report import terminal
     from autotune.report.explain import explain as explain_estimate
+    from autotune.report.generation import draw_kv_cache
     from autotune.report.progress import progress_on_stderr
     from autotune.results import SCHEMA_VERSION, TraceSpec
     from autotune.tracing import trace_all
 
     card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
     source = resolve(model)
-    context = click.get_current_context()
-    length = inputs.possible_length(source, seq_len, is_given=is_given(context, "seq_len"))
+    length = inputs.possible_length(
+        source, seq_len, is_given=is_given(click.get_current_context(), "seq_len")
+    )
     lengths = None
     if dataset is not None:
         lengths = read_lengths(dataset, source, length, text_field=text_field, tokenizer=tokenizer)
@@ -71,6 +87,11 @@ def estimate(
         **given,
     )
     inputs.check_rules(config, workload, card, source, what="This configuration")
+    cache = None
+    if kv_cache:
+        cache = inputs.generation(source, config, batch_size=batch, context=context)
+    elif batch or context:
+        say("note: --batch and --context are of the key-value cache: --kv-cache shows it.")
     for package in not_installed([config.optimizer]):
         say(f"note: {config.optimizer} is not installed here. It needs: pip install {package}")
     spec = TraceSpec.of(config)
@@ -93,6 +114,8 @@ def estimate(
         result = {**head, **names, **priced.to_dict(budget_bytes)}
         if explain:
             result["explanation"] = [dataclasses.asdict(line) for line in lines]
+        if cache is not None:
+            result["kv_cache"] = cache.to_dict()
         print_json(result)
         return
     terminal.draw_estimate(
@@ -102,5 +125,7 @@ def estimate(
         budget_bytes=budget_bytes,
         file=sys.stdout,
     )
+    if cache is not None:
+        draw_kv_cache(cache, priced, budget_bytes, sys.stdout)
     if explain:
         terminal.draw_explanation(lines, sys.stdout)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autotune.cli.output import say
-from autotune.config import METHODS, TASKS
+from autotune.config import TASKS
 from autotune.knobs import KNOBS, Knob
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autotune.models import ModelSource
 
 COUNT = click.IntRange(1, 1_000_000)
-_LENGTH = click.IntRange(1, 10_000_000)
+LENGTH = click.IntRange(1, 10_000_000)
 
 Command = Callable[..., None]
 
@@ -41,16 +41,16 @@ class KnobType(click.ParamType[Any]):
 
 
 def knob_options(command: Command) -> Command:
-    """An option per knob, None where it is not given, and the training method's."""
+    """An option per knob, None where it is not given."""
     for knob in reversed(KNOBS.values()):
         command = _option(knob)(command)
-    choice = click.Choice(METHODS)
-    return click.option("--method", type=choice, default="full", help="Training method.")(command)
+    return command
 
 
 def _option(knob: Knob) -> Callable[[Command], Command]:
     if knob.choices == (False, True):
-        return click.option(knob.flag, knob.name, is_flag=True, default=None, help=knob.summary)
+        switch = f"{knob.flag}/--no-{knob.flag.removeprefix('--')}"
+        return click.option(switch, knob.name, default=None, help=knob.summary)
     is_closed = knob.choices and not knob.is_open
     kind = click.Choice(knob.choices) if is_closed else KnobType(knob)
     metavar = knob.metavar or None
@@ -77,7 +77,7 @@ def workload_options(command: Command) -> Command:
             metavar="SIZE",
             help="Memory budget: 12GB, 11.5GiB, 24000MB [default: all of the card].",
         ),
-        click.option("--seq-len", type=_LENGTH, default=1024, help="Tokens per sample."),
+        click.option("--seq-len", type=LENGTH, default=1024, help="Tokens per sample."),
         click.option(
             "--dataset",
             type=click.Path(path_type=Path),

@@ -156,6 +156,16 @@ def draw_estimate(
     _print_rows(console, rows)
 
 
+def draw_header(model: str, estimate: Estimate, file: TextIO) -> None:
+    """The model, its size, and that the figures are predicted."""
+    _print_header(_console(file), model, estimate)
+
+
+def draw_rows(rows: Iterable[Row], file: TextIO) -> None:
+    """Labelled lines."""
+    _print_rows(_console(file), rows)
+
+
 def draw_explanation(lines: Sequence[Line], file: TextIO) -> None:
     """The textbook's sum beside the traced figures, in GiB."""
     console = _console(file)

@@ -1,0 +1,314 @@
+"""Prices the Cases of an inverse question: what fits, what needs least, what is fastest.
+
+Settings that the user left open are free: a case fits when any configuration of the space does. Which
+one needs least is known before it is traced (`thrift`), so that few traces decide; the others are
+made where the fastest is looked for. Every trace is made once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.config import TrainConfig, Workload
+from autotune.errors import ConfigError, HardwareError
+from autotune.estimate import Estimator, least_bytes
+from autotune.forkserver import ForkServer
+from autotune.gpus import Gpu
+from autotune.models import ModelSource
+from autotune.results import Estimate, TraceSpec
+from autotune.space import SearchSpace, enumerate_configs, with_attentions
+from autotune.traces import Trace
+from autotune.tracing import trace_all
+from autotune.tune import Candidates, Progress, default_base
+
+_FAR = 10**9
+"""Sorts behind every checkpointing interval."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One value of a question, and all that it is asked of."""
+
+    value: int | str
+    source: ModelSource
+    gpu: Gpu
+    budget_bytes: int
+    sequence_length: int
+    fixed: Mapping[str, Any] = field(hash=False)
+    """Settings by their name in TrainConfig; the others are free."""
+
+    def of(self, config: TrainConfig) -> TrainConfig:
+        """The same configuration with this case's length and settings."""
+        return dataclasses.replace(config, sequence_length=self.sequence_length, **self.fixed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What the user typed. What a question turns over is not read."""
+
+    source: ModelSource | None
+    task: str | None
+    gpu: Gpu | None
+    gpu_reason: str
+    budget_bytes: int | None
+    sequence_length: int
+    methods: tuple[str, ...]
+    accumulation: int
+    fixed: Mapping[str, Any] = field(hash=False)
+    space: SearchSpace
+    multiple_of: int = 64
+    """Of a sequence length."""
+
+
+class Pricer:
+    """Prices Cases of one question."""
+
+    def __init__(self, asked: Asked, server: ForkServer, progress: Progress) -> None:
+        self._asked = asked
+        self._server = server
+        self._progress = progress
+        self._traces: dict[tuple[object, ...], dict[TraceSpec, Trace]] = {}
+        """By what else changes a trace."""
+        self._refused: dict[tuple[object, ...], set[TraceSpec]] = {}
+        self._estimators: dict[tuple[object, ...], Estimator] = {}
+        self._refusal: ConfigError | None = None
+        self._num_tried = 0
+
+    @property
+    def num_traces(self) -> int:
+        return sum(map(len, self._traces.values()))
+
+    def task(self, case: Case) -> str:
+        return self._asked.task or case.source.task
+
+    def is_possible(self, case: Case) -> bool:
+        """Whether any configuration is valid there."""
+        return bool(self._enumerate(case)[0])
+
+    def fitting(self, case: Case) -> Estimate | None:
+        """One that fits, by the thriftiest settings; None when nothing does."""
+        estimator, configs = self._thriftiest(case, prune=True)
+        self._num_tried += 1
+        self._progress("tried", self._num_tried, self.num_traces)
+        for config in configs:
+            if estimator.floor_bytes(config) > case.budget_bytes:
+                break
+            estimate = estimator.estimate(config)
+            if estimate.peak_device_bytes <= case.budget_bytes:
+                return estimate
+        return None
+
+    def smallest(self, case: Case) -> Estimate:
+        """What needs least. Raises ConfigError where there is nothing to price."""
+        estimator, configs = self._thriftiest(case, prune=False)
+        if not configs:
+            raise self._refusal or self._no_configuration(case)
+        return estimator.estimate(configs[0])
+
+    def peak_bytes(self, case: Case, config: TrainConfig) -> int:
+        """Of this configuration, at this case's value."""
+        config = case.of(config)
+        self._num_tried += 1
+        estimator = self._estimator(case, [config])
+        self._progress("tried", self._num_tried, self.num_traces)
+        return estimator.estimate(config).peak_device_bytes
+
+    def best(self, case: Case) -> tuple[Estimate, Estimate]:
+        """The fastest that fits, then the same with a second micro-batch per step.
+
+        Where the card's rates are unknown: the one that needs least.
+        """
+        estimator, configs = self._possible(case)
+        base = default_base(self._workload(case, 1), case.gpu, case.source)
+        try:
+            found = Candidates(estimator, configs, base).best(lambda _: True)
+        except HardwareError:
+            found = None
+        best = self.fitting(case) if found is None else found[0]
+        assert best is not None
+        accumulation = max(2, best.config.gradient_accumulation_steps)
+        return best, estimator.estimate(
+            dataclasses.replace(best.config, gradient_accumulation_steps=accumulation)
+        )
+
+    def full_rank(self, case: Case) -> int:
+        """Beyond the smaller side of the largest matrix, a rank adds nothing."""
+        _, configs = self._thriftiest(case, prune=False)
+        traces = self._traces[self._key(case)]
+        return max((_full_rank(traces[TraceSpec.of(config)]) for config in configs), default=1)
+
+    def _thriftiest(self, case: Case, *, prune: bool) -> tuple[Estimator, list[TrainConfig]]:
+        """The thriftiest settings that the model supports, of each structure; least memory first."""
+        ladders = self._ladders(case, prune=prune)
+        thriftiest: list[TrainConfig] = []
+        while ladders:
+            estimator = self._estimator(case, _first_rungs(ladders))
+            left = []
+            for (_, configs), *later in ladders:
+                supported = list(filter(estimator.supports, configs))
+                thriftiest += supported
+                if later and not supported:
+                    left.append(later)
+            ladders = left
+        estimator = self._estimator(case, [])
+        return estimator, sorted(thriftiest, key=lambda c: (estimator.floor_bytes(c), repr(c)))
+
+    def _possible(self, case: Case) -> tuple[Estimator, list[TrainConfig]]:
+        """Those whose live tensors fit. Where they do not, nothing that needs more is traced."""
+        ladders = self._ladders(case, prune=True)
+        possible: list[TrainConfig] = []
+        while ladders:
+            estimator = self._estimator(case, _first_rungs(ladders))
+            left = []
+            for (needs, configs), *later in ladders:
+                supported = list(filter(estimator.supports, configs))
+                fit = [c for c in supported if estimator.floor_bytes(c) <= case.budget_bytes]
+                possible += fit
+                if supported and not fit:
+                    later = [(more, rest) for more, rest in later if not _covers(more, needs)]
+                if later:
+                    left.append(later)
+            ladders = left
+        return self._estimator(case, []), possible
+
+    def _ladders(self, case: Case, *, prune: bool) -> list[_Ladder]:
+        """The configurations of each structure by thrift. `prune`: without the hopeless ones."""
+        groups: dict[tuple[object, ...], dict[tuple[int, ...], list[TrainConfig]]] = {}
+        for config in self._enumerate(case)[0]:
+            if not (prune and self._is_hopeless(case, config)):
+                rungs = groups.setdefault(_structure(config), {})
+                rungs.setdefault(thrift(config), []).append(config)
+        return [sorted(rungs.items()) for rungs in groups.values()]
+
+    def _no_configuration(self, case: Case) -> ConfigError:
+        broken = self._enumerate(case)[1]
+        return ConfigError(
+            f"The space {self._asked.space.name} has no valid configuration for these settings",
+            why=", ".join(f"{count} break {name}" for name, count in broken.items())
+            or f"it has no section for {' or '.join(self._asked.methods)}",
+            remedy="Fix fewer of them, or name another --space",
+        )
+
+    def _enumerate(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
+        """Valid configurations, and how many break which rule."""
+        num_layers = case.source.config.get("num_hidden_layers")
+        space = with_attentions(
+            narrowed(self._asked.space, {**self._asked.fixed, **case.fixed}), case.source.attentions
+        )
+        configs: list[TrainConfig] = []
+        invalid: dict[str, int] = {}
+        for size in sorted(
+            {n for section in space.methods for n in section.domains["micro_batch_size"]}
+        ):
+            points = enumerate_configs(
+                narrowed(space, {"micro_batch_size": size}, only_where_offered=True),
+                self._workload(case, size),
+                num_layers=num_layers if isinstance(num_layers, int) else None,
+                compute_capability=case.gpu.compute_capability,
+            )
+            configs += points.configs
+            for name, count in points.invalid.items():
+                invalid[name] = invalid.get(name, 0) + count
+        return configs, invalid
+
+    def _workload(self, case: Case, micro_batch: int) -> Workload:
+        return Workload(
+            model=case.source.name,
+            task=self.task(case),
+            sequence_length=case.sequence_length,
+            effective_batch_size=micro_batch * self._asked.accumulation,
+            methods=self._asked.methods,
+            memory_budget_bytes=case.budget_bytes,
+        )
+
+    def _is_hopeless(self, case: Case, config: TrainConfig) -> bool:
+        """Weights and gradients alone pass the budget, which needs no trace."""
+        count = case.source.num_parameters_known
+        if count is None or self.task(case) != case.source.task:
+            return False
+        return least_bytes(config, count) > case.budget_bytes
+
+    def _key(self, case: Case) -> tuple[object, ...]:
+        gpu = case.gpu
+        return (
+            case.source.name,
+            case.sequence_length,
+            gpu.compute_capability,
+            gpu.cublas_workspace_bytes,
+        )
+
+    def _estimator(self, case: Case, configs: Iterable[TrainConfig]) -> Estimator:
+        """Prices these configurations, as far as the model supports them, and those before."""
+        key = self._key(case)
+        traces = self._traces.setdefault(key, {})
+        refused = self._refused.setdefault(key, set())
+        missing = {TraceSpec.of(config) for config in configs} - traces.keys() - refused
+        if missing:
+            try:
+                traces |= trace_all(
+                    case.source,
+                    self.task(case),
+                    case.sequence_length,
+                    case.gpu,
+                    missing,
+                    server=self._server,
+                )
+            except ConfigError as error:
+                self._refusal = error
+            refused |= missing - traces.keys()
+        # What an estimator has priced stays priced when traces are added.
+        estimator = self._estimators.get((*key, case.gpu.name))
+        if estimator is None:
+            estimator = Estimator(traces, case.gpu, memory_budget_bytes=case.budget_bytes)
+            self._estimators[*key, case.gpu.name] = estimator
+        return estimator
+
+
+def narrowed(
+    space: SearchSpace, fixed: Mapping[str, Any], *, only_where_offered: bool = False
+) -> SearchSpace:
+    """The space with these settings fixed. `only_where_offered`: sections without the value go."""
+    sections = []
+    for section in space.methods:
+        offered = section.domains
+        if only_where_offered and any(fixed[name] not in offered[name] for name in fixed):
+            continue
+        values = {name: (value,) for name, value in fixed.items()}
+        sections.append(dataclasses.replace(section, domains={**offered, **values}))
+    return dataclasses.replace(space, methods=tuple(sections))
+
+
+def _structure(config: TrainConfig) -> tuple[object, ...]:
+    """What traces differ in beside thrift."""
+    spec = TraceSpec.of(config)
+    thrifty = ("single", "activation_checkpointing", "activation_offloading")
+    return tuple(
+        getattr(spec, each.name) for each in dataclasses.fields(spec) if each.name not in thrifty
+    )
+
+
+def thrift(config: TrainConfig) -> tuple[int, ...]:
+    """Configurations of one structure need no less memory than those that are lower in all of these."""
+    interval = config.activation_checkpointing or _FAR
+    return config.micro_batch_size, interval, config.lora_rank or 0
+
+
+_Ladder = list[tuple[tuple[int, ...], list[TrainConfig]]]
+"""Configurations of one structure, by thrift."""
+
+
+def _first_rungs(ladders: Iterable[_Ladder]) -> list[TrainConfig]:
+    return [config for ladder in ladders for config in ladder[0][1]]
+
+
+def _covers(more: tuple[int, ...], needs: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(more, needs, strict=True))
+
+
+def _full_rank(trace: Trace) -> int:
+    """The largest rank that a target's matrix can have: A is (rank, in), then B is (out, rank)."""
+    sides = [max(spec.shape) for spec in trace.trainable(1) if len(spec.shape) == 2]
+    return max(map(min, zip(sides[::2], sides[1::2], strict=False)), default=1)

@@ -1,0 +1,350 @@
+"""The inverse questions: the longest context, the largest micro-batch, rank or model that still fits,
+the smallest card that would do.
+
+A question is a row of Cases, each a value with everything that goes with it; what the user left open is
+free: a value fits when any configuration of the space does. The answer is exact as predictions go: its
+value fits by a full replay, and at the next one no configuration does.
+
+What makes that cheap is two assumptions, which tests/test_inverse.py holds against a full search:
+- Fewer samples, more recomputation and a lower rank need no more memory (autotune.cases.thrift). What
+  else may fit is tried at the answer's value alone, where the fastest configuration is looked for.
+- What does not fit does not fit at a larger value either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune import gpus, models
+from autotune.cases import Asked, Case, Pricer
+from autotune.errors import ConfigError, NothingFitsError
+from autotune.forkserver import ForkServer
+from autotune.knobs import describe
+from autotune.models import ModelSource
+from autotune.results import SCHEMA_VERSION, Estimate
+from autotune.tune import Progress
+from autotune.units import format_bytes
+
+MAX_MICRO_BATCH = 65_536
+MAX_SEQUENCE_LENGTH = 1_048_576
+"""Where the configuration names no number of positions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beyond:
+    """The next value, which does not fit."""
+
+    value: int | str
+    smallest: Estimate
+    """The configuration that needs least there."""
+    budget_bytes: int
+
+    @property
+    def lacks_bytes(self) -> int:
+        return self.smallest.peak_device_bytes - self.budget_bytes
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "value": self.value,
+            "lacks_bytes": self.lacks_bytes,
+            **self.smallest.to_dict(self.budget_bytes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The value, the configuration that reaches it, and what the next value would need: predicted."""
+
+    what: str
+    """A key of QUESTIONS."""
+    value: int | str
+    model: str
+    task: str
+    gpu_reason: str
+    memory_budget_bytes: int
+    space: str
+    fixed: Mapping[str, Any] = field(hash=False)
+    """Settings that the user gave; the others were free."""
+    best: Estimate
+    """The fastest that fits at the value; among equals the one that gives up least."""
+    accumulated: Estimate
+    """The same with a second micro-batch per step: more of them need no more memory."""
+    beyond: Beyond | None
+    """None where it is not memory that ends it."""
+    limit: str
+    """What ends it there: `memory`, or a clause."""
+    multiple_of: int
+    """Steps in which values were looked for."""
+    num_traces: int
+    elapsed_seconds: float
+
+    def to_dict(self) -> dict[str, object]:
+        """The object of `max --json`."""
+        budget_bytes = self.memory_budget_bytes
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "evidence": "predicted",
+            "what": self.what,
+            "value": self.value,
+            "multiple_of": self.multiple_of,
+            "limit": self.limit,
+            "model": self.model,
+            "task": self.task,
+            "gpu": self.best.gpu,
+            "gpu_reason": self.gpu_reason,
+            "memory_budget_bytes": budget_bytes,
+            "space": self.space,
+            "fixed": dict(self.fixed),
+            "best": self.best.to_dict(budget_bytes),
+            "accumulated": self.accumulated.to_dict(budget_bytes),
+            "beyond": None if self.beyond is None else self.beyond.to_dict(),
+            "num_traces": self.num_traces,
+            "elapsed_seconds": self.elapsed_seconds,
+        }
+
+
+def answer(
+    what: str, asked: Asked, server: ForkServer, *, progress: Progress = lambda *_: None
+) -> Answer:
+    """Answer a question of QUESTIONS by prediction; the server's forks trace.
+
+    Raises NothingFitsError where not even the first value fits, ConfigError where the space has no
+    valid configuration for what was fixed, or the question cannot be asked of this model.
+    """
+    started = time.monotonic()
+    server.start("trace")
+    pricer = Pricer(asked, server, progress)
+    case, beyond, limit = QUESTIONS[what](asked, pricer)
+    best, accumulated = pricer.best(case)
+    return Answer(
+        what=what,
+        value=case.value,
+        model=case.source.name,
+        task=pricer.task(case),
+        gpu_reason=asked.gpu_reason or "the smallest of the catalogue that does",
+        memory_budget_bytes=case.budget_bytes,
+        space=asked.space.name,
+        fixed=asked.fixed,
+        best=best,
+        accumulated=accumulated,
+        beyond=beyond,
+        limit=limit,
+        multiple_of=asked.multiple_of if what == "sequence-length" else 1,
+        num_traces=pricer.num_traces,
+        elapsed_seconds=time.monotonic() - started,
+    )
+
+
+Found = tuple[Case, Beyond | None, str]
+"""The answer's case, the next one, and what ends it."""
+
+
+def _longest(asked: Asked, pricer: Pricer) -> Found:
+    case = _case(asked)
+    step = asked.multiple_of
+    limit, why = positions(case.source)
+    if limit < step:
+        raise ConfigError(
+            f"No multiple of {step} is a length of {case.source.short_name}",
+            why=f"{why}: {limit:,}",
+            remedy="Give a smaller --multiple-of",
+        )
+
+    def at(index: int) -> Case:
+        return dataclasses.replace(case, value=index * step, sequence_length=index * step)
+
+    return _largest(at, limit // step, why, pricer)
+
+
+def _largest_micro_batch(asked: Asked, pricer: Pricer) -> Found:
+    case = _case(asked)
+
+    def at(size: int) -> Case:
+        return dataclasses.replace(case, value=size, fixed={"micro_batch_size": size})
+
+    return _largest(at, MAX_MICRO_BATCH, "no larger micro-batch is looked for", pricer)
+
+
+def _highest_rank(asked: Asked, pricer: Pricer) -> Found:
+    if set(asked.methods) <= {"full"}:
+        raise ConfigError(
+            "Full fine-tuning has no rank",
+            why="It trains the weights themselves",
+            remedy="Give --method lora or qlora, or leave --method out",
+        )
+    case = _case(asked)
+
+    def at(rank: int) -> Case:
+        return dataclasses.replace(case, value=rank, fixed={"lora_rank": rank})
+
+    why = "a higher rank than a matrix has sides adds nothing"
+    return _largest(at, pricer.full_rank(at(1)), why, pricer)
+
+
+def _largest_model(asked: Asked, pricer: Pricer) -> Found:
+    assert asked.gpu is not None
+    assert asked.budget_bytes is not None
+    cases = []
+    for entry in sorted(models.catalogue(), key=lambda e: (-e.num_parameters, e.hub_id)):
+        source = models.resolve(entry.hub_id)
+        if source.task == (asked.task or "causal-lm"):
+            longest = source.max_sequence_length
+            if longest is None or asked.sequence_length <= longest:
+                cases.append(
+                    Case(
+                        value=entry.hub_id,
+                        source=source,
+                        gpu=asked.gpu,
+                        budget_bytes=asked.budget_bytes,
+                        sequence_length=asked.sequence_length,
+                        fixed={},
+                    )
+                )
+    if not cases:
+        raise ConfigError(
+            f"No model of the catalogue takes {asked.sequence_length:,} tokens for this task",
+            remedy="Give a smaller --seq-len, or another --task",
+        )
+    return _first(cases, "the catalogue has no larger model", pricer)
+
+
+def _smallest_card(asked: Asked, pricer: Pricer) -> Found:
+    assert asked.source is not None
+    cases = [
+        Case(
+            value=card.slug,
+            source=asked.source,
+            gpu=card,
+            budget_bytes=card.capacity_bytes,
+            sequence_length=asked.sequence_length,
+            fixed={},
+        )
+        for card in sorted(gpus.catalogue(), key=lambda card: card.capacity_bytes)
+        if card.compute_capability is not None and card.context_bytes is not None
+    ]
+    return _first(cases, "the catalogue has no smaller card", pricer)
+
+
+QUESTIONS: dict[str, Callable[[Asked, Pricer], Found]] = {
+    "sequence-length": _longest,
+    "micro-batch": _largest_micro_batch,
+    "lora-rank": _highest_rank,
+    "model": _largest_model,
+    "gpu": _smallest_card,
+}
+
+
+def positions(source: ModelSource) -> tuple[int, str]:
+    """How long a sequence the model may take, and why no longer."""
+    learned = source.max_sequence_length
+    if learned is not None:
+        return learned, "the model has learned positions for no more"
+    stated = source.config.get("max_position_embeddings")
+    if isinstance(stated, int) and stated > 0:
+        return stated, "the model's configuration has positions for no more"
+    return MAX_SEQUENCE_LENGTH, "no longer sequence is looked for"
+
+
+def _case(asked: Asked) -> Case:
+    assert asked.source is not None
+    assert asked.gpu is not None
+    assert asked.budget_bytes is not None
+    return Case(
+        value=0,
+        source=asked.source,
+        gpu=asked.gpu,
+        budget_bytes=asked.budget_bytes,
+        sequence_length=asked.sequence_length,
+        fixed={},
+    )
+
+
+def _largest(at: Callable[[int], Case], high: int, why: str, pricer: Pricer) -> Found:
+    """The last number that fits, of 1 to `high`.
+
+    One configuration is followed up to its own last number; then all of them are tried at the next.
+    """
+    number = 1
+    found = pricer.fitting(at(number))
+    if found is None:
+        raise _nothing_fits(at(number), pricer)
+    while found is not None and number < high:
+        config = found.config
+        number = last_below(
+            lambda tried, config=config: pricer.peak_bytes(at(tried), config),  # type: ignore[misc]
+            at(number).budget_bytes,
+            number,
+            high,
+            known=found.peak_device_bytes,
+        )
+        if number == high:
+            break
+        found = pricer.fitting(at(number + 1))
+        number += found is not None
+    if number == high:
+        return at(number), None, why
+    return at(number), _beyond(at(number + 1), pricer), "memory"
+
+
+def _first(cases: Sequence[Case], why: str, pricer: Pricer) -> Found:
+    """The first of them that fits; the last before it that could have does not."""
+    refused: Case | None = None
+    for case in cases:
+        if not pricer.is_possible(case):
+            continue
+        if pricer.fitting(case) is not None:
+            if refused is None:
+                return case, None, why
+            return case, _beyond(refused, pricer), "memory"
+        refused = case
+    raise _nothing_fits(refused or cases[-1], pricer)
+
+
+def _beyond(case: Case, pricer: Pricer) -> Beyond:
+    return Beyond(value=case.value, smallest=pricer.smallest(case), budget_bytes=case.budget_bytes)
+
+
+def last_below(
+    peak_bytes: Callable[[int], int], budget_bytes: int, low: int, high: int, *, known: int
+) -> int:
+    """The last number of low to high whose peak is within the budget; `known` is the peak of low.
+
+    Peaks grow almost in a line, so that a line through two of them points close to the last; every
+    third try halves what is left, whatever the line says.
+    """
+    fits, fits_bytes = low, known
+    fails: int | None = None
+    slope = 0.0
+    for tries in range(1, 200):
+        end = high + 1 if fails is None else fails
+        if end - fits <= 1:
+            break
+        if slope <= 0:
+            guess = 2 * fits
+        elif fails is not None and tries % 3 == 0:
+            guess = (fits + end) // 2
+        else:
+            guess = fits + int((budget_bytes - fits_bytes) / slope)
+        guess = max(fits + 1, min(guess, end - 1))
+        peak = peak_bytes(guess)
+        slope = (peak - fits_bytes) / (guess - fits)
+        if peak <= budget_bytes:
+            fits, fits_bytes = guess, peak
+        else:
+            fails = guess
+    return fits
+
+
+def _nothing_fits(case: Case, pricer: Pricer) -> NothingFitsError:
+    """With what needs least in the easiest case."""
+    smallest = pricer.smallest(case)
+    return NothingFitsError(
+        f"Nothing fits into {format_bytes(case.budget_bytes)}, not even {case.value}",
+        why=f"What needs least there, {describe(smallest.config)}, is predicted to need "
+        f"{format_bytes(smallest.peak_device_bytes)}",
+        remedy="Fix fewer settings, allow --method qlora, or take a smaller model",
+    )

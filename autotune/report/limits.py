@@ -1,0 +1,88 @@
+"""Draws the answer of an inverse question, and the command that prices it again."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TextIO
+
+from autotune.inverse import Answer
+from autotune.knobs import as_options, describe
+from autotune.report import terminal, words
+from autotune.units import format_bytes, format_seconds
+
+_QUESTIONS = {
+    "sequence-length": ("{:,} tokens", "the longest sequence"),
+    "micro-batch": ("micro-batch {:,}", "the largest"),
+    "lora-rank": ("rank {:,}", "the highest"),
+    "model": ("{}", "the largest model of the catalogue"),
+    "gpu": ("{}", "the smallest card of the catalogue"),
+}
+"""How a value is said, and what it is of those that fit."""
+
+
+def draw_answer(answer: Answer, check: str, file: TextIO) -> None:
+    """The value first, then what reaches it, then what the next one would need.
+
+    `check`: the command that prices it again.
+    """
+    best, budget_bytes = answer.best, answer.memory_budget_bytes
+    rows: list[terminal.Row] = [
+        ("card", f"{words.printable(best.gpu)}, {answer.gpu_reason}"),
+        ("budget", words.exact_size(budget_bytes)),
+        ("answer", _said(answer), "bold green"),
+        ("config", describe(best.config), "bold"),
+        ("speed", words.speed(best)),
+        ("step", words.step(best)),
+        ("memory", words.memory(best, budget_bytes)),
+        ("next", _next(answer)),
+        ("note", _accumulating(answer)),
+    ]
+    if best.state.optimizer_state_managed_bytes:
+        rows.append(("", words.paging(best)))
+    rows += [
+        (
+            "space",
+            f"{answer.space}, free where nothing was given; {answer.num_traces} training steps "
+            f"traced in {format_seconds(answer.elapsed_seconds)}",
+        ),
+        ("check", words.printable(check).replace(" ", words.GLUE)),
+        ("limits", f"not modelled: {words.LIMITS}", "dim"),
+    ]
+    terminal.draw_header(answer.model, best, file)
+    terminal.draw_rows(rows, file)
+
+
+def _said(answer: Answer) -> str:
+    value, which = _QUESTIONS[answer.what]
+    steps = f", in steps of {answer.multiple_of}" if answer.multiple_of > 1 else ""
+    return f"{value.format(answer.value)}: {which} that fits{steps}"
+
+
+def _accumulating(answer: Answer) -> str:
+    """Whether gradients may wait for a second micro-batch; more of them need no more."""
+    if answer.best.config.gradient_accumulation_steps > 1:
+        return "More micro-batches per step need no more memory."
+    peak_bytes = answer.accumulated.peak_device_bytes
+    lacks_bytes = peak_bytes - answer.memory_budget_bytes
+    verdict = "fits" if lacks_bytes <= 0 else f"does not fit, by {format_bytes(lacks_bytes)}"
+    return f"With several micro-batches per step (--accumulation): {format_bytes(peak_bytes)}, {verdict}."
+
+
+def _next(answer: Answer) -> str:
+    beyond = answer.beyond
+    if beyond is None:
+        return f"Memory does not end it: {answer.limit}."
+    value = _QUESTIONS[answer.what][0].format(beyond.value)
+    need, lack = format_bytes(beyond.smallest.peak_device_bytes), format_bytes(beyond.lacks_bytes)
+    return f"{value} needs {need} at least, {lack} too much ({describe(beyond.smallest.config)})"
+
+
+def command(answer: Answer, *, name_card: bool) -> str:
+    """What prices the answer's configuration again; a card that is here need not be named."""
+    config = answer.best.config
+    parts = ["autotune", "estimate", "--model", answer.model, "--task", answer.task]
+    parts += ["--gpu", answer.best.gpu] if name_card else []
+    parts += ["--gpu-mem", f"{answer.memory_budget_bytes}B"]
+    parts += ["--seq-len", str(config.sequence_length), "--method", config.method]
+    parts += ["--accumulation", str(config.gradient_accumulation_steps)]
+    return shlex.join([*parts, *as_options(config)])

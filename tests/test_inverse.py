@@ -1,0 +1,307 @@
+"""The inverse questions against a search that tries every configuration at every value."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import tiny_model
+
+from autotune import inverse, models
+from autotune.cases import Asked, thrift
+from autotune.config import METHODS, TrainConfig
+from autotune.errors import ConfigError, NothingFitsError
+from autotune.estimate import Estimator
+from autotune.forkserver import ForkServer
+from autotune.gpus import catalogue, find_gpu
+from autotune.models import ModelSource
+from autotune.results import Estimate, TraceSpec
+from autotune.traces import Trace
+from autotune.tracing import trace_all
+
+GB = 10**9
+STEP = 512
+LENGTHS = (512, 1024, 1536, 2048)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as running:
+        yield running
+
+
+def asked(**changed: Any) -> Asked:
+    plain: dict[str, Any] = {
+        "source": tiny_model.MODEL,
+        "task": None,
+        "gpu": tiny_model.gpu(),
+        "gpu_reason": "named",
+        "budget_bytes": 3 * GB,
+        "sequence_length": tiny_model.SEQUENCE_LENGTH,
+        "methods": METHODS,
+        "accumulation": 1,
+        "fixed": {},
+        "space": tiny_model.SPACE,
+        "multiple_of": STEP,
+    }
+    return Asked(**plain | changed)
+
+
+def every_config(length: int = 512, methods: tuple[str, ...] = METHODS) -> list[TrainConfig]:
+    """The space's, each with one micro-batch per step."""
+    return [
+        dataclasses.replace(config, gradient_accumulation_steps=1, sequence_length=length)
+        for config in tiny_model.configs(methods)
+    ]
+
+
+def fitting(
+    traces: Mapping[TraceSpec, Trace], configs: list[TrainConfig], budget_bytes: int
+) -> list[Estimate]:
+    """By a full replay of each."""
+    estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=budget_bytes)
+    estimates = map(estimator.estimate, filter(estimator.supports, configs))
+    return [each for each in estimates if each.peak_device_bytes <= budget_bytes]
+
+
+@pytest.fixture(scope="module")
+def traces_by_length(server: ForkServer) -> dict[int, Mapping[TraceSpec, Trace]]:
+    specs = {TraceSpec.of(config) for config in every_config()}
+    card, model = tiny_model.gpu(), tiny_model.MODEL
+    return {
+        length: trace_all(model, "causal-lm", length, card, specs, server=server)
+        for length in LENGTHS
+    }
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "methods"),
+    [(1_800_000_000, METHODS), (1_600_000_000, ("lora",)), (1_500_000_000, ("full",))],
+)
+def test_the_longest_sequence_is_that_of_a_full_search(
+    server: ForkServer,
+    traces_by_length: dict[int, Mapping[TraceSpec, Trace]],
+    budget_bytes: int,
+    methods: tuple[str, ...],
+) -> None:
+    by_length = {
+        length: fitting(traces, every_config(length, methods), budget_bytes)
+        for length, traces in traces_by_length.items()
+    }
+    longest = max(length for length, fit in by_length.items() if fit)
+    assert longest in LENGTHS[:-1], "the case would say nothing"
+    found = inverse.answer(
+        "sequence-length", asked(budget_bytes=budget_bytes, methods=methods), server
+    )
+    assert found.value == longest
+    assert found.best in by_length[longest]
+    fastest = max(e.tokens_per_second or 0 for e in by_length[longest])
+    assert found.best.tokens_per_second == pytest.approx(fastest, rel=0.02)
+    assert found.beyond is not None
+    assert found.beyond.value == longest + STEP
+    assert found.beyond.lacks_bytes > 0
+    assert found.limit == "memory"
+
+
+def test_where_the_model_ends_it_that_is_said(server: ForkServer) -> None:
+    found = inverse.answer("sequence-length", asked(budget_bytes=11 * GB), server)
+    assert found.value == 2048
+    assert found.beyond is None
+    assert "positions" in found.limit
+    assert found.best.peak_device_bytes <= 11 * GB
+
+
+def test_learned_positions_are_a_limit_and_unnamed_ones_are_none() -> None:
+    assert inverse.positions(models.resolve("gpt2"))[0] == 1024
+    assert inverse.positions(models.resolve("roberta-large"))[0] == 512
+    assert inverse.positions(models.resolve("t5-base"))[0] == inverse.MAX_SEQUENCE_LENGTH
+
+
+@pytest.mark.parametrize("methods", [("full",), ("lora",)])
+def test_the_largest_micro_batch_is_that_of_a_full_search(
+    server: ForkServer, methods: tuple[str, ...]
+) -> None:
+    budget_bytes = 3 * GB
+    found = inverse.answer("micro-batch", asked(budget_bytes=budget_bytes, methods=methods), server)
+    assert isinstance(found.value, int)
+    configs = [c for c in every_config(512, methods) if c.micro_batch_size == 2]
+
+    def fit_at(size: int) -> list[Estimate]:
+        return fitting(
+            tiny_model.traces(),
+            [dataclasses.replace(config, micro_batch_size=size) for config in configs],
+            budget_bytes,
+        )
+
+    assert found.value > 4
+    assert found.best in fit_at(found.value)
+    assert not any(fit_at(size) for size in range(found.value + 1, found.value + 8))
+    assert found.beyond is not None
+    assert found.beyond.value == found.value + 1
+
+
+def test_the_highest_rank_is_that_of_a_full_search(server: ForkServer) -> None:
+    budget_bytes = 1_400_000_000
+    found = inverse.answer("lora-rank", asked(budget_bytes=budget_bytes), server)
+    assert isinstance(found.value, int)
+    configs = [c for c in every_config() if c.method != "full" and c.lora_rank == 8]
+
+    def fit_at(rank: int) -> list[Estimate]:
+        ranked = [dataclasses.replace(config, lora_rank=rank) for config in configs]
+        return fitting(tiny_model.traces(), ranked, budget_bytes)
+
+    assert 8 < found.value < 1024
+    assert found.best in fit_at(found.value)
+    assert not any(fit_at(rank) for rank in range(found.value + 1, found.value + 4))
+
+
+def test_no_rank_is_higher_than_a_matrix_has_sides(server: ForkServer) -> None:
+    found = inverse.answer("lora-rank", asked(budget_bytes=11 * GB, methods=("lora",)), server)
+    assert found.value == 1024  # 2,816 x 1,024 are the largest
+    assert "adds nothing" in found.limit
+
+
+def test_a_rank_of_full_fine_tuning_is_refused(server: ForkServer) -> None:
+    with pytest.raises(ConfigError, match="has no rank"):
+        inverse.answer("lora-rank", asked(methods=("full",)), server)
+
+
+def test_the_largest_model_is_that_of_a_full_search(server: ForkServer) -> None:
+    budget_bytes, length = 1_600_000_000, 512
+    found = inverse.answer(
+        "model", asked(source=None, budget_bytes=budget_bytes, methods=("lora",)), server
+    )
+    specs = {TraceSpec.of(config) for config in every_config(length, ("lora",))}
+
+    def fits(source: ModelSource) -> bool:
+        traces = trace_all(source, "causal-lm", length, tiny_model.gpu(), specs, server=server)
+        return bool(fitting(traces, every_config(length, ("lora",)), budget_bytes))
+
+    by_size = sorted(models.catalogue(), key=lambda entry: -entry.num_parameters)
+    sources = [
+        models.resolve(entry.hub_id)
+        for entry in by_size
+        if entry.num_parameters < budget_bytes // 2
+    ]
+    causal = [source for source in sources if source.task == "causal-lm"]
+    assert found.value == next(source.name for source in causal if fits(source))
+    assert found.beyond is not None
+    assert found.beyond.lacks_bytes > 0
+    counts = {entry.hub_id: entry.num_parameters for entry in by_size}
+    assert counts[str(found.beyond.value)] >= counts[str(found.value)]
+
+
+def test_the_smallest_card_is_that_of_a_full_search(server: ForkServer) -> None:
+    source = models.resolve("llama-3.1-8b")
+    methods, length = ("lora",), 512
+    found = inverse.answer("gpu", asked(source=source, methods=methods), server)
+    configs = every_config(length, methods)
+    specs = {TraceSpec.of(config) for config in configs}
+    made: dict[object, Mapping[TraceSpec, Trace]] = {}
+    for card in sorted(catalogue(), key=lambda card: card.capacity_bytes):
+        if card.compute_capability is None or card.compute_capability < (8, 0):
+            continue
+        if card.capacity_bytes < 2 * 8_030_261_248:  # its weights
+            continue
+        key = card.compute_capability, card.cublas_workspace_bytes
+        if key not in made:
+            made[key] = trace_all(source, "causal-lm", length, card, specs, server=server)
+        estimator = Estimator(made[key], card, memory_budget_bytes=card.capacity_bytes)
+        peak = min(estimator.estimate(config).peak_device_bytes for config in configs)
+        if peak <= card.capacity_bytes:
+            break
+    assert find_gpu(str(found.value)).name == card.name
+    assert found.memory_budget_bytes == card.capacity_bytes
+    assert found.beyond is not None
+    assert find_gpu(str(found.beyond.value)).capacity_bytes < card.capacity_bytes
+
+
+def test_what_is_fixed_stays_and_the_rest_is_free(server: ForkServer) -> None:
+    fixed = {"lora_rank": 64, "activation_checkpointing": 0, "micro_batch_size": 2}
+    found = inverse.answer("sequence-length", asked(budget_bytes=3 * GB, fixed=fixed), server)
+    config = found.best.config
+    assert {name: getattr(config, name) for name in fixed} == fixed
+    assert config.method in ("lora", "qlora")  # nothing else has a rank
+    free = inverse.answer("sequence-length", asked(budget_bytes=3 * GB), server)
+    assert int(free.value) > int(found.value)
+
+
+def test_accumulation_needs_no_less(server: ForkServer) -> None:
+    once = inverse.answer("micro-batch", asked(methods=("full",)), server)
+    often = inverse.answer("micro-batch", asked(methods=("full",), accumulation=4), server)
+    assert often.best.config.gradient_accumulation_steps == 4
+    assert int(often.value) < int(once.value)
+    assert once.accumulated.peak_device_bytes > once.best.peak_device_bytes
+    assert often.accumulated == often.best
+
+
+def test_nothing_fits_says_what_needs_least(server: ForkServer) -> None:
+    with pytest.raises(NothingFitsError, match=r"not even 512.*QLoRA r=8.*predicted to need"):
+        inverse.answer("sequence-length", asked(budget_bytes=700_000_000), server)
+
+
+def test_settings_that_exclude_each_other_are_refused(server: ForkServer) -> None:
+    fixed = {"quantization": "nf4"}
+    with pytest.raises(ConfigError, match="quantization-needs-qlora"):
+        inverse.answer("sequence-length", asked(fixed=fixed, methods=("lora",)), server)
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 7, 63, 64, 65, 999, 1000])
+@pytest.mark.parametrize("shape", ["line", "square", "steps"])
+def test_the_last_below_is_found_whatever_the_shape(last: int, shape: str) -> None:
+    shapes = {"line": lambda n: 50 + n, "square": lambda n: n * n, "steps": lambda n: n // 8}
+    height = {"line": lambda n: 50 + n, "square": lambda n: n * n, "steps": lambda n: n // 8}[shape]
+    expected = max(n for n in range(1, 1001) if shapes[shape](n) <= height(last))
+    tried: list[int] = []
+
+    def peak(number: int) -> int:
+        tried.append(number)
+        return shapes[shape](number)
+
+    found = inverse.last_below(peak, height(last), 1, 1000, known=shapes[shape](1))
+    assert found == expected
+    assert len(tried) == len(set(tried)) < 25
+
+
+FAMILIES = (
+    "gpt2", "opt-1.3b", "pythia-1b", "qwen3-0.6b", "gemma-2-2b", "gemma-3-1b-pt", "falcon-7b",
+    "phi-3-mini-4k-instruct", "bert-base-uncased", "t5-base", "gpt-oss-20b",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_thriftiest_settings_need_least(server: ForkServer, name: str) -> None:
+    """What the search takes for granted, for each family of models."""
+    whole = models.resolve(name)
+    keys = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
+    few = {key: 4 for key in keys if key in whole.config}
+    config = {k: v for k, v in whole.config.items() if k != "layer_types"} | few
+    source = dataclasses.replace(whole, config=config)
+    configs = [
+        TrainConfig(
+            method="lora",
+            micro_batch_size=size,
+            gradient_accumulation_steps=1,
+            sequence_length=512,
+            precision="bf16-autocast",
+            optimizer="adamw_torch_fused",
+            lora_rank=8,
+            lora_targets="all-linear",
+            activation_checkpointing=interval,
+            activation_offloading=offload,
+            attention=source.attentions[-1],
+        )
+        for size, interval, offload in itertools.product((1, 2), (0, 1, 2), (False, True))
+        if interval or not offload
+    ]
+    specs = {TraceSpec.of(config) for config in configs}
+    traces = trace_all(source, source.task, 512, tiny_model.gpu(), specs, server=server)
+    estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=100 * GB)
+    supported = list(filter(estimator.supports, configs))
+    peaks = {c: estimator.estimate(c).peak_device_bytes for c in supported}
+    thriftiest = min(map(thrift, supported))
+    assert min(peaks.values()) == min(peaks[c] for c in supported if thrift(c) == thriftiest)
+    assert len(supported) > 1
