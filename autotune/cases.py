@@ -19,7 +19,13 @@ from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu
 from autotune.models import ModelSource
 from autotune.results import Estimate, TraceSpec
-from autotune.space import SearchSpace, enumerate_configs, with_attentions
+from autotune.space import (
+    Context,
+    SearchSpace,
+    broken_rules,
+    enumerate_configs,
+    with_attentions,
+)
 from autotune.traces import Trace
 from autotune.tracing import trace_all
 from autotune.tune import Candidates, Progress, default_base
@@ -116,8 +122,8 @@ class Pricer:
         self._progress("tried", self._num_tried, self.num_traces)
         return estimator.estimate(config).peak_device_bytes
 
-    def best(self, case: Case) -> tuple[Estimate, Estimate]:
-        """The fastest that fits, then the same with a second micro-batch per step.
+    def best(self, case: Case) -> tuple[Estimate, Estimate | None]:
+        """The fastest that fits, then the same with a second micro-batch per step, where that goes.
 
         Where the card's rates are unknown: the one that needs least.
         """
@@ -130,9 +136,12 @@ class Pricer:
         best = self.fitting(case) if found is None else found[0]
         assert best is not None
         accumulation = max(2, best.config.gradient_accumulation_steps)
-        return best, estimator.estimate(
-            dataclasses.replace(best.config, gradient_accumulation_steps=accumulation)
+        config = dataclasses.replace(best.config, gradient_accumulation_steps=accumulation)
+        context = Context(
+            effective_batch_size=config.effective_batch_size,
+            compute_capability=case.gpu.compute_capability,
         )
+        return best, None if broken_rules(config, context) else estimator.estimate(config)
 
     def full_rank(self, case: Case) -> int:
         """Beyond the smaller side of the largest matrix, a rank adds nothing."""

@@ -130,7 +130,7 @@ def maximum(
     if lora_targets is not None:
         settings["lora_targets"] = inputs.lora_targets(lora_targets)
     if activation_checkpointing is not None:
-        settings["activation_checkpointing"] = space_file.checkpointing(activation_checkpointing)
+        settings["activation_checkpointing"] = _interval(activation_checkpointing)
     asked = cases.Asked(
         source=source,
         task=task,
@@ -151,6 +151,17 @@ def maximum(
         print(json.dumps({**answer.to_dict(), "check": check}, indent=2, allow_nan=False))
     else:
         limits.draw_answer(answer, check, sys.stdout)
+
+
+def _interval(text: str) -> int:
+    from autotune.space_file import checkpointing
+
+    try:
+        return checkpointing(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--checkpointing {text[:40]!r} cannot be used", why=str(error)
+        ) from error
 
 
 def _check_options(what: str, has_model: bool) -> None:

@@ -234,6 +234,7 @@ def test_accumulation_needs_no_less(server: ForkServer) -> None:
     often = inverse.answer("micro-batch", asked(methods=("full",), accumulation=4), server)
     assert often.best.config.gradient_accumulation_steps == 4
     assert int(often.value) < int(once.value)
+    assert once.accumulated is not None
     assert once.accumulated.peak_device_bytes > once.best.peak_device_bytes
     assert often.accumulated == often.best
 
