@@ -96,20 +96,23 @@ class Pricer:
 
     def fitting(self, case: Case) -> Estimate | None:
         """One that fits, by the thriftiest settings; None when nothing does."""
-        estimator, configs = self._thriftiest(case, prune=True)
+        ladders = self._ladders(case, prune=True)
         self._num_tried += 1
-        self._progress("tried", self._num_tried, self.num_traces)
-        for config in configs:
-            if estimator.floor_bytes(config) > case.budget_bytes:
-                break
-            estimate = estimator.estimate(config)
-            if estimate.peak_device_bytes <= case.budget_bytes:
-                return estimate
+        # The first structure often fits: the others need then no trace.
+        for some in (ladders[:1], ladders[1:]):
+            estimator, configs = self._thriftiest(case, some)
+            self._progress("tried", self._num_tried, self.num_traces)
+            for config in configs:
+                if estimator.floor_bytes(config) > case.budget_bytes:
+                    break
+                estimate = estimator.estimate(config)
+                if estimate.peak_device_bytes <= case.budget_bytes:
+                    return estimate
         return None
 
     def smallest(self, case: Case) -> Estimate:
         """What needs least. Raises ConfigError where there is nothing to price."""
-        estimator, configs = self._thriftiest(case, prune=False)
+        estimator, configs = self._thriftiest(case, self._ladders(case, prune=False))
         if not configs:
             raise self._refusal or self._no_configuration(case)
         return estimator.estimate(configs[0])
@@ -145,13 +148,14 @@ class Pricer:
 
     def full_rank(self, case: Case) -> int:
         """Beyond the smaller side of the largest matrix, a rank adds nothing."""
-        _, configs = self._thriftiest(case, prune=False)
+        _, configs = self._thriftiest(case, self._ladders(case, prune=False))
         traces = self._traces[self._key(case)]
         return max((_full_rank(traces[TraceSpec.of(config)]) for config in configs), default=1)
 
-    def _thriftiest(self, case: Case, *, prune: bool) -> tuple[Estimator, list[TrainConfig]]:
+    def _thriftiest(
+        self, case: Case, ladders: list[_Ladder]
+    ) -> tuple[Estimator, list[TrainConfig]]:
         """The thriftiest settings that the model supports, of each structure; least memory first."""
-        ladders = self._ladders(case, prune=prune)
         thriftiest: list[TrainConfig] = []
         while ladders:
             estimator = self._estimator(case, _first_rungs(ladders))
@@ -166,17 +170,16 @@ class Pricer:
         return estimator, sorted(thriftiest, key=lambda c: (estimator.floor_bytes(c), repr(c)))
 
     def _possible(self, case: Case) -> tuple[Estimator, list[TrainConfig]]:
-        """Those whose live tensors fit. Where they do not, nothing that needs more is traced."""
+        """Those whose live tensors fit. What needs more than one that does not fit is not traced."""
         ladders = self._ladders(case, prune=True)
         possible: list[TrainConfig] = []
         while ladders:
             estimator = self._estimator(case, _first_rungs(ladders))
             left = []
             for (needs, configs), *later in ladders:
-                supported = list(filter(estimator.supports, configs))
-                fit = [c for c in supported if estimator.floor_bytes(c) <= case.budget_bytes]
-                possible += fit
-                if supported and not fit:
+                supported = sorted(filter(estimator.supports, configs), key=estimator.floor_bytes)
+                possible += [c for c in supported if estimator.floor_bytes(c) <= case.budget_bytes]
+                if supported and not _fits(estimator, supported[0], case.budget_bytes):
                     later = [(more, rest) for more, rest in later if not _covers(more, needs)]
                 if later:
                     left.append(later)
@@ -190,7 +193,8 @@ class Pricer:
             if not (prune and self._is_hopeless(case, config)):
                 rungs = groups.setdefault(_structure(config), {})
                 rungs.setdefault(thrift(config), []).append(config)
-        return [sorted(rungs.items()) for rungs in groups.values()]
+        by_weights = sorted(groups.values(), key=lambda rungs: _weight_bits(_any_of(rungs)))
+        return [sorted(rungs.items()) for rungs in by_weights]
 
     def _no_configuration(self, case: Case) -> ConfigError:
         broken = self._enumerate(case)[1]
@@ -236,10 +240,7 @@ class Pricer:
         count = case.source.num_parameters_known
         if count is None or self.task(case) != case.source.task:
             return False
-        bits = 8 * DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
-        if config.quantization != "none":
-            bits = QUANTIZATIONS[config.quantization].bits
-        return count * bits // 8 > case.budget_bytes
+        return count * _weight_bits(config) // 8 > case.budget_bytes
 
     def _key(self, case: Case) -> tuple[object, ...]:
         gpu = case.gpu
@@ -308,6 +309,24 @@ def thrift(config: TrainConfig) -> tuple[int, ...]:
 
 _Ladder = list[tuple[tuple[int, ...], list[TrainConfig]]]
 """Configurations of one structure, by thrift."""
+
+
+def _any_of(rungs: Mapping[tuple[int, ...], list[TrainConfig]]) -> TrainConfig:
+    return next(iter(rungs.values()))[0]
+
+
+def _weight_bits(config: TrainConfig) -> int:
+    """Of most of the base weights."""
+    if config.quantization != "none":
+        return QUANTIZATIONS[config.quantization].bits
+    return 8 * DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
+
+
+def _fits(estimator: Estimator, config: TrainConfig, budget_bytes: int) -> bool:
+    return (
+        estimator.floor_bytes(config) <= budget_bytes
+        and estimator.estimate(config).peak_device_bytes <= budget_bytes
+    )
 
 
 def _first_rungs(ladders: Iterable[_Ladder]) -> list[TrainConfig]:
