@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
-from autotune.estimate import Estimator
+from autotune.estimate import Estimator, least_bytes
 from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu
 from autotune.models import ModelSource
@@ -193,7 +193,7 @@ class Pricer:
             if not (prune and self._is_hopeless(case, config)):
                 rungs = groups.setdefault(_structure(config), {})
                 rungs.setdefault(thrift(config), []).append(config)
-        by_weights = sorted(groups.values(), key=lambda rungs: _weight_bits(_any_of(rungs)))
+        by_weights = sorted(groups.values(), key=lambda rungs: least_bytes(_any_of(rungs), 10**9))
         return [sorted(rungs.items()) for rungs in by_weights]
 
     def _no_configuration(self, case: Case) -> ConfigError:
@@ -213,7 +213,9 @@ class Pricer:
         )
         configs: list[TrainConfig] = []
         invalid: dict[str, int] = {}
-        for size in sorted({n for section in space.methods for n in section.micro_batch_size}):
+        for size in sorted(
+            {n for section in space.methods for n in section.domains["micro_batch_size"]}
+        ):
             points = enumerate_configs(
                 narrowed(space, {"micro_batch_size": size}, only_where_offered=True),
                 self._workload(case, size),
@@ -236,11 +238,11 @@ class Pricer:
         )
 
     def _is_hopeless(self, case: Case, config: TrainConfig) -> bool:
-        """The weights alone pass the budget, which needs no trace."""
+        """Weights and gradients alone pass the budget, which needs no trace."""
         count = case.source.num_parameters_known
         if count is None or self.task(case) != case.source.task:
             return False
-        return count * _weight_bits(config) // 8 > case.budget_bytes
+        return least_bytes(config, count) > case.budget_bytes
 
     def _key(self, case: Case) -> tuple[object, ...]:
         gpu = case.gpu
@@ -284,11 +286,11 @@ def narrowed(
     """The space with these settings fixed. `only_where_offered`: sections without the value go."""
     sections = []
     for section in space.methods:
-        domains = section.domains()
-        if only_where_offered and any(fixed[name] not in domains[name] for name in fixed):
+        offered = section.domains
+        if only_where_offered and any(fixed[name] not in offered[name] for name in fixed):
             continue
-        values: dict[str, Any] = {name: (value,) for name, value in fixed.items()}
-        sections.append(dataclasses.replace(section, **values))
+        values = {name: (value,) for name, value in fixed.items()}
+        sections.append(dataclasses.replace(section, domains={**offered, **values}))
     return dataclasses.replace(space, methods=tuple(sections))
 
 
@@ -313,13 +315,6 @@ _Ladder = list[tuple[tuple[int, ...], list[TrainConfig]]]
 
 def _any_of(rungs: Mapping[tuple[int, ...], list[TrainConfig]]) -> TrainConfig:
     return next(iter(rungs.values()))[0]
-
-
-def _weight_bits(config: TrainConfig) -> int:
-    """Of most of the base weights."""
-    if config.quantization != "none":
-        return QUANTIZATIONS[config.quantization].bits
-    return 8 * DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
 
 
 def _fits(estimator: Estimator, config: TrainConfig, budget_bytes: int) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from autotune.lengths import Lengths, useful_share
+
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -26,6 +28,8 @@ TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
 """Lowest first: what a setting gives up (DESIGN section 5)."""
 
 TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm")
+PACKABLE_TASKS = ("causal-lm", "masked-lm")
+"""Their samples may be joined and cut anywhere; others have an answer each."""
 METHODS = ("full", "lora", "qlora")
 ATTENTIONS = ("eager", "sdpa")
 
@@ -160,6 +164,26 @@ class Workload:
     """Training methods allowed, of METHODS."""
     memory_budget_bytes: int
     """peak_device_bytes may not exceed this."""
+    lengths: Lengths | None = None
+    """Of the dataset's samples; None: every sample is as long as the sequence."""
+
+    def to_dict(self) -> dict[str, object]:
+        """As it is stored and shown; without the lengths where there is no dataset."""
+        values = dataclasses.asdict(self)
+        if self.lengths is None:
+            del values["lengths"]
+        return values
+
+    def useful_share(self, config: TrainConfig) -> float:
+        """Share of a batch's tokens that is no padding."""
+        if self.lengths is None:
+            return 1.0
+        return useful_share(
+            self.lengths,
+            config.batching,
+            micro_batch_size=config.micro_batch_size,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +214,8 @@ class TrainConfig:
     """`all-linear`, `attention`, or module names joined by commas; None for method full."""
     quantization: str = "none"
     """A key of QUANTIZATIONS."""
+    batching: str = "packed"
+    """One of lengths.BATCHINGS."""
 
     @property
     def effective_batch_size(self) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from autotune import roofline
 from autotune.allocator import Tape, replay
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.gpus import Gpu
 from autotune.optimizer_steps import (
     StepCost,
@@ -33,7 +33,8 @@ from autotune.optimizer_steps import (
     write_clip,
     write_unscale,
 )
-from autotune.optimizers import OPTIMIZERS
+from autotune.optimizer_steps.core import NO_COST, States
+from autotune.optimizers import OPTIMIZERS, Optimizer
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
 from autotune.traces import Trace
 
@@ -56,18 +57,20 @@ class _MicroStep:
     workspace_bytes: int
     gradients_bytes: int
     peak_first_bytes: int
-    """Above weights, workspaces and optimizer state."""
+    """Above weights, workspaces and optimizer state. Where weights are updated in the backward pass,
+    gradients are given up as soon as they are there, and `gradients_bytes` is 0."""
     peak_next_bytes: int
     """Above those and the gradients, while a second micro-batch adds to them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OptimizerStep:
-    sizes: list[int]
-    categories: list[str]
+    tape: Tape
     first: list[int]
     later: list[int]
+    device_state_bytes: int
     state_bytes: int
+    """The same in the allocator's blocks."""
     managed_bytes: int
     temporary_peak_bytes: int
     """Above weights, gradients and state."""
@@ -84,16 +87,34 @@ class StepSeconds:
     bound: str
 
 
+def least_bytes(config: TrainConfig, num_parameters: int) -> int:
+    """What is there however the step runs: the weights, and the gradients of full fine-tuning.
+
+    A lower bound of peak_device_bytes that needs no trace.
+    """
+    weight_bytes = DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
+    if config.quantization != "none":
+        return num_parameters * QUANTIZATIONS[config.quantization].bits // 8
+    keeps_gradients = config.method == "full" and not OPTIMIZERS[config.optimizer].updates
+    return num_parameters * weight_bytes * (2 if keeps_gradients else 1)
+
+
 class Estimator:
     """Prices configurations of one model on one card under one budget."""
 
     def __init__(
-        self, traces: Mapping[TraceSpec, Trace], gpu: Gpu, *, memory_budget_bytes: int
+        self,
+        traces: Mapping[TraceSpec, Trace],
+        gpu: Gpu,
+        *,
+        memory_budget_bytes: int,
+        useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
     ) -> None:
         assert gpu.context_bytes is not None
         self.gpu = gpu
         self.memory_budget_bytes = memory_budget_bytes
         self._traces = traces
+        self._useful_share = useful_share
         self._context_bytes = gpu.context_bytes
         self._machine = roofline.ceilings(gpu)
         self._micro_step = functools.cache(self._price_micro_step)
@@ -116,7 +137,8 @@ class Estimator:
     def floor_bytes(self, config: TrainConfig) -> int:
         """A lower bound of peak_device_bytes: live tensors and the context, nothing cached."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        micro = self._micro_step(spec, config.micro_batch_size, rank)
+        in_backward = bool(OPTIMIZERS[config.optimizer].updates)
+        micro = self._micro_step(spec, config.micro_batch_size, rank, in_backward)
         optimizer = self._update(spec, rank, config.optimizer)
         above = max(
             micro.peak_first_bytes,
@@ -156,7 +178,9 @@ class Estimator:
     def tokens_per_second(self, config: TrainConfig) -> float | None:
         """Predicted speed, an upper bound where a paged optimizer has to page."""
         seconds = self.seconds(config)
-        return None if seconds is None else config.tokens_per_step / seconds.total_seconds
+        if seconds is None:
+            return None
+        return self._useful_share(config) * config.tokens_per_step / seconds.total_seconds
 
     def estimate(self, config: TrainConfig) -> Estimate:
         """Predicted peaks, breakdown and time by a full replay."""
@@ -164,14 +188,17 @@ class Estimator:
         trace = self._traces[spec]
         optimizer = self._update(spec, rank, config.optimizer)
         micro_sizes = trace.sizes(config.micro_batch_size, rank)
-        sizes = micro_sizes + optimizer.sizes
-        events = self._two_steps(trace, optimizer, len(micro_sizes), config)
+        if OPTIMIZERS[config.optimizer].updates:
+            tape, events = self._two_fused_steps(trace, OPTIMIZERS[config.optimizer], config)
+        else:
+            tape, events = self._two_steps(trace, optimizer, len(micro_sizes), config)
+        sizes = micro_sizes + tape.sizes
         result = replay(sizes, events)
         resident = result.peak_reserved_bytes + self._context_bytes
         managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)
         seconds = self.seconds(config, resident)
         flops, model_flops = self._flops(config, spec, rank)
-        categories = trace.categories + optimizer.categories
+        categories = trace.categories + tape.categories
         total, trainable = trace.num_parameters(rank)
         return Estimate(
             config=config,
@@ -188,10 +215,7 @@ class Estimator:
             state=StateBytes(
                 parameters_bytes=_sum_of(sizes, categories, trace.setup, "parameter"),
                 gradients_bytes=_sum_of(sizes, categories, trace.first, "gradient"),
-                optimizer_state_bytes=optimizer.managed_bytes
-                + _sum_of(
-                    optimizer.sizes, optimizer.categories, optimizer.first, "optimizer_state"
-                ),
+                optimizer_state_bytes=optimizer.managed_bytes + optimizer.device_state_bytes,
                 optimizer_state_managed_bytes=optimizer.managed_bytes,
             ),
             parameters=ParameterCount(total=total, trainable=trainable),
@@ -208,11 +232,12 @@ class Estimator:
                 dtype=_compute_dtype(config.precision),
             ),
             bound=None if seconds is None else seconds.bound,
+            useful_share=self._useful_share(config),
         )
 
     def _two_steps(
         self, trace: Trace, optimizer: _OptimizerStep, offset: int, config: TrainConfig
-    ) -> list[int]:
+    ) -> tuple[Tape, list[int]]:
         accumulate = trace.next if config.gradient_accumulation_steps > 1 else []
         zero_grad = [~gradient for gradient in trace.gradients]
         first, later = (
@@ -220,21 +245,62 @@ class Estimator:
             for events in (optimizer.first, optimizer.later)
         )
         events = [*trace.setup, *trace.first, *accumulate, *first, *zero_grad]
-        return [*events, *trace.again, *accumulate, *later, *zero_grad]
+        return optimizer.tape, [*events, *trace.again, *accumulate, *later, *zero_grad]
+
+    def _two_fused_steps(
+        self, trace: Trace, row: Optimizer, config: TrainConfig
+    ) -> tuple[Tape, list[int]]:
+        """The same where each weight is updated in the backward pass: nothing is left to clip."""
+        rank = config.lora_rank or 0
+        offset = len(trace.sizes(config.micro_batch_size, rank))
+        tape = Tape()
+        states: dict[int, States] = {}
+        gradients = frozenset(trace.gradients)
+
+        def update(gradient: int) -> list[int]:
+            start = len(tape.events)
+            spec = trace.parameter_of(gradient, rank)
+            states[gradient] = row.algorithm.write_step(tape, [spec], states.get(gradient))
+            written = [e + offset if e >= 0 else e - offset for e in tape.events[start:]]
+            return [~gradient, *written] if row.updates == "one-behind" else [*written, ~gradient]
+
+        events = list(trace.setup)
+        for step in (trace.released_first, trace.released):
+            waiting: int | None = None
+            for event in step:
+                if ~event not in gradients:
+                    events.append(event)
+                elif row.updates == "at-once":
+                    events += update(~event)
+                else:
+                    if waiting is not None:
+                        events += update(waiting)
+                    waiting = ~event
+            if waiting is not None:
+                events += update(waiting)
+        return tape, events
 
     def _paged_out_bytes(self, optimizer: _OptimizerStep, resident_bytes: int) -> int:
         """Managed state that the budget has no room for beside what torch holds."""
         room = max(self.memory_budget_bytes - resident_bytes, 0)
         return max(optimizer.managed_bytes - room, 0)
 
-    def _price_micro_step(self, spec: TraceSpec, micro_batch: int, rank: int) -> _MicroStep:
+    def _price_micro_step(
+        self, spec: TraceSpec, micro_batch: int, rank: int, in_backward: bool
+    ) -> _MicroStep:
         trace = self._traces[spec]
+
+        def peak_bytes(events: str) -> int:
+            return int(trace.running_bytes(events, micro_batch, rank).max())
+
         return _MicroStep(
             weights_bytes=int(trace.running_bytes("setup", micro_batch, rank)[-1]),
             workspace_bytes=trace.bytes_of(trace.workspaces, micro_batch, rank),
-            gradients_bytes=trace.bytes_of(trace.gradients, micro_batch, rank),
-            peak_first_bytes=int(trace.running_bytes("again", micro_batch, rank).max()),
-            peak_next_bytes=int(trace.running_bytes("next", micro_batch, rank).max()),
+            gradients_bytes=0
+            if in_backward
+            else trace.bytes_of(trace.gradients, micro_batch, rank),
+            peak_first_bytes=peak_bytes("released" if in_backward else "again"),
+            peak_next_bytes=peak_bytes("next"),
         )
 
     def _list_number(self, spec: TraceSpec, rank: int) -> int:
@@ -251,35 +317,38 @@ class Estimator:
 
     def _price_optimizer_step(self, list_number: int, scaled: bool, name: str) -> _OptimizerStep:
         specs = self._trainable(list_number)
-        algorithm = OPTIMIZERS[name].algorithm
+        row = OPTIMIZERS[name]
         tape = Tape()
-        first, states = _write_update(tape, specs, algorithm, None, scaled=scaled)
-        state_bytes = sum(
-            (size + 511) // 512 * 512
-            for size, category in zip(tape.sizes, tape.categories, strict=True)
-            if category == "optimizer_state"
-        )
-        num_first = len(tape.sizes)
-        later, _ = _write_update(tape, specs, algorithm, states, scaled=scaled)
-        rounded = (np.asarray(tape.sizes, dtype=np.int64) + 511) // 512 * 512
-        temporaries = [e for e in later if (e if e >= 0 else ~e) >= num_first]
-        costs = [algorithm.cost(specs), clip_cost(specs)]
+        if row.updates:
+            # What a weight's update allocates comes and goes within the backward pass.
+            row.write_state(tape, specs)
+            first, later = tape.events, list[int]()
+            costs = [row.cost(specs)]
+        else:
+            first, states = _write_update(tape, specs, row.algorithm, None, scaled=scaled)
+            later, _ = _write_update(tape, specs, row.algorithm, states, scaled=scaled)
+            costs = [row.cost(specs), clip_cost(specs)]
         if scaled:
             costs.append(unscale_cost(specs))
-        managed = sum(t.size_bytes for s in specs for t in algorithm.state(s) if t.managed)
+        rounded = (np.asarray(tape.sizes, dtype=np.int64) + 511) // 512 * 512
+        is_state = np.asarray(tape.categories) == "optimizer_state"
+
+        def state_bytes(sizes: Any) -> int:
+            return int(_running(np.where(is_state, sizes, 0), first)[-1])
+
+        temporaries = int(_running(rounded, later).max())
+        managed = sum(
+            t.size_bytes for s in specs for t in row.algorithm.state(s) if t.place == "managed"
+        )
         return _OptimizerStep(
-            sizes=tape.sizes,
-            categories=tape.categories,
+            tape=tape,
             first=first,
             later=later,
-            state_bytes=state_bytes,
+            device_state_bytes=state_bytes(np.asarray(tape.sizes, dtype=np.int64)),
+            state_bytes=state_bytes(rounded),
             managed_bytes=managed,
-            temporary_peak_bytes=int(_running(rounded, temporaries).max()),
-            cost=StepCost(
-                bytes_moved=sum(c.bytes_moved for c in costs),
-                num_kernels=sum(c.num_kernels for c in costs),
-                num_synchronizations=sum(c.num_synchronizations for c in costs),
-            ),
+            temporary_peak_bytes=temporaries,
+            cost=sum(costs, NO_COST),
         )
 
     def _price_forward_backward(
@@ -358,15 +427,16 @@ def _optimizer_kernels(cost: StepCost, paged_out_bytes: int) -> list[roofline.Ke
             count=cost.num_kernels,
         )
     ]
-    if paged_out_bytes:
-        # Each step brings the pages in and puts others out.
+    kernels += [
+        roofline.Kernel(name="mm", kind="matmul", dtype=dtype, flops=flops, bytes_moved=0, count=1)
+        for dtype, flops in cost.matmul_flops
+    ]
+    # Each step brings the pages in and puts others out.
+    copied_bytes = cost.host_bytes + 2 * paged_out_bytes
+    if copied_bytes:
         kernels.append(
             roofline.Kernel(
-                name="paging",
-                kind="copy_host",
-                dtype="uint8",
-                flops=0,
-                bytes_moved=2 * paged_out_bytes,
+                name="copies", kind="copy_host", dtype="uint8", flops=0, bytes_moved=copied_bytes
             )
         )
     return kernels

@@ -5,8 +5,6 @@ Each function raises ConfigError with what, why and the remedy when the pieces d
 
 from __future__ import annotations
 
-import re
-
 from autotune import gpus
 from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
@@ -116,16 +114,6 @@ def generation(
             source, context or config.sequence_length, is_given=context is not None
         ),
         dtype=PRECISIONS[config.precision].compute_dtype,
-    )
-
-
-def lora_targets(text: str) -> str:
-    names = [name.strip() for name in text.split(",")]
-    if text == "all-linear" or all(re.fullmatch(r"[\w.]{1,100}", name, re.ASCII) for name in names):
-        return ",".join(names)
-    raise ConfigError(
-        f"--targets {text[:80]!r} cannot be used",
-        remedy="Give all-linear, attention, or names of modules joined by commas",
     )
 
 

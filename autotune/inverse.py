@@ -23,9 +23,10 @@ from autotune import gpus, models
 from autotune.cases import Asked, Case, Pricer
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.forkserver import ForkServer
+from autotune.knobs import describe
 from autotune.models import ModelSource
 from autotune.results import SCHEMA_VERSION, Estimate
-from autotune.tune import Progress, describe
+from autotune.tune import Progress
 from autotune.units import format_bytes
 
 MAX_MICRO_BATCH = 65_536

@@ -89,6 +89,11 @@ class ModelSource:
     notes: str = ""
 
     @property
+    def folder_or_id(self) -> str:
+        """Where its tokenizer would be."""
+        return str(self.path.parent) if self.origin in ("folder", "file") else self.name
+
+    @property
     def task(self) -> str:
         """What the model is trained for unless the user says otherwise, of config.TASKS."""
         architectures = self.config.get("architectures")

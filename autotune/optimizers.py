@@ -1,12 +1,29 @@
-"""The optimizers that TrainingArguments(optim=...) may name, one row each."""
+"""The optimizers that TrainingArguments(optim=...) may name, one row each, and those left out.
+
+OPTIMIZERS and LEFT_OUT together are transformers.training_args.OptimizerNames
+(tests/contracts/test_optimizer_names.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import importlib.util
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autotune.allocator import Tape
-from autotune.optimizer_steps import Adafactor, Algorithm, BitsAndBytes, TensorLists, TensorSpec
+from autotune.optimizer_steps import Algorithm, StepCost, TensorSpec
+from autotune.optimizer_steps.core import NO_COST, States
+from autotune.optimizer_steps.eager import Adafactor, AdaLomo, GrokAdamW, Lomo
+from autotune.optimizer_steps.kernels import BitsAndBytes, StableAdamW, TorchAo
+from autotune.optimizer_steps.low_rank import (
+    Apollo,
+    GaLoreAdamW,
+    GaLoreAdamW8bit,
+    RandomProjection,
+    SvdProjection,
+)
+from autotune.optimizer_steps.torch_lists import ScheduleFree, TensorLists
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,15 +32,29 @@ class Optimizer:
 
     name: str
     family: str
-    """adamw, lion, adafactor or sgd: another family is another training run."""
+    """adamw, lion, ...: another family is another training run."""
     state_format: str
-    """`parameter` (the dtype of the parameter), `32bit`, `8bit` or `none`: within a family, another
-    format is another rounding."""
+    """`parameter` (the dtype of the parameter), `32bit`, `8bit`, ... or `none`: within a family,
+    another format is another rounding."""
     tradeoff: str
     """Of TRADEOFF_CLASSES, against adamw_torch on the same parameters."""
-    needs: str
-    """Library beyond torch and transformers, or nothing."""
+    needs: str = ""
+    """Package beyond torch and transformers, by the name that pip knows; or nothing."""
+    class_name: str
+    """Of the innermost torch.optim.Optimizer."""
+    moments: int
+    """Values per parameter that the textbook counts; 0 too where it has rows and columns."""
     algorithm: Algorithm
+    updates: str = ""
+    """When a weight is updated in the backward pass, so that gradients are never all there:
+    `at-once`, as soon as its gradient is, or `one-behind`, when the next one comes, its own given
+    up first. Empty: after it."""
+    only_full: bool = False
+    """Of use, and built by the Trainer as priced, where whole weights train."""
+    only_cuda: bool = False
+    """Its code calls CUDA, or is compiled, which a probe's tracker cannot watch: none on a CPU."""
+    arguments: tuple[tuple[str, object], ...] = ()
+    """TrainingArguments that go with it."""
     summary: str
     source: str
 
@@ -32,9 +63,43 @@ class Optimizer:
         """State may live in CUDA managed memory."""
         return isinstance(self.algorithm, BitsAndBytes) and self.algorithm.paged
 
+    @property
+    def module(self) -> str:
+        """What the package is imported as; empty where none is needed."""
+        return _MODULES.get(self.needs) or self.needs.replace("-", "_")
+
+    @property
+    def is_installed(self) -> bool:
+        return not self.needs or _is_found(self.module)
+
+    def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
+        """Of all its updates in a step."""
+        if not self.updates:
+            return self.algorithm.cost(specs)
+        return sum((self.algorithm.cost([spec]) for spec in specs), NO_COST)
+
+    def write_state(self, tape: Tape, specs: Sequence[TensorSpec]) -> States:
+        """Append a first step, each parameter's by itself where that is when it is updated."""
+        if not self.updates:
+            return self.algorithm.write_step(tape, specs, None)
+        return [self.algorithm.write_step(tape, [spec], None)[0] for spec in specs]
+
+
+_MODULES = {"torch-optimi": "optimi"}
+
+
+@functools.cache
+def _is_found(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
 
 _TORCH_ADAMW = "torch 2.13 optim/adam.py, transformers 5.23 trainer_optimizer.py"
-_BITSANDBYTES = "bitsandbytes 0.50 optim/optimizer.py, transformers 5.23 trainer_optimizer.py"
+_BITSANDBYTES = "bitsandbytes 0.50 optim/, transformers 5.23 trainer_optimizer.py"
+_TORCHAO = "torchao 0.18 optim/adam.py, transformers 5.23 trainer_optimizer.py"
+_GALORE = "galore-torch 1.0, transformers 5.23 trainer_optimizer.py: _setup_low_rank_optimizer"
+_APOLLO = "apollo-torch 1.0, transformers 5.23 trainer_optimizer.py: _setup_low_rank_optimizer"
+_SCHEDULE_FREE = "schedulefree 1.4, transformers 5.23 trainer_optimizer.py"
+_LOMO = "lomo-optim 0.1, accelerate 1.15 accelerator.py: lomo_backward"
 
 # Kernels with weight_decay 0, as (tensor lists in the launch, tensors read or written).
 # _multi_tensor_adam: lerp_, mul_, addcmul_, sqrt, div_, add_, addcdiv_.
@@ -43,6 +108,119 @@ _FOREACH_ADAMW = ((2, 3), (1, 2), (3, 3), (2, 2), (1, 2), (1, 2), (3, 4))
 _FUSED_ADAMW = ((4, 7),)
 # _foreach_add_(parameters, gradients, alpha=-lr).
 _FOREACH_SGD = ((2, 3),)
+# _multi_tensor_rmsprop: mul_, addcmul_, sqrt, add_, addcdiv_.
+_FOREACH_RMSPROP = ((1, 2), (3, 3), (2, 2), (1, 2), (3, 4))
+# _multi_tensor_adagrad: addcmul_, sqrt, add_, mul, addcdiv_.
+_FOREACH_ADAGRAD = ((3, 3), (2, 2), (1, 2), (2, 2), (3, 4))
+# schedulefree: lerp_, add_ and sub_ of SGD; before them Adam's mul_, addcmul_, div, sqrt_, add_, div_.
+_FOREACH_FREE_SGD = ((2, 3), (2, 3), (2, 3))
+_FOREACH_FREE_ADAMW = ((1, 2), (3, 3), (2, 2), (1, 2), (1, 2), (2, 3), *_FOREACH_FREE_SGD)
+
+
+def _bitsandbytes(
+    name: str, family: str, class_name: str, algorithm: BitsAndBytes, summary: str
+) -> Optimizer:
+    return Optimizer(
+        name=name,
+        family=family,
+        state_format=f"{algorithm.bits}bit",
+        tradeoff="numerics" if family == "adamw" else "recipe",
+        needs="bitsandbytes",
+        class_name=class_name,
+        moments=algorithm.num_states + algorithm.slow_average,
+        algorithm=algorithm,
+        summary=summary,
+        source=_BITSANDBYTES,
+    )
+
+
+def _adamw_bnb(name: str, bits: int, summary: str, *, paged: bool = False) -> Optimizer:
+    algorithm = BitsAndBytes(num_states=2, bits=bits, paged=paged)
+    return _bitsandbytes(name, "adamw", "AdamW", algorithm, summary)
+
+
+def _ademamix(name: str, bits: int, summary: str, *, paged: bool = False) -> Optimizer:
+    algorithm = BitsAndBytes(num_states=2, bits=bits, paged=paged, slow_average=True)
+    return _bitsandbytes(name, "ademamix", "AdEMAMix", algorithm, summary)
+
+
+def _lion(name: str, bits: int, summary: str, *, paged: bool = False) -> Optimizer:
+    algorithm = BitsAndBytes(num_states=1, bits=bits, paged=paged)
+    return _bitsandbytes(name, "lion", "Lion", algorithm, summary)
+
+
+def _rmsprop_bnb(name: str, bits: int, summary: str) -> Optimizer:
+    algorithm = BitsAndBytes(num_states=1, bits=bits)
+    return _bitsandbytes(name, "rmsprop", "RMSprop", algorithm, summary)
+
+
+def _torchao(name: str, bits: int, summary: str) -> Optimizer:
+    return Optimizer(
+        name=name,
+        family="adamw",
+        state_format=f"torchao {bits}bit",
+        tradeoff="numerics",
+        needs="torchao",
+        class_name=f"AdamW{bits}bit",
+        moments=2,
+        algorithm=TorchAo(bits=bits),
+        only_cuda=True,
+        summary=summary,
+        source=_TORCHAO,
+    )
+
+
+def _low_rank(
+    name: str,
+    family: str,
+    class_name: str,
+    algorithm: Algorithm,
+    summary: str,
+    *,
+    moments: int = 2,
+    state_format: str = "parameter",
+) -> Optimizer:
+    layerwise = name.endswith("_layerwise")
+    is_apollo = name.startswith("apollo")
+    return Optimizer(
+        name=name,
+        # Layer by layer gradients are not clipped: another training run.
+        family=f"{family}-layerwise" if layerwise else family,
+        state_format=state_format,
+        tradeoff="recipe",
+        needs="apollo-torch" if is_apollo else "galore-torch",
+        class_name=class_name,
+        moments=moments,
+        algorithm=algorithm,
+        updates="at-once" if layerwise else "",
+        only_full=True,
+        # AdamW8bit.step calls torch.cuda.synchronize.
+        only_cuda=class_name == "AdamW8bit",
+        arguments=(("optim_target_modules", "all-linear"),),
+        summary=summary,
+        source=_APOLLO if is_apollo else _GALORE,
+    )
+
+
+def _schedule_free(name: str, class_name: str, algorithm: ScheduleFree, summary: str) -> Optimizer:
+    return Optimizer(
+        name=name,
+        family=name,
+        state_format="parameter",
+        tradeoff="recipe",
+        needs="schedulefree",
+        class_name=class_name,
+        moments=1 + algorithm.num_moments,
+        algorithm=algorithm,
+        arguments=(("lr_scheduler_type", "constant"),),
+        summary=summary,
+        source=_SCHEDULE_FREE,
+    )
+
+
+_GALORE_ADAMW = GaLoreAdamW(projection=SvdProjection())
+_GALORE_ADAMW_8BIT = GaLoreAdamW8bit(projection=SvdProjection())
+_APOLLO_ADAMW = Apollo(projection=RandomProjection())
 
 OPTIMIZERS: dict[str, Optimizer] = {
     optimizer.name: optimizer
@@ -52,8 +230,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
             family="adamw",
             state_format="parameter",
             tradeoff="exact",
-            needs="",
-            algorithm=TensorLists(num_moments=2, passes=_FOREACH_ADAMW, full_size_temporary=True),
+            class_name="AdamW",
+            moments=2,
+            algorithm=TensorLists(num_moments=2, passes=_FOREACH_ADAMW, num_temporaries=1),
             summary="AdamW, foreach kernels: a temporary as large as the parameters",
             source=f"{_TORCH_ADAMW}: _multi_tensor_adam",
         ),
@@ -62,77 +241,85 @@ OPTIMIZERS: dict[str, Optimizer] = {
             family="adamw",
             state_format="parameter",
             tradeoff="exact",
-            needs="",
+            class_name="AdamW",
+            moments=2,
             algorithm=TensorLists(num_moments=2, passes=_FUSED_ADAMW, step_on_device=True),
             summary="AdamW in one kernel, no temporaries: the Trainer's default",
             source=f"{_TORCH_ADAMW}: _fused_adam",
         ),
-        Optimizer(
-            name="adamw_bnb_8bit",
-            family="adamw",
-            state_format="8bit",
-            tradeoff="numerics",
-            needs="bitsandbytes",
-            algorithm=BitsAndBytes(num_states=2, bits=8),
-            summary="AdamW with moments in 8 bits, blocks of 256",
-            source=_BITSANDBYTES,
+        _torchao("adamw_torch_8bit", 8, "AdamW with moments in 8 bits, compiled"),
+        _torchao("adamw_torch_4bit", 4, "AdamW with moments in 4 bits, compiled"),
+        _adamw_bnb("adamw_bnb_8bit", 8, "AdamW with moments in 8 bits, blocks of 256"),
+        _adamw_bnb("adamw_8bit", 8, "another name of adamw_bnb_8bit"),
+        _adamw_bnb(
+            "paged_adamw_8bit",
+            8,
+            "AdamW with moments in 8 bits that may move to host memory",
+            paged=True,
+        ),
+        _adamw_bnb(
+            "paged_adamw_32bit",
+            32,
+            "AdamW with float32 moments that may move to host memory",
+            paged=True,
+        ),
+        _ademamix("ademamix", 32, "AdEMAMix: Adam with a second, slow average, float32"),
+        _ademamix("ademamix_8bit", 8, "AdEMAMix with its three averages in 8 bits"),
+        _ademamix(
+            "paged_ademamix_32bit",
+            32,
+            "AdEMAMix with float32 averages that may move to host memory",
+            paged=True,
+        ),
+        _ademamix(
+            "paged_ademamix_8bit",
+            8,
+            "AdEMAMix with averages in 8 bits that may move to host memory",
+            paged=True,
+        ),
+        _lion("lion_32bit", 32, "Lion, one float32 moment"),
+        _lion("lion_8bit", 8, "Lion, one moment in 8 bits"),
+        _lion("paged_lion_32bit", 32, "Lion, one float32 moment that may move to host", paged=True),
+        _lion(
+            "paged_lion_8bit",
+            8,
+            "Lion, one moment in 8 bits that may move to host memory",
+            paged=True,
         ),
         Optimizer(
-            name="paged_adamw_8bit",
-            family="adamw",
-            state_format="8bit",
-            tradeoff="numerics",
-            needs="bitsandbytes",
-            algorithm=BitsAndBytes(num_states=2, bits=8, paged=True),
-            summary="AdamW with moments in 8 bits that may move to host memory",
-            source=_BITSANDBYTES,
-        ),
-        Optimizer(
-            name="paged_adamw_32bit",
-            family="adamw",
-            state_format="32bit",
-            tradeoff="numerics",
-            needs="bitsandbytes",
-            algorithm=BitsAndBytes(num_states=2, bits=32, paged=True),
-            summary="AdamW with float32 moments that may move to host memory",
-            source=_BITSANDBYTES,
-        ),
-        Optimizer(
-            name="lion_32bit",
-            family="lion",
-            state_format="32bit",
+            name="rmsprop",
+            family="rmsprop",
+            state_format="parameter",
             tradeoff="recipe",
-            needs="bitsandbytes",
-            algorithm=BitsAndBytes(num_states=1, bits=32),
-            summary="Lion, one float32 moment",
-            source=_BITSANDBYTES,
+            class_name="RMSprop",
+            moments=1,
+            algorithm=TensorLists(num_moments=1, passes=_FOREACH_RMSPROP, num_temporaries=1),
+            summary="RMSprop, foreach kernels: a temporary as large as the parameters",
+            source="torch 2.13 optim/rmsprop.py: _multi_tensor_rmsprop",
         ),
+        _rmsprop_bnb("rmsprop_bnb", 32, "RMSprop, one float32 moment"),
+        _rmsprop_bnb("rmsprop_bnb_32bit", 32, "another name of rmsprop_bnb"),
+        _rmsprop_bnb("rmsprop_bnb_8bit", 8, "RMSprop, one moment in 8 bits"),
         Optimizer(
-            name="lion_8bit",
-            family="lion",
-            state_format="8bit",
+            name="adagrad",
+            family="adagrad",
+            state_format="parameter",
             tradeoff="recipe",
-            needs="bitsandbytes",
-            algorithm=BitsAndBytes(num_states=1, bits=8),
-            summary="Lion, one moment in 8 bits",
-            source=_BITSANDBYTES,
-        ),
-        Optimizer(
-            name="paged_lion_8bit",
-            family="lion",
-            state_format="8bit",
-            tradeoff="recipe",
-            needs="bitsandbytes",
-            algorithm=BitsAndBytes(num_states=1, bits=8, paged=True),
-            summary="Lion, one moment in 8 bits that may move to host memory",
-            source=_BITSANDBYTES,
+            class_name="Adagrad",
+            moments=1,
+            algorithm=TensorLists(
+                num_moments=1, passes=_FOREACH_ADAGRAD, num_temporaries=2, state_at_once=True
+            ),
+            summary="Adagrad, foreach kernels: two temporaries as large as the parameters",
+            source="torch 2.13 optim/adagrad.py: _multi_tensor_adagrad",
         ),
         Optimizer(
             name="adafactor",
             family="adafactor",
             state_format="32bit",
             tradeoff="recipe",
-            needs="",
+            class_name="Adafactor",
+            moments=0,
             algorithm=Adafactor(),
             summary="Adafactor: row and column statistics, large float32 temporaries",
             source="transformers 5.23 optimization.py Adafactor, trainer_optimizer.py",
@@ -142,26 +329,179 @@ OPTIMIZERS: dict[str, Optimizer] = {
             family="sgd",
             state_format="none",
             tradeoff="recipe",
-            needs="",
+            class_name="SGD",
+            moments=0,
             algorithm=TensorLists(num_moments=0, passes=_FOREACH_SGD),
             summary="plain SGD without momentum, no state",
             source="torch 2.13 optim/sgd.py: _multi_tensor_sgd",
         ),
+        Optimizer(
+            name="lomo",
+            family="lomo",
+            state_format="none",
+            tradeoff="recipe",
+            needs="lomo-optim",
+            class_name="Lomo",
+            moments=0,
+            algorithm=Lomo(),
+            updates="one-behind",
+            only_full=True,
+            summary="SGD within the backward pass: no state, one gradient at a time, no clipping",
+            source=_LOMO,
+        ),
+        Optimizer(
+            name="adalomo",
+            family="adalomo",
+            state_format="32bit",
+            tradeoff="recipe",
+            needs="lomo-optim",
+            class_name="AdaLomo",
+            moments=0,
+            algorithm=AdaLomo(),
+            updates="one-behind",
+            only_full=True,
+            only_cuda=True,
+            summary="Adafactor's statistics within the backward pass: one gradient at a time",
+            source=_LOMO,
+        ),
+        _low_rank(
+            "galore_adamw",
+            "galore",
+            "AdamW",
+            _GALORE_ADAMW,
+            "GaLore: AdamW of gradients projected to rank 128, an SVD of each every 200 steps",
+        ),
+        _low_rank(
+            "galore_adamw_8bit",
+            "galore",
+            "AdamW8bit",
+            _GALORE_ADAMW_8BIT,
+            "GaLore with its moments in 8 bits",
+            state_format="8bit",
+        ),
+        _low_rank(
+            "galore_adafactor",
+            "galore-adafactor",
+            "Adafactor",
+            Adafactor(projection=SvdProjection()),
+            "GaLore with Adafactor's statistics; keeps a whole float32 matrix of each SVD",
+            moments=0,
+            state_format="32bit",
+        ),
+        _low_rank(
+            "galore_adamw_layerwise",
+            "galore",
+            "AdamW",
+            _GALORE_ADAMW,
+            "GaLore within the backward pass: one gradient at a time, no clipping",
+        ),
+        _low_rank(
+            "galore_adamw_8bit_layerwise",
+            "galore",
+            "AdamW8bit",
+            _GALORE_ADAMW_8BIT,
+            "GaLore in 8 bits within the backward pass: one gradient at a time, no clipping",
+            state_format="8bit",
+        ),
+        _low_rank(
+            "apollo_adamw",
+            "apollo",
+            "AdamW",
+            _APOLLO_ADAMW,
+            "APOLLO: AdamW's scaling, from gradients projected at random to rank 128",
+        ),
+        _low_rank(
+            "apollo_adamw_layerwise",
+            "apollo",
+            "AdamW",
+            _APOLLO_ADAMW,
+            "APOLLO within the backward pass: one gradient at a time, no clipping",
+        ),
+        _schedule_free(
+            "schedule_free_radam",
+            "RAdamScheduleFree",
+            ScheduleFree(num_moments=1, passes=_FOREACH_FREE_ADAMW, starts_bare=True),
+            "schedule-free RAdam: a second copy of the weights, no schedule, no warm-up",
+        ),
+        _schedule_free(
+            "schedule_free_adamw",
+            "AdamWScheduleFree",
+            ScheduleFree(num_moments=1, passes=_FOREACH_FREE_ADAMW),
+            "schedule-free AdamW: a second copy of the weights, no schedule",
+        ),
+        _schedule_free(
+            "schedule_free_sgd",
+            "SGDScheduleFree",
+            ScheduleFree(num_moments=0, passes=_FOREACH_FREE_SGD),
+            "schedule-free SGD: a second copy of the weights is all its state",
+        ),
+        Optimizer(
+            name="stable_adamw",
+            family="stable_adamw",
+            state_format="parameter",
+            tradeoff="recipe",
+            needs="torch-optimi",
+            class_name="StableAdamW",
+            moments=2,
+            algorithm=StableAdamW(),
+            summary="AdamW with Adafactor's clipping; 16-bit weights keep their rounding error too",
+            source="torch-optimi 0.3 optimi/stableadamw.py, transformers 5.23 trainer_optimizer.py",
+        ),
+        Optimizer(
+            name="grokadamw",
+            family="grokadamw",
+            state_format="parameter",
+            tradeoff="recipe",
+            needs="grokadamw",
+            class_name="GrokAdamW",
+            moments=3,
+            algorithm=GrokAdamW(),
+            summary="AdamW of amplified slow gradients; its state waits in host memory",
+            source="grokadamw 0.1 grokadamw.py, transformers 5.23 trainer_optimizer.py",
+        ),
     )
 }
+
+LEFT_OUT: dict[str, str] = {
+    "adamw_torch_xla": "runs on XLA devices (torch_xla), not on CUDA",
+    "adamw_torch_npu_fused": "runs on Ascend NPUs (torch_npu), not on CUDA",
+    "adamw_anyprecision": "needs torchdistx, which is archived and on no package index",
+    "galore_adafactor_layerwise": "Transformers 5.23 cannot build it: relative_step stays on beside "
+    "a learning rate, which GaLore's Adafactor refuses",
+}
+"""Values of OptimizerNames that have no row, and why."""
+
+
+def not_installed(names: Iterable[str]) -> dict[str, list[str]]:
+    """Of these optimizers those whose package is missing, by package."""
+    missing: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        row = OPTIMIZERS[name]
+        if not row.is_installed:
+            missing.setdefault(row.needs, []).append(name)
+    return missing
 
 
 def state_bytes(name: str, specs: Sequence[TensorSpec]) -> tuple[int, int]:
     """Return the bytes of the whole optimizer state: (on the device, in managed memory)."""
-    algorithm = OPTIMIZERS[name].algorithm
+    row = OPTIMIZERS[name]
     tape = Tape()
-    algorithm.write_step(tape, specs, None)
-    device_bytes = sum(
-        size_bytes
-        for size_bytes, category in zip(tape.sizes, tape.categories, strict=True)
-        if category == "optimizer_state"
+    row.write_state(tape, specs)
+    live = {event for event in tape.events if event >= 0}
+    live -= {~event for event in tape.events if event < 0}
+    device_bytes = sum(tape.sizes[i] for i in live if tape.categories[i] == "optimizer_state")
+    return device_bytes, _bytes_at(row, specs, "managed")
+
+
+def host_state_bytes(name: str, specs: Sequence[TensorSpec]) -> int:
+    """Return the bytes of the state that waits in host memory."""
+    return _bytes_at(OPTIMIZERS[name], specs, "host")
+
+
+def _bytes_at(row: Optimizer, specs: Sequence[TensorSpec], place: str) -> int:
+    return sum(
+        tensor.size_bytes
+        for spec in specs
+        for tensor in row.algorithm.state(spec)
+        if tensor.place == place
     )
-    managed_bytes = sum(
-        tensor.size_bytes for spec in specs for tensor in algorithm.state(spec) if tensor.managed
-    )
-    return device_bytes, managed_bytes

@@ -26,7 +26,9 @@ from autotune.config import TrainConfig
 from autotune.errors import NothingFitsError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import WorkerEnd
+from autotune.knobs import describe
 from autotune.models import ModelSource
+from autotune.optimizers import OPTIMIZERS
 from autotune.out_of_memory import says_out_of_memory
 from autotune.probes import ProbeTable, probe_key
 from autotune.results import (
@@ -39,7 +41,7 @@ from autotune.results import (
 )
 from autotune.sampler import INTERRUPTED, Candidate, PredictionSampler
 from autotune.store import CONSTRAINT, parameter_distributions
-from autotune.tune import NOISE, describe, gives_up
+from autotune.tune import NOISE, gives_up
 from autotune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -65,11 +67,18 @@ class Prober:
     """Measures configurations of one model, each in a fresh process, and remembers."""
 
     def __init__(
-        self, server: ForkServer, table: ProbeTable, model: ModelSource, spec: ProbeSpec
+        self,
+        server: ForkServer,
+        table: ProbeTable,
+        model: ModelSource,
+        spec: ProbeSpec,
+        *,
+        useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
     ) -> None:
         self._server = server
         self._table = table
         self._model = model
+        self._useful_share = useful_share
         self.spec = spec
         self.fingerprint = self._ask_fingerprint()
         self.num_run = 0
@@ -81,20 +90,25 @@ class Prober:
 
         `stop_below`: tokens per second that make measuring to the end worth while.
         """
+        share = self._useful_share(config)
+        if stop_below is not None:
+            stop_below /= share  # A probe counts every token.
         spec = dataclasses.replace(self.spec, stop_below_tokens_per_second=stop_below)
-        known = self._find(config, spec)
-        if known is not None:
+        measurement = self._find(config, spec)
+        if measurement is not None:
             self.num_reused += 1
-            return known
-        self.num_run += 1
-        return self._run(config, spec, deadline_seconds=SET_UP_SECONDS + 3 * spec.max_seconds)
+        else:
+            self.num_run += 1
+            seconds = SET_UP_SECONDS + 3 * spec.max_seconds
+            measurement = self._run(config, spec, deadline_seconds=seconds)
+        return dataclasses.replace(measurement, useful_share=share)
 
     def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
         """The table's confirmation of what a probe measured, or a new one."""
         spec = dataclasses.replace(self.spec, confirm_steps=num_steps)
         known = self._find(best.config, spec)
         if known is not None:
-            return known
+            return dataclasses.replace(known, useful_share=best.useful_share)
         assert best.step_seconds is not None
         steps_seconds = (num_steps + NUM_CONFIRMATION_WARM_UP_STEPS) * best.step_seconds
         state = predicted.state
@@ -106,9 +120,10 @@ class Prober:
         with tempfile.TemporaryDirectory(
             prefix="autotune-confirm-", ignore_cleanup_errors=True
         ) as folder:
-            return self._run(
+            measurement = self._run(
                 best.config, spec, deadline_seconds=deadline_seconds, more={"folder": folder}
             )
+        return dataclasses.replace(measurement, useful_share=best.useful_share)
 
     def _find(self, config: TrainConfig, spec: ProbeSpec) -> Measurement | None:
         return self._table.find(probe_key(self._model.config, config, spec, self.fingerprint))
@@ -183,7 +198,8 @@ class Plan:
 
 def can_run(config: TrainConfig, backend: str) -> bool:
     """Whether a probe of it makes sense there: a CPU has no device memory to offload from."""
-    return backend == "cuda" or not config.activation_offloading
+    only_cuda = config.activation_offloading or OPTIMIZERS[config.optimizer].only_cuda
+    return backend == "cuda" or not only_cuda
 
 
 def search(

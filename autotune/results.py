@@ -32,17 +32,15 @@ class TraceSpec:
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
-        return cls(
-            method=config.method,
-            lora_targets=config.lora_targets,
-            quantization=config.quantization,
-            # TF32 changes the rate of a matrix product, not what is allocated or launched.
-            precision="fp32" if config.precision == "tf32" else config.precision,
-            activation_checkpointing=config.activation_checkpointing,
-            activation_offloading=config.activation_offloading,
-            attention=config.attention,
-            single=config.micro_batch_size == 1,
-        )
+        shared = {
+            field.name: getattr(config, field.name)
+            for field in dataclasses.fields(cls)
+            if field.name != "single"
+        }
+        # TF32 changes the rate of a matrix product, not what is allocated or launched.
+        if config.precision == "tf32":
+            shared["precision"] = "fp32"
+        return cls(**shared, single=config.micro_batch_size == 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +105,8 @@ class Estimate:
     mfu: float | None
     bound: str | None
     """What limits the step: one of autotune.roofline.BOUNDS."""
+    useful_share: float = 1.0
+    """Share of the tokens that is no padding, on average; the step is one of the longest samples."""
 
     @property
     def peak_device_bytes(self) -> int:
@@ -141,6 +141,7 @@ class Estimate:
             "micro_step_seconds": self.micro_step_seconds,
             "optimizer_step_seconds": self.optimizer_step_seconds,
             "tokens_per_second": self.tokens_per_second,
+            "useful_share": self.useful_share,
             "flops_per_step": self.flops_per_step,
             "mfu": self.mfu,
             "bound": self.bound,
@@ -222,6 +223,8 @@ class Measurement:
     loss_is_finite: bool | None = None
     elapsed_seconds: float = 0.0
     """Of the whole probe, set-up included."""
+    useful_share: float = 1.0
+    """Share of the tokens that is no padding, for the dataset at hand; the probe has full length."""
 
     @property
     def peak_device_bytes(self) -> int | None:
@@ -310,8 +313,11 @@ def _step_seconds(timed: Estimate | Measurement) -> float | None:
 
 
 def _tokens_per_second(timed: Estimate | Measurement) -> float | None:
+    """Of tokens that are no padding; a batch of shorter samples is taken to be as much faster."""
     seconds = timed.step_seconds
-    return None if seconds is None else timed.config.tokens_per_step / seconds
+    if seconds is None:
+        return None
+    return timed.useful_share * timed.config.tokens_per_step / seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -463,7 +469,7 @@ class Summary:
             "schema_version": SCHEMA_VERSION,
             "evidence": self.evidence,
             "measured": None if self.measured is None else self.measured.to_dict(),
-            "workload": dataclasses.asdict(self.workload),
+            "workload": self.workload.to_dict(),
             "gpu": self.gpu,
             "gpu_reason": self.gpu_reason,
             "memory_budget_bytes": budget,

@@ -50,6 +50,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.config import TrainConfig
+from autotune.knobs import KNOBS
 from autotune.store import CONSTRAINT
 
 Floats = npt.NDArray[np.float64]
@@ -121,21 +122,15 @@ class Candidate:
 
 def knobs(config: TrainConfig) -> dict[str, str | bool | float]:
     """What may bend the prediction of a configuration, as Candidate.knobs."""
-    found: dict[str, str | bool | float] = {
-        "method": config.method,
-        "precision": config.precision,
-        "optimizer": config.optimizer,
-        "attention": config.attention,
-        "quantization": config.quantization,
-        # Not a slope: none is another code path, and offloading another again.
-        "activation_checkpointing": str(config.activation_checkpointing),
-        "activation_offloading": config.activation_offloading,
-        "log2_micro_batch_size": math.log2(config.micro_batch_size),
-    }
-    if config.lora_targets is not None:
-        found["lora_targets"] = config.lora_targets
-    if config.lora_rank is not None:
-        found["log2_lora_rank"] = math.log2(config.lora_rank)
+    found: dict[str, str | bool | float] = {"method": config.method}
+    for name, knob in KNOBS.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if knob.is_slope:
+            found[f"log2_{name}"] = math.log2(value)
+        else:
+            found[name] = value if knob.choices else str(value)
     return found
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from autotune.config import PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
-from autotune.optimizers import OPTIMIZERS
+from autotune.config import PACKABLE_TASKS, PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.knobs import KNOBS
+from autotune.optimizers import OPTIMIZERS, not_installed
 
 _ADAPTERS = ("lora", "qlora")
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units.
@@ -24,30 +26,15 @@ _AMPERE = (8, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodSpace:
-    """The domains of one training method; named as TrainConfig's fields."""
+    """What may vary under one training method."""
 
     method: str
-    micro_batch_size: tuple[int, ...]
-    precision: tuple[str, ...]
-    optimizer: tuple[str, ...]
-    activation_checkpointing: tuple[int, ...]
-    activation_offloading: tuple[bool, ...]
-    attention: tuple[str, ...]
-    lora_rank: tuple[int | None, ...] = (None,)
-    lora_targets: tuple[str | None, ...] = (None,)
-    quantization: tuple[str, ...] = ("none",)
+    domains: Mapping[str, tuple[Any, ...]]
+    """By name of the knob; what is not in it keeps TrainConfig's default."""
 
     @property
     def num_points(self) -> int:
-        points = 1
-        for domain in self.domains().values():
-            points *= len(domain)
-        return points
-
-    def domains(self) -> dict[str, tuple[Any, ...]]:
-        """Return the domains by field, `method` aside."""
-        names = (field.name for field in fields(self) if field.name != "method")
-        return {name: getattr(self, name) for name in names}
+        return math.prod(map(len, self.domains.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +50,30 @@ def with_attentions(space: SearchSpace, attentions: tuple[str, ...]) -> SearchSp
     """The space for a model that has only these; theirs where it would have none left."""
     sections = []
     for section in space.methods:
-        left = tuple(name for name in section.attention if name in attentions)
-        sections.append(dataclasses.replace(section, attention=left or attentions))
+        left = tuple(name for name in section.domains.get("attention", ()) if name in attentions)
+        domains = {**section.domains, "attention": left or attentions}
+        sections.append(dataclasses.replace(section, domains=domains))
     return dataclasses.replace(space, methods=tuple(sections))
+
+
+def with_batchings(space: SearchSpace, workload: Workload) -> SearchSpace:
+    """The space for what is known of the samples: without their lengths there is nothing to pad."""
+    usual = usual_batching(workload.task)
+    sections = []
+    for section in space.methods:
+        left = tuple(
+            name
+            for name in section.domains.get("batching", ())
+            if workload.lengths is not None and (name != "packed" or name == usual)
+        )
+        domains = {**section.domains, "batching": left or (usual,)}
+        sections.append(dataclasses.replace(section, domains=domains))
+    return dataclasses.replace(space, methods=tuple(sections))
+
+
+def usual_batching(task: str) -> str:
+    """How samples of a task are put together where nothing else is asked for."""
+    return "packed" if task in PACKABLE_TASKS else "padded"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +85,8 @@ class Context:
     compute_capability: tuple[int, int] | None = None
     precisions: tuple[str, ...] = ()
     """What the space offers to this method."""
+    missing: frozenset[str] = frozenset()
+    """Packages that are not installed: a search proposes nothing that cannot run here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +159,33 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.precision == "fp16-autocast" and c.method == "full",
     ),
     Rule(
+        name="optimizer-is-installed",
+        reason="the optimizer's package is not installed here",
+        breaks=lambda c, context: OPTIMIZERS[c.optimizer].needs in context.missing,
+    ),
+    Rule(
+        name="optimizer-needs-full",
+        reason="GaLore, APOLLO and LOMO save on whole weight matrices: an adapter has little to save",
+        breaks=lambda c, _: OPTIMIZERS[c.optimizer].only_full and c.method != "full",
+    ),
+    Rule(
+        name="backward-update-needs-accumulation-1",
+        reason="LOMO and layer-wise optimizers update a weight as soon as it has a gradient: "
+        "accumulation would make more and smaller steps, and Transformers refuses it for the "
+        "layer-wise ones",
+        breaks=lambda c, _: (
+            bool(OPTIMIZERS[c.optimizer].updates) and c.gradient_accumulation_steps > 1
+        ),
+    ),
+    Rule(
+        name="backward-update-without-loss-scaling",
+        reason="LOMO and layer-wise optimizers would apply float16's gradients before they are "
+        "unscaled",
+        breaks=lambda c, _: (
+            bool(OPTIMIZERS[c.optimizer].updates) and PRECISIONS[c.precision].grad_scaler
+        ),
+    ),
+    Rule(
         name="bf16-replaces-fp16",
         reason="the space offers bf16 autocast too, as fast on this card and without loss scaling",
         breaks=lambda c, context: (
@@ -196,7 +233,8 @@ def enumerate_configs(
             effective_batch_size=workload.effective_batch_size,
             num_layers=num_layers,
             compute_capability=compute_capability,
-            precisions=section.precision,
+            precisions=section.domains["precision"],
+            missing=frozenset(not_installed(section.domains["optimizer"])),
         )
         for config in _points(section, workload):
             num_enumerated += 1
@@ -210,7 +248,7 @@ def enumerate_configs(
 
 
 def _points(section: MethodSpace, workload: Workload) -> Iterator[TrainConfig]:
-    domains = section.domains()
+    domains = dict(section.domains)
     sizes = domains.pop("micro_batch_size")
     accumulations = [max(1, workload.effective_batch_size // size) for size in sizes]
     for values in itertools.product(*domains.values()):
@@ -225,34 +263,20 @@ def _points(section: MethodSpace, workload: Workload) -> Iterator[TrainConfig]:
             )
 
 
-KNOB_CLASSES = {
-    "micro_batch_size": "exact",
-    "gradient_accumulation_steps": "exact",
-    "activation_checkpointing": "exact",
-    "activation_offloading": "exact",
-    "attention": "exact",
-    "precision": "numerics",
-    "method": "recipe",
-    "sequence_length": "recipe",
-    "effective_batch_size": "recipe",
-    "lora_rank": "recipe",
-    "lora_targets": "recipe",
-    "quantization": "recipe",
-}
-"""Trade-off class of a change of each setting (DESIGN section 5). The optimizer's depends on what
-it is changed for."""
-
 _LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
-_COSTLY_KNOBS = tuple(
-    (knob, _LEVEL[name]) for knob, name in KNOB_CLASSES.items() if name != TRADEOFF_CLASSES[0]
+_COSTLY_SETTINGS = (
+    *((name, _LEVEL["recipe"]) for name in ("method", "sequence_length", "effective_batch_size")),
+    *((knob.name, _LEVEL[knob.tradeoff]) for knob in KNOBS.values() if _LEVEL.get(knob.tradeoff)),
 )
+"""With the trade-off level of a change of each (DESIGN section 5). The optimizer's depends on what
+it is changed for."""
 
 
 def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
     """Return what `config` gives up against `base`: the highest class among their differences."""
     level = _optimizer_level(config.optimizer, base.optimizer)
-    for knob, cost in _COSTLY_KNOBS:
-        if cost > level and getattr(config, knob) != getattr(base, knob):
+    for name, cost in _COSTLY_SETTINGS:
+        if cost > level and getattr(config, name) != getattr(base, name):
             level = cost
     return TRADEOFF_CLASSES[level]
 

@@ -20,22 +20,19 @@ search_spaces/default.yaml explains each line; in short:
 from __future__ import annotations
 
 import functools
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS
+from autotune.config import METHODS
 from autotune.errors import ConfigError, nearest
-from autotune.optimizers import OPTIMIZERS
+from autotune.knobs import KNOBS, REQUIRED, Knob, kind
 from autotune.space import MethodSpace, SearchSpace
 
 MAX_FILE_BYTES = 256 * 1024
 MAX_POINTS = 1_000_000
 """Of one file: a larger space is a slip, and would not be searched in minutes."""
-MAX_NUMBER = 1_000_000
-"""Of a micro-batch size, rank or layer interval."""
 
 _MAX_PROBLEMS = 20
 _REMEDY = "Copy a file of search_spaces/ and edit it; search_spaces/default.yaml explains each line"
@@ -125,87 +122,8 @@ def _parse(text: str, shown: str) -> object:
     raise ConfigError(f"The search space {shown!r} is not YAML", why=why[:300], remedy=_REMEDY)
 
 
-def _one_of(known: Sequence[str], what: str) -> Callable[[object], str]:
-    def read(value: object) -> str:
-        if not isinstance(value, str):
-            raise ValueError(f"must be a name, not {_kind(value)}")
-        if value not in known:
-            raise ValueError(f"unknown {what} {value[:40]!r}. {nearest(value[:40], known)}")
-        return value
-
-    return read
-
-
-def _positive(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"must be a whole number, not {_kind(value)}")
-    if not 0 < value <= MAX_NUMBER:
-        raise ValueError(f"must be from 1 to {MAX_NUMBER:,}")
-    return value
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, not {_kind(value)}")
-    return value
-
-
-def checkpointing(value: object) -> int:
-    """none: 0; full: 1; every-N: N."""
-    if value in ("none", "full"):
-        return int(value == "full")
-    match = re.fullmatch(r"every-([1-9][0-9]{0,5})", value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError("must be none, full or every-N (every-2: each second layer)")
-    return int(match[1])
-
-
-def _targets(value: object) -> str:
-    """all-linear, attention, or names of modules joined by commas."""
-    if isinstance(value, str) and len(value) <= 1000:
-        names = [name.strip() for name in value.split(",")]
-        if value == "all-linear" or all(re.fullmatch(r"[\w.]+", name, re.ASCII) for name in names):
-            return ",".join(names)
-    raise ValueError("must be all-linear, attention, or module names joined by commas")
-
-
-def _kind(value: object) -> str:
-    """How to call a wrong value; never its repr, which aliases can make endless."""
-    if isinstance(value, (bool, int, float)):
-        return str(value)[:40]
-    if isinstance(value, str):
-        return f"the text {value[:40]!r}"
-    names = {list: "a list", dict: "a mapping", type(None): "nothing"}
-    return names.get(type(value), f"a {type(value).__name__}")
-
-
-_Reader = Callable[[object], object]
-
-_REQUIRED: dict[str, _Reader] = {
-    "micro_batch_size": _positive,
-    "precision": _one_of(tuple(PRECISIONS), "precision"),
-    "optimizer": _one_of(tuple(OPTIMIZERS), "optimizer"),
-}
-_OPTIONAL: dict[str, tuple[_Reader, object]] = {
-    "activation_checkpointing": (checkpointing, 0),
-    "activation_offloading": (_flag, False),
-    "attention": (_one_of(ATTENTIONS, "attention"), "sdpa"),
-}
-_OF_ADAPTERS: dict[str, tuple[_Reader, object]] = {
-    "lora_rank": (_positive, 16),
-    "lora_targets": (_targets, "all-linear"),
-}
-_OF_QUANTIZED: dict[str, tuple[_Reader, object]] = {
-    "quantization": (
-        _one_of([name for name in QUANTIZATIONS if name != "none"], "quantization"),
-        "nf4",
-    ),
-}
-_OPTIONAL_OF_METHOD = {
-    "full": _OPTIONAL,
-    "lora": _OPTIONAL | _OF_ADAPTERS,
-    "qlora": _OPTIONAL | _OF_ADAPTERS | _OF_QUANTIZED,
-}
+def _knobs_of(method: str) -> list[Knob]:
+    return [knob for knob in KNOBS.values() if method in knob.methods]
 
 
 @functools.cache
@@ -222,17 +140,17 @@ def _schema() -> Any:
             raise ValueError(f"given twice: {', '.join(repeated)}")
         return tuple(values)
 
-    def domain(read: _Reader) -> Any:
-        items = list[Annotated[Any, AfterValidator(read)]]
+    def domain(knob: Knob) -> Any:
+        items = list[Annotated[Any, AfterValidator(knob.read)]]
         return Annotated[items, Field(min_length=1), AfterValidator(distinct)]
 
     sections: dict[str, Any] = {}
-    for method, optional in _OPTIONAL_OF_METHOD.items():
-        required: dict[str, Any] = {knob: (domain(read), ...) for knob, read in _REQUIRED.items()}
-        defaulted: dict[str, Any] = {
-            knob: (domain(read), (default,)) for knob, (read, default) in optional.items()
+    for method in METHODS:
+        domains: dict[str, Any] = {
+            knob.name: (domain(knob), ... if knob.default is REQUIRED else (knob.default,))
+            for knob in _knobs_of(method)
         }
-        section = create_model(method, __config__=strict, **required, **defaulted)
+        section = create_model(method, __config__=strict, **domains)
         sections[method] = (section, None)
     methods = create_model("methods", __config__=strict, **sections)
     top: dict[str, Any] = {
@@ -254,7 +172,7 @@ def _validated(document: object, file_name: str) -> tuple[SearchSpace | None, li
     from pydantic import ValidationError
 
     if not isinstance(document, dict):
-        return None, [f"the file must be a mapping with `methods`, not {_kind(document)}"]
+        return None, [f"the file must be a mapping with `methods`, not {kind(document)}"]
     try:
         read = _schema().model_validate(document)
     except ValidationError as error:
@@ -263,7 +181,7 @@ def _validated(document: object, file_name: str) -> tuple[SearchSpace | None, li
         problems = [_problem(entry) for entry in entries[:_MAX_PROBLEMS]]
         return None, [*problems, f"and {more} more"] if more > 0 else problems
     sections = tuple(
-        MethodSpace(method=method, **dict(section))
+        MethodSpace(method=method, domains=dict(section))
         for method in METHODS
         if (section := getattr(read.methods, method)) is not None
     )
@@ -276,10 +194,7 @@ def _validated(document: object, file_name: str) -> tuple[SearchSpace | None, li
 _KNOWN_KEYS: dict[tuple[str, ...], Sequence[str]] = {
     (): ("name", "description", "methods"),
     ("methods",): METHODS,
-    **{
-        ("methods", method): (*_REQUIRED, *optional)
-        for method, optional in _OPTIONAL_OF_METHOD.items()
-    },
+    **{("methods", method): [knob.name for knob in _knobs_of(method)] for method in METHODS},
 }
 
 _MESSAGES = {

@@ -18,23 +18,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.config import (
-    ATTENTIONS,
     METHODS,
-    PRECISIONS,
-    QUANTIZATIONS,
     TrainConfig,
     Workload,
 )
 from autotune.errors import ConfigError, StorageError
-from autotune.optimizers import OPTIMIZERS
+from autotune.knobs import KNOBS, Knob
 from autotune.results import SCHEMA_VERSION, Estimate
 from autotune.units import GIB
 
@@ -56,15 +54,6 @@ SQLITE_PRAGMAS = ["journal_mode=WAL", "synchronous=NORMAL"]
 
 MAX_NAME_CHARS = 200
 
-_CATEGORIES: dict[str, Sequence[str | bool]] = {
-    "method": METHODS,
-    "precision": tuple(PRECISIONS),
-    "optimizer": tuple(OPTIMIZERS),
-    "activation_offloading": (False, True),
-    "attention": ATTENTIONS,
-    "lora_targets": ("all-linear", "attention"),
-    "quantization": tuple(QUANTIZATIONS),
-}
 _DRIVERS_WITH_CONNECT_TIMEOUT = ("psycopg", "psycopg2", "pymysql", "mysqldb")
 
 _EXPLANATIONS = (
@@ -110,7 +99,7 @@ def open_study(
     _check_name(name)
     # Optuna reports the creation of a study on stderr, where our progress is shown.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    identity = json.loads(json.dumps({"workload": dataclasses.asdict(workload), "gpu": gpu}))
+    identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
     with explained(parsed):
         storage = _open_storage(parsed)
@@ -179,6 +168,9 @@ def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
         parts.append(workload.task)
     if set(workload.methods) != set(METHODS):
         parts += [method for method in METHODS if method in workload.methods]
+    if workload.lengths is not None:
+        known = json.dumps(dataclasses.asdict(workload.lengths))
+        parts.append(f"data{hashlib.sha256(known.encode()).hexdigest()[:6]}")
     if gpu is not None:
         parts.append(slug(gpu))
     return "-".join(parts)
@@ -376,7 +368,7 @@ def _distributions(
     Optuna allows one list of choices per study and parameter: the stored one stays, so a value
     outside of it needs a new study.
     """
-    from optuna.distributions import CategoricalDistribution, IntDistribution
+    from optuna.distributions import CategoricalDistribution
 
     fixed = {
         name: distribution.choices
@@ -385,9 +377,13 @@ def _distributions(
         if isinstance(distribution, CategoricalDistribution)
     }
     distributions: dict[str, BaseDistribution] = {}
-    for name, table in _CATEGORIES.items():
+    choices_of = {"method": METHODS, **{name: knob.choices for name, knob in KNOBS.items()}}
+    for name, listed in choices_of.items():
         used = {getattr(config, name) for config in configs} - {None}
-        choices = tuple(fixed.get(name, (*table, *sorted(used.difference(table)))))
+        if not listed:
+            distributions[name] = _numbers(KNOBS[name], used)
+            continue
+        choices = tuple(fixed.get(name, (*listed, *sorted(used.difference(listed)))))
         unknown = sorted(used.difference(choices))
         if unknown:
             raise ConfigError(
@@ -396,13 +392,15 @@ def _distributions(
                 remedy="Choose another name with --study",
             )
         distributions[name] = CategoricalDistribution(choices)
-    largest_batch = max((config.effective_batch_size for config in configs), default=1)
-    distributions["micro_batch_size"] = IntDistribution(1, largest_batch, log=True)
-    ranks = [config.lora_rank for config in configs if config.lora_rank is not None]
-    distributions["lora_rank"] = IntDistribution(1, max(1024, *ranks, 0), log=True)
-    strides = [config.activation_checkpointing for config in configs]
-    distributions["activation_checkpointing"] = IntDistribution(0, max(128, *strides, 0))
     return distributions
+
+
+def _numbers(knob: Knob, used: Collection[int]) -> BaseDistribution:
+    from optuna.distributions import IntDistribution
+
+    assert knob.smallest is not None
+    largest = max(knob.usual_largest, *used, 0)
+    return IntDistribution(knob.smallest, largest, log=knob.is_slope)
 
 
 def _trial(

@@ -136,6 +136,9 @@ class Trace:
         self._next = whole(
             lambda phase: not is_setup(phase), functools.partial(_adding, self._tensors)
         )
+        self._make_released = functools.partial(
+            whole, lambda phase: not is_setup(phase), _giving_up
+        )
         self._categories = self._categorise(forward)
         is_workspace = self._categories[_numbers_of(self._first)] == "workspace"
         self._again = self._first[~is_workspace]
@@ -179,12 +182,35 @@ class Trace:
     def next(self) -> list[int]:
         return _listed(self._next)
 
+    @functools.cached_property
+    def _released_first(self) -> Events:
+        events = self._make_released()
+        self._check(events)
+        return events
+
+    @functools.cached_property
+    def _released(self) -> Events:
+        events = self._released_first
+        kept: Events = events[self._categories[_numbers_of(events)] != "workspace"]
+        return kept
+
+    @functools.cached_property
+    def released_first(self) -> list[int]:
+        """As `first`, but each gradient is freed where its parameter gets it."""
+        return _listed(self._released_first)
+
+    @functools.cached_property
+    def released(self) -> list[int]:
+        """The same once workspaces exist."""
+        return _listed(self._released)
+
     def sizes(self, micro_batch: int, rank: int) -> list[int]:
         """Bytes of each tensor."""
         return _listed(self._traced_sizes(micro_batch, rank)[self._template])
 
     def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
-        """Bytes alive after each event of `setup`, `again` or `next`, from zero; 512 B blocks."""
+        """Bytes alive after each event of `setup`, `again`, `next` or `released`, from zero; 512 B
+        blocks."""
         order: Events = getattr(self, f"_{events}")
         sizes = self._rounded_sizes(micro_batch, rank)[self._template[_numbers_of(order)]]
         return np.cumsum(np.where(order < 0, -sizes, sizes))
@@ -204,18 +230,26 @@ class Trace:
 
     def trainable(self, rank: int) -> list[TensorSpec]:
         """Trainable parameters in the model's order."""
-        specs = []
-        for number in self.setup:
-            if number >= 0 and (entry := self._tensors[self._template[number]]).get("trainable"):
-                specs.append(
-                    TensorSpec(
-                        shape=tuple(evaluate(term, 1, rank) for term in entry["shape"]),
-                        dtype=entry["dtype"],
-                        group=entry["group"],
-                        embedding=entry["embedding"],
-                    )
-                )
-        return specs
+        return [
+            self._spec(entry, rank)
+            for number in self.setup
+            if number >= 0 and (entry := self._tensors[self._template[number]]).get("trainable")
+        ]
+
+    def parameter_of(self, gradient: int, rank: int) -> TensorSpec:
+        """The parameter whose gradient has that number."""
+        entry = self._tensors[self._template[gradient]]
+        return self._spec(self._tensors[entry["of"]], rank)
+
+    @staticmethod
+    def _spec(entry: Mapping[str, Any], rank: int) -> TensorSpec:
+        return TensorSpec(
+            shape=tuple(evaluate(term, 1, rank) for term in entry["shape"]),
+            dtype=entry["dtype"],
+            group=entry["group"],
+            embedding=entry["embedding"],
+            linear=entry["linear"],
+        )
 
     def num_parameters(self, rank: int) -> tuple[int, int]:
         """(all, trainable) elements, 4-bit weights counted unpacked."""
@@ -282,6 +316,19 @@ def _adding(tensors: Sequence[Mapping[str, Any]], block: Mapping[str, Any]) -> l
         if category == "gradient":
             events.append(event + shadow if event >= 0 else event - shadow)
         elif category != "workspace":
+            events.append(event)
+    return events
+
+
+def _giving_up(block: Mapping[str, Any]) -> list[int]:
+    """A block's events where a gradient is given up as soon as its parameter has it."""
+    handed_over: dict[int, list[int]] = {}
+    for position, gradient in block["accumulate"]:
+        handed_over.setdefault(position, []).append(~gradient)
+    events: list[int] = []
+    for position, event in enumerate([*block["events"], None]):
+        events += handed_over.get(position, ())
+        if event is not None:
             events.append(event)
     return events
 

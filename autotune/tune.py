@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
-from autotune.estimate import Estimator
+from autotune.estimate import Estimator, least_bytes
 from autotune.gpus import Gpu
+from autotune.knobs import KNOBS, describe
 from autotune.models import ModelSource
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Change, Counts, Estimate, Measured, Summary, TraceSpec
@@ -27,7 +28,9 @@ from autotune.space import (
     broken_rules,
     enumerate_configs,
     tradeoff_class,
+    usual_batching,
     with_attentions,
+    with_batchings,
 )
 from autotune.tracing import trace_all
 from autotune.units import format_bytes
@@ -99,6 +102,7 @@ def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfi
         lora_rank=16 if adapter else None,
         lora_targets="all-linear" if adapter else None,
         quantization="nf4" if method == "qlora" else "none",
+        batching=usual_batching(workload.task),
     )
 
 
@@ -123,7 +127,7 @@ def find(
     started = time.monotonic()
     num_layers = model.config.get("num_hidden_layers")
     points = enumerate_configs(
-        with_attentions(space, model.attentions),
+        with_batchings(with_attentions(space, model.attentions), workload),
         workload,
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=gpu.compute_capability,
@@ -138,16 +142,22 @@ def find(
     progress("space", len(points.configs), points.num_enumerated)
     reference = base or default_base(workload, gpu, model)
     baselines = [base] if base is not None else _larger_micro_batches(reference)
+    possible = _possible(points.configs, model, workload)
     traces = trace_all(
         model,
         workload.task,
         workload.sequence_length,
         gpu,
-        {TraceSpec.of(config) for config in [*points.configs, *baselines]},
+        {TraceSpec.of(config) for config in [*possible, *baselines]},
         on_trace=functools.partial(progress, "trace"),
     )
-    estimator = Estimator(traces, gpu, memory_budget_bytes=workload.memory_budget_bytes)
-    supported = [config for config in points.configs if estimator.supports(config)]
+    estimator = Estimator(
+        traces,
+        gpu,
+        memory_budget_bytes=workload.memory_budget_bytes,
+        useful_share=workload.useful_share,
+    )
+    supported = [config for config in possible if estimator.supports(config)]
     candidates = Candidates(estimator, supported, reference)
     progress("priced", candidates.num_possible, len(supported))
 
@@ -184,8 +194,12 @@ def find(
         counts=Counts(
             enumerated=points.num_enumerated,
             invalid=points.num_enumerated - len(points.configs),
-            unsupported=len(points.configs) - len(supported),
-            predicted_oom=len(supported) - candidates.num_possible + candidates.num_replayed_oom,
+            unsupported=len(possible) - len(supported),
+            predicted_oom=len(points.configs)
+            - len(possible)
+            + len(supported)
+            - candidates.num_possible
+            + candidates.num_replayed_oom,
             feasible=candidates.num_possible - candidates.num_replayed_oom,
             replayed=candidates.num_replayed,
         ),
@@ -197,6 +211,21 @@ def find(
         considered=candidates.considered(EFFORTS[effort].num_recorded),
         pool=lambda: candidates.pool(candidates.at_most(chosen), POOL_SIZE),
     )
+
+
+def _possible(
+    configs: list[TrainConfig], model: ModelSource, workload: Workload
+) -> list[TrainConfig]:
+    """Those whose weights and gradients leave room, as far as the number of parameters is known.
+
+    A little more memory counts too, since the answer says what it would bring. All of them where
+    there is no such configuration, so that what is lacking can be said.
+    """
+    count = model.num_parameters_known
+    if count is None or workload.task != model.task:
+        return configs
+    limit = workload.memory_budget_bytes + MORE_MEMORY_BYTES
+    return [config for config in configs if least_bytes(config, count) <= limit] or configs
 
 
 def with_measured(summary: Summary, measured: Measured) -> Summary:
@@ -384,18 +413,6 @@ def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate 
     return None
 
 
-_SETTINGS = (
-    "activation_checkpointing",
-    "activation_offloading",
-    "optimizer",
-    "precision",
-    "quantization",
-    "lora_rank",
-    "lora_targets",
-    "attention",
-)
-
-
 def _changes(
     estimator: Estimator, best: Estimate, base: TrainConfig, workload: Workload, gpu: Gpu
 ) -> tuple[Change, ...]:
@@ -405,7 +422,9 @@ def _changes(
         compute_capability=gpu.compute_capability,
     )
     changes = []
-    for setting in _SETTINGS:
+    for setting in KNOBS:
+        if setting == "micro_batch_size":
+            continue
         value = getattr(base, setting)
         if value == getattr(best.config, setting):
             continue
@@ -481,30 +500,3 @@ def _lower_most(smallest: Estimate, workload: Workload) -> str:
         "A smaller model lowers it most: the weights alone take "
         f"{format_bytes(parts.parameters_bytes)}"
     )
-
-
-def describe(config: TrainConfig) -> str:
-    """One line for people: what differs from plain."""
-    parts = [{"full": "full fine-tune", "lora": "LoRA", "qlora": "QLoRA"}[config.method]]
-    if config.lora_rank is not None:
-        parts[0] += f" r={config.lora_rank} on {config.lora_targets}"
-    if config.quantization != "none":
-        parts.append(config.quantization)
-    parts += [
-        config.precision,
-        config.optimizer,
-        f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}",
-    ]
-    interval = config.activation_checkpointing
-    if interval:
-        each = "every layer" if interval == 1 else f"every {ordinal(interval)} layer"
-        parts.append(f"checkpoint {each}" + (", offloaded" if config.activation_offloading else ""))
-    parts.append(config.attention)
-    return ", ".join(parts)
-
-
-def ordinal(number: int) -> str:
-    suffix = (
-        "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    )
-    return f"{number}{suffix}"

@@ -36,12 +36,20 @@ SPACE = SearchSpace(
     methods=(
         MethodSpace(
             method="full",
-            micro_batch_size=(1, 2, 4, 8, 16),
-            precision=("fp32", "bf16-true"),
-            optimizer=("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "lion_8bit", "sgd"),
-            activation_checkpointing=(0, 1, 2),
-            activation_offloading=(False,),
-            attention=("eager",),
+            domains={
+                "micro_batch_size": (1, 2, 4, 8, 16),
+                "precision": ("fp32", "bf16-true"),
+                "optimizer": (
+                    "adamw_torch",
+                    "adamw_torch_fused",
+                    "adamw_bnb_8bit",
+                    "lion_8bit",
+                    "sgd",
+                ),
+                "activation_checkpointing": (0, 1, 2),
+                "activation_offloading": (False,),
+                "attention": ("eager",),
+            },
         ),
     ),
 )

@@ -169,23 +169,27 @@ SWEEP = SearchSpace(
     methods=(
         MethodSpace(
             method="full",
-            micro_batch_size=(1, 2, 4, 8, 16),
-            precision=("bf16-mixed", "bf16-true"),
-            optimizer=("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "lion_8bit"),
-            activation_checkpointing=(0, 1, 2),
-            activation_offloading=(False,),
-            attention=("sdpa",),
+            domains={
+                "micro_batch_size": (1, 2, 4, 8, 16),
+                "precision": ("bf16-mixed", "bf16-true"),
+                "optimizer": ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "lion_8bit"),
+                "activation_checkpointing": (0, 1, 2),
+                "activation_offloading": (False,),
+                "attention": ("sdpa",),
+            },
         ),
         MethodSpace(
             method="lora",
-            micro_batch_size=(1, 2, 4, 8, 16),
-            precision=("bf16-autocast",),
-            optimizer=("adamw_torch_fused", "adamw_bnb_8bit"),
-            activation_checkpointing=(0, 1, 2),
-            activation_offloading=(False,),
-            attention=("sdpa",),
-            lora_rank=(8, 64),
-            lora_targets=("all-linear",),
+            domains={
+                "micro_batch_size": (1, 2, 4, 8, 16),
+                "precision": ("bf16-autocast",),
+                "optimizer": ("adamw_torch_fused", "adamw_bnb_8bit"),
+                "activation_checkpointing": (0, 1, 2),
+                "activation_offloading": (False,),
+                "attention": ("sdpa",),
+                "lora_rank": (8, 64),
+                "lora_targets": ("all-linear",),
+            },
         ),
     ),
 )
@@ -211,12 +215,14 @@ TINY_SWEEP = SearchSpace(
     methods=(
         MethodSpace(
             method="full",
-            micro_batch_size=(1, 4),
-            precision=("fp32",),
-            optimizer=("sgd",),
-            activation_checkpointing=(0,),
-            activation_offloading=(False,),
-            attention=("eager",),
+            domains={
+                "micro_batch_size": (1, 4),
+                "precision": ("fp32",),
+                "optimizer": ("sgd",),
+                "activation_checkpointing": (0,),
+                "activation_offloading": (False,),
+                "attention": ("eager",),
+            },
         ),
     ),
 )

@@ -114,7 +114,7 @@ def test_options_of_find(
         (("--precision", "bf16"), "bf16-true"),
         (("--quantization", "nf4"), "they need an adapter, which is method qlora"),
         (("--rank", "8"), "rank and targets have no meaning"),
-        (("--method", "lora", "--targets", "a;b"), "--targets 'a;b' cannot be used"),
+        (("--method", "lora", "--targets", "a;b"), "'a;b' must be all-linear, attention, or"),
         (("--offload",), "the input of a checkpointed layer"),
         (("--checkpointing", "every-99"), "fewer layers than the checkpointing interval"),
         (("--gpu", "t4", "--precision", "bf16-true"), "need compute capability 8.0"),

@@ -18,8 +18,11 @@ import optuna
 import pytest
 
 from autotune import cli, tune
+from autotune.cli import find
+from autotune.cli.options import KnobType
 from autotune.errors import StorageError
 from autotune.export import train_config
+from autotune.knobs import KNOBS
 from autotune.models import ModelSource
 from autotune.tune import Found
 
@@ -51,6 +54,9 @@ SHARED = {
     "--gpu": None,
     "--gpu-mem": None,
     "--seq-len": 1024,
+    "--dataset": None,
+    "--text-field": "text",
+    "--tokenizer": None,
     "--json": False,
 }
 FROZEN: dict[str, dict[str, Any]] = {
@@ -70,7 +76,7 @@ FROZEN: dict[str, dict[str, Any]] = {
     },
     "estimate": {
         **SHARED,
-        "--micro-batch": 1,
+        "--micro-batch": None,
         "--accumulation": 1,
         "--method": "full",
         "--rank": None,
@@ -78,9 +84,10 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--quantization": None,
         "--precision": None,
         "--optimizer": None,
-        "--checkpointing": "none",
-        "--offload": False,
+        "--checkpointing": None,
+        "--offload": None,
         "--attention": None,
+        "--batching": None,
         "--explain": False,
         "--kv-cache": False,
         "--batch": None,
@@ -105,6 +112,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--checkpointing": None,
         "--offload": None,
         "--attention": None,
+        "--batching": None,
         "--space": "default",
         "--json": False,
     },
@@ -187,7 +195,7 @@ def test_commands_and_options_are_frozen() -> None:
 
 
 def test_the_efforts_are_those_of_the_search() -> None:
-    assert tuple(tune.EFFORTS) == cli.EFFORTS
+    assert tuple(tune.EFFORTS) == find.EFFORTS
 
 
 def test_help_is_quick_and_names_every_command(tmp_path: Path) -> None:
@@ -452,7 +460,7 @@ def test_lists(main: Main, command: str, parts: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("value", ["full", "none", "every-3"])
 def test_checkpointing_in_words(value: str) -> None:
-    kind = cli._Checkpointing()
+    kind = KnobType(KNOBS["activation_checkpointing"])
     assert kind.convert(value, None, None) == {"full": 1, "none": 0, "every-3": 3}[value]
 
 

@@ -11,7 +11,7 @@ import tiny_model
 
 from autotune.allocator import lower_bound, replay
 from autotune.config import TrainConfig
-from autotune.estimate import Estimator
+from autotune.estimate import Estimator, least_bytes
 from autotune.results import TraceSpec
 from autotune.traces import Trace
 
@@ -60,6 +60,17 @@ def test_no_configuration_peaks_below_its_floor(roomy: Estimator, budget_bytes: 
         peak = estimator.estimate(config).peak_device_bytes
         # Near enough to be of use, too: allocator's rounding of a small model and no more.
         assert floor <= peak <= 1.25 * floor + 1.2 * GB, config
+
+
+def test_what_is_known_without_a_trace_is_no_more_than_the_floor(roomy: Estimator) -> None:
+    for config in tiny_model.configs():
+        num_parameters = roomy.estimate(config).parameters.total
+        least = least_bytes(config, num_parameters)
+        weights = roomy.estimate(config).state.parameters_bytes
+        assert least <= roomy.floor_bytes(config)
+        # Of use: full fine-tuning keeps its gradients, whatever the optimizer.
+        if config.method == "full":
+            assert least == pytest.approx(2 * weights, rel=0.01)
 
 
 @pytest.mark.parametrize("budget_bytes", [1 * GB, 2 * GB, ROOMY])

@@ -251,6 +251,7 @@ def test_the_recipe_of_qlora() -> None:
         "model": "Qwen/Qwen2.5-1.5B",
         "task": "causal-lm",
         "sequence_length": 512,
+        "batching": "packed",
         "dtype": "float32",
         "attention": "eager",
         "quantization": {

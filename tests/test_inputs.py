@@ -138,17 +138,6 @@ def test_endless_layers_are_a_slip(tmp_path: Path) -> None:
         resolve(str(path))
 
 
-@pytest.mark.parametrize("text", ["all-linear", "attention", "q_proj, v_proj", "query_key_value"])
-def test_targets_are_names(text: str) -> None:
-    assert inputs.lora_targets(text) == text.replace(" ", "")
-
-
-@pytest.mark.parametrize("text", ["", "q_proj,,v_proj", "a;b", "q proj", "x" * 200, "all-linear,q"])
-def test_other_targets_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--targets"):
-        inputs.lora_targets(text)
-
-
 def test_every_broken_rule_is_told_with_its_reason() -> None:
     config = dataclasses.replace(answers.CONFIG, quantization="nf4", activation_checkpointing=30)
     model = source(model_type="llama", num_hidden_layers=28)

@@ -69,12 +69,14 @@ def test_rows_are_keyed_by_their_own_name() -> None:
 def test_row_is_consistent(row: Optimizer) -> None:
     assert row.tradeoff in TRADEOFF_CLASSES
     assert row.paged == row.name.startswith("paged_")
-    assert (row.needs == "bitsandbytes") == any(tag in row.name for tag in ("bit", "lion"))
+    assert row.paged <= (row.needs == "bitsandbytes")
     assert row.source
     assert row.summary
     # A recipe is what leaves the AdamW family; within it only torch's own two are exact.
     assert (row.tradeoff == "recipe") == (row.family != "adamw")
-    assert (row.tradeoff == "exact") == row.name.startswith("adamw_torch")
+    assert (row.tradeoff == "exact") == (row.name in ("adamw_torch", "adamw_torch_fused"))
+    assert (row.updates == "at-once") == row.name.endswith("_layerwise")
+    assert (row.updates == "one-behind") == row.name.endswith("lomo")
 
 
 @pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))

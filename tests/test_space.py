@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import pytest
 
 from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS, Optimizer
 from autotune.space import (
-    KNOB_CLASSES,
     RULES,
     Context,
     MethodSpace,
@@ -33,6 +34,7 @@ FULL = TrainConfig(
 )
 LORA = dataclasses.replace(FULL, method="lora", lora_rank=16, lora_targets="all-linear")
 QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
+WHOLE_BATCH = dataclasses.replace(FULL, micro_batch_size=32, gradient_accumulation_steps=1)
 ADA = Context(effective_batch_size=32, num_layers=16, compute_capability=(8, 9))
 TURING = Context(effective_batch_size=32, num_layers=16, compute_capability=(7, 5))
 UNKNOWN = Context(effective_batch_size=32)
@@ -48,8 +50,7 @@ def workload(effective_batch_size: int = 32, methods: tuple[str, ...] = ("full",
 
 
 def section(**changes: object) -> MethodSpace:
-    domains: dict[str, object] = {
-        "method": "full",
+    domains: dict[str, Any] = {
         "micro_batch_size": (1,),
         "precision": ("bf16-mixed",),
         "optimizer": ("adamw_torch",),
@@ -57,7 +58,8 @@ def section(**changes: object) -> MethodSpace:
         "activation_offloading": (False,),
         "attention": ("sdpa",),
     }
-    return MethodSpace(**(domains | changes))  # type: ignore[arg-type]
+    domains |= changes
+    return MethodSpace(method=domains.pop("method", "full"), domains=domains)
 
 
 def space(*sections: MethodSpace) -> SearchSpace:
@@ -90,6 +92,18 @@ BREAKERS = {
     "bf16-needs-ampere": (FULL, TURING),
     "tf32-needs-ampere": (dataclasses.replace(FULL, precision="tf32"), TURING),
     "fp16-weights-cannot-train": (dataclasses.replace(FULL, precision="fp16-autocast"), TURING),
+    "optimizer-is-installed": (
+        dataclasses.replace(FULL, optimizer="lion_8bit"),
+        dataclasses.replace(ADA, missing=frozenset({"bitsandbytes"})),
+    ),
+    "optimizer-needs-full": (dataclasses.replace(LORA, optimizer="apollo_adamw"), ADA),
+    "backward-update-needs-accumulation-1": (dataclasses.replace(FULL, optimizer="lomo"), ADA),
+    "backward-update-without-loss-scaling": (
+        dataclasses.replace(
+            WHOLE_BATCH, optimizer="galore_adamw_layerwise", precision="fp16-mixed"
+        ),
+        TURING,
+    ),
     "bf16-replaces-fp16": (
         dataclasses.replace(FULL, precision="fp16-mixed"),
         dataclasses.replace(ADA, precisions=("bf16-mixed", "fp16-mixed")),
@@ -110,6 +124,10 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
         (dataclasses.replace(FULL, activation_checkpointing=16), ADA),
         (dataclasses.replace(FULL, activation_checkpointing=1, activation_offloading=True), ADA),
         (FULL, dataclasses.replace(ADA, compute_capability=(8, 0))),
+        (FULL, dataclasses.replace(ADA, missing=frozenset({"bitsandbytes"}))),
+        (dataclasses.replace(FULL, optimizer="apollo_adamw"), ADA),
+        (dataclasses.replace(WHOLE_BATCH, optimizer="lomo"), ADA),
+        (dataclasses.replace(LORA, optimizer="stable_adamw"), ADA),
         (dataclasses.replace(FULL, precision="fp16-mixed"), TURING),
         (dataclasses.replace(FULL, precision="fp16-mixed"), ADA),
         (
@@ -187,7 +205,7 @@ def test_a_hundred_thousand_points_take_about_a_quarter_of_a_second() -> None:
         method="lora",
         lora_rank=tuple(range(1, 418)),
         lora_targets=("all-linear", "attention"),
-        optimizer=tuple(OPTIMIZERS),
+        optimizer=tuple(OPTIMIZERS)[:10],
         activation_checkpointing=(0, 2),
     )
     start = time.perf_counter()
@@ -202,7 +220,10 @@ def test_a_hundred_thousand_points_take_about_a_quarter_of_a_second() -> None:
 
 def test_every_setting_has_a_class() -> None:
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
-    assert settings - {"optimizer"} == set(KNOB_CLASSES) - {"effective_batch_size"}
+    of_the_workload = {"method", "gradient_accumulation_steps", "sequence_length"}
+    assert set(KNOBS) == settings - of_the_workload
+    assert {knob.tradeoff for knob in KNOBS.values()} <= {*TRADEOFF_CLASSES, ""}
+    assert [name for name, knob in KNOBS.items() if not knob.tradeoff] == ["optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +300,7 @@ def test_a_model_without_sdpa_is_searched_with_what_it_has() -> None:
         return SearchSpace(name="s", description="", methods=(section(attention=attentions),))
 
     def left(space: SearchSpace, *attentions: str) -> tuple[str, ...]:
-        return with_attentions(space, attentions).methods[0].attention
+        return with_attentions(space, attentions).methods[0].domains["attention"]
 
     assert left(offered("sdpa"), "eager") == ("eager",)
     assert left(offered("eager", "sdpa"), "eager") == ("eager",)

@@ -40,7 +40,8 @@ class Answer:
         return self
 
     def weight(self, name: str, size: list[int]) -> Answer:
-        facts = {"dtype": "bfloat16", "trainable": True, "group": 0, "embedding": size == EMBEDDING}
+        facts: dict[str, Any] = {"dtype": "bfloat16", "trainable": True, "group": 0}
+        facts |= {"embedding": size == EMBEDDING, "linear": size != EMBEDDING}
         return self.alloc(name, size, category="parameter", shape=[size], **facts)
 
     def gradient(self, name: str, size: list[int]) -> Answer:
@@ -270,10 +271,11 @@ def test_trainable_parameters_come_in_the_models_order() -> None:
             shape=[[0, 0, 0], [n + 1, 0, 1]],
             group=0,
             embedding=False,
+            linear=True,
         )
     shapes = [(0, 8), (0, 16), (0, 16), (0, 24)]
     assert a.trace().trainable(8) == [
-        TensorSpec(shape=shape, dtype="float32", group=0, embedding=False) for shape in shapes
+        TensorSpec(shape=shape, dtype="float32", group=0, linear=True) for shape in shapes
     ]
 
 

@@ -54,22 +54,28 @@ SPACE = SearchSpace(
     methods=(
         MethodSpace(
             method="full",
-            precision=("bf16-mixed", "bf16-true"),
-            optimizer=("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_32bit", "sgd"),
-            **_COMMON,
+            domains={
+                "precision": ("bf16-mixed", "bf16-true"),
+                "optimizer": ("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_32bit", "sgd"),
+                **_COMMON,
+            },
         ),
         MethodSpace(
             method="lora",
-            optimizer=("adamw_torch_fused", "paged_adamw_8bit"),
-            **_COMMON,
-            **_ADAPTER,
+            domains={
+                "optimizer": ("adamw_torch_fused", "paged_adamw_8bit"),
+                **_COMMON,
+                **_ADAPTER,
+            },
         ),
         MethodSpace(
             method="qlora",
-            optimizer=("adamw_torch_fused",),
-            quantization=("nf4", "nf4-double"),
-            **_COMMON,
-            **_ADAPTER,
+            domains={
+                "optimizer": ("adamw_torch_fused",),
+                "quantization": ("nf4", "nf4-double"),
+                **_COMMON,
+                **_ADAPTER,
+            },
         ),
     ),
 )

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import ConfigError, nearest
-from autotune.optimizers import OPTIMIZERS
+from autotune.knobs import KNOBS
 from autotune.units import MIB
 
 name = "train-config"
@@ -20,19 +20,10 @@ VERSION = 1
 MAX_FILE_BYTES = MIB
 
 _KEYS = ("version", "evidence", "workload", "config")
-_CHOICES: dict[str, Collection[str]] = {
-    "method": METHODS,
-    "precision": PRECISIONS,
-    "optimizer": OPTIMIZERS,
-    "attention": ATTENTIONS,
-    "quantization": QUANTIZATIONS,
-}
 _SMALLEST = {
-    "micro_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "sequence_length": 1,
-    "activation_checkpointing": 0,
-    "lora_rank": 1,
+    **{knob.name: knob.smallest for knob in KNOBS.values() if knob.smallest is not None},
 }
 
 
@@ -40,7 +31,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """A YAML document that `from_yaml` reads back."""
     import yaml
 
-    values = dataclasses.asdict(workload)
+    values = workload.to_dict()
     content = {
         "version": VERSION,
         "evidence": result["evidence"],
@@ -119,11 +110,21 @@ def _problem(key: str, value: object, annotation: str) -> str | None:
     kind = "None" if value is None else type(value).__name__
     if kind not in allowed:
         return f"is of type {kind} and should be {' or '.join(allowed)}"
-    if key in _CHOICES and value not in _CHOICES[key]:
-        return f"is {str(value)[:80]!r}. {nearest(str(value)[:80], _CHOICES[key])}"
+    choices = _choices(key)
+    if choices and value not in choices:
+        return f"is {str(value)[:80]!r}. {nearest(str(value)[:80], choices)}"
     if isinstance(value, int) and value < _SMALLEST.get(key, 0):
         return f"is {value} and should be at least {_SMALLEST[key]}"
     return None
+
+
+def _choices(key: str) -> Collection[str]:
+    """The names that a setting may have; empty where anything of its type goes."""
+    if key == "method":
+        return METHODS
+    knob = KNOBS.get(key)
+    is_free = knob is None or knob.is_open or True in knob.choices
+    return () if knob is None or is_free else knob.choices
 
 
 def _unknown(values: dict[Any, Any], known: Collection[str], prefix: str) -> list[str]:

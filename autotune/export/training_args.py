@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.optimizers import OPTIMIZERS
 
 name = "training-args"
 filename = "training_args.json"
@@ -22,6 +23,8 @@ filename = "training_args.json"
 OUTPUT_FOLDER = "output"
 """`output_dir` until the user names another."""
 
+_GROUPING: dict[str, object] = {"train_sampling_strategy": "group_by_length"}
+_OLD_GROUPING: dict[str, object] = {"group_by_length": True}
 _CHECKPOINTING = ("activation_checkpointing", "activation_checkpointing_kwargs")
 _OLD_CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 
@@ -45,12 +48,18 @@ def training_arguments(
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "optim": config.optimizer,
+        **dict(OPTIMIZERS[config.optimizer].arguments),
         "max_grad_norm": 1.0,
         "bf16": precision.autocast and precision.compute_dtype == "bfloat16",
         "fp16": precision.autocast and precision.compute_dtype == "float16",
     }
     if precision.compute_dtype == "float32":
         arguments["tf32"] = precision.tf32
+    if config.batching == "grouped":
+        strategy = (
+            _GROUPING if fields is None or "train_sampling_strategy" in fields else _OLD_GROUPING
+        )
+        arguments |= strategy
     is_new = fields is None or _CHECKPOINTING[0] in fields
     switch, options = _CHECKPOINTING if is_new else _OLD_CHECKPOINTING
     arguments[switch] = config.activation_checkpointing > 0

@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS
-from autotune.optimizers import OPTIMIZERS
+from autotune.optimizer_steps import TensorSpec
+from autotune.optimizers import OPTIMIZERS, Optimizer
 from autotune.results import Estimate
 from autotune.units import format_count
-
-_MOMENTS = {"adamw": 2, "lion": 1, "adafactor": 0, "sgd": 0}
-"""Per parameter, by family; Adafactor keeps a row and a column of each matrix instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +51,7 @@ def _states(estimate: Estimate) -> list[Line]:
     frozen = estimate.parameters.total - trainable
     bits = 8 * DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
     base_bits = QUANTIZATIONS[config.quantization].bits if config.quantization != "none" else bits
-    moments = _MOMENTS[OPTIMIZERS[config.optimizer].family]
+    moments = OPTIMIZERS[config.optimizer].moments
     if config.method == "full":
         weights, weights_formula = trainable * bits // 8, _product(trainable, bits)
     else:
@@ -144,6 +142,8 @@ def _why_gradients(estimate: Estimate, textbook_bytes: int) -> str:
     if not _same(estimate.state.gradients_bytes, textbook_bytes):
         return "adapters are in float32" if estimate.config.method != "full" else "shared weights"
     if estimate.breakdown.gradients_bytes < 0.9 * estimate.state.gradients_bytes:
+        if OPTIMIZERS[estimate.config.optimizer].updates:
+            return "each is used up in the backward pass: never all of them exist"
         return "not all of them exist at the peak"
     return ""
 
@@ -155,10 +155,31 @@ def _why_optimizer(estimate: Estimate, textbook_bytes: int) -> str:
         return f"{kind}, in managed memory outside of torch"
     if _same(state.optimizer_state_bytes, textbook_bytes):
         return ""
-    if row.state_format == "8bit":
-        return "8-bit moments and their scales; small tensors in float32"
-    if row.family == "adafactor":
-        return "rows and columns of float32 statistics"
-    if estimate.config.method != "full" or row.state_format == "32bit":
-        return "float32 moments"
-    return "step counters"
+    return _why_state(row) or (
+        "float32 moments"
+        if estimate.config.method != "full" or row.state_format == "32bit"
+        else "step counters"
+    )
+
+
+def _why_state(row: Optimizer) -> str:
+    """What is peculiar to the optimizer."""
+    if all(tensor.place == "host" for tensor in row.algorithm.state(_ANY)):
+        return "in host memory, fetched for every step" if row.moments else ""
+    if row.only_full:
+        return {
+            "galore-torch": "the moments are of rank 128, beside a projection of each matrix",
+            "apollo-torch": "the moments are of rank 128, beside a projection of each matrix",
+        }.get(row.needs, "rows and columns of float32 statistics")
+    return {
+        "8bit": "8-bit moments and their scales; small tensors in float32",
+        "torchao 8bit": "8-bit moments and their scales; small tensors as they are",
+        "torchao 4bit": "4-bit moments and their scales; small tensors as they are",
+    }.get(row.state_format) or _WHY_OF_FAMILY.get(row.family, "")
+
+
+_ANY = TensorSpec(shape=(64, 64), dtype="bfloat16")
+_WHY_OF_FAMILY = {
+    "adafactor": "rows and columns of float32 statistics",
+    "stable_adamw": "the rounding error of 16-bit weights is kept too",
+}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import TextIO
 
-from autotune.config import TrainConfig
 from autotune.inverse import Answer
+from autotune.knobs import as_options, describe
 from autotune.report import terminal, words
-from autotune.tune import describe
 from autotune.units import format_bytes, format_seconds
 
 _QUESTIONS = {
@@ -80,35 +79,12 @@ def _next(answer: Answer) -> str:
     return f"{value} needs {need} at least, {lack} too much ({describe(beyond.smallest.config)})"
 
 
-_FLAGS = (
-    ("--seq-len", "sequence_length"),
-    ("--micro-batch", "micro_batch_size"),
-    ("--accumulation", "gradient_accumulation_steps"),
-    ("--method", "method"),
-    ("--rank", "lora_rank"),
-    ("--targets", "lora_targets"),
-    ("--quantization", "quantization"),
-    ("--precision", "precision"),
-    ("--optimizer", "optimizer"),
-    ("--attention", "attention"),
-)
-
-
 def command(answer: Answer, *, name_card: bool) -> str:
     """What prices the answer's configuration again; a card that is here need not be named."""
     config = answer.best.config
     parts = ["autotune", "estimate", "--model", answer.model, "--task", answer.task]
     parts += ["--gpu", answer.best.gpu] if name_card else []
     parts += ["--gpu-mem", f"{answer.memory_budget_bytes}B"]
-    for flag, name in _FLAGS:
-        value = getattr(config, name)
-        if value is not None:
-            parts += [flag, str(value)]
-    parts += _recomputation(config)
-    return shlex.join(parts)
-
-
-def _recomputation(config: TrainConfig) -> list[str]:
-    interval = config.activation_checkpointing
-    parts = [] if interval == 0 else ["--checkpointing", f"every-{interval}"]
-    return [*parts, "--offload"] if config.activation_offloading else parts
+    parts += ["--seq-len", str(config.sequence_length), "--method", config.method]
+    parts += ["--accumulation", str(config.gradient_accumulation_steps)]
+    return shlex.join([*parts, *as_options(config)])

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 
 from autotune.config import TrainConfig
+from autotune.knobs import describe
 from autotune.report import words
 from autotune.results import Measurement
-from autotune.tune import Progress, describe
+from autotune.tune import Progress
 
 _PROGRESS = {
     "space": "{done:,} of {total:,} points of the space are valid",

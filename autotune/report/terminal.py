@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from autotune.config import TRADEOFF_CLASSES
 from autotune.gpus import Gpu
+from autotune.knobs import describe
 from autotune.report import words
 from autotune.report.explain import Line
 from autotune.report.words import printable
 from autotune.results import Estimate, Measured, Summary
-from autotune.tune import describe
 from autotune.units import GIB, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def draw_summary(
                 f"{summary.space} {counts.enumerated:,} > valid {num_valid:,}{traceable} > fit "
                 f"{counts.feasible:,}, in {format_seconds(summary.elapsed_seconds)}",
             ),
+            *([("data", words.data(summary.workload))] if summary.workload.lengths else []),
         ],
     )
     console.print()
@@ -79,6 +80,7 @@ def draw_summary(
     rows += [
         ("speed", f"{words.speed(best)}; {words.against_baseline(summary, base_name)}"),
         ("step", words.step(best)),
+        *([("epoch", words.epoch(summary))] if summary.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
     ]
     if summary.measured is None:

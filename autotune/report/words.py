@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from autotune.config import TrainConfig
+from autotune.config import TrainConfig, Workload
+from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.results import Change, Estimate, Measured, Measurement, Summary
-from autotune.tune import MORE_MEMORY_BYTES, NOISE, describe, ordinal
-from autotune.units import GIB, format_bytes, format_seconds
+from autotune.tune import MORE_MEMORY_BYTES, NOISE
+from autotune.units import GIB, format_bytes, format_count, format_seconds
 
 CLASS_MEANINGS = (
     "exact: the mathematics of the base; numerics: other rounding; recipe: another training run"
@@ -102,6 +103,27 @@ def probes(found: Measured) -> str:
     )
 
 
+def data(workload: Workload) -> str:
+    """How long the dataset's samples are."""
+    lengths = workload.lengths
+    assert lengths is not None
+    return (
+        f"{lengths.num_samples:,} samples, {format_count(lengths.num_tokens)} tokens: "
+        f"{lengths.num_tokens / lengths.num_samples:,.0f} on average, {lengths.percentiles[50]:,} in the "
+        f"middle, at most {lengths.longest:,}"
+    )
+
+
+def epoch(summary: Summary) -> str:
+    """Predicted time for all of the dataset, and how much of it goes into padding."""
+    lengths, best = summary.workload.lengths, summary.best
+    assert lengths is not None
+    assert best.tokens_per_second is not None
+    seconds = lengths.num_tokens / best.tokens_per_second
+    padding = 100 * (1 - best.useful_share)
+    return f"{format_seconds(seconds)} for all samples; {padding:.0f} % of a batch is padding"
+
+
 def step(estimate: Estimate) -> str:
     """Length of a step and what bounds it."""
     config = estimate.config
@@ -130,8 +152,7 @@ def against_baseline(summary: Summary, base_name: str) -> str:
 
 
 def describe_base(config: TrainConfig) -> str:
-    method = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}[config.method]
-    return f"{method}, {config.precision}, {config.optimizer}"
+    return f"{METHOD_WORDS[config.method]}, {config.precision}, {config.optimizer}"
 
 
 def memory(estimate: Estimate, budget_bytes: int) -> str:
@@ -175,7 +196,7 @@ def why(summary: Summary, more_bytes: int = MORE_MEMORY_BYTES) -> str:
 
 def changed(change: Change, best: Estimate, budget_bytes: int) -> str:
     """The answer with one setting put back."""
-    words = setting(change.setting, change.value)
+    words = KNOBS[change.setting].words(change.value)
     if change.fits:
         return f"With {words}: {gain(change.estimate, best)}."
     excess_bytes = change.estimate.peak_device_bytes - budget_bytes
@@ -229,37 +250,8 @@ def difference(config: TrainConfig, other: TrainConfig) -> str:
             f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}"
         )
     words += [
-        setting(name, getattr(config, name))
-        for name in _SETTINGS
-        if getattr(config, name) != getattr(other, name)
+        knob.words(getattr(config, name))
+        for name, knob in KNOBS.items()
+        if name != "micro_batch_size" and getattr(config, name) != getattr(other, name)
     ]
     return ", ".join(words) or "the same settings"
-
-
-_SETTINGS = (
-    "activation_checkpointing",
-    "activation_offloading",
-    "precision",
-    "optimizer",
-    "quantization",
-    "lora_rank",
-    "lora_targets",
-    "attention",
-)
-
-
-def setting(name: str, value: object) -> str:
-    """One setting in words."""
-    if name == "activation_checkpointing":
-        interval = int(str(value))
-        each = {0: "no checkpointing", 1: "checkpoint every layer"}
-        return each.get(interval) or f"checkpoint every {ordinal(interval)} layer"
-    if name == "activation_offloading":
-        return "offloading" if value else "no offloading"
-    if name == "lora_rank":
-        return f"rank {value}"
-    if name == "lora_targets":
-        return f"LoRA on {value}"
-    if name == "attention":
-        return f"{value} attention"
-    return str(value)

@@ -11,6 +11,9 @@ probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}, "f
         {"measurement": {Measurement}}
 fingerprint {"backend": str}
         {"fingerprint": {Fingerprint}}
+lengths {"dataset": path, "text_field": str, "tokenizer": folder or id}
+        {"num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
+        {"problem": str}
 """
 
 from __future__ import annotations
@@ -85,6 +88,15 @@ def _fingerprint(request: dict[str, Any]) -> Answers:
     yield {"fingerprint": dataclasses.asdict(fingerprint(request["backend"]))}
 
 
+def _lengths(request: dict[str, Any]) -> Answers:
+    from autotune.worker.lengths import UnreadableDataset, count_lengths
+
+    try:
+        yield count_lengths(request["dataset"], request["text_field"], request["tokenizer"])
+    except UnreadableDataset as error:
+        yield {"problem": str(error)}
+
+
 def _as_it_comes(
     work: Callable[[Callable[[dict[str, Any]], None]], dict[str, Any]],
 ) -> Answers:
@@ -117,7 +129,12 @@ def import_adapters() -> None:
         torch.compile = compile_function
 
 
-VERBS: dict[str, Verb] = {"trace": _trace, "probe": _probe, "fingerprint": _fingerprint}
+VERBS: dict[str, Verb] = {
+    "trace": _trace,
+    "probe": _probe,
+    "fingerprint": _fingerprint,
+    "lengths": _lengths,
+}
 
 
 def main() -> None:

@@ -19,9 +19,6 @@ from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.optimizers import OPTIMIZERS
 from autotune.worker.tracker import in_backward
 
-_OPTIMIZER_CLASSES = {"adamw": "AdamW", "lion": "Lion", "adafactor": "Adafactor", "sgd": "SGD"}
-"""Class name by Optimizer.family, in torch, transformers or bitsandbytes."""
-
 
 class Invalid(Exception):
     """What was asked for is not on, or cannot be trained. The message says what."""
@@ -47,6 +44,8 @@ def check_backend(config: TrainConfig, backend: str) -> list[str]:
         complaints.append(f"precision {config.precision} needs a CUDA device")
     if config.activation_offloading:
         complaints.append("activation offloading needs a CUDA device")
+    if OPTIMIZERS[config.optimizer].only_cuda:
+        complaints.append(f"{config.optimizer} needs a CUDA device")
     return complaints
 
 
@@ -174,11 +173,14 @@ class FirstStep:
 def check_optimizer(optimizer: Any, config: TrainConfig) -> list[str]:
     """Class, library, bits, paging and fusion of the innermost optimizer."""
     row = OPTIMIZERS[config.optimizer]
+    if row.updates == "at-once":
+        # The Trainer's own is a dummy, which holds one for each parameter.
+        optimizer = next(iter(getattr(optimizer, "optimizer_dict", {}).values()), optimizer)
     library = type(optimizer).__module__.partition(".")[0]
-    libraries = (row.needs,) if row.needs else ("torch", "transformers")
+    libraries = (row.module,) if row.needs else ("torch", "transformers")
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
     facts: tuple[tuple[str, object, object], ...] = (
-        ("class", type(optimizer).__name__, _OPTIMIZER_CLASSES[row.family]),
+        ("class", type(optimizer).__name__, row.class_name),
         ("library", library, library if library in libraries else " or ".join(libraries)),
         ("bits", bits, 8 if row.state_format == "8bit" else 32),
         ("paging", bool(getattr(optimizer, "is_paged", False)), row.paged),
@@ -216,8 +218,13 @@ def _tf32_is_on() -> bool:
     return bool(matmul.allow_tf32)
 
 
-def check_gradients(parameters: Iterable[nn.Parameter]) -> list[str]:
-    """Before the optimizer's first step: gradients have arrived, and they are not all zero."""
+def check_gradients(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[str]:
+    """Before the optimizer's first step: gradients have arrived, and they are not all zero.
+
+    Nothing can be said where the backward pass has used them up.
+    """
+    if OPTIMIZERS[config.optimizer].updates:
+        return []
     trainable = [p for p in parameters if p.requires_grad]
     if any(p.grad is not None and bool(p.grad.any()) for p in trainable):
         return []

@@ -256,6 +256,18 @@ def decayed_parameters(model: nn.Module) -> set[int]:
     return {id(parameter) for name, parameter in model.named_parameters() if name in names}
 
 
+def linear_weights(model: nn.Module) -> set[int]:
+    """Ids of what the Trainer lets GaLore and APOLLO project under `all-linear`.
+
+    A weight that an embedding shares goes by the embedding's name, and is none. Source: transformers
+    5.23 trainer_optimizer.py, _setup_low_rank_optimizer.
+    """
+    names = {
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    return {id(parameter) for name, parameter in model.named_parameters() if name in names}
+
+
 def accepts_loss_kwargs(model: Any) -> bool:
     """Trainer's own question: does the forward pass take `num_items_in_batch`?"""
     inner = _inner(model)

@@ -192,6 +192,8 @@ class _Rows(torch.utils.data.Dataset):
         return self._num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self._num_rows:
+            raise IndexError(index)  # The end, for who iterates: a sampler that groups by length.
         index %= len(self._token_ids)
         row = self._token_ids[index]
         if self._task == "causal-lm":
@@ -276,7 +278,8 @@ class _Watch(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._num_steps == 0:
-            checks.require(checks.check_gradients(self._trainer.model.parameters()))
+            parameters = self._trainer.model.parameters()
+            checks.require(checks.check_gradients(parameters, self._config))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._marks.ended = self._clock.mark()

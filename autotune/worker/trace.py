@@ -362,6 +362,7 @@ def _encode(
     embeddings = {
         id(module.weight) for module in step.model.modules() if isinstance(module, nn.Embedding)
     }
+    linears = models.linear_weights(step.model)
     tensors: list[Any] = []
     for index, tensor in enumerate(recording.tensors):
         entry: dict[str, Any] = {"size": _monomial(tensor.size_bytes, micro_batch)}
@@ -373,6 +374,7 @@ def _encode(
             entry["shape"] = [_monomial(n, 1) for n in parameter.shape]
             entry["group"] = int(id(parameter) not in decayed)
             entry["embedding"] = id(parameter) in embeddings
+            entry["linear"] = id(parameter) in linears
         elif index in step.gradients:
             entry["category"] = "gradient"
             entry["of"] = step.gradients[index]

@@ -55,6 +55,8 @@ ATTENTION = dataclasses.replace(
     activation_offloading=True,
     precision="bf16-true",
 )
+PADDED = dataclasses.replace(FULL, batching="padded")
+GROUPED = dataclasses.replace(FULL, batching="grouped")
 MIXED = dataclasses.replace(FULL, precision="bf16-mixed", optimizer="adafactor")
 
 # name: model folder, task, configuration, further options
@@ -65,6 +67,9 @@ RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
     "lora": ("llama", "causal-lm", LORA, []),
     "lora-attention": ("llama", "causal-lm", ATTENTION, []),
     "qlora": ("llama", "causal-lm", QLORA, []),
+    "padded": ("llama", "causal-lm", PADDED, []),
+    "grouped": ("llama", "causal-lm", GROUPED, []),
+    "masked-padded": ("bert", "masked-lm", PADDED, []),
     "masked": ("bert", "masked-lm", FULL, []),
     "classes": ("bert", "sequence-classification", LORA, []),
     "seq2seq": ("t5", "seq2seq-lm", LORA, []),

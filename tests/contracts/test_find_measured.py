@@ -173,3 +173,44 @@ def test_killed_at_any_moment_nothing_is_left_and_the_command_goes_on(folder: Pa
         study_name=f"{STUDY}-29MB", storage=f"sqlite:///{folder}/studies/autotune.db"
     )
     assert all(trial.state.is_finished() for trial in study.trials)
+
+
+DETECTED = """
+import sys
+from autotune import cli, gpus
+gpus.detect = lambda: [gpus.find_gpu("rtx-4070")]
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_a_card_that_torch_cannot_use_is_planned_for_unless_measuring_was_asked_for(
+    backend: str, folder: Path
+) -> None:
+    if not torch_lacks_cuda():
+        pytest.skip("this torch can use CUDA")
+    arguments = (
+        f"find --model tiny --backend {backend} --gpu-mem 2GB --space space.yaml --method full "
+        f"--seq-len 64 --effective-batch 8 --out {backend}"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", DETECTED, *arguments.split()],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "CUDA" in ran.stderr
+    if backend == "cuda":
+        assert (ran.returncode, ran.stdout) == (5, "")
+        return
+    assert ran.returncode == 0, ran.stderr
+    assert "note: nothing could be measured, so the answer is predicted." in ran.stderr
+    assert "PREDICTED, not measured" in ran.stdout
+
+
+def torch_lacks_cuda() -> bool:
+    code = "import torch, sys; sys.exit(int(torch.cuda.is_available()))"
+    return subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -35,8 +35,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 BF16, FP32 = "bfloat16", "float32"
 
 
-def spec(*shape: int, dtype: str = FP32, group: int = 0, embedding: bool = False) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype=dtype, group=group, embedding=embedding)
+BITSANDBYTES = [name for name, row in OPTIMIZERS.items() if row.needs == "bitsandbytes"]
+
+
+def spec(
+    *shape: int, dtype: str = FP32, group: int = 0, embedding: bool = False, linear: bool = False
+) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype=dtype, group=group, embedding=embedding, linear=linear)
 
 
 CASES = {
@@ -125,6 +130,8 @@ def recorded_steps(optimizer: Any, parameters: list[Any], device: str, num_steps
         ("adamw_torch", "meta", {"foreach": True}),
         ("adamw_torch_fused", "cpu", {}),
         ("sgd", "meta", {"foreach": True}),
+        ("rmsprop", "meta", {"foreach": True}),
+        ("adagrad", "meta", {"foreach": True}),
         ("adafactor", "meta", {}),
     ],
 )
@@ -133,8 +140,16 @@ def test_two_steps_allocate_and_free_as_predicted(
 ) -> None:
     specs = CASES[case]
     parameters = make_parameters(specs, device)
-    optimizer = make_optimizer(trainer_choice(name), specs, parameters, **extra)
-    recording = recorded_steps(optimizer, parameters, device, num_steps=2)
+    choice = trainer_choice(name)
+    tracker = Tracker(device)
+    with tracker:
+        for tensor in [*parameters, *(parameter.grad for parameter in parameters)]:
+            tracker.index_of(tensor)
+        # Some make their state with themselves.
+        optimizer = make_optimizer(choice, specs, parameters, **extra)
+        for _ in range(2):
+            optimizer.step()
+    recording = tracker.recording
 
     tape = Tape()
     states = OPTIMIZERS[name].algorithm.write_step(tape, specs, None)
@@ -165,11 +180,17 @@ def test_adafactor_moves_the_bytes_that_were_seen(trainer_choice: Any) -> None:
 
 
 @pytest.fixture
-def bitsandbytes_manager() -> Iterator[Any]:
+def bitsandbytes_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """bitsandbytes' global manager of per-parameter overrides, put back afterwards."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     bitsandbytes = pytest.importorskip("bitsandbytes")
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    # What AdEMAMix asks for itself, a CPU does not give; elsewhere bitsandbytes helps itself.
+    functional = bitsandbytes.functional
+    monkeypatch.setattr(
+        functional, "get_paged", lambda *shape, **options: torch.zeros(shape, **options)
+    )
+    monkeypatch.setattr(functional, "fill", lambda *_: None)
     yield manager
     manager.initialize()
 
@@ -192,7 +213,7 @@ def survivors(recording: Recording, first: int) -> list[int]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.needs])
+@pytest.mark.parametrize("name", BITSANDBYTES)
 def test_bitsandbytes_keeps_the_predicted_state(
     name: str, case: str, trainer_choice: Any, bitsandbytes_manager: Any
 ) -> None:

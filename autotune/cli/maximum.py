@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import click
 
-from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TASKS
+from autotune.cli.options import COUNT, LENGTH, is_given, knob_options
+from autotune.cli.output import print_json
+from autotune.config import METHODS, TASKS
 from autotune.errors import ConfigError
-from autotune.optimizers import OPTIMIZERS
 
 WHATS = ("sequence-length", "micro-batch", "lora-rank", "model", "gpu")
 """The keys of autotune.inverse.QUESTIONS, whose import is slow."""
-
-_NUMBER = click.IntRange(1, 1_000_000)
-_LENGTH = click.IntRange(1, 10_000_000)
 
 _NOT_WITH = {
     "sequence-length": ("--seq-len",),
@@ -38,14 +35,13 @@ _NOT_WITH = {
 @click.option("--task", type=click.Choice(TASKS), help="[default: by the model's architecture]")
 @click.option("--gpu", metavar="NAME", help="Card to plan for: see `autotune gpus`.")
 @click.option("--gpu-mem", metavar="SIZE", help="Memory budget: 12GB [default: all of the card].")
-@click.option("--seq-len", type=_LENGTH, help="Tokens per sample [default: 1024].")
+@click.option("--seq-len", type=LENGTH, help="Tokens per sample [default: 1024].")
 @click.option(
-    "--multiple-of", type=_NUMBER, default=64, help="Of which a sequence length is a multiple."
+    "--multiple-of", type=COUNT, default=64, help="Of which a sequence length is a multiple."
 )
-@click.option("--micro-batch", "micro_batch_size", type=_NUMBER, help="[default: free]")
 @click.option(
     "--accumulation",
-    type=_NUMBER,
+    type=COUNT,
     default=1,
     help="Micro-batches per optimizer step; a second one needs room for gradients that wait.",
 )
@@ -56,33 +52,7 @@ _NOT_WITH = {
     multiple=True,
     help="Training method allowed; repeat for several [default: all].",
 )
-@click.option("--rank", "lora_rank", type=_NUMBER, help="Of the adapter [default: free].")
-@click.option(
-    "--targets",
-    "lora_targets",
-    metavar="NAMES",
-    help="all-linear, attention, or modules joined by commas [default: free].",
-)
-@click.option(
-    "--quantization",
-    type=click.Choice(tuple(QUANTIZATIONS)),
-    help="Storage of the frozen weights [default: free].",
-)
-@click.option("--precision", type=click.Choice(tuple(PRECISIONS)), help="[default: free]")
-@click.option("--optimizer", type=click.Choice(tuple(OPTIMIZERS)), help="[default: free]")
-@click.option(
-    "--checkpointing",
-    "activation_checkpointing",
-    metavar="none|full|every-N",
-    help="Layers whose activations are computed again [default: free].",
-)
-@click.option(
-    "--offload/--no-offload",
-    "activation_offloading",
-    default=None,
-    help="Checkpointed activations wait in host memory [default: free].",
-)
-@click.option("--attention", type=click.Choice(ATTENTIONS), help="[default: free]")
+@knob_options
 @click.option(
     "--space",
     "space_name",
@@ -102,8 +72,6 @@ def maximum(
     multiple_of: int,
     accumulation: int,
     methods: tuple[str, ...],
-    lora_targets: str | None,
-    activation_checkpointing: str | None,
     space_name: str,
     as_json: bool,
     **settings: Any,
@@ -127,10 +95,6 @@ def maximum(
     length = seq_len or 1024
     if source is not None and what != "sequence-length":
         length = inputs.possible_length(source, length, is_given=seq_len is not None)
-    if lora_targets is not None:
-        settings["lora_targets"] = inputs.lora_targets(lora_targets)
-    if activation_checkpointing is not None:
-        settings["activation_checkpointing"] = _interval(activation_checkpointing)
     asked = cases.Asked(
         source=source,
         task=task,
@@ -148,30 +112,16 @@ def maximum(
         answer = inverse.answer(what, asked, server, progress=progress)
     check = limits.command(answer, name_card=gpu_reason != inputs.FOUND)
     if as_json:
-        print(json.dumps({**answer.to_dict(), "check": check}, indent=2, allow_nan=False))
+        print_json({**answer.to_dict(), "check": check})
     else:
         limits.draw_answer(answer, check, sys.stdout)
-
-
-def _interval(text: str) -> int:
-    from autotune.space_file import checkpointing
-
-    try:
-        return checkpointing(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"--checkpointing {text[:40]!r} cannot be used", why=str(error)
-        ) from error
 
 
 def _check_options(what: str, has_model: bool) -> None:
     """ConfigError for what does not go with the question."""
     context = click.get_current_context()
-    given = {
-        option.opts[0]
-        for option in context.command.params
-        if context.get_parameter_source(str(option.name)) is click.core.ParameterSource.COMMANDLINE
-    }
+    options = context.command.params
+    given = {option.opts[0] for option in options if is_given(context, str(option.name))}
     for option in _NOT_WITH[what]:
         if option in given:
             raise ConfigError(

@@ -1,0 +1,138 @@
+"""autotune estimate: memory and speed of one configuration, predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autotune.cli.options import (
+    COUNT,
+    LENGTH,
+    is_given,
+    knob_options,
+    read_lengths,
+    workload_options,
+)
+from autotune.cli.output import print_json, say
+from autotune.config import METHODS, Workload
+from autotune.optimizers import not_installed
+
+
+@click.command()
+@workload_options
+@click.option("--method", type=click.Choice(METHODS), default="full", help="Training method.")
+@knob_options
+@click.option("--accumulation", type=COUNT, default=1, help="Micro-batches per optimizer step.")
+@click.option("--explain", is_flag=True, help="The textbook's sum beside the traced figure.")
+@click.option("--kv-cache", is_flag=True, help="What the model keeps while it generates, too.")
+@click.option("--batch", type=COUNT, help="Sequences to generate at once [default: --micro-batch].")
+@click.option("--context", type=LENGTH, help="Tokens of each at its end [default: --seq-len].")
+def estimate(
+    *,
+    model: str,
+    task: str | None,
+    gpu: str | None,
+    gpu_mem: str | None,
+    seq_len: int,
+    dataset: Path | None,
+    text_field: str,
+    tokenizer: str | None,
+    accumulation: int,
+    method: str,
+    as_json: bool,
+    explain: bool,
+    kv_cache: bool,
+    batch: int | None,
+    context: int | None,
+    **settings: Any,
+) -> None:
+    """Predict memory and speed of one configuration."""
+    from autotune import inputs, tune
+    from autotune.estimate import Estimator
+    from autotune.models import resolve
+    from autotune.report import terminal
+    from autotune.report.explain import explain as explain_estimate
+    from autotune.report.generation import draw_kv_cache
+    from autotune.report.progress import progress_on_stderr
+    from autotune.report.textbook import draw_textbook, textbook
+    from autotune.results import SCHEMA_VERSION, TraceSpec
+    from autotune.tracing import trace_all
+
+    card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
+    source = resolve(model)
+    length = inputs.possible_length(
+        source, seq_len, is_given=is_given(click.get_current_context(), "seq_len")
+    )
+    lengths = None
+    if dataset is not None:
+        lengths = read_lengths(dataset, source, length, text_field=text_field, tokenizer=tokenizer)
+        length = lengths.longest
+    given = {name: value for name, value in settings.items() if value is not None}
+    workload = Workload(
+        model=source.name,
+        task=task or source.task,
+        sequence_length=length,
+        lengths=lengths,
+        effective_batch_size=given.get("micro_batch_size", 1) * accumulation,
+        methods=(method,),
+        memory_budget_bytes=budget_bytes,
+    )
+    config = dataclasses.replace(
+        tune.default_base(workload, card, source),
+        gradient_accumulation_steps=accumulation,
+        **given,
+    )
+    inputs.check_rules(config, workload, card, source, what="This configuration")
+    cache = None
+    if kv_cache:
+        cache = inputs.generation(source, config, batch_size=batch, context=context)
+    elif batch or context:
+        say("note: --batch and --context are of the key-value cache: --kv-cache shows it.")
+    for package in not_installed([config.optimizer]):
+        say(f"note: {config.optimizer} is not installed here. It needs: pip install {package}")
+    spec = TraceSpec.of(config)
+    with progress_on_stderr(quiet=as_json) as progress:
+        traces = trace_all(
+            source,
+            workload.task,
+            workload.sequence_length,
+            card,
+            [spec],
+            on_trace=functools.partial(progress, "trace"),
+        )
+    estimator = Estimator(
+        traces, card, memory_budget_bytes=budget_bytes, useful_share=workload.useful_share
+    )
+    priced = estimator.estimate(config)
+    lines = explain_estimate(priced) if explain else ()
+    book = textbook(estimator, priced, source.name) if explain else None
+    if as_json:
+        head = {"schema_version": SCHEMA_VERSION, "evidence": "predicted"}
+        names = {"model": source.name, "task": workload.task, "gpu_reason": gpu_reason}
+        result = {**head, **names, **priced.to_dict(budget_bytes)}
+        if explain:
+            result["explanation"] = [dataclasses.asdict(line) for line in lines]
+        if book is not None:
+            result["textbook"] = dataclasses.asdict(book)
+        if cache is not None:
+            result["kv_cache"] = cache.to_dict()
+        print_json(result)
+        return
+    terminal.draw_estimate(
+        priced,
+        model=source.name,
+        gpu_reason=gpu_reason,
+        budget_bytes=budget_bytes,
+        file=sys.stdout,
+    )
+    if cache is not None:
+        draw_kv_cache(cache, priced, budget_bytes, sys.stdout)
+    if explain:
+        terminal.draw_explanation(lines, sys.stdout)
+    if book is not None:
+        draw_textbook(book, sys.stdout)

@@ -1,0 +1,145 @@
+"""Options that several commands share, and what was typed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autotune.cli.output import say
+from autotune.config import TASKS
+from autotune.knobs import KNOBS, Knob
+
+if TYPE_CHECKING:
+    from autotune.lengths import Lengths
+    from autotune.models import ModelSource
+
+COUNT = click.IntRange(1, 1_000_000)
+LENGTH = click.IntRange(1, 10_000_000)
+
+Command = Callable[..., None]
+
+
+class KnobType(click.ParamType[Any]):
+    """A value of a knob, read as a space's file reads it."""
+
+    def __init__(self, knob: Knob) -> None:
+        self.name = knob.name
+        self._read = knob.read
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        typed = int(value) if isinstance(value, str) and value.isdecimal() else value
+        try:
+            return self._read(typed)
+        except ValueError as error:
+            self.fail(f"{str(value)[:40]!r} {error}", param, context)
+
+
+def knob_options(command: Command) -> Command:
+    """An option per knob, None where it is not given."""
+    for knob in reversed(KNOBS.values()):
+        command = _option(knob)(command)
+    return command
+
+
+def _option(knob: Knob) -> Callable[[Command], Command]:
+    if knob.choices == (False, True):
+        switch = f"{knob.flag}/--no-{knob.flag.removeprefix('--')}"
+        return click.option(switch, knob.name, default=None, help=knob.summary)
+    is_closed = knob.choices and not knob.is_open
+    kind = click.Choice(knob.choices) if is_closed else KnobType(knob)
+    metavar = knob.metavar or None
+    return click.option(knob.flag, knob.name, type=kind, metavar=metavar, help=knob.summary)
+
+
+def workload_options(command: Command) -> Command:
+    """Options that say what is trained, and on which card."""
+    options = (
+        click.option(
+            "--model",
+            required=True,
+            metavar="NAME",
+            help="Hub id, catalogue name, folder or config.json. Weights are never read.",
+        ),
+        click.option(
+            "--task",
+            type=click.Choice(TASKS),
+            help="What the model is trained for [default: by its architecture].",
+        ),
+        click.option("--gpu", metavar="NAME", help="Card to plan for: see `autotune gpus`."),
+        click.option(
+            "--gpu-mem",
+            metavar="SIZE",
+            help="Memory budget: 12GB, 11.5GiB, 24000MB [default: all of the card].",
+        ),
+        click.option("--seq-len", type=LENGTH, default=1024, help="Tokens per sample."),
+        click.option(
+            "--dataset",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="A .jsonl or a text per line: with its lengths, tokens/s counts no padding "
+            "[default: every sample is --seq-len long].",
+        ),
+        click.option("--text-field", metavar="NAME", default="text", help="Of the .jsonl."),
+        click.option(
+            "--tokenizer",
+            metavar="FOLDER",
+            help="Of the dataset, from local files [default: the model's].",
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    """Whether the user typed the option."""
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def read_lengths(
+    dataset: Path, source: ModelSource, length: int, *, text_field: str, tokenizer: str | None
+) -> Lengths:
+    """Of the dataset's samples, cut off at `length`; says so where the longest is shorter."""
+    from autotune import dataset as datasets
+
+    lengths = datasets.read_lengths(
+        dataset,
+        text_field=text_field,
+        tokenizer=tokenizer or source.folder_or_id,
+        sequence_length=length,
+    )
+    if lengths.longest < length:
+        say(f"note: no sample has more than {lengths.longest} tokens: that is the sequence length.")
+    return lengths
+
+
+def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
+    from autotune import inputs
+
+    possible = inputs.possible_length(source, length, is_given=is_given)
+    if possible != length:
+        say(
+            f"note: {source.short_name} has positions for {possible} tokens: --seq-len {possible} "
+            "is taken."
+        )
+    return possible
+
+
+def command_line(context: click.Context) -> str:
+    """What was typed, without the database's address: a password may be in it."""
+    words = ["autotune", str(context.info_name)]
+    for option in context.command.params:
+        assert option.name is not None
+        if option.name == "storage" or not is_given(context, option.name):
+            continue
+        value = context.params[option.name]
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [option.opts[0]] if each is True else [option.opts[0], str(each)]
+    return shlex.join(words)

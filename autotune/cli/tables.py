@@ -1,0 +1,47 @@
+"""The commands that list what is known: cards, models, search spaces."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+@click.command()
+def gpus() -> None:
+    """List the cards that are known, and those of this machine."""
+    from autotune.gpus import catalogue, detect
+    from autotune.report import terminal
+
+    here = detect()
+    terminal.draw_gpus(here, catalogue(), sys.stdout)
+
+
+@click.command()
+def models() -> None:
+    """List the models that need no network. Others: a Hub id, a folder or a config.json."""
+    from autotune.models import catalogue
+    from autotune.report import terminal
+    from autotune.units import format_count
+
+    rows = [
+        (entry.hub_id, format_count(entry.num_parameters), entry.notes) for entry in catalogue()
+    ]
+    terminal.draw_table(("model", "parameters>", "notes"), rows, sys.stdout)
+
+
+@click.command()
+def spaces() -> None:
+    """List the search spaces that come with autotune. To change one, copy its file."""
+    from autotune.report import terminal
+    from autotune.space_file import available
+
+    rows = [
+        (
+            space.name,
+            f"{sum(section.num_points for section in space.methods):,}",
+            space.description,
+        )
+        for space in available()
+    ]
+    terminal.draw_table(("space", "points>", "description"), rows, sys.stdout)

@@ -1,0 +1,290 @@
+"""The settings that a search may vary, one row each (KNOBS).
+
+A row is what a technique needs outside the worker: how its values are read from a space's file or the
+command line, what a change of it gives up, how it is said, and what it puts into TrainingArguments.
+Its name is a field of TrainConfig; what changes the traced step is a field of TraceSpec too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.errors import nearest
+from autotune.lengths import BATCHINGS
+from autotune.optimizers import OPTIMIZERS
+
+MAX_NUMBER = 1_000_000
+"""Of a micro-batch size, rank or layer interval."""
+
+REQUIRED = object()
+"""Default of a knob that every section of a space must name."""
+
+_ADAPTERS = ("lora", "qlora")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Knob:
+    """One setting."""
+
+    name: str
+    """Field of TrainConfig."""
+    tradeoff: str
+    """Of TRADEOFF_CLASSES: what a change of it gives up. Empty: it depends on the values."""
+    read: Callable[[object], Any]
+    """A value as YAML has it -> a value of TrainConfig. ValueError says what is wrong with it."""
+    flag: str
+    """Option of `autotune estimate`."""
+    summary: str
+    """Help of that option."""
+    metavar: str = ""
+    """Its values, where there is no list of them."""
+    default: Any = REQUIRED
+    """What a section of a space that does not name it has."""
+    choices: tuple[Any, ...] = ()
+    """Every value of what is no number."""
+    is_open: bool = False
+    """Other text is a value too: the choices are the usual ones."""
+    smallest: int | None = None
+    """Of a number."""
+    usual_largest: int = 1
+    """Of a number: Optuna's domain ends there, or at the largest value in use."""
+    is_slope: bool = False
+    """Twice the number bends a prediction twice as far; else each value bends it in its own way."""
+    methods: tuple[str, ...] = METHODS
+    """Training methods that have it."""
+    words: Callable[[Any], str] = str
+    """A value, for people."""
+    typed: Callable[[Any], str] = str
+    """A value, as its option takes it."""
+    arguments: Callable[[Any], dict[str, object]] | None = None
+    """What a value adds to TrainingArguments, where that follows from it alone."""
+
+
+def kind(value: object) -> str:
+    """How to call a wrong value; never its repr, which aliases can make endless."""
+    if isinstance(value, (bool, int, float)):
+        return str(value)[:40]
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    names = {list: "a list", dict: "a mapping", type(None): "nothing"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def _one_of(known: Sequence[str], what: str) -> Callable[[object], str]:
+    def read(value: object) -> str:
+        if not isinstance(value, str):
+            raise ValueError(f"must be a name, not {kind(value)}")
+        if value not in known:
+            raise ValueError(f"unknown {what} {value[:40]!r}. {nearest(value[:40], known)}")
+        return value
+
+    return read
+
+
+def _positive(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"must be a whole number, not {kind(value)}")
+    if not 0 < value <= MAX_NUMBER:
+        raise ValueError(f"must be from 1 to {MAX_NUMBER:,}")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {kind(value)}")
+    return value
+
+
+def _checkpointing(value: object) -> int:
+    """none: 0; full: 1; every-N: N."""
+    if value in ("none", "full"):
+        return int(value == "full")
+    pattern = r"every-([1-9][0-9]{0,5})"
+    match = re.fullmatch(pattern, value, re.ASCII) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("must be none, full or every-N (every-2: each second layer)")
+    return int(match[1])
+
+
+def _targets(value: object) -> str:
+    """all-linear, attention, or names of modules joined by commas."""
+    if isinstance(value, str) and len(value) <= 1000:
+        names = [name.strip() for name in value.split(",")]
+        if value == "all-linear" or all(
+            re.fullmatch(r"[\w.]{1,100}", name, re.ASCII) for name in names
+        ):
+            return ",".join(names)
+    raise ValueError("must be all-linear, attention, or module names joined by commas")
+
+
+def _interval(number: int) -> str:
+    if number < 2:
+        return "checkpoint every layer" if number else "no checkpointing"
+    suffix = (
+        "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    )
+    return f"checkpoint every {number}{suffix} layer"
+
+
+_QUANTIZED = tuple(name for name in QUANTIZATIONS if name != "none")
+
+KNOBS: dict[str, Knob] = {
+    knob.name: knob
+    for knob in (
+        Knob(
+            name="micro_batch_size",
+            tradeoff="exact",
+            read=_positive,
+            smallest=1,
+            usual_largest=32,
+            is_slope=True,
+            words=lambda size: f"micro-batch {size}",
+            flag="--micro-batch",
+            metavar="N",
+            summary="Samples in one forward and backward pass [default: 1].",
+        ),
+        Knob(
+            name="precision",
+            tradeoff="numerics",
+            read=_one_of(tuple(PRECISIONS), "precision"),
+            choices=tuple(PRECISIONS),
+            flag="--precision",
+            summary="[default: bf16-true, bf16-autocast with an adapter, fp16 on old cards]",
+        ),
+        Knob(
+            name="optimizer",
+            tradeoff="",
+            read=_one_of(tuple(OPTIMIZERS), "optimizer"),
+            choices=tuple(OPTIMIZERS),
+            flag="--optimizer",
+            summary="[default: adamw_torch_fused]",
+        ),
+        Knob(
+            name="activation_checkpointing",
+            tradeoff="exact",
+            read=_checkpointing,
+            default=0,
+            smallest=0,
+            usual_largest=128,
+            words=_interval,
+            typed=lambda number: f"every-{number}" if number else "none",
+            flag="--checkpointing",
+            metavar="none|full|every-N",
+            summary="Layers whose activations are computed again [default: none].",
+        ),
+        Knob(
+            name="activation_offloading",
+            tradeoff="exact",
+            read=_flag,
+            default=False,
+            choices=(False, True),
+            words=lambda on: "offloading" if on else "no offloading",
+            flag="--offload",
+            summary="Checkpointed activations wait in host memory.",
+        ),
+        Knob(
+            name="attention",
+            tradeoff="exact",
+            read=_one_of(ATTENTIONS, "attention"),
+            default="sdpa",
+            choices=ATTENTIONS,
+            words=lambda name: f"{name} attention",
+            flag="--attention",
+            summary="[default: sdpa, where the model has it]",
+        ),
+        Knob(
+            name="lora_rank",
+            tradeoff="recipe",
+            read=_positive,
+            default=16,
+            smallest=1,
+            usual_largest=1024,
+            is_slope=True,
+            methods=_ADAPTERS,
+            words=lambda rank: f"rank {rank}",
+            flag="--rank",
+            metavar="N",
+            summary="Of the adapter [default: 16].",
+        ),
+        Knob(
+            name="lora_targets",
+            tradeoff="recipe",
+            read=_targets,
+            default="all-linear",
+            choices=("all-linear", "attention"),
+            is_open=True,
+            methods=_ADAPTERS,
+            words=lambda targets: f"LoRA on {targets}",
+            flag="--targets",
+            metavar="NAMES",
+            summary="all-linear, attention, or modules joined by commas [default: all-linear].",
+        ),
+        Knob(
+            name="quantization",
+            tradeoff="recipe",
+            read=_one_of(_QUANTIZED, "quantization"),
+            default="nf4",
+            choices=tuple(QUANTIZATIONS),
+            methods=("qlora",),
+            flag="--quantization",
+            summary="Storage of the frozen weights [default: nf4 for qlora].",
+        ),
+        Knob(
+            name="batching",
+            tradeoff="recipe",
+            read=_one_of(BATCHINGS, "batching"),
+            default="packed",
+            choices=BATCHINGS,
+            words=lambda name: f"{name} batches",
+            flag="--batching",
+            summary="How samples fill a batch [default: packed, padded where answers belong to samples].",
+        ),
+    )
+}
+
+METHOD_WORDS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+
+_PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+
+
+def describe(config: TrainConfig) -> str:
+    """One line for people: what every configuration has, and what differs from plain."""
+    method = METHOD_WORDS[config.method]
+    if config.method == "full":
+        method += " fine-tune"
+    if config.lora_rank is not None:
+        method += f" r={config.lora_rank} on {config.lora_targets}"
+    said = {
+        "lora_rank": "",
+        "lora_targets": "",
+        "quantization": "" if config.quantization == "none" else config.quantization,
+        "precision": config.precision,
+        "optimizer": config.optimizer,
+        "micro_batch_size": (
+            f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}"
+        ),
+        "attention": "",
+    }
+    others = [
+        knob.words(value)
+        for name, knob in KNOBS.items()
+        if name not in said and (value := getattr(config, name)) != _PLAIN[name]
+    ]
+    return ", ".join([method, *filter(None, said.values()), *others, config.attention])
+
+
+def as_options(config: TrainConfig) -> list[str]:
+    """What `autotune estimate` is to be given for these settings, plain ones left out."""
+    options: list[str] = []
+    for name, knob in KNOBS.items():
+        value = getattr(config, name)
+        if value is True:
+            options.append(knob.flag)
+        elif value != _PLAIN[name]:
+            options += [knob.flag, knob.typed(value)]
+    return options

@@ -1,0 +1,175 @@
+"""Parameters, state and costs: what every optimizer's step is told and answers in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autotune.allocator import Tape
+from autotune.config import DTYPE_BYTES
+
+States = list[list[int]]
+"""Per parameter, the tape's indices of its state on the device."""
+
+LOW_PRECISION = frozenset({"float16", "bfloat16"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """A trainable parameter; its gradient has the same shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """A key of DTYPE_BYTES."""
+    group: int = 0
+    """The optimizer's parameter group. The Trainer makes two: 0 weights, 1 biases and norms."""
+    embedding: bool = False
+    """Weight of an nn.Embedding: the Trainer keeps its state in 32 bits under 8-bit optimizers."""
+    linear: bool = False
+    """Weight of an nn.Linear: what GaLore and APOLLO project when told `all-linear`."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateTensor:
+    """One tensor that an optimizer keeps for one parameter."""
+
+    size_bytes: int
+    place: str = "device"
+    """`device`; `managed`: CUDA managed memory, which torch's allocator does not see; `host`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """What one call costs the GPU, for a roofline."""
+
+    bytes_moved: int
+    """Read and written, each pass over a tensor counted."""
+    num_kernels: int
+    """Launches."""
+    num_synchronizations: int = 0
+    """Times the host waits until the GPU is idle."""
+    host_bytes: int = 0
+    """Copied between device and host."""
+    matmul_flops: tuple[tuple[str, float], ...] = ()
+    """Of matrix products, as (dtype, operations)."""
+
+    def __add__(self, other: StepCost) -> StepCost:
+        flops = dict(self.matmul_flops)
+        for dtype, added in other.matmul_flops:
+            flops[dtype] = flops.get(dtype, 0) + added
+        return StepCost(
+            bytes_moved=self.bytes_moved + other.bytes_moved,
+            num_kernels=self.num_kernels + other.num_kernels,
+            num_synchronizations=self.num_synchronizations + other.num_synchronizations,
+            host_bytes=self.host_bytes + other.host_bytes,
+            matmul_flops=tuple(flops.items()),
+        )
+
+
+NO_COST = StepCost(bytes_moved=0, num_kernels=0)
+
+
+class Algorithm(Protocol):
+    """How an optimizer's step treats memory."""
+
+    def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
+        """Return what it keeps for one parameter, in order of allocation."""
+        ...
+
+    def write_step(self, tape: Tape, specs: Sequence[TensorSpec], states: States | None) -> States:
+        """Append one step and return the indices of the state.
+
+        Pass None the first time, so that the state is allocated too; then what was returned.
+        """
+        ...
+
+    def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
+        """Return what a step costs once the state exists."""
+        ...
+
+
+class Scope:
+    """The variables of a function that runs: a tensor is freed when its name means another.
+
+    `x = f(x)` makes the new tensor before the old one goes; a loop's variables outlive its rounds.
+    """
+
+    def __init__(self, tape: Tape, *names: str) -> None:
+        self.tape = tape
+        self._index_of: dict[str, int | None] = dict.fromkeys(names)
+
+    def new(self, name: str, size_bytes: int) -> None:
+        """`name = ` a tensor that is made now."""
+        index = self.tape.alloc(size_bytes, "temporary")
+        self.drop(name)
+        self._index_of[name] = index
+
+    def rename(self, name: str, new_name: str) -> None:
+        """`new_name = name`, and `name` no more."""
+        index, self._index_of[name] = self._index_of[name], None
+        self.drop(new_name)
+        self._index_of[new_name] = index
+
+    def drop(self, *names: str) -> None:
+        """The names mean no tensor of ours from now on."""
+        for name in names:
+            index, self._index_of[name] = self._index_of[name], None
+            if index is not None:
+                self.tape.free(index)
+
+    def close(self) -> None:
+        """Return from the function: CPython drops its variables in the order of their names."""
+        self.drop(*self._index_of)
+
+
+def alloc_state(tape: Tape, tensors: Iterable[StateTensor]) -> list[int]:
+    return [tape.alloc(t.size_bytes, "optimizer_state") for t in tensors if t.place == "device"]
+
+
+def write_passing(tape: Tape, size_bytes: int) -> None:
+    """A temporary that is gone at once."""
+    tape.free(tape.alloc(size_bytes, "temporary"))
+
+
+def free_list(tape: Tape, indices: Sequence[int]) -> None:
+    """CPython drops a list's items from the end."""
+    for index in reversed(indices):
+        tape.free(index)
+
+
+def empty_states(specs: Sequence[TensorSpec]) -> States:
+    return [[] for _ in specs]
+
+
+def by_group(specs: Sequence[TensorSpec]) -> list[list[int]]:
+    """Positions of each parameter group, in the order of the groups."""
+    groups: dict[int, list[int]] = {}
+    for i, spec in enumerate(specs):
+        groups.setdefault(spec.group, []).append(i)
+    return [groups[number] for number in sorted(groups)]
+
+
+def in_group_order(specs: Sequence[TensorSpec]) -> list[int]:
+    return [i for group in by_group(specs) for i in group]
+
+
+def total_bytes(specs: Iterable[TensorSpec]) -> int:
+    return sum(spec.size_bytes for spec in specs)
+
+
+def total_state_bytes(algorithm: Algorithm, specs: Iterable[TensorSpec]) -> int:
+    return sum(tensor.size_bytes for spec in specs for tensor in algorithm.state(spec))
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)

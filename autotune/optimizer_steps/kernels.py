@@ -1,0 +1,159 @@
+"""Optimizers that update each parameter by a kernel of their own, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autotune.allocator import Tape
+from autotune.optimizer_steps.core import (
+    LOW_PRECISION,
+    Algorithm,
+    States,
+    StateTensor,
+    StepCost,
+    TensorSpec,
+    alloc_state,
+    ceil_div,
+    empty_states,
+    in_group_order,
+    total_bytes,
+    total_state_bytes,
+)
+
+# bitsandbytes 0.50 optim/optimizer.py: min_8bit_size, blocksize, and get_state_buffer's `< 1e5`.
+_MIN_8BIT_ELEMENTS = 4096
+_BLOCK_ELEMENTS = 256
+_MIN_PAGED_ELEMENTS = 100_000
+# functional.create_dynamic_map: 256 float32 code points; signed for state1, unsigned for state2.
+_QMAP_BYTES = 256 * 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BitsAndBytes(Algorithm):
+    """bitsandbytes' Optimizer1State and Optimizer2State: one kernel per parameter, in place."""
+
+    num_states: int
+    bits: int
+    paged: bool = False
+    slow_average: bool = False
+    """AdEMAMix: state1 holds a second moving average (optim/ademamix.py, init_state)."""
+    max_unorm: bool = False
+    """A scalar for the norm of the update."""
+    spares_embeddings: bool = True
+    """Trainer.create_optimizer keeps the state of embeddings in 32 bits."""
+
+    def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
+        num_elements = spec.num_elements
+        quantises = self.quantises(spec)
+        num_averages = (1 + self.slow_average, *(1,) * (self.num_states - 1))
+        moments = tuple(
+            StateTensor(
+                size_bytes=count * num_elements * (1 if quantises else 4),
+                place=self._place(num_elements),
+            )
+            for count in num_averages
+        )
+        norm = (StateTensor(size_bytes=4),) * self.max_unorm
+        if not quantises:
+            return (*moments, *norm)
+        num_blocks = ceil_div(num_elements, _BLOCK_ELEMENTS)
+        scales = tuple(StateTensor(size_bytes=count * num_blocks * 4) for count in num_averages)
+        return (*scales, *moments) if self.slow_average else (*moments, *scales, *norm)
+
+    def write_step(self, tape: Tape, specs: Sequence[TensorSpec], states: States | None) -> States:
+        if states is not None:
+            return states
+        kept = empty_states(specs)
+        has_code_books = False
+        for i in in_group_order(specs):
+            if self.quantises(specs[i]) and not has_code_books:
+                self.write_code_books(tape)
+                has_code_books = True
+            kept[i] = alloc_state(tape, self.state(specs[i]))
+        return kept
+
+    def write_code_books(self, tape: Tape) -> None:
+        """Shared by all parameters, and moved to the device for the first."""
+        for _ in range(self.num_states):
+            tape.alloc(_QMAP_BYTES, "optimizer_state")
+
+    def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
+        # In place: parameter and states are read and written, the gradient read. step() calls
+        # torch.cuda.synchronize after every parameter, once more at the end when paged.
+        return StepCost(
+            bytes_moved=3 * total_bytes(specs) + 2 * total_state_bytes(self, specs),
+            num_kernels=len(specs),
+            num_synchronizations=len(specs) + self.paged,
+        )
+
+    def quantises(self, spec: TensorSpec) -> bool:
+        spared = self.spares_embeddings and spec.embedding
+        return self.bits == 8 and spec.num_elements >= _MIN_8BIT_ELEMENTS and not spared
+
+    def _place(self, num_elements: int) -> str:
+        return "managed" if self.paged and num_elements >= _MIN_PAGED_ELEMENTS else "device"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchAo(Algorithm):
+    """torchao's AdamW8bit and AdamW4bit: each parameter's step is compiled into a kernel.
+
+    torchao 0.18 optim/adam.py (_new_buffer, single_param_adam), subclass_8bit.py, subclass_4bit.py.
+    The Trainer passes block_size 256 to both. Of the step's float32 copies nothing is written: a
+    Triton kernel that reduces blocks of 256 holds them in registers, which no run here has shown.
+    The code that inductor makes for a CPU does keep two of them, of one parameter at a time.
+    """
+
+    bits: int
+
+    def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
+        num_elements = spec.num_elements
+        if num_elements < _MIN_8BIT_ELEMENTS or num_elements % _BLOCK_ELEMENTS:
+            return (StateTensor(size_bytes=spec.size_bytes),) * 2
+        codes = StateTensor(size_bytes=num_elements * self.bits // 8)
+        scales = StateTensor(size_bytes=num_elements // _BLOCK_ELEMENTS * 4)
+        code_book = StateTensor(size_bytes=2**self.bits * 4)
+        return (codes, scales, code_book) * 2
+
+    def write_step(self, tape: Tape, specs: Sequence[TensorSpec], states: States | None) -> States:
+        return _state_as_it_comes(self, tape, specs) if states is None else states
+
+    def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
+        return StepCost(
+            bytes_moved=3 * total_bytes(specs) + 2 * total_state_bytes(self, specs),
+            num_kernels=len(specs),
+        )
+
+
+class StableAdamW(Algorithm):
+    """optimi's StableAdamW with its Triton kernels, which it takes for CUDA parameters.
+
+    torch-optimi 0.3 optimi/stableadamw.py: _init_state, _triton_stableadamw. 16-bit parameters keep
+    the rounding error of the last update (kahan_sum); others a byte in its place.
+    """
+
+    def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
+        whole, scalar = spec.size_bytes, spec.size_bytes // max(spec.num_elements, 1)
+        compensation = whole if spec.dtype in LOW_PRECISION else 1
+        sizes = (whole, whole, scalar, compensation, 4)
+        return tuple(StateTensor(size_bytes=size) for size in sizes)
+
+    def write_step(self, tape: Tape, specs: Sequence[TensorSpec], states: States | None) -> States:
+        return _state_as_it_comes(self, tape, specs) if states is None else states
+
+    def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
+        # Moments from the gradient: 3 read, 2 written. Parameters from the moments: 3 read, 1
+        # written, and the compensation both. Then a scalar is zeroed.
+        compensated = [spec for spec in specs if spec.dtype in LOW_PRECISION]
+        return StepCost(
+            bytes_moved=9 * total_bytes(specs) + 2 * total_bytes(compensated),
+            num_kernels=3 * len(specs),
+        )
+
+
+def _state_as_it_comes(algorithm: Algorithm, tape: Tape, specs: Sequence[TensorSpec]) -> States:
+    kept = empty_states(specs)
+    for i in in_group_order(specs):
+        kept[i] = alloc_state(tape, algorithm.state(specs[i]))
+    return kept

@@ -1,0 +1,90 @@
+"""Counts the tokens of a dataset's samples with the model's own tokenizer, from local files only."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MAX_TOKENISED = 20_000
+"""A larger dataset is sampled. [judgement] Its mean is then known to a per cent."""
+NUM_LONGEST = 200
+"""Texts, of the most characters, among which the sample of the most tokens is looked for."""
+_AT_ONCE = 1000
+
+
+class UnreadableDataset(Exception):
+    """The dataset or the tokenizer cannot be used; the message is for the user."""
+
+
+def count_lengths(dataset: str, text_field: str, tokenizer: str) -> dict[str, Any]:
+    """{"num_samples": all, "counts": [[tokens, samples], ...], "longest": tokens}.
+
+    The counts are of at most MAX_TOKENISED samples. Raises UnreadableDataset.
+    """
+    texts = list(_texts(Path(dataset), text_field))
+    if not texts:
+        raise UnreadableDataset(f"{dataset} is empty")
+    num_samples = len(texts)
+    longest_texts = heapq.nlargest(NUM_LONGEST, texts, len)
+    if num_samples > MAX_TOKENISED:
+        texts = random.Random(0).sample(texts, MAX_TOKENISED)
+    tokenise = _load(tokenizer)
+    counts = _counted(tokenise, texts)
+    counts.pop(0, None)
+    if not counts:
+        raise UnreadableDataset(f"{dataset} has no tokens")
+    return {
+        "num_samples": num_samples,
+        "counts": sorted(counts.items()),
+        "longest": max(*counts, *_counted(tokenise, longest_texts)),
+    }
+
+
+def _counted(tokenise: Any, texts: list[str]) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for start in range(0, len(texts), _AT_ONCE):
+        batch = tokenise(texts[start : start + _AT_ONCE], verbose=False)["input_ids"]
+        counts.update(map(len, batch))
+    return counts
+
+
+def _load(tokenizer: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            tokenizer, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UnreadableDataset(f"no tokenizer in local files for {tokenizer}: {why}") from error
+
+
+def _texts(path: Path, text_field: str) -> Iterator[str]:
+    """As train.py reads them: objects of a .jsonl, or lines of text."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _text(line, text_field, number) if path.suffix == ".jsonl" else line
+    except OSError as error:
+        raise UnreadableDataset(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UnreadableDataset(f"{path} is not UTF-8 text") from error
+
+
+def _text(line: str, text_field: str, number: int) -> str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableDataset(f"line {number} is not JSON") from error
+    text = row.get(text_field) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        fields = ", ".join(map(str, row))[:100] if isinstance(row, dict) else "no fields"
+        raise UnreadableDataset(f"line {number} has no text in {text_field!r}; it has {fields}")
+    return text

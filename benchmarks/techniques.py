@@ -1,0 +1,139 @@
+"""What each technique saves and costs, predicted: one setting changed at a time from a plain base.
+
+    python benchmarks/techniques.py > studies/techniques/README.md
+
+Every value of every knob (autotune/knobs.py) and every method. Full fine-tuning is the base of what
+full fine-tuning has; the settings of adapters start from LoRA, those of quantised bases from QLoRA.
+Nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+
+from autotune import __version__, tune
+from autotune.config import METHODS, TrainConfig, Workload
+from autotune.errors import ConfigError
+from autotune.estimate import Estimator
+from autotune.gpus import Gpu, find_gpu
+from autotune.knobs import KNOBS, METHOD_WORDS, Knob, describe
+from autotune.models import ModelSource, resolve
+from autotune.results import Estimate, TraceSpec
+from autotune.space import Context, broken_rules, tradeoff_class
+from autotune.tracing import trace_all
+from autotune.units import GIB
+
+MICRO_BATCH = 4
+EFFECTIVE_BATCH = 16
+SAMPLES = {"activation_checkpointing": (1, 2), "lora_rank": (8, 64), "micro_batch_size": (1, 8)}
+"""Values of the knobs that are numbers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    words: str
+    base: Estimate
+    changed: Estimate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What each technique saves and costs, predicted.")
+    parser.add_argument("--model", default="Qwen/Qwen2.5-1.5B")
+    parser.add_argument("--gpu", default="a100-40gb")
+    options = parser.parse_args()
+    model, card = resolve(options.model), find_gpu(options.gpu)
+    bases = {method: base_of(method, model, card) for method in METHODS}
+    changes = list(changes_of(bases, card))
+    specs = {TraceSpec.of(config) for pair in changes for config in pair[1:]}
+    sequence_length = bases["full"].sequence_length
+    traces = trace_all(model, model.task, sequence_length, card, specs)
+    estimator = Estimator(traces, card, memory_budget_bytes=card.capacity_bytes)
+    print(heading(model, card, bases["full"], estimator))
+    for words, base, changed in changes:
+        if not estimator.supports(changed):
+            print(f"| {words} | not for this model | | |")
+            continue
+        print(
+            line(
+                Row(words=words, base=estimator.estimate(base), changed=estimator.estimate(changed))
+            )
+        )
+
+
+def base_of(method: str, model: ModelSource, card: Gpu) -> TrainConfig:
+    workload = Workload(
+        model=model.name,
+        effective_batch_size=EFFECTIVE_BATCH,
+        methods=(method,),
+        memory_budget_bytes=card.capacity_bytes,
+    )
+    return dataclasses.replace(
+        tune.default_base(workload, card, model),
+        micro_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=EFFECTIVE_BATCH // MICRO_BATCH,
+    )
+
+
+def changes_of(
+    bases: dict[str, TrainConfig], card: Gpu
+) -> Iterator[tuple[str, TrainConfig, TrainConfig]]:
+    """(words, base, the same with one setting changed)."""
+    for method, base in bases.items():
+        if method != "full":
+            yield METHOD_WORDS[method], bases["full"], base
+    for knob in KNOBS.values():
+        base = bases[knob.methods[0]]
+        for value in SAMPLES.get(knob.name, knob.choices):
+            if value == getattr(base, knob.name):
+                continue
+            changed = changed_to(base, knob, value)
+            context = Context(
+                effective_batch_size=EFFECTIVE_BATCH, compute_capability=card.compute_capability
+            )
+            if not broken_rules(changed, context):
+                yield knob.words(value), base, changed
+
+
+def changed_to(base: TrainConfig, knob: Knob, value: object) -> TrainConfig:
+    changed = dataclasses.replace(base, **{knob.name: value})
+    if knob.name == "activation_offloading":  # of what checkpointing keeps
+        changed = dataclasses.replace(changed, activation_checkpointing=1)
+    accumulation = EFFECTIVE_BATCH // changed.micro_batch_size
+    return dataclasses.replace(changed, gradient_accumulation_steps=accumulation)
+
+
+def heading(model: ModelSource, card: Gpu, base: TrainConfig, estimator: Estimator) -> str:
+    plain = estimator.estimate(base)
+    assert plain.tokens_per_second is not None
+    return f"""# What each technique saves and costs
+
+**Predicted, not measured**, by autotune {__version__}:
+
+    python benchmarks/techniques.py --model {model.name} --gpu {card.slug}
+
+{model.short_name} on an {card.name}, {base.sequence_length} tokens, effective batch {EFFECTIVE_BATCH}.
+The base, {describe(base)}, takes {plain.peak_device_bytes / GIB:.1f} GiB
+at {plain.tokens_per_second:,.0f} tokens/s. One setting is changed at a time; what only adapters or
+quantised bases have is compared with LoRA and QLoRA. Memory that is saved is worth more than its own
+row says where it lets another setting go: that is what `autotune find` is for.
+
+| technique | memory | speed | class |
+|---|---:|---:|---|"""
+
+
+def line(row: Row) -> str:
+    saved = (row.changed.peak_device_bytes - row.base.peak_device_bytes) / GIB
+    assert row.changed.tokens_per_second is not None
+    assert row.base.tokens_per_second is not None
+    speed = row.changed.tokens_per_second / row.base.tokens_per_second - 1
+    tradeoff = tradeoff_class(row.changed.config, row.base.config)
+    return f"| {row.words} | {saved:+.1f} GiB | {100 * speed:+.0f} % | {tradeoff} |"
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error

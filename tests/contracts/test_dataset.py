@@ -1,0 +1,160 @@
+"""A dataset's lengths by a real tokenizer, padding by Transformers' own sampler, and `find --dataset`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.dataset import read_lengths
+from autotune.errors import ConfigError
+from autotune.lengths import Lengths, useful_share
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
+MAKE_TOKENIZER = """
+import sys
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "word": 1}, "[UNK]"))
+tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(sys.argv[1])
+"""
+WORDS = [1, 2, 3, 4, 5, 6, 7, 8, 120]
+"""Per line: all short but one."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dataset")
+    (folder / "tiny").mkdir()
+    shutil.copy(EXAMPLE, folder / "tiny" / "config.json")
+    command = [sys.executable, "-c", MAKE_TOKENIZER, str(folder / "tiny")]
+    subprocess.run(command, check=True, timeout=120)
+    texts = [" ".join(["word"] * count) for count in WORDS * 40]
+    rows = [json.dumps({"text": text, "n": 1}) for text in texts]
+    (folder / "data.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (folder / "data.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    return folder
+
+
+def read(folder: Path, name: str, **changes: Any) -> Lengths:
+    settings = {"text_field": "text", "tokenizer": str(folder / "tiny"), "sequence_length": 100}
+    return read_lengths(folder / name, **(settings | changes))
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
+def test_samples_are_counted_as_the_tokenizer_cuts_them(folder: Path, name: str) -> None:
+    lengths = read(folder, name)
+    assert (lengths.num_samples, lengths.longest) == (360, 100)
+    assert lengths.num_tokens == 40 * (36 + 100)
+    assert lengths.percentiles[50] == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "changes", "part"),
+    [
+        ("missing.jsonl", None, {}, "No such file"),
+        ("empty.txt", "\n \n", {}, "is empty"),
+        ("list.jsonl", "[1]", {}, "line 1 has no text in 'text'; it has no fields"),
+        ("field.jsonl", '{"body": "x"}', {}, "it has body"),
+        ("broken.jsonl", "{", {}, "line 1 is not JSON"),
+        ("deep.jsonl", "[" * 100_000, {}, "line 1 is not JSON"),
+        ("good.txt", "word", {"tokenizer": "no/such-model"}, "no tokenizer in local files"),
+    ],
+)
+def test_what_cannot_be_read_is_said(
+    folder: Path, name: str, content: str | None, changes: dict[str, Any], part: str
+) -> None:
+    if content is not None:
+        (folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        read(folder, name, **changes)
+    assert part in str(error.value)
+
+
+@pytest.mark.parametrize(("micro_batch", "accumulation"), [(2, 8), (8, 2)])
+@pytest.mark.parametrize("batching", ["padded", "grouped"])
+def test_padding_is_what_transformers_own_sampler_leaves(
+    batching: str, micro_batch: int, accumulation: int
+) -> None:
+    import torch
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    draw = random.Random(7)
+    sizes = [min(1000, int(draw.lognormvariate(5, 1)) + 1) for _ in range(6400)]
+    counts = {size: sizes.count(size) for size in set(sizes)}
+    lengths = Lengths.of(counts, 1000, num_samples=len(sizes), longest=max(sizes))
+    if batching == "grouped":
+        generator = torch.Generator().manual_seed(0)
+        step = micro_batch * accumulation
+        order = list(LengthGroupedSampler(step, lengths=sizes, generator=generator))
+    else:
+        order = draw.sample(range(len(sizes)), len(sizes))
+    batches = [order[i : i + micro_batch] for i in range(0, len(order), micro_batch)]
+    padded = sum(max(sizes[i] for i in batch) * len(batch) for batch in batches)
+    assert useful_share(
+        lengths,
+        batching,
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+    ) == pytest.approx(sum(sizes) / padded, rel=0.02)
+
+
+def find(folder: Path, *more: str) -> dict[str, Any]:
+    space = folder / "space.yaml"
+    space.write_text(
+        "methods:\n  full:\n    micro_batch_size: [1, 2, 8]\n    precision: [bf16-true]\n"
+        "    optimizer: [adamw_torch_fused]\n    attention: [eager]\n"
+        "    batching: [packed, padded, grouped]\n",
+        encoding="utf-8",
+    )
+    arguments = (
+        "find --model tiny --space space.yaml --method full --effective-batch 8 --allow recipe --json "
+        "--seq-len 200"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "autotune", *arguments.split(), *more],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def test_find_counts_no_padding_and_takes_the_longest_sample_for_the_worst(folder: Path) -> None:
+    found = find(folder, "--gpu", "rtx-4070", "--dataset", "data.jsonl")
+    assert found["workload"]["sequence_length"] == 120
+    assert found["workload"]["lengths"]["num_samples"] == 360
+    # One sample of nine is thirty times as long: what is padded to it is mostly padding.
+    assert found["best"]["useful_share"] > 0.9
+    assert found["counts"]["enumerated"] == 9
+
+
+def test_a_measured_answer_counts_no_padding_either(folder: Path) -> None:
+    found = find(
+        folder,
+        *("--backend", "cpu", "--gpu-mem", "200MB", "--dataset", "data.jsonl"),
+        *("--effort", "quick", "--confirm-steps", "1"),
+    )
+    best = found["measured"]["best"]
+    config = best["config"]
+    tokens = config["micro_batch_size"] * config["gradient_accumulation_steps"] * 120
+    step_seconds = (
+        config["gradient_accumulation_steps"] * best["micro_step_seconds"]
+        + best["optimizer_step_seconds"]
+    )
+    assert best["tokens_per_second"] == pytest.approx(
+        best["useful_share"] * tokens / step_seconds, rel=1e-6
+    )

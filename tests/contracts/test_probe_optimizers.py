@@ -1,0 +1,75 @@
+"""A probe with each optimizer: the real Trainer on the CPU, its peak against the prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+from test_probe import (
+    FULL,
+    SEQUENCE_LENGTH,
+    _forget_8_bit_overrides,
+    _quiet_and_steady,
+    estimated,
+    run,
+)
+
+from autotune.optimizers import OPTIMIZERS
+
+__all__ = ["_forget_8_bit_overrides", "_quiet_and_steady"]
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+"""The packages have their own ways, and old ones."""
+
+FOREACH = {"adamw_torch": "adam", "rmsprop": "rmsprop", "adagrad": "adagrad"}
+NUM_PARAMETERS = 4 * 9 + 3
+"""Of test_probe's model: four layers of seven matrices and two norms; embedding, norm, head."""
+
+LIKE_ON_CUDA = [
+    (row.name, precision)
+    for row in OPTIMIZERS.values()
+    for precision in ("fp32", "bf16-true")
+    # The one keeps its state in host memory, which is the device here; the other has no Triton.
+    if not row.only_cuda and row.name not in ("grokadamw", "stable_adamw")
+    if precision == "fp32" or row.needs != "bitsandbytes"
+]
+
+
+def probed(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """(config, measurement) of two micro-batches' worth in one."""
+    config = dataclasses.replace(
+        FULL, optimizer=name, precision=precision, gradient_accumulation_steps=1
+    )
+    pytest.importorskip(OPTIMIZERS[name].module or "torch")
+    measured = run(config)
+    assert (measured.outcome, measured.message) == ("ok", "")
+    return config, measured
+
+
+@pytest.mark.parametrize(("name", "precision"), LIKE_ON_CUDA)
+def test_a_probe_needs_what_was_predicted(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = OPTIMIZERS[name]
+    if row.needs in ("galore-torch", "apollo-torch"):
+        # Each step with a new projection, as is predicted of the step that needs most.
+        often = (*row.arguments, ("optim_args", "update_proj_gap=1"))
+        monkeypatch.setitem(OPTIMIZERS, name, dataclasses.replace(row, arguments=often))
+    if name in FOREACH:
+        module = importlib.import_module(f"torch.optim.{FOREACH[name]}")
+        monkeypatch.setattr(module, "_default_to_fused_or_foreach", lambda *_, **__: (False, True))
+    config, measured = probed(name, precision, monkeypatch)
+    predicted = estimated(config, monkeypatch)
+    difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
+    batch_bytes = 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
+    # Step counts are on the host, which is the device here.
+    counts_bytes = 512 * NUM_PARAMETERS if name in FOREACH else 0
+    assert 0 <= difference - counts_bytes <= 3 * batch_bytes
+
+
+@pytest.mark.parametrize("name", ["grokadamw", "stable_adamw"])
+def test_a_probe_of_what_differs_on_a_cpu_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, measured = probed(name, "fp32", monkeypatch)
+    assert measured.loss_is_finite

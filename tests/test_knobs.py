@@ -1,0 +1,88 @@
+"""Every row of KNOBS: its values are read, said and fit TrainConfig."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autotune.config import METHODS, TrainConfig
+from autotune.knobs import KNOBS, REQUIRED, Knob, describe
+
+CONFIG = TrainConfig(
+    method="full",
+    micro_batch_size=1,
+    gradient_accumulation_steps=8,
+    sequence_length=1024,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+
+each_knob = pytest.mark.parametrize("knob", KNOBS.values(), ids=list(KNOBS))
+
+
+@each_knob
+def test_a_knob_is_a_setting_with_values(knob: Knob) -> None:
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    assert knob.name in fields
+    assert knob.flag.startswith("--")
+    assert set(knob.methods) <= set(METHODS)
+    # A list of choices, or a number.
+    assert bool(knob.choices) != (knob.smallest is not None)
+
+
+@each_knob
+def test_every_listed_value_is_read_as_it_is_written(knob: Knob) -> None:
+    for choice in knob.choices:
+        # The base of full and lora is not quantised; a section of qlora cannot say so.
+        if choice != "none":
+            assert knob.read(choice) == choice
+
+
+@each_knob
+def test_what_is_no_value_is_refused(knob: Knob) -> None:
+    for wrong in (None, [], {}, -1, 1.5, "no such value", "x" * 2000):
+        with pytest.raises(ValueError, match=r"must be|unknown"):
+            knob.read(wrong)
+
+
+@each_knob
+def test_a_change_can_be_said(knob: Knob) -> None:
+    values = knob.choices or (knob.smallest, 2)
+    said = [knob.words(value) for value in values]
+    assert all(said)
+    assert len(set(said)) == len(said)
+
+
+def test_what_is_left_out_of_a_space_is_plain() -> None:
+    plain = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    for knob in KNOBS.values():
+        if knob.default is not REQUIRED and knob.methods == METHODS:
+            assert knob.default == plain[knob.name]
+
+
+@pytest.mark.parametrize("text", ["all-linear", "attention", "q_proj, v_proj", "query_key_value"])
+def test_targets_are_names(text: str) -> None:
+    assert KNOBS["lora_targets"].read(text) == text.replace(" ", "")
+
+
+@pytest.mark.parametrize("text", ["", "q_proj,,v_proj", "a;b", "q proj", "x" * 200, "all-linear,q"])
+def test_other_targets_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="all-linear, attention, or module names"):
+        KNOBS["lora_targets"].read(text)
+
+
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [
+        (1, "checkpoint every layer"),
+        (2, "checkpoint every 2nd layer"),
+        (11, "checkpoint every 11th layer"),
+        (23, "checkpoint every 23rd layer"),
+    ],
+)
+def test_a_configuration_is_said_with_what_differs_from_plain(interval: int, words: str) -> None:
+    config = dataclasses.replace(CONFIG, activation_checkpointing=interval)
+    assert describe(config) == (
+        f"full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 8, {words}, sdpa"
+    )

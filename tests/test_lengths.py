@@ -1,0 +1,87 @@
+"""Padding worked out by hand where it can be, and against what the batchings promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from autotune.config import TrainConfig, Workload
+from autotune.lengths import BATCHINGS, Lengths, useful_share
+
+HALF_AND_HALF = Lengths.of({100: 500, 300: 500}, 1000, num_samples=1000, longest=300)
+"""Every other sample is three times as long."""
+
+
+def share(lengths: Lengths, batching: str, micro_batch_size: int, accumulation: int = 8) -> float:
+    return useful_share(
+        lengths,
+        batching,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=accumulation,
+    )
+
+
+def test_samples_are_counted_and_cut_off() -> None:
+    lengths = Lengths.of({10: 90, 50: 9, 400: 1}, 100, num_samples=100, longest=400)
+    assert lengths.num_tokens == 90 * 10 + 9 * 50 + 100
+    assert (lengths.percentiles[0], lengths.percentiles[50], lengths.longest) == (10, 10, 100)
+    assert len(lengths.percentiles) == 101
+
+
+def test_a_part_of_the_dataset_is_scaled_up_and_its_longest_is_the_whole_s() -> None:
+    lengths = Lengths.of({10: 50, 20: 50}, 100, num_samples=1000, longest=77)
+    assert (lengths.num_samples, lengths.num_tokens, lengths.longest) == (1000, 15_000, 77)
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_equal_samples_need_no_padding(batching: str) -> None:
+    equal = Lengths.of({64: 500}, 1000, num_samples=500, longest=64)
+    assert share(equal, batching, 16) == 1.0
+
+
+def test_packed_batches_have_no_padding_and_single_samples_neither() -> None:
+    assert share(HALF_AND_HALF, "packed", 8) == 1.0
+    assert share(HALF_AND_HALF, "padded", 1) == 1.0
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 4, 8])
+def test_padding_to_the_longest_of_random_samples(micro_batch_size: int) -> None:
+    # All short with probability 1 / 2^m; the mean sample has 200 tokens.
+    all_short = 0.5**micro_batch_size
+    padded = 100 * all_short + 300 * (1 - all_short)
+    assert share(HALF_AND_HALF, "padded", micro_batch_size) == pytest.approx(200 / padded, rel=0.02)
+
+
+def test_grouping_pads_next_to_nothing_where_the_dataset_is_large() -> None:
+    uniform = Lengths.of(dict.fromkeys(range(1, 1001), 10), 1000, num_samples=10_000, longest=1000)
+    # Random pairs of uniform lengths: the mean is 1/2, the longer one of two 2/3.
+    assert share(uniform, "padded", 2) == pytest.approx(3 / 4, rel=0.02)
+    assert share(uniform, "grouped", 2) > 0.99
+    # With samples for one mega-batch of one step only, sorted all the same.
+    few = dataclasses.replace(uniform, num_samples=16)
+    assert 0.75 < share(few, "grouped", 2) < share(uniform, "grouped", 2)
+
+
+def test_lengths_survive_json() -> None:
+    stored = json.loads(json.dumps(dataclasses.asdict(HALF_AND_HALF)))
+    assert Lengths.from_dict(stored) == HALF_AND_HALF
+
+
+def test_a_workload_without_a_dataset_pads_nothing() -> None:
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=4,
+        gradient_accumulation_steps=2,
+        sequence_length=8,
+        precision="fp32",
+        optimizer="sgd",
+        batching="padded",
+    )
+    workload = Workload(model="m", memory_budget_bytes=1)
+    assert workload.useful_share(config) == 1.0
+    assert "lengths" not in workload.to_dict()
+    with_lengths = dataclasses.replace(workload, lengths=HALF_AND_HALF)
+    assert with_lengths.useful_share(config) == pytest.approx(200 / 287.5, rel=0.02)
+    assert json.dumps(with_lengths.to_dict()["lengths"])
