@@ -73,6 +73,8 @@ def test_every_optimizer_has_its_row(seventy: Textbook) -> None:
     assert taught["lion_32bit"] == 4
     assert taught["lion_8bit"] == 1
     assert taught["sgd"] == taught["adafactor"] == 0
+    assert taught["galore_adamw"] == 0  # moments of rank 128: what they take hardly counts
+    assert taught["ademamix"] == 12  # three in float32
 
 
 def test_the_drawing_has_the_figures_of_the_record(seventy: Textbook) -> None:

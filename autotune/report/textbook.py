@@ -112,8 +112,8 @@ def _two_figures(count: int) -> int:
 
 
 def per_parameter_bytes(optimizer: str, dtype: str) -> float:
-    """What an optimizer keeps on the device for each element of a large matrix."""
-    matrix = TensorSpec(shape=(_SIDE, _SIDE), dtype=dtype)
+    """What an optimizer keeps on the device for each element of a large linear layer's weight."""
+    matrix = TensorSpec(shape=(_SIDE, _SIDE), dtype=dtype, linear=True)
     return sum(state_bytes(optimizer, [matrix])) / matrix.num_elements
 
 
