@@ -19,7 +19,13 @@ from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu
 from autotune.models import ModelSource
 from autotune.results import Estimate, TraceSpec
-from autotune.space import SearchSpace, enumerate_configs, with_attentions
+from autotune.space import (
+    Context,
+    SearchSpace,
+    broken_rules,
+    enumerate_configs,
+    with_attentions,
+)
 from autotune.traces import Trace
 from autotune.tracing import trace_all
 from autotune.tune import Candidates, Progress, default_base
@@ -90,20 +96,23 @@ class Pricer:
 
     def fitting(self, case: Case) -> Estimate | None:
         """One that fits, by the thriftiest settings; None when nothing does."""
-        estimator, configs = self._thriftiest(case, prune=True)
+        ladders = self._ladders(case, prune=True)
         self._num_tried += 1
-        self._progress("tried", self._num_tried, self.num_traces)
-        for config in configs:
-            if estimator.floor_bytes(config) > case.budget_bytes:
-                break
-            estimate = estimator.estimate(config)
-            if estimate.peak_device_bytes <= case.budget_bytes:
-                return estimate
+        # The first structure often fits: the others need then no trace.
+        for some in (ladders[:1], ladders[1:]):
+            estimator, configs = self._thriftiest(case, some)
+            self._progress("tried", self._num_tried, self.num_traces)
+            for config in configs:
+                if estimator.floor_bytes(config) > case.budget_bytes:
+                    break
+                estimate = estimator.estimate(config)
+                if estimate.peak_device_bytes <= case.budget_bytes:
+                    return estimate
         return None
 
     def smallest(self, case: Case) -> Estimate:
         """What needs least. Raises ConfigError where there is nothing to price."""
-        estimator, configs = self._thriftiest(case, prune=False)
+        estimator, configs = self._thriftiest(case, self._ladders(case, prune=False))
         if not configs:
             raise self._refusal or self._no_configuration(case)
         return estimator.estimate(configs[0])
@@ -116,8 +125,8 @@ class Pricer:
         self._progress("tried", self._num_tried, self.num_traces)
         return estimator.estimate(config).peak_device_bytes
 
-    def best(self, case: Case) -> tuple[Estimate, Estimate]:
-        """The fastest that fits, then the same with a second micro-batch per step.
+    def best(self, case: Case) -> tuple[Estimate, Estimate | None]:
+        """The fastest that fits, then the same with a second micro-batch per step, where that goes.
 
         Where the card's rates are unknown: the one that needs least.
         """
@@ -130,19 +139,23 @@ class Pricer:
         best = self.fitting(case) if found is None else found[0]
         assert best is not None
         accumulation = max(2, best.config.gradient_accumulation_steps)
-        return best, estimator.estimate(
-            dataclasses.replace(best.config, gradient_accumulation_steps=accumulation)
+        config = dataclasses.replace(best.config, gradient_accumulation_steps=accumulation)
+        context = Context(
+            effective_batch_size=config.effective_batch_size,
+            compute_capability=case.gpu.compute_capability,
         )
+        return best, None if broken_rules(config, context) else estimator.estimate(config)
 
     def full_rank(self, case: Case) -> int:
         """Beyond the smaller side of the largest matrix, a rank adds nothing."""
-        _, configs = self._thriftiest(case, prune=False)
+        _, configs = self._thriftiest(case, self._ladders(case, prune=False))
         traces = self._traces[self._key(case)]
         return max((_full_rank(traces[TraceSpec.of(config)]) for config in configs), default=1)
 
-    def _thriftiest(self, case: Case, *, prune: bool) -> tuple[Estimator, list[TrainConfig]]:
+    def _thriftiest(
+        self, case: Case, ladders: list[_Ladder]
+    ) -> tuple[Estimator, list[TrainConfig]]:
         """The thriftiest settings that the model supports, of each structure; least memory first."""
-        ladders = self._ladders(case, prune=prune)
         thriftiest: list[TrainConfig] = []
         while ladders:
             estimator = self._estimator(case, _first_rungs(ladders))
@@ -157,17 +170,16 @@ class Pricer:
         return estimator, sorted(thriftiest, key=lambda c: (estimator.floor_bytes(c), repr(c)))
 
     def _possible(self, case: Case) -> tuple[Estimator, list[TrainConfig]]:
-        """Those whose live tensors fit. Where they do not, nothing that needs more is traced."""
+        """Those whose live tensors fit. What needs more than one that does not fit is not traced."""
         ladders = self._ladders(case, prune=True)
         possible: list[TrainConfig] = []
         while ladders:
             estimator = self._estimator(case, _first_rungs(ladders))
             left = []
             for (needs, configs), *later in ladders:
-                supported = list(filter(estimator.supports, configs))
-                fit = [c for c in supported if estimator.floor_bytes(c) <= case.budget_bytes]
-                possible += fit
-                if supported and not fit:
+                supported = sorted(filter(estimator.supports, configs), key=estimator.floor_bytes)
+                possible += [c for c in supported if estimator.floor_bytes(c) <= case.budget_bytes]
+                if supported and not _fits(estimator, supported[0], case.budget_bytes):
                     later = [(more, rest) for more, rest in later if not _covers(more, needs)]
                 if later:
                     left.append(later)
@@ -181,7 +193,8 @@ class Pricer:
             if not (prune and self._is_hopeless(case, config)):
                 rungs = groups.setdefault(_structure(config), {})
                 rungs.setdefault(thrift(config), []).append(config)
-        return [sorted(rungs.items()) for rungs in groups.values()]
+        by_weights = sorted(groups.values(), key=lambda rungs: least_bytes(_any_of(rungs), 10**9))
+        return [sorted(rungs.items()) for rungs in by_weights]
 
     def _no_configuration(self, case: Case) -> ConfigError:
         broken = self._enumerate(case)[1]
@@ -298,6 +311,17 @@ def thrift(config: TrainConfig) -> tuple[int, ...]:
 
 _Ladder = list[tuple[tuple[int, ...], list[TrainConfig]]]
 """Configurations of one structure, by thrift."""
+
+
+def _any_of(rungs: Mapping[tuple[int, ...], list[TrainConfig]]) -> TrainConfig:
+    return next(iter(rungs.values()))[0]
+
+
+def _fits(estimator: Estimator, config: TrainConfig, budget_bytes: int) -> bool:
+    return (
+        estimator.floor_bytes(config) <= budget_bytes
+        and estimator.estimate(config).peak_device_bytes <= budget_bytes
+    )
 
 
 def _first_rungs(ladders: Iterable[_Ladder]) -> list[TrainConfig]:

@@ -71,8 +71,9 @@ class Answer:
     """Settings that the user gave; the others were free."""
     best: Estimate
     """The fastest that fits at the value; among equals the one that gives up least."""
-    accumulated: Estimate
-    """The same with a second micro-batch per step: more of them need no more memory."""
+    accumulated: Estimate | None
+    """The same with a second micro-batch per step: more of them need no more memory. None where it
+    cannot be."""
     beyond: Beyond | None
     """None where it is not memory that ends it."""
     limit: str
@@ -100,7 +101,9 @@ class Answer:
             "space": self.space,
             "fixed": dict(self.fixed),
             "best": self.best.to_dict(budget_bytes),
-            "accumulated": self.accumulated.to_dict(budget_bytes),
+            "accumulated": None
+            if self.accumulated is None
+            else self.accumulated.to_dict(budget_bytes),
             "beyond": None if self.beyond is None else self.beyond.to_dict(),
             "num_traces": self.num_traces,
             "elapsed_seconds": self.elapsed_seconds,

@@ -296,6 +296,8 @@ def test_estimate_prices_the_answer_alike(
     assert ran.returncode == 0, ran.stderr
     result = json.loads(ran.stdout)
     explanation = {line["name"]: line for line in result.pop("explanation")}
+    taught = {row["optimizer"]: row for row in result.pop("textbook")["optimizers"]}
+    assert taught[config["optimizer"]]["peak_device_bytes"] == best["peak_device_bytes"]
     assert explanation["total"]["peak_bytes"] == best["peak_device_bytes"]
     assert {name: result[name] for name in best if name != "class"} == {
         name: value for name, value in best.items() if name != "class"

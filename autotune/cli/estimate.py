@@ -59,6 +59,7 @@ def estimate(
     from autotune.report.explain import explain as explain_estimate
     from autotune.report.generation import draw_kv_cache
     from autotune.report.progress import progress_on_stderr
+    from autotune.report.textbook import draw_textbook, textbook
     from autotune.results import SCHEMA_VERSION, TraceSpec
     from autotune.tracing import trace_all
 
@@ -104,16 +105,20 @@ def estimate(
             [spec],
             on_trace=functools.partial(progress, "trace"),
         )
-    priced = Estimator(
+    estimator = Estimator(
         traces, card, memory_budget_bytes=budget_bytes, useful_share=workload.useful_share
-    ).estimate(config)
+    )
+    priced = estimator.estimate(config)
     lines = explain_estimate(priced) if explain else ()
+    book = textbook(estimator, priced, source.name) if explain else None
     if as_json:
         head = {"schema_version": SCHEMA_VERSION, "evidence": "predicted"}
         names = {"model": source.name, "task": workload.task, "gpu_reason": gpu_reason}
         result = {**head, **names, **priced.to_dict(budget_bytes)}
         if explain:
             result["explanation"] = [dataclasses.asdict(line) for line in lines]
+        if book is not None:
+            result["textbook"] = dataclasses.asdict(book)
         if cache is not None:
             result["kv_cache"] = cache.to_dict()
         print_json(result)
@@ -129,3 +134,5 @@ def estimate(
         draw_kv_cache(cache, priced, budget_bytes, sys.stdout)
     if explain:
         terminal.draw_explanation(lines, sys.stdout)
+    if book is not None:
+        draw_textbook(book, sys.stdout)

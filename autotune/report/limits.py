@@ -60,6 +60,8 @@ def _said(answer: Answer) -> str:
 
 def _accumulating(answer: Answer) -> str:
     """Whether gradients may wait for a second micro-batch; more of them need no more."""
+    if answer.accumulated is None:
+        return "Several micro-batches per step do not go with these settings."
     if answer.best.config.gradient_accumulation_steps > 1:
         return "More micro-batches per step need no more memory."
     peak_bytes = answer.accumulated.peak_device_bytes

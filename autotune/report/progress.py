@@ -18,7 +18,7 @@ _PROGRESS = {
     "trace": "{done} of {total} training steps traced",
     "priced": "{done:,} of {total:,} may fit",
     "replayed": "{done:,} of {total:,} replayed",
-    "tried": "{done:,} values tried, {total:,} training steps traced",
+    "tried": "values tried: {done:,}, training steps traced: {total:,}",
 }
 _LINE_EVERY = 20
 """Traces per line of a log."""

@@ -1,0 +1,137 @@
+"""The sum as it is taught, beside what the prediction says."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+import tiny_model
+
+from autotune import models
+from autotune.config import TrainConfig
+from autotune.estimate import Estimator
+from autotune.gpus import find_gpu
+from autotune.optimizers import OPTIMIZERS
+from autotune.report.textbook import (
+    Textbook,
+    draw_textbook,
+    per_parameter_bytes,
+    stated_count,
+    textbook,
+)
+from autotune.results import TraceSpec
+from autotune.tracing import trace_all
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def seventy() -> Textbook:
+    """Llama 3.1 70B in 16 bits, every weight trained."""
+    source, card = models.resolve("llama-3.1-70b"), find_gpu("h200")
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_length=1024,
+        precision="bf16-true",
+        optimizer="adamw_torch_fused",
+    )
+    traces = trace_all(source, "causal-lm", 1024, card, [TraceSpec.of(config)])
+    estimator = Estimator(traces, card, memory_budget_bytes=card.capacity_bytes)
+    return textbook(estimator, estimator.estimate(config), source.name)
+
+
+def test_seventy_billion_parameters_are_560_gb_as_taught(seventy: Textbook) -> None:
+    adamw = next(row for row in seventy.optimizers if row.optimizer == "adamw_torch_fused")
+    assert seventy.stated_weights_bytes == 140 * GB
+    assert seventy.stated_gradients_bytes == 140 * GB
+    assert adamw.state_bytes == 280 * GB
+    assert adamw.total_bytes == 560 * GB
+
+
+def test_exactly_it_is_a_little_more(seventy: Textbook) -> None:
+    # 70,553,706,496 parameters (the Hub's safetensors.total) of 2 bytes.
+    assert seventy.num_parameters == 70_553_706_496
+    assert seventy.weights_bytes == seventy.gradients_bytes == 141_107_412_992
+    adamw = next(row for row in seventy.optimizers if row.optimizer == "adamw_torch_fused")
+    assert adamw.exact_state_bytes == pytest.approx(282_214_825_984, abs=10_000)
+    assert adamw.peak_device_bytes is not None
+    # It peaks in the optimizer's step: the activations are gone, their blocks are still reserved.
+    assert 564 * GB < adamw.peak_device_bytes < 620 * GB
+    assert adamw.difference.startswith("cached +")
+
+
+def test_every_optimizer_has_its_row(seventy: Textbook) -> None:
+    rows = {row.optimizer: row for row in seventy.optimizers}
+    assert rows.keys() == OPTIMIZERS.keys()
+    taught = {name: row.state_bytes_per_parameter for name, row in rows.items()}
+    assert taught["adamw_torch"] == 4  # two moments in 16 bits
+    assert taught["paged_adamw_32bit"] == 8  # two in float32
+    assert taught["adamw_bnb_8bit"] == 2
+    assert taught["lion_32bit"] == 4
+    assert taught["lion_8bit"] == 1
+    assert taught["sgd"] == taught["adafactor"] == 0
+    assert taught["galore_adamw"] == 0  # moments of rank 128: what they take hardly counts
+    assert taught["ademamix"] == 12  # three in float32
+
+
+def test_the_drawing_has_the_figures_of_the_record(seventy: Textbook) -> None:
+    file = io.StringIO()
+    draw_textbook(seventy, file)
+    text = file.getvalue()
+    assert "P = 70.0 B parameters, as the model is named; 70,553,706,496 exactly" in text
+    assert "weights 2P = 140.0 GB; 141.1 exactly" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("adamw_torch_fused"))
+    assert line.split()[1:5] == ["4P", "280.0", "282.2", "560.0"]
+
+
+@pytest.mark.parametrize(
+    ("model", "exact", "stated"),
+    [
+        ("meta-llama/Llama-3.1-70B", 70_553_706_496, 70_000_000_000),
+        ("Qwen/Qwen2.5-1.5B", 1_543_714_304, 1_500_000_000),
+        ("HuggingFaceTB/SmolLM2-135M", 134_515_008, 135_000_000),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 1_100_048_384, 1_100_000_000),
+        ("openai/gpt-oss-20b", 20_914_757_184, 20_000_000_000),
+        ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704, 47_000_000_000),
+        ("google/gemma-2-2b", 2_614_341_888, 2_600_000_000),  # the name is 30 % off
+        ("openai-community/gpt2", 124_439_808, 120_000_000),
+        ("models/3.5B-test/config.json", 6_000_000_000, 6_000_000_000),
+    ],
+)
+def test_the_count_is_that_of_the_name_where_it_is_near(
+    model: str, exact: int, stated: int
+) -> None:
+    assert stated_count(model, exact) == stated
+
+
+def test_an_adapter_is_taught_with_two_counts() -> None:
+    config = next(c for c in tiny_model.configs(("qlora",)) if c.lora_rank == 16)
+    estimator = Estimator(tiny_model.traces(), tiny_model.gpu(), memory_budget_bytes=100 * GB)
+    priced = estimator.estimate(config)
+    book = textbook(estimator, priced, "tiny")
+    assert book.num_parameters == priced.parameters.total - priced.parameters.trainable
+    assert book.weight_bits == 4
+    assert book.gradients_bytes == 2 * priced.parameters.trainable
+    assert book.stated_weights_bytes < book.num_parameters
+    file = io.StringIO()
+    draw_textbook(book, file)
+    assert "of an adapter" in file.getvalue()
+
+
+def test_what_does_not_go_with_the_configuration_says_so() -> None:
+    config = next(c for c in tiny_model.configs(("full",)) if c.micro_batch_size == 2)
+    estimator = Estimator(tiny_model.traces(), tiny_model.gpu(), memory_budget_bytes=100 * GB)
+    priced = estimator.estimate(config)
+    broken = dataclasses.replace(config, activation_offloading=True, activation_checkpointing=0)
+    book = textbook(estimator, dataclasses.replace(priced, config=broken), "tiny")
+    assert all(row.peak_device_bytes is None for row in book.optimizers)
+    assert all("does not go with it" in row.difference for row in book.optimizers)
+
+
+def test_state_per_parameter_follows_the_dtype() -> None:
+    assert per_parameter_bytes("adamw_torch", "float32") == 8
+    assert per_parameter_bytes("adamw_torch", "bfloat16") == 4
+    assert 2 < per_parameter_bytes("adamw_bnb_8bit", "float32") < 2.1
