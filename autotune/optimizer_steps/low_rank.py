@@ -26,6 +26,7 @@ from autotune.optimizer_steps.core import (
     TensorSpec,
     alloc_state,
     empty_states,
+    write_passing,
 )
 from autotune.optimizer_steps.kernels import BitsAndBytes
 
@@ -59,8 +60,16 @@ class Projection(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SvdProjection(Projection):
-    """galore-torch 1.0 galore_projector.py: leading singular vectors of the gradient."""
+    """galore-torch 1.0 galore_projector.py: leading singular vectors of the gradient.
+
+    Not modelled: the workspace that cuSOLVER asks for, whose size only it can tell.
+    """
+
+    clones: bool = True
+    """cuSOLVER works on a copy of the matrix (torch 2.13 ATen/native/cuda/linalg/
+    BatchLinearAlgebraLib.cpp, svd_cusolver). A CPU's LAPACK does so out of sight."""
 
     def rank(self, spec: TensorSpec) -> int:
         return min(_RANK, *spec.shape)
@@ -83,6 +92,8 @@ class SvdProjection(Projection):
                 kept = tape.alloc(size_bytes, "optimizer_state")
             else:
                 scope.new(name, size_bytes)
+        if self.clones:
+            write_passing(tape, 4 * rows * columns)
         diagonal = tape.alloc(4 * rank * rank, "temporary")
         scope.new("a" if is_right else "b", 4 * rank * (rows if is_right else columns))
         tape.free(diagonal)

@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 import pytest
+from test_optimizer_libraries import on_cpu
 from test_probe import (
     FULL,
     SEQUENCE_LENGTH,
@@ -56,7 +57,8 @@ def test_a_probe_needs_what_was_predicted(
     if row.needs in ("galore-torch", "apollo-torch"):
         # Each step with a new projection, as is predicted of the step that needs most.
         often = (*row.arguments, ("optim_args", "update_proj_gap=1"))
-        monkeypatch.setitem(OPTIMIZERS, name, dataclasses.replace(row, arguments=often))
+        row = dataclasses.replace(row, arguments=often, algorithm=on_cpu(name))
+        monkeypatch.setitem(OPTIMIZERS, name, row)
     if name in FOREACH:
         module = importlib.import_module(f"torch.optim.{FOREACH[name]}")
         monkeypatch.setattr(module, "_default_to_fused_or_foreach", lambda *_, **__: (False, True))
