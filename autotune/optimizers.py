@@ -55,6 +55,8 @@ class Optimizer:
     """Its code calls CUDA, or is compiled, which a probe's tracker cannot watch: none on a CPU."""
     arguments: tuple[tuple[str, object], ...] = ()
     """TrainingArguments that go with it."""
+    state_note: str = ""
+    """Why its state is not what the textbook counts, where that is not the dtype alone."""
     summary: str
     source: str
 
@@ -129,6 +131,9 @@ def _bitsandbytes(
         class_name=class_name,
         moments=algorithm.num_states + algorithm.slow_average,
         algorithm=algorithm,
+        state_note="8-bit moments and their scales; small tensors in float32"
+        if algorithm.bits == 8
+        else "",
         summary=summary,
         source=_BITSANDBYTES,
     )
@@ -165,6 +170,7 @@ def _torchao(name: str, bits: int, summary: str) -> Optimizer:
         moments=2,
         algorithm=TorchAo(bits=bits),
         only_cuda=True,
+        state_note=f"{bits}-bit moments and their scales; small tensors as they are",
         summary=summary,
         source=_TORCHAO,
     )
@@ -197,6 +203,7 @@ def _low_rank(
         # AdamW8bit.step calls torch.cuda.synchronize.
         only_cuda=class_name == "AdamW8bit",
         arguments=(("optim_target_modules", "all-linear"),),
+        state_note="moments of rank 128, and a projection of each matrix",
         summary=summary,
         source=_APOLLO if is_apollo else _GALORE,
     )
@@ -218,6 +225,7 @@ def _schedule_free(name: str, class_name: str, algorithm: ScheduleFree, summary:
     )
 
 
+_STATISTICS = "rows and columns of float32 statistics"
 _GALORE_ADAMW = GaLoreAdamW(projection=SvdProjection())
 _GALORE_ADAMW_8BIT = GaLoreAdamW8bit(projection=SvdProjection())
 _APOLLO_ADAMW = Apollo(projection=RandomProjection())
@@ -321,6 +329,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             class_name="Adafactor",
             moments=0,
             algorithm=Adafactor(),
+            state_note=_STATISTICS,
             summary="Adafactor: row and column statistics, large float32 temporaries",
             source="transformers 5.23 optimization.py Adafactor, trainer_optimizer.py",
         ),
@@ -361,6 +370,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             updates="one-behind",
             only_full=True,
             only_cuda=True,
+            state_note=_STATISTICS,
             summary="Adafactor's statistics within the backward pass: one gradient at a time",
             source=_LOMO,
         ),
@@ -444,6 +454,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             class_name="StableAdamW",
             moments=2,
             algorithm=StableAdamW(),
+            state_note="the rounding error of 16-bit weights is kept too",
             summary="AdamW with Adafactor's clipping; 16-bit weights keep their rounding error too",
             source="torch-optimi 0.3 optimi/stableadamw.py, transformers 5.23 trainer_optimizer.py",
         ),
@@ -456,6 +467,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             class_name="GrokAdamW",
             moments=3,
             algorithm=GrokAdamW(),
+            state_note="in host memory, fetched for every step",
             summary="AdamW of amplified slow gradients; its state waits in host memory",
             source="grokadamw 0.1 grokadamw.py, transformers 5.23 trainer_optimizer.py",
         ),
