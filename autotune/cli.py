@@ -36,8 +36,8 @@ from autotune.errors import (
     AutotuneError,
     ConfigError,
     StorageError,
+    nearest,
 )
-from autotune.optimizers import OPTIMIZERS, not_installed
 from autotune.results import BACKENDS
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ EFFORTS = ("quick", "normal", "thorough")
 STUDIES = Path("studies")
 
 _DEBUG = "AUTOTUNE_DEBUG"
-_LIBRARIES = ("autotune", "torch", "transformers", "peft", "bitsandbytes", "optuna")
+_LIBRARIES = ("autotune", "torch", "transformers", "peft", "optuna")
+"""And those of the optimizers, bitsandbytes among them."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COUNT = click.IntRange(1, 1_000_000)
 _LENGTH = click.IntRange(1, 10_000_000)
@@ -131,6 +132,24 @@ class _Checkpointing(click.ParamType[int]):
         if match is None:
             self.fail(f"{value!r} is not none, full or every-N (every-2).", param, context)
         return int(match[1])
+
+
+class _Optimizer(click.ParamType[str]):
+    """A key of OPTIMIZERS, which is imported when one is given."""
+
+    name = "optimizer"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> str:
+        from autotune.optimizers import LEFT_OUT, OPTIMIZERS
+
+        name = str(value)
+        if name in LEFT_OUT:
+            self.fail(f"{name} is not priced: it {LEFT_OUT[name]}.", param, context)
+        if name not in OPTIMIZERS:
+            self.fail(f"{name[:80]!r} is unknown. {nearest(name[:80], OPTIMIZERS)}", param, context)
+        return name
 
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
@@ -255,6 +274,7 @@ def find(
     from autotune import inputs, space_file, tune
     from autotune.export.train_config import read_train_config
     from autotune.models import resolve
+    from autotune.optimizers import not_installed
     from autotune.report.progress import progress_on_stderr
 
     choose = inputs.CHOOSERS.get(backend, inputs.choose_card)
@@ -347,7 +367,10 @@ def find(
     help="[default: bf16-true, bf16-autocast with an adapter, fp16 on old cards]",
 )
 @click.option(
-    "--optimizer", type=click.Choice(tuple(OPTIMIZERS)), help="[default: adamw_torch_fused]"
+    "--optimizer",
+    type=_Optimizer(),
+    metavar="NAME",
+    help="An `optim` value of TrainingArguments [default: adamw_torch_fused].",
 )
 @click.option(
     "--checkpointing",
@@ -386,6 +409,7 @@ def estimate(
     from autotune import inputs, tune
     from autotune.estimate import Estimator
     from autotune.models import resolve
+    from autotune.optimizers import not_installed
     from autotune.report import terminal
     from autotune.report.explain import explain as explain_estimate
     from autotune.report.progress import progress_on_stderr
@@ -645,8 +669,10 @@ def _versions() -> dict[str, str]:
     """Versions of the libraries that a prediction depends on, those that are installed."""
     from importlib import metadata
 
+    from autotune.optimizers import OPTIMIZERS
+
     versions = {}
-    for name in _LIBRARIES:
+    for name in (*_LIBRARIES, *sorted({row.needs for row in OPTIMIZERS.values() if row.needs})):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions

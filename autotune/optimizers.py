@@ -1,7 +1,7 @@
 """The optimizers that TrainingArguments(optim=...) may name, one row each, and those left out.
 
 OPTIMIZERS and LEFT_OUT together are transformers.training_args.OptimizerNames
-(tests/contracts/test_optimizer_names.py).
+(tests/contracts/test_optimizer_libraries.py).
 """
 
 from __future__ import annotations
@@ -478,8 +478,8 @@ LEFT_OUT: dict[str, str] = {
     "adamw_torch_xla": "runs on XLA devices (torch_xla), not on CUDA",
     "adamw_torch_npu_fused": "runs on Ascend NPUs (torch_npu), not on CUDA",
     "adamw_anyprecision": "needs torchdistx, which is archived and on no package index",
-    "galore_adafactor_layerwise": "Transformers 5.23 cannot build it: relative_step stays on beside "
-    "a learning rate, which GaLore's Adafactor refuses",
+    "galore_adafactor_layerwise": "cannot be built by Transformers 5.23, which leaves relative_step "
+    "on beside a learning rate, and GaLore's Adafactor refuses that",
 }
 """Values of OptimizerNames that have no row, and why."""
 

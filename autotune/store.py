@@ -34,7 +34,6 @@ from autotune.config import (
     Workload,
 )
 from autotune.errors import ConfigError, StorageError
-from autotune.optimizers import OPTIMIZERS
 from autotune.results import SCHEMA_VERSION, Estimate
 from autotune.units import GIB
 
@@ -56,10 +55,10 @@ SQLITE_PRAGMAS = ["journal_mode=WAL", "synchronous=NORMAL"]
 
 MAX_NAME_CHARS = 200
 
+# And of the optimizers, whose table is imported where trials are recorded.
 _CATEGORIES: dict[str, Sequence[str | bool]] = {
     "method": METHODS,
     "precision": tuple(PRECISIONS),
-    "optimizer": tuple(OPTIMIZERS),
     "activation_offloading": (False, True),
     "attention": ATTENTIONS,
     "lora_targets": ("all-linear", "attention"),
@@ -378,6 +377,8 @@ def _distributions(
     """
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
+    from autotune.optimizers import OPTIMIZERS
+
     fixed = {
         name: distribution.choices
         for trial in stored
@@ -385,7 +386,7 @@ def _distributions(
         if isinstance(distribution, CategoricalDistribution)
     }
     distributions: dict[str, BaseDistribution] = {}
-    for name, table in _CATEGORIES.items():
+    for name, table in {**_CATEGORIES, "optimizer": tuple(OPTIMIZERS)}.items():
         used = {getattr(config, name) for config in configs} - {None}
         choices = tuple(fixed.get(name, (*table, *sorted(used.difference(table)))))
         unknown = sorted(used.difference(choices))
