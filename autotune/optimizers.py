@@ -6,6 +6,7 @@ OPTIMIZERS and LEFT_OUT together are transformers.training_args.OptimizerNames
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Iterable, Sequence
@@ -119,44 +120,34 @@ _FOREACH_FREE_SGD = ((2, 3), (2, 3), (2, 3))
 _FOREACH_FREE_ADAMW = ((1, 2), (3, 3), (2, 2), (1, 2), (1, 2), (2, 3), *_FOREACH_FREE_SGD)
 
 
-def _bitsandbytes(
-    name: str, family: str, class_name: str, algorithm: BitsAndBytes, summary: str
-) -> Optimizer:
+_OF_BITSANDBYTES = {
+    "adamw": ("AdamW", BitsAndBytes(num_states=2, bits=32)),
+    "ademamix": ("AdEMAMix", BitsAndBytes(num_states=2, bits=32, slow_average=True)),
+    "lion": ("Lion", BitsAndBytes(num_states=1, bits=32)),
+    "rmsprop": ("RMSprop", BitsAndBytes(num_states=1, bits=32)),
+}
+"""By family: the class, and what it does with float32 state."""
+
+
+def _bitsandbytes(name: str, family: str, summary: str) -> Optimizer:
+    # Bits and paging are read off the name, as the Trainer does it.
+    bits = 8 if "8bit" in name else 32
+    class_name, plain = _OF_BITSANDBYTES[family]
+    algorithm = dataclasses.replace(plain, bits=bits, paged=name.startswith("paged_"))
+    small = "8-bit moments and their scales; small tensors in float32"
     return Optimizer(
         name=name,
         family=family,
-        state_format=f"{algorithm.bits}bit",
+        state_format=f"{bits}bit",
         tradeoff="numerics" if family == "adamw" else "recipe",
         needs="bitsandbytes",
         class_name=class_name,
-        moments=algorithm.num_states + algorithm.slow_average,
+        moments=plain.num_states + plain.slow_average,
         algorithm=algorithm,
-        state_note="8-bit moments and their scales; small tensors in float32"
-        if algorithm.bits == 8
-        else "",
+        state_note=small if bits == 8 else "",
         summary=summary,
         source=_BITSANDBYTES,
     )
-
-
-def _adamw_bnb(name: str, bits: int, summary: str, *, paged: bool = False) -> Optimizer:
-    algorithm = BitsAndBytes(num_states=2, bits=bits, paged=paged)
-    return _bitsandbytes(name, "adamw", "AdamW", algorithm, summary)
-
-
-def _ademamix(name: str, bits: int, summary: str, *, paged: bool = False) -> Optimizer:
-    algorithm = BitsAndBytes(num_states=2, bits=bits, paged=paged, slow_average=True)
-    return _bitsandbytes(name, "ademamix", "AdEMAMix", algorithm, summary)
-
-
-def _lion(name: str, bits: int, summary: str, *, paged: bool = False) -> Optimizer:
-    algorithm = BitsAndBytes(num_states=1, bits=bits, paged=paged)
-    return _bitsandbytes(name, "lion", "Lion", algorithm, summary)
-
-
-def _rmsprop_bnb(name: str, bits: int, summary: str) -> Optimizer:
-    algorithm = BitsAndBytes(num_states=1, bits=bits)
-    return _bitsandbytes(name, "rmsprop", "RMSprop", algorithm, summary)
 
 
 def _torchao(name: str, bits: int, summary: str) -> Optimizer:
@@ -225,6 +216,7 @@ def _schedule_free(name: str, class_name: str, algorithm: ScheduleFree, summary:
     )
 
 
+_PAGED = "that may move to host memory"
 _STATISTICS = "rows and columns of float32 statistics"
 _GALORE_ADAMW = GaLoreAdamW(projection=SvdProjection())
 _GALORE_ADAMW_8BIT = GaLoreAdamW8bit(projection=SvdProjection())
@@ -257,43 +249,18 @@ OPTIMIZERS: dict[str, Optimizer] = {
         ),
         _torchao("adamw_torch_8bit", 8, "AdamW with moments in 8 bits, compiled"),
         _torchao("adamw_torch_4bit", 4, "AdamW with moments in 4 bits, compiled"),
-        _adamw_bnb("adamw_bnb_8bit", 8, "AdamW with moments in 8 bits, blocks of 256"),
-        _adamw_bnb("adamw_8bit", 8, "another name of adamw_bnb_8bit"),
-        _adamw_bnb(
-            "paged_adamw_8bit",
-            8,
-            "AdamW with moments in 8 bits that may move to host memory",
-            paged=True,
-        ),
-        _adamw_bnb(
-            "paged_adamw_32bit",
-            32,
-            "AdamW with float32 moments that may move to host memory",
-            paged=True,
-        ),
-        _ademamix("ademamix", 32, "AdEMAMix: Adam with a second, slow average, float32"),
-        _ademamix("ademamix_8bit", 8, "AdEMAMix with its three averages in 8 bits"),
-        _ademamix(
-            "paged_ademamix_32bit",
-            32,
-            "AdEMAMix with float32 averages that may move to host memory",
-            paged=True,
-        ),
-        _ademamix(
-            "paged_ademamix_8bit",
-            8,
-            "AdEMAMix with averages in 8 bits that may move to host memory",
-            paged=True,
-        ),
-        _lion("lion_32bit", 32, "Lion, one float32 moment"),
-        _lion("lion_8bit", 8, "Lion, one moment in 8 bits"),
-        _lion("paged_lion_32bit", 32, "Lion, one float32 moment that may move to host", paged=True),
-        _lion(
-            "paged_lion_8bit",
-            8,
-            "Lion, one moment in 8 bits that may move to host memory",
-            paged=True,
-        ),
+        _bitsandbytes("adamw_bnb_8bit", "adamw", "AdamW with moments in 8 bits, blocks of 256"),
+        _bitsandbytes("adamw_8bit", "adamw", "another name of adamw_bnb_8bit"),
+        _bitsandbytes("paged_adamw_8bit", "adamw", f"AdamW with moments in 8 bits {_PAGED}"),
+        _bitsandbytes("paged_adamw_32bit", "adamw", f"AdamW with float32 moments {_PAGED}"),
+        _bitsandbytes("ademamix", "ademamix", "AdEMAMix: Adam with a second, slow average"),
+        _bitsandbytes("ademamix_8bit", "ademamix", "AdEMAMix with its averages in 8 bits"),
+        _bitsandbytes("paged_ademamix_32bit", "ademamix", f"AdEMAMix with averages {_PAGED}"),
+        _bitsandbytes("paged_ademamix_8bit", "ademamix", f"AdEMAMix in 8 bits {_PAGED}"),
+        _bitsandbytes("lion_32bit", "lion", "Lion, one float32 moment"),
+        _bitsandbytes("lion_8bit", "lion", "Lion, one moment in 8 bits"),
+        _bitsandbytes("paged_lion_32bit", "lion", f"Lion, one float32 moment {_PAGED}"),
+        _bitsandbytes("paged_lion_8bit", "lion", f"Lion, one moment in 8 bits {_PAGED}"),
         Optimizer(
             name="rmsprop",
             family="rmsprop",
@@ -305,9 +272,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
             summary="RMSprop, foreach kernels: a temporary as large as the parameters",
             source="torch 2.13 optim/rmsprop.py: _multi_tensor_rmsprop",
         ),
-        _rmsprop_bnb("rmsprop_bnb", 32, "RMSprop, one float32 moment"),
-        _rmsprop_bnb("rmsprop_bnb_32bit", 32, "another name of rmsprop_bnb"),
-        _rmsprop_bnb("rmsprop_bnb_8bit", 8, "RMSprop, one moment in 8 bits"),
+        _bitsandbytes("rmsprop_bnb", "rmsprop", "RMSprop, one float32 moment"),
+        _bitsandbytes("rmsprop_bnb_32bit", "rmsprop", "another name of rmsprop_bnb"),
+        _bitsandbytes("rmsprop_bnb_8bit", "rmsprop", "RMSprop, one moment in 8 bits"),
         Optimizer(
             name="adagrad",
             family="adagrad",
