@@ -154,9 +154,9 @@ def projection_cost(
     update = projection.update_cost(spec)
     flops = 2 * num_products * spec.num_elements * projection.rank(spec)
     num_elements = spec.num_elements + projected(spec, projection).num_elements
-    moved = num_elements * DTYPE_BYTES[dtype] + projection.matrix_bytes(spec, spec.dtype)
+    num_elements += projection.rank(spec) * min(spec.shape)
     products = StepCost(
-        bytes_moved=num_products * moved,
+        bytes_moved=num_products * num_elements * DTYPE_BYTES[dtype],
         num_kernels=num_products,
         matmul_flops=((dtype, flops),),
     )
@@ -357,6 +357,6 @@ class Apollo(Algorithm):
             total += StepCost(bytes_moved=17 * moment_bytes + 3 * spec.size_bytes, num_kernels=8)
             if spec.linear:
                 moved = 2 * moment_bytes + 7 * spec.size_bytes
-                total += StepCost(bytes_moved=moved, num_kernels=11, num_synchronizations=1)
+                total += StepCost(bytes_moved=moved, num_kernels=14, num_synchronizations=1)
                 total += projection_cost(spec, self.projection, dtype=spec.dtype, num_products=1)
         return total
