@@ -16,7 +16,7 @@ from typing import Any
 from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.errors import nearest
 from autotune.lengths import BATCHINGS
-from autotune.optimizers import OPTIMIZERS
+from autotune.optimizers import LEFT_OUT, OPTIMIZERS
 
 MAX_NUMBER = 1_000_000
 """Of a micro-batch size, rank or layer interval."""
@@ -84,6 +84,12 @@ def _one_of(known: Sequence[str], what: str) -> Callable[[object], str]:
         return value
 
     return read
+
+
+def _optimizer(value: object) -> str:
+    if isinstance(value, str) and value in LEFT_OUT:
+        raise ValueError(f"is not priced: it {LEFT_OUT[value]}")
+    return _one_of(tuple(OPTIMIZERS), "optimizer")(value)
 
 
 def _positive(value: object) -> int:
@@ -159,10 +165,11 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="optimizer",
             tradeoff="",
-            read=_one_of(tuple(OPTIMIZERS), "optimizer"),
+            read=_optimizer,
             choices=tuple(OPTIMIZERS),
             flag="--optimizer",
-            summary="[default: adamw_torch_fused]",
+            metavar="NAME",
+            summary="An `optim` value of TrainingArguments [default: adamw_torch_fused].",
         ),
         Knob(
             name="activation_checkpointing",

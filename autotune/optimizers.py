@@ -1,11 +1,12 @@
 """The optimizers that TrainingArguments(optim=...) may name, one row each, and those left out.
 
 OPTIMIZERS and LEFT_OUT together are transformers.training_args.OptimizerNames
-(tests/contracts/test_optimizer_names.py).
+(tests/contracts/test_optimizer_libraries.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Iterable, Sequence
@@ -55,6 +56,8 @@ class Optimizer:
     """Its code calls CUDA, or is compiled, which a probe's tracker cannot watch: none on a CPU."""
     arguments: tuple[tuple[str, object], ...] = ()
     """TrainingArguments that go with it."""
+    state_note: str = ""
+    """Why its state is not what the textbook counts, where that is not the dtype alone."""
     summary: str
     source: str
 
@@ -117,41 +120,34 @@ _FOREACH_FREE_SGD = ((2, 3), (2, 3), (2, 3))
 _FOREACH_FREE_ADAMW = ((1, 2), (3, 3), (2, 2), (1, 2), (1, 2), (2, 3), *_FOREACH_FREE_SGD)
 
 
-def _bitsandbytes(
-    name: str, family: str, class_name: str, algorithm: BitsAndBytes, summary: str
-) -> Optimizer:
+_OF_BITSANDBYTES = {
+    "adamw": ("AdamW", BitsAndBytes(num_states=2, bits=32)),
+    "ademamix": ("AdEMAMix", BitsAndBytes(num_states=2, bits=32, slow_average=True)),
+    "lion": ("Lion", BitsAndBytes(num_states=1, bits=32)),
+    "rmsprop": ("RMSprop", BitsAndBytes(num_states=1, bits=32)),
+}
+"""By family: the class, and what it does with float32 state."""
+
+
+def _bitsandbytes(name: str, family: str, summary: str) -> Optimizer:
+    # Bits and paging are read off the name, as the Trainer does it.
+    bits = 8 if "8bit" in name else 32
+    class_name, plain = _OF_BITSANDBYTES[family]
+    algorithm = dataclasses.replace(plain, bits=bits, paged=name.startswith("paged_"))
+    small = "8-bit moments and their scales; small tensors in float32"
     return Optimizer(
         name=name,
         family=family,
-        state_format=f"{algorithm.bits}bit",
+        state_format=f"{bits}bit",
         tradeoff="numerics" if family == "adamw" else "recipe",
         needs="bitsandbytes",
         class_name=class_name,
-        moments=algorithm.num_states + algorithm.slow_average,
+        moments=plain.num_states + plain.slow_average,
         algorithm=algorithm,
+        state_note=small if bits == 8 else "",
         summary=summary,
         source=_BITSANDBYTES,
     )
-
-
-def _adamw_bnb(name: str, bits: int, summary: str, *, paged: bool = False) -> Optimizer:
-    algorithm = BitsAndBytes(num_states=2, bits=bits, paged=paged)
-    return _bitsandbytes(name, "adamw", "AdamW", algorithm, summary)
-
-
-def _ademamix(name: str, bits: int, summary: str, *, paged: bool = False) -> Optimizer:
-    algorithm = BitsAndBytes(num_states=2, bits=bits, paged=paged, slow_average=True)
-    return _bitsandbytes(name, "ademamix", "AdEMAMix", algorithm, summary)
-
-
-def _lion(name: str, bits: int, summary: str, *, paged: bool = False) -> Optimizer:
-    algorithm = BitsAndBytes(num_states=1, bits=bits, paged=paged)
-    return _bitsandbytes(name, "lion", "Lion", algorithm, summary)
-
-
-def _rmsprop_bnb(name: str, bits: int, summary: str) -> Optimizer:
-    algorithm = BitsAndBytes(num_states=1, bits=bits)
-    return _bitsandbytes(name, "rmsprop", "RMSprop", algorithm, summary)
 
 
 def _torchao(name: str, bits: int, summary: str) -> Optimizer:
@@ -165,6 +161,7 @@ def _torchao(name: str, bits: int, summary: str) -> Optimizer:
         moments=2,
         algorithm=TorchAo(bits=bits),
         only_cuda=True,
+        state_note=f"{bits}-bit moments and their scales; small tensors as they are",
         summary=summary,
         source=_TORCHAO,
     )
@@ -197,6 +194,7 @@ def _low_rank(
         # AdamW8bit.step calls torch.cuda.synchronize.
         only_cuda=class_name == "AdamW8bit",
         arguments=(("optim_target_modules", "all-linear"),),
+        state_note="moments of rank 128, and a projection of each matrix",
         summary=summary,
         source=_APOLLO if is_apollo else _GALORE,
     )
@@ -218,6 +216,8 @@ def _schedule_free(name: str, class_name: str, algorithm: ScheduleFree, summary:
     )
 
 
+_PAGED = "that may move to host memory"
+_STATISTICS = "rows and columns of float32 statistics"
 _GALORE_ADAMW = GaLoreAdamW(projection=SvdProjection())
 _GALORE_ADAMW_8BIT = GaLoreAdamW8bit(projection=SvdProjection())
 _APOLLO_ADAMW = Apollo(projection=RandomProjection())
@@ -249,43 +249,18 @@ OPTIMIZERS: dict[str, Optimizer] = {
         ),
         _torchao("adamw_torch_8bit", 8, "AdamW with moments in 8 bits, compiled"),
         _torchao("adamw_torch_4bit", 4, "AdamW with moments in 4 bits, compiled"),
-        _adamw_bnb("adamw_bnb_8bit", 8, "AdamW with moments in 8 bits, blocks of 256"),
-        _adamw_bnb("adamw_8bit", 8, "another name of adamw_bnb_8bit"),
-        _adamw_bnb(
-            "paged_adamw_8bit",
-            8,
-            "AdamW with moments in 8 bits that may move to host memory",
-            paged=True,
-        ),
-        _adamw_bnb(
-            "paged_adamw_32bit",
-            32,
-            "AdamW with float32 moments that may move to host memory",
-            paged=True,
-        ),
-        _ademamix("ademamix", 32, "AdEMAMix: Adam with a second, slow average, float32"),
-        _ademamix("ademamix_8bit", 8, "AdEMAMix with its three averages in 8 bits"),
-        _ademamix(
-            "paged_ademamix_32bit",
-            32,
-            "AdEMAMix with float32 averages that may move to host memory",
-            paged=True,
-        ),
-        _ademamix(
-            "paged_ademamix_8bit",
-            8,
-            "AdEMAMix with averages in 8 bits that may move to host memory",
-            paged=True,
-        ),
-        _lion("lion_32bit", 32, "Lion, one float32 moment"),
-        _lion("lion_8bit", 8, "Lion, one moment in 8 bits"),
-        _lion("paged_lion_32bit", 32, "Lion, one float32 moment that may move to host", paged=True),
-        _lion(
-            "paged_lion_8bit",
-            8,
-            "Lion, one moment in 8 bits that may move to host memory",
-            paged=True,
-        ),
+        _bitsandbytes("adamw_bnb_8bit", "adamw", "AdamW with moments in 8 bits, blocks of 256"),
+        _bitsandbytes("adamw_8bit", "adamw", "another name of adamw_bnb_8bit"),
+        _bitsandbytes("paged_adamw_8bit", "adamw", f"AdamW with moments in 8 bits {_PAGED}"),
+        _bitsandbytes("paged_adamw_32bit", "adamw", f"AdamW with float32 moments {_PAGED}"),
+        _bitsandbytes("ademamix", "ademamix", "AdEMAMix: Adam with a second, slow average"),
+        _bitsandbytes("ademamix_8bit", "ademamix", "AdEMAMix with its averages in 8 bits"),
+        _bitsandbytes("paged_ademamix_32bit", "ademamix", f"AdEMAMix with averages {_PAGED}"),
+        _bitsandbytes("paged_ademamix_8bit", "ademamix", f"AdEMAMix in 8 bits {_PAGED}"),
+        _bitsandbytes("lion_32bit", "lion", "Lion, one float32 moment"),
+        _bitsandbytes("lion_8bit", "lion", "Lion, one moment in 8 bits"),
+        _bitsandbytes("paged_lion_32bit", "lion", f"Lion, one float32 moment {_PAGED}"),
+        _bitsandbytes("paged_lion_8bit", "lion", f"Lion, one moment in 8 bits {_PAGED}"),
         Optimizer(
             name="rmsprop",
             family="rmsprop",
@@ -297,9 +272,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
             summary="RMSprop, foreach kernels: a temporary as large as the parameters",
             source="torch 2.13 optim/rmsprop.py: _multi_tensor_rmsprop",
         ),
-        _rmsprop_bnb("rmsprop_bnb", 32, "RMSprop, one float32 moment"),
-        _rmsprop_bnb("rmsprop_bnb_32bit", 32, "another name of rmsprop_bnb"),
-        _rmsprop_bnb("rmsprop_bnb_8bit", 8, "RMSprop, one moment in 8 bits"),
+        _bitsandbytes("rmsprop_bnb", "rmsprop", "RMSprop, one float32 moment"),
+        _bitsandbytes("rmsprop_bnb_32bit", "rmsprop", "another name of rmsprop_bnb"),
+        _bitsandbytes("rmsprop_bnb_8bit", "rmsprop", "RMSprop, one moment in 8 bits"),
         Optimizer(
             name="adagrad",
             family="adagrad",
@@ -321,6 +296,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             class_name="Adafactor",
             moments=0,
             algorithm=Adafactor(),
+            state_note=_STATISTICS,
             summary="Adafactor: row and column statistics, large float32 temporaries",
             source="transformers 5.23 optimization.py Adafactor, trainer_optimizer.py",
         ),
@@ -361,6 +337,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             updates="one-behind",
             only_full=True,
             only_cuda=True,
+            state_note=_STATISTICS,
             summary="Adafactor's statistics within the backward pass: one gradient at a time",
             source=_LOMO,
         ),
@@ -444,6 +421,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             class_name="StableAdamW",
             moments=2,
             algorithm=StableAdamW(),
+            state_note="the rounding error of 16-bit weights is kept too",
             summary="AdamW with Adafactor's clipping; 16-bit weights keep their rounding error too",
             source="torch-optimi 0.3 optimi/stableadamw.py, transformers 5.23 trainer_optimizer.py",
         ),
@@ -456,6 +434,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             class_name="GrokAdamW",
             moments=3,
             algorithm=GrokAdamW(),
+            state_note="in host memory, fetched for every step",
             summary="AdamW of amplified slow gradients; its state waits in host memory",
             source="grokadamw 0.1 grokadamw.py, transformers 5.23 trainer_optimizer.py",
         ),
@@ -466,8 +445,8 @@ LEFT_OUT: dict[str, str] = {
     "adamw_torch_xla": "runs on XLA devices (torch_xla), not on CUDA",
     "adamw_torch_npu_fused": "runs on Ascend NPUs (torch_npu), not on CUDA",
     "adamw_anyprecision": "needs torchdistx, which is archived and on no package index",
-    "galore_adafactor_layerwise": "Transformers 5.23 cannot build it: relative_step stays on beside "
-    "a learning rate, which GaLore's Adafactor refuses",
+    "galore_adafactor_layerwise": "cannot be built by Transformers 5.23, which leaves relative_step "
+    "on beside a learning rate, and GaLore's Adafactor refuses that",
 }
 """Values of OptimizerNames that have no row, and why."""
 

@@ -114,7 +114,8 @@ def test_options_of_find(
     ("arguments", "part"),
     [
         (("--checkpointing", "every-0"), "none, full or every-N"),
-        (("--optimizer", "adam"), "adamw_torch"),
+        (("--optimizer", "adamw_torh"), "adamw_torch"),
+        (("--optimizer", "adamw_torch_xla"), "runs on XLA devices"),
         (("--precision", "bf16"), "bf16-true"),
         (("--quantization", "nf4"), "they need an adapter, which is method qlora"),
         (("--rank", "8"), "rank and targets have no meaning"),

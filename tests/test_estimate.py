@@ -12,6 +12,7 @@ import tiny_model
 from autotune.allocator import lower_bound, replay
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator, least_bytes
+from autotune.optimizers import OPTIMIZERS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
 
@@ -71,6 +72,30 @@ def test_what_is_known_without_a_trace_is_no_more_than_the_floor(roomy: Estimato
         # Of use: full fine-tuning keeps its gradients, whatever the optimizer.
         if config.method == "full":
             assert least == pytest.approx(2 * weights, rel=0.01)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_optimizer_peaks_below_its_floor(roomy: Estimator, name: str) -> None:
+    config = dataclasses.replace(split(FULL, 8, 1), optimizer=name)
+    floor, estimate = roomy.floor_bytes(config), roomy.estimate(config)
+    assert floor <= estimate.peak_device_bytes <= 1.25 * floor + 1.2 * GB
+    assert estimate.tokens_per_second == pytest.approx(roomy.tokens_per_second(config))
+    state = roomy.estimate(dataclasses.replace(config, optimizer="sgd")).state
+    assert estimate.state.gradients_bytes == state.gradients_bytes
+
+
+def test_what_is_updated_in_the_backward_pass_keeps_no_gradients(roomy: Estimator) -> None:
+    def peak(name: str) -> int:
+        config = dataclasses.replace(split(FULL, 1, 1), optimizer=name)
+        return roomy.estimate(config).peak_allocated_bytes
+
+    gradients_bytes = roomy.estimate(FULL).state.gradients_bytes
+    largest_bytes = 32_000 * 1024 * 2
+    saved = peak("sgd") - peak("lomo")
+    # Of the gradients one is left, and its update makes two float32 copies of the largest weight.
+    assert gradients_bytes - 6 * largest_bytes <= saved < gradients_bytes
+    assert peak("galore_adamw_layerwise") < peak("galore_adamw")
+    assert peak("apollo_adamw_layerwise") < peak("apollo_adamw")
 
 
 @pytest.mark.parametrize("budget_bytes", [1 * GB, 2 * GB, ROOMY])

@@ -182,6 +182,24 @@ def test_training_arguments_of_a_full_fine_tune() -> None:
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "arguments"),
+    [
+        ("galore_adamw", {"optim_target_modules": "all-linear"}),
+        ("apollo_adamw_layerwise", {"optim_target_modules": "all-linear"}),
+        ("schedule_free_radam", {"lr_scheduler_type": "constant"}),
+        ("lomo", {}),
+    ],
+)
+def test_an_optimizers_own_arguments_come_along(
+    optimizer: str, arguments: dict[str, object]
+) -> None:
+    plain = training_args.training_arguments(FULL)
+    config = dataclasses.replace(FULL, optimizer=optimizer)
+    expected = {**plain, "optim": optimizer, **arguments}
+    assert training_args.training_arguments(config) == expected
+
+
+@pytest.mark.parametrize(
     ("precision", "flags"),
     [
         ("fp32", {"bf16": False, "fp16": False, "tf32": False}),

@@ -34,6 +34,20 @@ def cost(name: str, *specs: TensorSpec) -> StepCost:
         ("lion_8bit", 3 * 2 + 2 * (1 + 4 / 256)),
         ("adafactor", 3 * 2 + 24 * 4),
         ("sgd", 3 * 2),
+        ("rmsprop", 13 * 2),
+        ("adagrad", 13 * 2),
+        ("ademamix", 3 * 2 + 2 * 3 * 4),
+        # The last of each: two code books.
+        ("adamw_torch_8bit", 3 * 2 + 4 * (1 + 4 / 256) + 4 * 1024 / 4096**2),
+        ("adamw_torch_4bit", 3 * 2 + 4 * (1 / 2 + 4 / 256) + 4 * 64 / 4096**2),
+        ("schedule_free_adamw", 23 * 2),
+        ("schedule_free_sgd", 9 * 2),
+        # The moments' pass and the weights' pass; the compensation is read and written.
+        ("stable_adamw", 5 * 2 + 4 * 2 + 2 * 2),
+        # Two casts, the addition in float32, the copy back.
+        ("lomo", 6 + 6 + 12 + 6),
+        # Clipping and 30 passes beside six copies over PCIe.
+        ("grokadamw", 33 * 2),
     ],
 )
 def test_traffic_of_a_large_bf16_matrix(name: str, bytes_per_element: float) -> None:
@@ -83,6 +97,32 @@ def test_bitsandbytes_waits_after_every_parameter() -> None:
     assert (plain.num_kernels, plain.num_synchronizations) == (10, 10)
     assert (paged.num_kernels, paged.num_synchronizations) == (10, 11)
     assert cost("adamw_torch", *specs).num_synchronizations == 0
+
+
+def test_grokadamw_copies_three_averages_to_the_device_and_back() -> None:
+    assert cost("grokadamw", ONE_LAUNCH).host_bytes == 6 * ONE_LAUNCH.size_bytes
+    assert cost("adamw_torch", ONE_LAUNCH).host_bytes == 0
+
+
+@pytest.mark.parametrize(("name", "num_products"), [("galore_adamw", 2), ("apollo_adamw", 1)])
+def test_a_projection_costs_its_products(name: str, num_products: int) -> None:
+    """An SVD besides, as 450 x rows x columns x smaller side once in 200 steps."""
+    spec = TensorSpec(shape=(4096, 1024), dtype="bfloat16", linear=True)
+    flops = dict(cost(name, spec).matmul_flops)
+    assert flops["bfloat16"] == num_products * 2 * 128 * 4096 * 1024
+    assert flops.get("float32", 0) == (450 * 4096 * 1024**2 / 200 if num_products == 2 else 0)
+    assert cost(name, TensorSpec(shape=(4096, 1024), dtype="bfloat16")).matmul_flops == ()
+
+
+def test_costs_add_up_by_dtype() -> None:
+    one = StepCost(bytes_moved=1, num_kernels=2, matmul_flops=(("float32", 3.0), ("bfloat16", 4)))
+    two = StepCost(bytes_moved=10, num_kernels=20, host_bytes=5, matmul_flops=(("float32", 30),))
+    assert one + two == StepCost(
+        bytes_moved=11,
+        num_kernels=22,
+        host_bytes=5,
+        matmul_flops=(("float32", 33), ("bfloat16", 4)),
+    )
 
 
 def test_clip_reads_gradients_twice_and_writes_them_once() -> None:

@@ -7,7 +7,7 @@ import pytest
 from autotune.allocator import Tape, replay
 from autotune.config import TRADEOFF_CLASSES
 from autotune.optimizer_steps import TensorSpec
-from autotune.optimizers import OPTIMIZERS, Optimizer, state_bytes
+from autotune.optimizers import OPTIMIZERS, Optimizer, not_installed, state_bytes
 
 BIG = TensorSpec(shape=(1000, 1000), dtype="bfloat16")
 """A million elements: quantised under 8-bit optimizers, paged under paged ones."""
@@ -16,6 +16,7 @@ MIDDLE = TensorSpec(shape=(99_999,), dtype="bfloat16")
 SMALL = TensorSpec(shape=(4095,), dtype="bfloat16")
 """One element too few to be quantised."""
 EMBEDDING = TensorSpec(shape=(1000, 1000), dtype="bfloat16", embedding=True)
+LINEAR = TensorSpec(shape=(2048, 2048), dtype="bfloat16", linear=True)
 
 QMAP = 1024
 BIG_ABSMAX = 3907 * 4
@@ -41,6 +42,27 @@ BIG_ABSMAX = 3907 * 4
         ("adafactor", BIG, 4000 + 4000 + 4, 0),
         ("adafactor", SMALL, 4 * 4095 + 4, 0),
         ("sgd", BIG, 0, 0),
+        ("rmsprop", BIG, 2_000_000, 0),
+        ("adagrad", BIG, 2_000_000, 0),
+        ("ademamix", BIG, 12_000_000, 0),
+        ("ademamix_8bit", BIG, 3_000_000 + 3 * BIG_ABSMAX + 2 * QMAP, 0),
+        ("paged_ademamix_8bit", BIG, 3 * BIG_ABSMAX + 2 * QMAP, 3_000_000),
+        # 3,906 whole blocks are no multiple of a million: kept as it is.
+        ("adamw_torch_8bit", BIG, 4_000_000, 0),
+        ("adamw_torch_8bit", LINEAR, 2 * (2**22 + 2**14 * 4 + 1024), 0),
+        ("adamw_torch_4bit", LINEAR, 2 * (2**21 + 2**14 * 4 + 64), 0),
+        ("stable_adamw", BIG, 3 * 2_000_000 + 2 + 4, 0),
+        ("schedule_free_adamw", BIG, 4_000_000, 0),
+        ("schedule_free_sgd", BIG, 2_000_000, 0),
+        ("grokadamw", BIG, 0, 0),
+        ("lomo", BIG, 0, 0),
+        ("adalomo", BIG, 4000 + 4000, 0),
+        # A projection of 128 x 2048, moments of 2048 x 128; not projected: as AdamW.
+        ("galore_adamw", LINEAR, 3 * 2 * 128 * 2048, 0),
+        ("galore_adamw", BIG, 4_000_000, 0),
+        # Adafactor's projection is a view of a whole float32 matrix.
+        ("galore_adafactor", LINEAR, 4 * 2048**2 + 4 * (2048 + 128) + 4, 0),
+        ("apollo_adamw", LINEAR, 3 * 2 * 128 * 2048 + 2, 0),
     ],
 )
 def test_state_bytes(name: str, spec: TensorSpec, device_bytes: int, managed_bytes: int) -> None:
@@ -59,6 +81,14 @@ def test_polyglot_ko_adamw_state_in_16_bits() -> None:
     adapters = TensorSpec(shape=(1_572_864,), dtype="float16")
     assert round(state_bytes("adamw_torch", [everything])[0] / 2**30, 3) == 4.961
     assert round(state_bytes("adamw_torch", [adapters])[0] / 2**30, 3) == 0.006
+
+
+def test_a_missing_package_is_named_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.optimizers._is_found", lambda module: module != "optimi")
+    names = ["stable_adamw", "sgd", "galore_adamw", "stable_adamw"]
+    assert not_installed(names) == {"torch-optimi": ["stable_adamw"]}
+    assert not OPTIMIZERS["stable_adamw"].is_installed
+    assert OPTIMIZERS["adamw_torch"].is_installed
 
 
 def test_rows_are_keyed_by_their_own_name() -> None:

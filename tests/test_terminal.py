@@ -327,6 +327,28 @@ def test_the_textbook_sum_of_an_adapter_on_4_bits() -> None:
     assert "not quantised" in lines["weights"].why
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "moments", "why_optimizer", "why_gradients"),
+    [
+        ("ademamix", 3, "float32 moments", "at the peak"),
+        ("adamw_torch_4bit", 2, "4-bit moments", "at the peak"),
+        ("galore_adamw", 2, "rank 128", "at the peak"),
+        ("grokadamw", 3, "in host memory", "at the peak"),
+        ("adalomo", 0, "rows and columns", "used up in the backward pass"),
+    ],
+)
+def test_the_textbook_knows_every_optimizer(
+    optimizer: str, moments: int, why_optimizer: str, why_gradients: str
+) -> None:
+    config = dataclasses.replace(answers.BASE, optimizer=optimizer)
+    lines = {line.name: line for line in explain(answers.estimate(config))}
+    assert lines["optimizer"].textbook_bytes == moments * 3_000_000_000
+    assert why_optimizer in lines["optimizer"].why
+    state = dataclasses.replace(answers.estimate().state, gradients_bytes=3_000_000_000)
+    lines = {line.name: line for line in explain(answers.estimate(config, state=state))}
+    assert why_gradients in lines["gradients"].why
+
+
 def test_the_explanation_is_drawn_with_every_line() -> None:
     file = io.StringIO()
     lines = explain(answers.estimate())

@@ -46,7 +46,8 @@ class Answer:
 
     def gradient(self, name: str, size: list[int]) -> Answer:
         """Made and at once handed over, as autograd does."""
-        self.alloc(name, size, category="gradient")
+        weight = "embedding" if name == "g-embedding" else name.replace("g", "w", 1)
+        self.alloc(name, size, category="gradient", of=self.number.get(weight))
         position = len(self.blocks[-1]["events"])
         self.blocks[-1]["accumulate"].append([position, self.number[name]])
         return self
@@ -118,6 +119,19 @@ def test_the_middle_layer_repeats(odd_first_layer: bool) -> None:
     assert seen(trace, trace.first) == forward + BACKWARD
     assert seen(trace, trace.again) == [size for size in forward if size != 50_000] + BACKWARD
     assert seen(trace, trace.next) == [size for size in forward if size != 50_000] + ADDING
+    # The gradient that is there and the one that is added to it are of one size; here it is one.
+    assert seen(trace, trace.released_first) == forward + ADDING
+    assert seen(trace, trace.released) == [size for size in forward if size != 50_000] + ADDING
+    made = {event for event in trace.released if event >= 0}
+    assert set(trace.gradients) <= made & {~event for event in trace.released if event < 0}
+
+
+def test_a_gradient_tells_its_parameter() -> None:
+    trace = step(full=5).trace()
+    specs = [trace.parameter_of(gradient, 1) for gradient in trace.gradients]
+    assert [spec.num_elements for spec in specs] == [*5 * [1000], 9000]
+    assert [spec.embedding for spec in specs] == [*5 * [False], True]
+    assert [spec.linear for spec in specs] == [*5 * [True], False]
 
 
 def test_each_copy_frees_its_own_neighbours_tensor() -> None:

@@ -28,7 +28,7 @@ from autotune.errors import (
     StorageError,
     WorkerError,
 )
-from autotune.optimizers import not_installed
+from autotune.optimizers import OPTIMIZERS, not_installed
 from autotune.results import BACKENDS
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 EFFORTS = ("quick", "normal", "thorough")
 """The keys of autotune.tune.EFFORTS, whose import is slow."""
 STUDIES = Path("studies")
-_LIBRARIES = ("autotune", "torch", "transformers", "peft", "bitsandbytes", "optuna")
+_LIBRARIES = ("autotune", "torch", "transformers", "peft", "optuna")
+"""And those of the optimizers, bitsandbytes among them."""
 
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
 """Of timed steps per probe, at most."""
@@ -342,7 +343,7 @@ def _versions() -> dict[str, str]:
     from importlib import metadata
 
     versions = {}
-    for name in _LIBRARIES:
+    for name in (*_LIBRARIES, *sorted({row.needs for row in OPTIMIZERS.values() if row.needs})):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions

@@ -51,7 +51,7 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
     if knob.choices == (False, True):
         switch = f"{knob.flag}/--no-{knob.flag.removeprefix('--')}"
         return click.option(switch, knob.name, default=None, help=knob.summary)
-    is_closed = knob.choices and not knob.is_open
+    is_closed = knob.choices and not knob.metavar
     kind = click.Choice(knob.choices) if is_closed else KnobType(knob)
     metavar = knob.metavar or None
     return click.option(knob.flag, knob.name, type=kind, metavar=metavar, help=knob.summary)

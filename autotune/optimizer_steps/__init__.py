@@ -14,7 +14,7 @@ makes no temporaries; SGD without momentum; Adafactor without relative_step and 
 
 Known limitations
 - Scratch that a CUDA reduction takes for itself (Adafactor's norms and means: some KiB) is missing,
-  and so is what cuSOLVER takes for GaLore's SVD beside its results.
+  and so is cuSOLVER's workspace for GaLore's SVD.
 - With parameters of several dtypes, foreach visits the dtypes in the order of a hash table. Written
   is what CPU and meta do: the dtype seen last comes first.
 - State in managed memory (paged optimizers) is priced as if it were resident on the device.

@@ -113,7 +113,8 @@ class Adafactor(Algorithm):
 class Lomo(Algorithm):
     """lomo-optim 0.1 lomo.py fuse_update: SGD in float32, a parameter at a time.
 
-    A float32 gradient is its own float32 copy; it is written as given up and made again.
+    A float32 gradient is its own float32 copy; it is written as given up and made again. Not
+    modelled: each gradient makes the host look at every parameter for one that has a gradient.
     """
 
     def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:  # noqa: ARG002

@@ -102,7 +102,8 @@ class TorchAo(Algorithm):
     torchao 0.18 optim/adam.py (_new_buffer, single_param_adam), subclass_8bit.py, subclass_4bit.py.
     The Trainer passes block_size 256 to both. Of the step's float32 copies nothing is written: a
     Triton kernel that reduces blocks of 256 holds them in registers, which no run here has shown.
-    The code that inductor makes for a CPU does keep two of them, of one parameter at a time.
+    The code that inductor makes for a CPU does keep two of them, of one parameter at a time. Not
+    modelled: compiling, once for each shape, and the host's look at its guards for each parameter.
     """
 
     bits: int

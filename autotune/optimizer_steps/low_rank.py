@@ -26,6 +26,7 @@ from autotune.optimizer_steps.core import (
     TensorSpec,
     alloc_state,
     empty_states,
+    write_passing,
 )
 from autotune.optimizer_steps.kernels import BitsAndBytes
 
@@ -59,8 +60,16 @@ class Projection(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SvdProjection(Projection):
-    """galore-torch 1.0 galore_projector.py: leading singular vectors of the gradient."""
+    """galore-torch 1.0 galore_projector.py: leading singular vectors of the gradient.
+
+    Not modelled: the workspace that cuSOLVER asks for, whose size only it can tell.
+    """
+
+    clones: bool = True
+    """cuSOLVER works on a copy of the matrix (torch 2.13 ATen/native/cuda/linalg/
+    BatchLinearAlgebraLib.cpp, svd_cusolver). A CPU's LAPACK does so out of sight."""
 
     def rank(self, spec: TensorSpec) -> int:
         return min(_RANK, *spec.shape)
@@ -83,6 +92,8 @@ class SvdProjection(Projection):
                 kept = tape.alloc(size_bytes, "optimizer_state")
             else:
                 scope.new(name, size_bytes)
+        if self.clones:
+            write_passing(tape, 4 * rows * columns)
         diagonal = tape.alloc(4 * rank * rank, "temporary")
         scope.new("a" if is_right else "b", 4 * rank * (rows if is_right else columns))
         tape.free(diagonal)
@@ -143,9 +154,9 @@ def projection_cost(
     update = projection.update_cost(spec)
     flops = 2 * num_products * spec.num_elements * projection.rank(spec)
     num_elements = spec.num_elements + projected(spec, projection).num_elements
-    moved = num_elements * DTYPE_BYTES[dtype] + projection.matrix_bytes(spec, spec.dtype)
+    num_elements += projection.rank(spec) * min(spec.shape)
     products = StepCost(
-        bytes_moved=num_products * moved,
+        bytes_moved=num_products * num_elements * DTYPE_BYTES[dtype],
         num_kernels=num_products,
         matmul_flops=((dtype, flops),),
     )
@@ -346,6 +357,6 @@ class Apollo(Algorithm):
             total += StepCost(bytes_moved=17 * moment_bytes + 3 * spec.size_bytes, num_kernels=8)
             if spec.linear:
                 moved = 2 * moment_bytes + 7 * spec.size_bytes
-                total += StepCost(bytes_moved=moved, num_kernels=11, num_synchronizations=1)
+                total += StepCost(bytes_moved=moved, num_kernels=14, num_synchronizations=1)
                 total += projection_cost(spec, self.projection, dtype=spec.dtype, num_products=1)
         return total

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS
-from autotune.optimizer_steps import TensorSpec
-from autotune.optimizers import OPTIMIZERS, Optimizer
+from autotune.optimizers import OPTIMIZERS
 from autotune.results import Estimate
 from autotune.units import format_count
 
@@ -155,31 +154,8 @@ def _why_optimizer(estimate: Estimate, textbook_bytes: int) -> str:
         return f"{kind}, in managed memory outside of torch"
     if _same(state.optimizer_state_bytes, textbook_bytes):
         return ""
-    return _why_state(row) or (
-        "float32 moments"
-        if estimate.config.method != "full" or row.state_format == "32bit"
-        else "step counters"
-    )
-
-
-def _why_state(row: Optimizer) -> str:
-    """What is peculiar to the optimizer."""
-    if all(tensor.place == "host" for tensor in row.algorithm.state(_ANY)):
-        return "in host memory, fetched for every step" if row.moments else ""
-    if row.only_full:
-        return {
-            "galore-torch": "the moments are of rank 128, beside a projection of each matrix",
-            "apollo-torch": "the moments are of rank 128, beside a projection of each matrix",
-        }.get(row.needs, "rows and columns of float32 statistics")
-    return {
-        "8bit": "8-bit moments and their scales; small tensors in float32",
-        "torchao 8bit": "8-bit moments and their scales; small tensors as they are",
-        "torchao 4bit": "4-bit moments and their scales; small tensors as they are",
-    }.get(row.state_format) or _WHY_OF_FAMILY.get(row.family, "")
-
-
-_ANY = TensorSpec(shape=(64, 64), dtype="bfloat16")
-_WHY_OF_FAMILY = {
-    "adafactor": "rows and columns of float32 statistics",
-    "stable_adamw": "the rounding error of 16-bit weights is kept too",
-}
+    if row.state_note:
+        return row.state_note
+    if estimate.config.method != "full" or row.state_format == "32bit":
+        return "float32 moments"
+    return "step counters"

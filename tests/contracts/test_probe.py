@@ -444,6 +444,8 @@ def test_paging_and_bits_are_looked_at() -> None:
     [
         ({"precision": "fp16-mixed"}, "fp16-mixed needs a CUDA device"),
         ({"activation_checkpointing": 1, "activation_offloading": True}, "offloading needs"),
+        ({"optimizer": "adalomo", "gradient_accumulation_steps": 1}, "adalomo needs a CUDA device"),
+        ({"optimizer": "adamw_torch_4bit"}, "adamw_torch_4bit needs a CUDA device"),
     ],
 )
 def test_what_a_cpu_cannot_do_is_said(change: dict[str, Any], part: str) -> None:

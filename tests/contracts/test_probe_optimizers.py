@@ -7,8 +7,11 @@ import importlib
 from typing import Any
 
 import pytest
+import test_probe
+from test_optimizer_libraries import on_cpu
 from test_probe import (
     FULL,
+    MODEL,
     SEQUENCE_LENGTH,
     _forget_8_bit_overrides,
     _quiet_and_steady,
@@ -16,7 +19,7 @@ from test_probe import (
     run,
 )
 
-from autotune.optimizers import OPTIMIZERS
+from autotune.optimizers import OPTIMIZERS, Optimizer
 
 __all__ = ["_forget_8_bit_overrides", "_quiet_and_steady"]
 
@@ -37,6 +40,15 @@ LIKE_ON_CUDA = [
 ]
 
 
+def often_projected(name: str) -> Optimizer:
+    """With a new projection in each step, as is predicted of the step that needs most."""
+    row = OPTIMIZERS[name]
+    if row.needs not in ("galore-torch", "apollo-torch"):
+        return row
+    often = (*row.arguments, ("optim_args", "update_proj_gap=1"))
+    return dataclasses.replace(row, arguments=often, algorithm=on_cpu(name))
+
+
 def probed(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """(config, measurement) of two micro-batches' worth in one."""
     config = dataclasses.replace(
@@ -52,11 +64,7 @@ def probed(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[
 def test_a_probe_needs_what_was_predicted(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = OPTIMIZERS[name]
-    if row.needs in ("galore-torch", "apollo-torch"):
-        # Each step with a new projection, as is predicted of the step that needs most.
-        often = (*row.arguments, ("optim_args", "update_proj_gap=1"))
-        monkeypatch.setitem(OPTIMIZERS, name, dataclasses.replace(row, arguments=often))
+    monkeypatch.setitem(OPTIMIZERS, name, often_projected(name))
     if name in FOREACH:
         module = importlib.import_module(f"torch.optim.{FOREACH[name]}")
         monkeypatch.setattr(module, "_default_to_fused_or_foreach", lambda *_, **__: (False, True))
@@ -67,6 +75,26 @@ def test_a_probe_needs_what_was_predicted(
     # Step counts are on the host, which is the device here.
     counts_bytes = 512 * NUM_PARAMETERS if name in FOREACH else 0
     assert 0 <= difference - counts_bytes <= 3 * batch_bytes
+
+
+@pytest.mark.parametrize("name", ["lomo", "apollo_adamw_layerwise"])
+def test_shared_and_recomputed_weights_are_updated_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embedding and head are one, and every layer runs a second time in the backward pass."""
+    monkeypatch.setattr(test_probe, "MODEL", {**MODEL, "tie_word_embeddings": True})
+    monkeypatch.setitem(OPTIMIZERS, name, often_projected(name))
+    config = dataclasses.replace(
+        FULL,
+        optimizer=name,
+        precision="bf16-true",
+        gradient_accumulation_steps=1,
+        activation_checkpointing=1,
+    )
+    measured = run(config, test_probe.MODEL)
+    predicted = estimated(config, monkeypatch)
+    difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
+    assert 0 <= difference <= 3 * 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
 
 
 @pytest.mark.parametrize("name", ["grokadamw", "stable_adamw"])
