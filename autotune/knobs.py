@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.config import (
+    ATTENTIONS,
+    METHODS,
+    PARALLELISMS,
+    PRECISIONS,
+    QUANTIZATIONS,
+    TrainConfig,
+)
 from autotune.errors import nearest
 from autotune.optimizers import OPTIMIZERS
 
@@ -230,6 +237,16 @@ KNOBS: dict[str, Knob] = {
             flag="--quantization",
             summary="Storage of the frozen weights [default: nf4 for qlora].",
         ),
+        Knob(
+            name="parallelism",
+            tradeoff="exact",
+            read=_one_of(tuple(PARALLELISMS), "parallelism"),
+            default="none",
+            choices=tuple(PARALLELISMS),
+            words=lambda name: "one GPU" if name == "none" else name,
+            flag="--parallelism",
+            summary="How several GPUs share the run [default: ddp with --num-gpus].",
+        ),
     )
 }
 
@@ -255,6 +272,9 @@ def describe(config: TrainConfig) -> str:
             f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}"
         ),
         "attention": "",
+        "parallelism": ""
+        if config.parallelism == "none"
+        else f"{config.parallelism} on {config.num_gpus} {'GPU' if config.num_gpus == 1 else 'GPUs'}",
     }
     others = [
         knob.words(value)

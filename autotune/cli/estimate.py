@@ -25,6 +25,7 @@ def estimate(
     task: str | None,
     gpu: str | None,
     gpu_mem: str | None,
+    num_gpus: int,
     seq_len: int,
     accumulation: int,
     method: str,
@@ -52,9 +53,10 @@ def estimate(
         sequence_length=inputs.possible_length(
             source, seq_len, is_given=is_given(context, "seq_len")
         ),
-        effective_batch_size=given.get("micro_batch_size", 1) * accumulation,
+        effective_batch_size=given.get("micro_batch_size", 1) * accumulation * num_gpus,
         methods=(method,),
         memory_budget_bytes=budget_bytes,
+        num_gpus=num_gpus,
     )
     config = dataclasses.replace(
         tune.default_base(workload, card, source),
@@ -70,6 +72,7 @@ def estimate(
             workload.sequence_length,
             card,
             [spec],
+            num_gpus=num_gpus,
             on_trace=functools.partial(progress, "trace"),
         )
     priced = Estimator(traces, card, memory_budget_bytes=budget_bytes).estimate(config)

@@ -92,6 +92,7 @@ def find(
     task: str | None,
     gpu: str | None,
     gpu_mem: str | None,
+    num_gpus: int,
     seq_len: int,
     effective_batch: int,
     methods: tuple[str, ...],
@@ -112,12 +113,21 @@ def find(
     from autotune.models import resolve
     from autotune.report.progress import progress_on_stderr
 
+    if num_gpus > 1 and backend in BACKENDS:
+        raise ConfigError(
+            f"--num-gpus {num_gpus} does not go with --backend {backend}",
+            why="Probes run on one GPU",
+            remedy="Leave --backend out, for a prediction",
+        )
     choose = inputs.CHOOSERS.get(backend, inputs.choose_card)
     card, gpu_reason, budget_bytes = choose(gpu, gpu_mem)
     search_space = space_file.load(space)
     base_config = None if base is None else read_train_config(base)
     source = resolve(model)
     if base_config is not None:
+        num_gpus = inputs.agreed(
+            "--num-gpus", num_gpus, base_config.num_gpus, is_given=is_given(context, "num_gpus")
+        )
         length, batch = base_config.sequence_length, base_config.effective_batch_size
         seq_len = inputs.agreed("--seq-len", seq_len, length, is_given=is_given(context, "seq_len"))
         effective_batch = inputs.agreed(
@@ -131,9 +141,10 @@ def find(
         model=source.name,
         task=task or source.task,
         sequence_length=possible_length(source, seq_len, is_given=is_length_given),
-        effective_batch_size=effective_batch,
+        effective_batch_size=inputs.shared_batch(effective_batch, num_gpus),
         methods=tuple(dict.fromkeys(methods)) or METHODS,
         memory_budget_bytes=budget_bytes,
+        num_gpus=num_gpus,
     )
     if base_config is not None:
         inputs.check_rules(base_config, workload, card, source, what=f"The configuration of {base}")

@@ -15,6 +15,8 @@ from autotune.knobs import KNOBS, Knob
 if TYPE_CHECKING:
     from autotune.models import ModelSource
 
+MAX_GPUS = 16
+"""In one machine (NVIDIA's DGX-2 and HGX boards hold 16): several machines are not modelled."""
 COUNT = click.IntRange(1, 1_000_000)
 _LENGTH = click.IntRange(1, 10_000_000)
 
@@ -74,6 +76,12 @@ def workload_options(command: Command) -> Command:
             "--gpu-mem",
             metavar="SIZE",
             help="Memory budget: 12GB, 11.5GiB, 24000MB [default: all of the card].",
+        ),
+        click.option(
+            "--num-gpus",
+            type=click.IntRange(1, MAX_GPUS),
+            default=1,
+            help="GPUs of that kind in the machine: a prediction for each.",
         ),
         click.option("--seq-len", type=_LENGTH, default=1024, help="Tokens per sample."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
