@@ -53,6 +53,7 @@ SHARED = {
     "--task": None,
     "--gpu": None,
     "--gpu-mem": None,
+    "--num-gpus": 1,
     "--seq-len": 1024,
     "--json": False,
 }
@@ -84,6 +85,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--checkpointing": None,
         "--offload": None,
         "--attention": None,
+        "--parallelism": None,
         "--explain": False,
     },
     "gpus": {},
