@@ -262,14 +262,15 @@ def _deliver(
 
     What cannot be written is said after the answer, which is not lost by it.
     """
-    from autotune.export import export_files, export_paths
+    from autotune.export import export_files, export_paths, exporters_for
     from autotune.report import terminal
 
     summary = found.summary
     if not as_json:
         terminal.draw_summary(summary, sys.stdout, base_name=base_name)
         sys.stdout.flush()
-    result = {**summary.to_dict(), "files": [str(path) for path in export_paths(folder)]}
+    places = export_paths(folder, exporters_for(summary.best.config))
+    result = {**summary.to_dict(), "files": [str(path) for path in places]}
     problems: list[AutotuneError] = []
     files: list[Path] = []
     try:

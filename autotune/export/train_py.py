@@ -55,6 +55,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         "model": _model_reference(workload.model),
         "task": workload.task,
         "sequence_length": config.sequence_length,
+        "num_processes": None if config.parallelism == "none" else config.num_gpus,
         "dtype": precision.parameter_dtype,
         "attention": config.attention,
         "quantization": None
