@@ -235,6 +235,10 @@ PARALLELISMS: dict[str, Parallelism] = {
 }
 
 
+ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
+"""Weights that ZeRO 3 updates at a time (deepspeed 0.19.8 runtime/zero/config.py, sub_group_size)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """What the search may not change."""

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune.config import DTYPE_BYTES, PARALLELISMS, PRECISIONS
+from autotune.config import DTYPE_BYTES, PARALLELISMS, PRECISIONS, ZERO3_SUB_GROUP_ELEMENTS
 from autotune.optimizer_steps import TensorSpec
 from autotune.results import TraceSpec
 from autotune.traces import Place, TracedParameter, evaluate
@@ -33,9 +33,7 @@ TAIL: Unit = ("tail", OUTSIDE)
 DDP_FIRST_BUCKET_BYTES = MIB
 DDP_BUCKET_BYTES = 25 * MIB
 
-# deepspeed 0.19.8 runtime/zero/config.py: sub_group_size.
-ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
-# stage_1_and_2.py: nccl_start_alignment_factor.
+# deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: nccl_start_alignment_factor.
 _ZERO_ALIGNMENT = 2
 # transformers 5.23 integrations/deepspeed.py trainer_config_finalize, what `auto` becomes: of
 # hidden_size squared, and of hidden_size.
@@ -127,6 +125,7 @@ class Shares:
         # transformers 5.23 Trainer._build_accelerator_args: find_unused_parameters is off then.
         self._rebuilds = spec.method == "full" and spec.activation_checkpointing > 0
         self._weights = functools.cache(self._evaluated)
+        self._ddp_buckets = functools.cache(self._filled_buckets)
         self.tail_stays = is_one_unit or _is_tied(parameters)
         """The embedding is the head too: it is gathered from beginning to end."""
         self.members: dict[Unit, list[int]] = {}
@@ -226,7 +225,7 @@ class Shares:
 
     def ddp_bucket_bytes(self, rank: int, index: int) -> int:
         """0 where there are not so many buckets."""
-        buckets = ddp_buckets(self._weights(rank), rebuilt=self._rebuilds)
+        buckets = self._ddp_buckets(rank)
         return buckets[index] if index < len(buckets) else 0
 
     def bucket_bytes(self, _: int) -> int:
@@ -264,6 +263,9 @@ class Shares:
             )
             for parameter in self.parameters
         ]
+
+    def _filled_buckets(self, rank: int) -> list[int]:
+        return ddp_buckets(self._weights(rank), rebuilt=self._rebuilds)
 
     def _unit_of(self, parameter: TracedParameter) -> Unit:
         if parameter.place[1] >= 0:

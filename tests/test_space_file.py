@@ -18,7 +18,7 @@ from autotune.errors import ConfigError
 from autotune.space import SearchSpace, enumerate_configs
 from autotune.space_file import MAX_FILE_BYTES, available, load
 
-SHIPPED = ("default", "exact", "full", "lora", "qlora")
+SHIPPED = ("default", "exact", "full", "lora", "multi-gpu", "qlora")
 
 SOUND = """
 methods:
@@ -62,15 +62,15 @@ def test_a_methods_own_space_has_no_other_method(name: str, methods: str) -> Non
 
 
 @pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("num_gpus", [1, 2])
 @pytest.mark.parametrize("capability", [(7, 5), (8, 9), (9, 0), None])
 def test_every_shipped_space_has_valid_points_on_every_card(
-    name: str, capability: tuple[int, int] | None
+    name: str, capability: tuple[int, int] | None, num_gpus: int
 ) -> None:
-    for method in (section.method for section in load(name).methods):
-        workload = Workload(model="m", methods=(method,), memory_budget_bytes=1)
-        result = enumerate_configs(
-            load(name), workload, num_layers=16, compute_capability=capability
-        )
+    space = for_gpus(load(name), num_gpus)
+    for method in (section.method for section in space.methods):
+        workload = Workload(model="m", methods=(method,), memory_budget_bytes=1, num_gpus=num_gpus)
+        result = enumerate_configs(space, workload, num_layers=16, compute_capability=capability)
         assert result.configs
         assert len(result.configs) + sum(result.invalid.values()) == result.num_enumerated
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from autotune.config import PARALLELISMS, TrainConfig, Workload
-from autotune.shards import ZERO3_SUB_GROUP_ELEMENTS
+from autotune.config import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS, TrainConfig, Workload
 
 name = "deepspeed"
 filename = "deepspeed.json"
