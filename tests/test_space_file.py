@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autotune.config import Workload
 from autotune.errors import ConfigError
-from autotune.space import SearchSpace, enumerate_configs
+from autotune.space import SearchSpace, enumerate_configs, for_gpus
 from autotune.space_file import MAX_FILE_BYTES, available, load
 
 SHIPPED = ("default", "exact", "full", "lora", "multi-gpu", "qlora")
