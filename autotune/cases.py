@@ -18,6 +18,7 @@ from autotune.estimate import Estimator, least_bytes
 from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu
 from autotune.models import ModelSource
+from autotune.parallel import RankTrace
 from autotune.results import Estimate, TraceSpec
 from autotune.space import (
     Context,
@@ -76,7 +77,7 @@ class Pricer:
         self._asked = asked
         self._server = server
         self._progress = progress
-        self._traces: dict[tuple[object, ...], dict[TraceSpec, Trace]] = {}
+        self._traces: dict[tuple[object, ...], dict[TraceSpec, Trace | RankTrace]] = {}
         """By what else changes a trace."""
         self._refused: dict[tuple[object, ...], set[TraceSpec]] = {}
         self._estimators: dict[tuple[object, ...], Estimator] = {}
@@ -332,7 +333,7 @@ def _covers(more: tuple[int, ...], needs: tuple[int, ...]) -> bool:
     return all(a >= b for a, b in zip(more, needs, strict=True))
 
 
-def _full_rank(trace: Trace) -> int:
+def _full_rank(trace: Trace | RankTrace) -> int:
     """The largest rank that a target's matrix can have: A is (rank, in), then B is (out, rank)."""
     sides = [max(spec.shape) for spec in trace.trainable(1) if len(spec.shape) == 2]
     return max(map(min, zip(sides[::2], sides[1::2], strict=False)), default=1)

@@ -35,7 +35,8 @@ from autotune.optimizer_steps import (
 )
 from autotune.optimizer_steps.core import NO_COST, States
 from autotune.optimizers import OPTIMIZERS, Optimizer
-from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
+from autotune.parallel import Exchange, RankTrace
+from autotune.results import Breakdown, Estimate, ParameterCount, PerGpu, StateBytes, TraceSpec
 from autotune.traces import Trace
 
 _BREAKDOWN_OF_CATEGORY = {
@@ -56,6 +57,7 @@ class _MicroStep:
     weights_bytes: int
     workspace_bytes: int
     gradients_bytes: int
+    step_buffers_bytes: int
     peak_first_bytes: int
     """Above weights, workspaces and optimizer state. Where weights are updated in the backward pass,
     gradients are given up as soon as they are there, and `gradients_bytes` is 0."""
@@ -85,6 +87,8 @@ class StepSeconds:
     optimizer_step_seconds: float
     total_seconds: float
     bound: str
+    communication_seconds: float = 0.0
+    """Of the total: with the other GPUs."""
 
 
 def least_bytes(config: TrainConfig, num_parameters: int) -> int:
@@ -104,7 +108,7 @@ class Estimator:
 
     def __init__(
         self,
-        traces: Mapping[TraceSpec, Trace],
+        traces: Mapping[TraceSpec, Trace | RankTrace],
         gpu: Gpu,
         *,
         memory_budget_bytes: int,
@@ -123,6 +127,7 @@ class Estimator:
         self._list = functools.cache(self._list_number)
         self._forward_backward = functools.cache(self._price_forward_backward)
         self._accumulation = functools.cache(self._price_accumulation)
+        self._exchange = functools.cache(self._find_exchange)
 
     def with_budget(self, memory_budget_bytes: int) -> Estimator:
         """The same with another budget; what is priced already is shared."""
@@ -142,13 +147,14 @@ class Estimator:
         optimizer = self._update(spec, rank, config.optimizer)
         above = max(
             micro.peak_first_bytes,
-            micro.gradients_bytes + optimizer.temporary_peak_bytes,
+            micro.gradients_bytes + micro.step_buffers_bytes + optimizer.temporary_peak_bytes,
             micro.gradients_bytes + micro.peak_next_bytes
             if config.gradient_accumulation_steps > 1
             else 0,
         )
         state = optimizer.state_bytes
-        return self._context_bytes + micro.weights_bytes + micro.workspace_bytes + state + above
+        outside = self._outside_bytes(spec)
+        return outside + micro.weights_bytes + micro.workspace_bytes + state + above
 
     def seconds(self, config: TrainConfig, resident_bytes: int | None = None) -> StepSeconds | None:
         """Predicted time of an optimizer step; None where the card's rates are unknown.
@@ -168,11 +174,43 @@ class Estimator:
             return None
         accumulation = config.gradient_accumulation_steps
         steps = accumulation * micro.total_seconds + (accumulation - 1) * added.total_seconds
-        return StepSeconds(
+        alone = StepSeconds(
             micro_step_seconds=steps / accumulation,
             optimizer_step_seconds=update.total_seconds,
             total_seconds=steps + update.total_seconds,
             bound=micro.bound if steps > update.total_seconds else update.bound,
+        )
+        exchange = self._exchange(spec, rank)
+        return alone if exchange is None else self._shared(alone, exchange, accumulation)
+
+    def _shared(
+        self, alone: StepSeconds, exchange: Exchange, accumulation: int
+    ) -> StepSeconds | None:
+        """The step with what several GPUs add to it, one after the other."""
+        link = self.gpu.interconnect_bandwidth_bytes_per_second
+        host_link = self._machine.bytes_per_second.get("copy_host")
+        if link is None or host_link is None:
+            return None
+        link *= roofline.COLLECTIVE_OF_LINK
+        sent_each = exchange.sent_bytes_per_micro_step / link
+        sent_once = exchange.sent_bytes_per_step / link
+        micro = sent_each + exchange.host_copy_bytes_per_micro_step / host_link
+        once = (
+            sent_once
+            + exchange.host_copy_bytes_per_step / host_link
+            + exchange.host_update_elements * roofline.HOST_UPDATE_SECONDS_PER_ELEMENT
+        )
+        sent = accumulation * sent_each + sent_once
+        others = accumulation * micro + once - sent
+        bound = max(
+            (sent, "communication"), (others, "transfer"), (alone.total_seconds, alone.bound)
+        )[1]
+        return StepSeconds(
+            micro_step_seconds=alone.micro_step_seconds + micro,
+            optimizer_step_seconds=alone.optimizer_step_seconds + once,
+            total_seconds=alone.total_seconds + accumulation * micro + once,
+            bound=bound,
+            communication_seconds=sent,
         )
 
     def tokens_per_second(self, config: TrainConfig) -> float | None:
@@ -189,35 +227,41 @@ class Estimator:
         optimizer = self._update(spec, rank, config.optimizer)
         micro_sizes = trace.sizes(config.micro_batch_size, rank)
         if OPTIMIZERS[config.optimizer].updates:
+            assert isinstance(trace, Trace)  # A rule: on one GPU only.
             tape, events = self._two_fused_steps(trace, OPTIMIZERS[config.optimizer], config)
         else:
             tape, events = self._two_steps(trace, optimizer, len(micro_sizes), config)
         sizes = micro_sizes + tape.sizes
         result = replay(sizes, events)
-        resident = result.peak_reserved_bytes + self._context_bytes
+        outside = self._outside_bytes(spec)
+        resident = result.peak_reserved_bytes + outside
         managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)
         seconds = self.seconds(config, resident)
         flops, model_flops = self._flops(config, spec, rank)
         categories = trace.categories + tape.categories
         total, trainable = trace.num_parameters(rank)
+        state = StateBytes(
+            parameters_bytes=_sum_of(sizes, categories, trace.setup, "parameter"),
+            gradients_bytes=_sum_of(sizes, categories, trace.setup, "gradient")
+            + sum(sizes[number] for number in trace.gradients),
+            optimizer_state_bytes=optimizer.managed_bytes
+            + _sum_of(sizes, categories, trace.setup, "optimizer_state")
+            + optimizer.device_state_bytes,
+            optimizer_state_managed_bytes=optimizer.managed_bytes,
+        )
         return Estimate(
             config=config,
             gpu=self.gpu.name,
             peak_allocated_bytes=result.peak_allocated_bytes,
             peak_reserved_bytes=result.peak_reserved_bytes,
-            nontorch_bytes=self._context_bytes + managed,
+            nontorch_bytes=outside + managed,
             breakdown=_breakdown(
                 sizes,
                 categories,
                 events[: result.peak_allocated_event + 1],
                 result.peak_allocated_bytes,
             ),
-            state=StateBytes(
-                parameters_bytes=_sum_of(sizes, categories, trace.setup, "parameter"),
-                gradients_bytes=_sum_of(sizes, categories, trace.first, "gradient"),
-                optimizer_state_bytes=optimizer.managed_bytes + optimizer.device_state_bytes,
-                optimizer_state_managed_bytes=optimizer.managed_bytes,
-            ),
+            state=state,
             parameters=ParameterCount(total=total, trainable=trainable),
             micro_step_seconds=None if seconds is None else seconds.micro_step_seconds,
             optimizer_step_seconds=None if seconds is None else seconds.optimizer_step_seconds,
@@ -233,10 +277,44 @@ class Estimator:
             ),
             bound=None if seconds is None else seconds.bound,
             useful_share=self._useful_share(config),
+            per_gpu=self._per_gpu(config, self._exchange(spec, rank), state, seconds),
         )
 
+    def _per_gpu(
+        self,
+        config: TrainConfig,
+        exchange: Exchange | None,
+        state: StateBytes,
+        seconds: StepSeconds | None,
+    ) -> PerGpu | None:
+        if exchange is None:
+            return None
+        accumulation = config.gradient_accumulation_steps
+        sent = accumulation * exchange.sent_bytes_per_micro_step + exchange.sent_bytes_per_step
+        return PerGpu(
+            num_gpus=config.num_gpus,
+            parallelism=config.parallelism,
+            parameters_bytes=state.parameters_bytes,
+            gradients_bytes=state.gradients_bytes,
+            optimizer_state_bytes=state.optimizer_state_bytes,
+            gathered_bytes=exchange.gathered_bytes,
+            buffers_bytes=exchange.buffers_bytes,
+            host_bytes=exchange.host_bytes,
+            sent_bytes_per_step=round(sent),
+            communication_seconds=None if seconds is None else seconds.communication_seconds,
+        )
+
+    def _outside_bytes(self, spec: TraceSpec) -> int:
+        """Of the device, outside torch's allocator: the context, and NCCL's buffers."""
+        is_shared = isinstance(self._traces[spec], RankTrace)
+        return self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
+
+    def _find_exchange(self, spec: TraceSpec, rank: int) -> Exchange | None:
+        trace = self._traces[spec]
+        return trace.exchange(rank) if isinstance(trace, RankTrace) else None
+
     def _two_steps(
-        self, trace: Trace, optimizer: _OptimizerStep, offset: int, config: TrainConfig
+        self, trace: Trace | RankTrace, optimizer: _OptimizerStep, offset: int, config: TrainConfig
     ) -> tuple[Tape, list[int]]:
         accumulate = trace.next if config.gradient_accumulation_steps > 1 else []
         zero_grad = [~gradient for gradient in trace.gradients]
@@ -244,8 +322,11 @@ class Estimator:
             [e + offset if e >= 0 else e - offset for e in events]
             for events in (optimizer.first, optimizer.later)
         )
-        events = [*trace.setup, *trace.first, *accumulate, *first, *zero_grad]
-        return optimizer.tape, [*events, *trace.again, *accumulate, *later, *zero_grad]
+        done = [~number for number in trace.step_buffers]
+        first = [*trace.step_buffers, *first, *done, *zero_grad]
+        later = [*trace.step_buffers, *later, *done, *zero_grad]
+        events = [*trace.setup, *trace.first, *accumulate, *first]
+        return optimizer.tape, [*events, *trace.again, *accumulate, *later]
 
     def _two_fused_steps(
         self, trace: Trace, row: Optimizer, config: TrainConfig
@@ -299,6 +380,7 @@ class Estimator:
             gradients_bytes=0
             if in_backward
             else trace.bytes_of(trace.gradients, micro_batch, rank),
+            step_buffers_bytes=trace.bytes_of(trace.step_buffers, micro_batch, rank),
             peak_first_bytes=peak_bytes("released" if in_backward else "again"),
             peak_next_bytes=peak_bytes("next"),
         )

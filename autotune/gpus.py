@@ -35,6 +35,12 @@ _PCIE_LANE_BYTES_PER_SECOND = {
     for generation, transfers_per_second in ((3, 8e9), (4, 16e9), (5, 32e9))
 }
 
+# NVIDIA/nccl issue 1685: allocations of 10 and 2 MiB per channel and connection (32 channels on H100);
+# issue 864: a ring has two connections, memory grows with the channels. [judgement] one connection
+# holds buffers, and how many channels PCIe has.
+_NCCL_CHANNEL_BYTES = 12 * MIB
+_NCCL_CHANNELS = {"NVLink": 32, "PCIe": 8}
+
 # Which card to plan for when only a budget is known: per memory class one that is widely sold and
 # whose row is complete; to 32 GB a consumer card, above that what clouds rent. Smallest first.
 _PLANNING_CARDS = (
@@ -78,6 +84,9 @@ class Gpu:
     """Streaming multiprocessors."""
     pcie_bandwidth_bytes_per_second: float | None
     """One direction, of the link, before protocol overhead."""
+    nvlink_bandwidth_bytes_per_second: float | None = None
+    """One direction, all links of the card together. None: its machines connect cards over PCIe; a
+    bridge that is sold apart is not counted on."""
     source: str
     confidence: str
     """high, medium, low; `detected` for a card that is here but not in the catalogue."""
@@ -87,6 +96,20 @@ class Gpu:
     def slug(self) -> str:
         """The name for the command line: `rtx-4070`."""
         return "-".join(_words(self.name))
+
+    @property
+    def interconnect(self) -> str:
+        return "PCIe" if self.nvlink_bandwidth_bytes_per_second is None else "NVLink"
+
+    @property
+    def nccl_bytes(self) -> int:
+        """Of NCCL's buffers, outside torch's allocator, where GPUs work together."""
+        return _NCCL_CHANNELS[self.interconnect] * _NCCL_CHANNEL_BYTES
+
+    @property
+    def interconnect_bandwidth_bytes_per_second(self) -> float | None:
+        """To the other GPUs of the machine, one direction; None when it is unknown."""
+        return self.nvlink_bandwidth_bytes_per_second or self.pcie_bandwidth_bytes_per_second
 
 
 @functools.cache
@@ -257,6 +280,7 @@ def _from_row(row: Mapping[str, Any]) -> Gpu:
     if "capacity_bytes" not in rest:
         rest["capacity_bytes"] = round(rest.pop("capacity_gib") * GIB)
     bandwidth = rest.pop("memory_bandwidth_gb_per_second", None)
+    nvlink = rest.pop("nvlink_gb_per_second", None)
     matmul = rest.pop("measured_matmul_bfloat16_tflop_per_second", None)
     peaks = {dtype: peak * 1e12 for dtype, peak in rest.pop("peak_tflop_per_second").items()}
     assert peaks.keys() <= set(PEAK_DTYPES), f"{row['name']}: unknown dtype in {peaks}"
@@ -265,6 +289,7 @@ def _from_row(row: Mapping[str, Any]) -> Gpu:
         compute_capability=capability,
         nominal_memory_bytes=rest.pop("memory_nominal_gib") * GIB,
         memory_bandwidth_bytes_per_second=None if bandwidth is None else bandwidth * 1e9,
+        nvlink_bandwidth_bytes_per_second=None if nvlink is None else nvlink * 1e9,
         peak_flop_per_second=peaks,
         measured_matmul_bfloat16_flop_per_second=None if matmul is None else matmul * 1e12,
         **_family_facts(capability, pcie_lanes=rest.pop("pcie_lanes", 16)),

@@ -88,6 +88,17 @@ def agreed(option: str, value: int, of_base: int, *, is_given: bool) -> int:
     return of_base
 
 
+def shared_batch(effective_batch_size: int, num_gpus: int) -> int:
+    """The effective batch size, where GPUs can share it evenly. ConfigError where they cannot."""
+    if effective_batch_size % num_gpus:
+        raise ConfigError(
+            f"{num_gpus} GPUs cannot share an effective batch of {effective_batch_size}",
+            why="Every GPU has as many samples",
+            remedy=f"Give --effective-batch {-(-effective_batch_size // num_gpus) * num_gpus}",
+        )
+    return effective_batch_size
+
+
 def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
     """The sequence length, or all that the model has positions for where none was asked for."""
     limit = source.max_sequence_length

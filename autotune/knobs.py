@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.config import (
+    ATTENTIONS,
+    METHODS,
+    PARALLELISMS,
+    PRECISIONS,
+    QUANTIZATIONS,
+    TrainConfig,
+)
 from autotune.errors import nearest
 from autotune.lengths import BATCHINGS
 from autotune.optimizers import LEFT_OUT, OPTIMIZERS
@@ -251,6 +258,16 @@ KNOBS: dict[str, Knob] = {
             flag="--batching",
             summary="How samples fill a batch [default: packed, padded where answers belong to samples].",
         ),
+        Knob(
+            name="parallelism",
+            tradeoff="exact",
+            read=_one_of(tuple(PARALLELISMS), "parallelism"),
+            default="none",
+            choices=tuple(PARALLELISMS),
+            words=lambda name: "one GPU" if name == "none" else name,
+            flag="--parallelism",
+            summary="How several GPUs share the run [default: ddp with --num-gpus].",
+        ),
     )
 }
 
@@ -276,6 +293,9 @@ def describe(config: TrainConfig) -> str:
             f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}"
         ),
         "attention": "",
+        "parallelism": ""
+        if config.parallelism == "none"
+        else f"{config.parallelism} on {config.num_gpus} {'GPU' if config.num_gpus == 1 else 'GPUs'}",
     }
     others = [
         knob.words(value)

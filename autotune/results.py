@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune import typed
-from autotune.config import TrainConfig, Workload
+from autotune.config import PARALLELISMS, TrainConfig, Workload
 from autotune.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -28,6 +28,8 @@ class TraceSpec:
     activation_checkpointing: int
     activation_offloading: bool
     attention: str
+    parallelism: str = "none"
+    """Of PARALLELISMS. A worker traces one GPU's step; what several share is worked out from it."""
     single: bool
     """Micro-batch 1, which takes other code paths than 2 and more."""
 
@@ -41,6 +43,8 @@ class TraceSpec:
         # TF32 changes the rate of a matrix product, not what is allocated or launched.
         if config.precision == "tf32":
             shared["precision"] = "fp32"
+        cast = dict(PARALLELISMS[config.parallelism].traced_as)
+        shared["precision"] = cast.get(shared["precision"], shared["precision"])
         return cls(**shared, single=config.micro_batch_size == 1)
 
 
@@ -72,6 +76,30 @@ class StateBytes:
     optimizer_state_bytes: int
     optimizer_state_managed_bytes: int
     """Part of the optimizer state in CUDA managed memory (paged optimizers): outside torch's counters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerGpu:
+    """What each GPU of several holds and sends. Predicted."""
+
+    num_gpus: int
+    parallelism: str
+    parameters_bytes: int
+    """Its part of the weights; all of them where they are not shared out."""
+    gradients_bytes: int
+    optimizer_state_bytes: int
+    """Moments, and the float32 copy of the weights where the library keeps one."""
+    gathered_bytes: int
+    """Most that is gathered from the others at one time: a layer's weights, the buffer they arrive in
+    and the next layer's."""
+    buffers_bytes: int
+    """Kept for communication: DDP's buckets, DeepSpeed's bucket and persistent weights."""
+    host_bytes: int
+    """Of host memory, for each GPU."""
+    sent_bytes_per_step: int
+    """Over the interconnect, by each GPU, in an optimizer step."""
+    communication_seconds: float | None
+    """Of an optimizer step, part of its time: none of it is taken to overlap with kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +136,17 @@ class Estimate:
     """What limits the step: one of autotune.roofline.BOUNDS."""
     useful_share: float = 1.0
     """Share of the tokens that is no padding, on average; the step is one of the longest samples."""
+    per_gpu: PerGpu | None = None
+    """None: there is one GPU. Memory, FLOPs and mfu above are those of each; tokens of all."""
+
+    @property
+    def overlapped_step_seconds(self) -> float | None:
+        """The step if all communication overlapped with kernels: a lower bound of step_seconds."""
+        seconds = self.step_seconds
+        if seconds is None or self.per_gpu is None or self.per_gpu.communication_seconds is None:
+            return seconds
+        communication = self.per_gpu.communication_seconds
+        return max(seconds - communication, communication)
 
     @property
     def peak_device_bytes(self) -> int:
@@ -146,6 +185,12 @@ class Estimate:
             "flops_per_step": self.flops_per_step,
             "mfu": self.mfu,
             "bound": self.bound,
+            "per_gpu": None
+            if self.per_gpu is None
+            else {
+                **dataclasses.asdict(self.per_gpu),
+                "overlapped_step_seconds": self.overlapped_step_seconds,
+            },
         }
 
 

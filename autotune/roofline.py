@@ -36,8 +36,9 @@ from autotune.gpus import PEAK_DTYPES, Gpu
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy_host")
 """What bounds a kernel. `reduction`: rows are read more than once; `copy_host`: over PCIe."""
 
-BOUNDS = ("compute", "memory bandwidth", "transfer", "launch")
-"""What a step spends most of its time on. `transfer`: copies to and from host memory."""
+BOUNDS = ("compute", "memory bandwidth", "transfer", "launch", "communication")
+"""What a step spends most of its time on. `transfer`: copies to and from host memory;
+`communication`: with the other GPUs (autotune.parallel)."""
 
 _MATMULS = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "_scaled_mm", "_int_mm", "_grouped_mm"}
@@ -76,6 +77,11 @@ _USUAL_MATMUL_OF_BEST = 0.95
 _OF_BANDWIDTH = {"matmul": 0.75, "attention": 0.75, "elementwise": 0.75, "reduction": 0.55}
 # [judgement] Pinned copies reach 25 to 26 of the 31.5 GB/s of a PCIe 4.0 x16 link.
 _COPY_OF_PCIE = 0.8
+# [judgement] NCCL's rings against the links' rate in one direction, and host memory's rate in an Adam
+# step: it reads and writes float32 weight and moments, reads the gradient, writes a 16-bit copy (30
+# bytes an element), on a desktop of two DDR5 channels (90 GB/s at best). Servers are quicker.
+COLLECTIVE_OF_LINK = 0.75
+HOST_UPDATE_SECONDS_PER_ELEMENT = 30 / 50e9
 # Share of the dense peak, causal work counted once. FlashAttention-2 (arXiv 2307.08691): 50 to 73 %
 # on the A100, the backward pass at most 63 %. FlashAttention-3 (arXiv 2407.08608): that version
 # reaches 35 % on the H100. [judgement] within those ranges, and the memory-efficient kernels.

@@ -15,13 +15,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.config import PACKABLE_TASKS, PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.config import (
+    PACKABLE_TASKS,
+    PARALLELISMS,
+    PRECISIONS,
+    TRADEOFF_CLASSES,
+    TrainConfig,
+    Workload,
+)
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS, not_installed
 
 _ADAPTERS = ("lora", "qlora")
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units.
 _AMPERE = (8, 0)
+_PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +84,22 @@ def usual_batching(task: str) -> str:
     return "packed" if task in PACKABLE_TASKS else "padded"
 
 
+def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:
+    """The space on so many GPUs. One needs no parallelism; where a section names none for several,
+    PyTorch's own are taken."""
+    sections = []
+    for section in space.methods:
+        named = section.domains.get("parallelism", ("none",))
+        if num_gpus == 1:
+            kept: tuple[str, ...] = ("none",)
+        else:
+            kept = tuple(name for name in named if name != "none") or _PARALLELISMS_OF_TORCH
+        sections.append(
+            dataclasses.replace(section, domains={**section.domains, "parallelism": kept})
+        )
+    return dataclasses.replace(space, methods=tuple(sections))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
     """What a rule may ask beyond the TrainConfig. None: not known, the rule lets pass."""
@@ -103,10 +127,15 @@ def _lacks_ampere(context: Context) -> bool:
     return capability is not None and capability < _AMPERE
 
 
+_FOR_ONE_GPU = frozenset(
+    {"none"}
+    | {row.name for row in PARALLELISMS.values() if row.offload and row.library == "deepspeed"}
+)
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="micro-batch-divides",
-        reason="micro-batch x accumulation must equal the effective batch size",
+        reason="micro-batch x accumulation x GPUs must equal the effective batch size",
         breaks=lambda c, context: c.effective_batch_size != context.effective_batch_size,
     ),
     Rule(
@@ -178,6 +207,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        name="whole-matrix-optimizers-need-one-gpu",
+        reason="what GaLore, APOLLO and LOMO do beside gradients that GPUs share is not modelled",
+        breaks=lambda c, _: c.parallelism == "ddp" and OPTIMIZERS[c.optimizer].only_full,
+    ),
+    Rule(
         name="backward-update-without-loss-scaling",
         reason="LOMO and layer-wise optimizers would apply float16's gradients before they are "
         "unscaled",
@@ -192,6 +226,36 @@ RULES: tuple[Rule, ...] = (
             c.precision in ("fp16-mixed", "fp16-autocast")
             and ("bf16-mixed" in context.precisions or "bf16-autocast" in context.precisions)
             and not _lacks_ampere(context)
+        ),
+    ),
+    Rule(
+        name="gpus-need-parallelism",
+        reason="several GPUs share a run by one of ddp, fsdp2, zero1, zero2, zero3",
+        breaks=lambda c, _: c.num_gpus > 1 and c.parallelism == "none",
+    ),
+    Rule(
+        name="parallelism-needs-gpus",
+        reason="one GPU has nobody to share with: only ZeRO's offloading makes sense on it",
+        breaks=lambda c, _: c.num_gpus == 1 and c.parallelism not in _FOR_ONE_GPU,
+    ),
+    Rule(
+        name="sharding-needs-float-weights",
+        reason="4-bit weights stored as bytes are not shared out: every GPU would keep all of them",
+        breaks=lambda c, _: c.quantization != "none" and PARALLELISMS[c.parallelism].stage == 3,
+    ),
+    Rule(
+        name="sharding-needs-its-optimizers",
+        reason="the optimizer does not work on a part of a tensor, or not in host memory",
+        breaks=lambda c, _: (
+            bool(PARALLELISMS[c.parallelism].optimizers)
+            and c.optimizer not in PARALLELISMS[c.parallelism].optimizers
+        ),
+    ),
+    Rule(
+        name="zero-needs-mixed-precision",
+        reason="DeepSpeed takes bfloat16 weights for float32 ones where bf16 is off: take bf16-mixed",
+        breaks=lambda c, _: (
+            PARALLELISMS[c.parallelism].library == "deepspeed" and c.precision == "bf16-true"
         ),
     ),
 )
@@ -250,7 +314,8 @@ def enumerate_configs(
 def _points(section: MethodSpace, workload: Workload) -> Iterator[TrainConfig]:
     domains = dict(section.domains)
     sizes = domains.pop("micro_batch_size")
-    accumulations = [max(1, workload.effective_batch_size // size) for size in sizes]
+    per_gpu = workload.effective_batch_size // workload.num_gpus
+    accumulations = [max(1, per_gpu // size) for size in sizes]
     for values in itertools.product(*domains.values()):
         rest = dict(zip(domains, values, strict=True))
         for size, accumulation in zip(sizes, accumulations, strict=True):
@@ -259,6 +324,7 @@ def _points(section: MethodSpace, workload: Workload) -> Iterator[TrainConfig]:
                 micro_batch_size=size,
                 gradient_accumulation_steps=accumulation,
                 sequence_length=workload.sequence_length,
+                num_gpus=workload.num_gpus,
                 **rest,
             )
 

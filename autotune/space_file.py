@@ -15,6 +15,7 @@ search_spaces/default.yaml explains each line; in short:
         lora_rank: [8, 16]                              lora and qlora only; default [16]
         lora_targets: [all-linear, attention]           lora and qlora only; default [all-linear]
         quantization: [nf4, nf4-double]                 qlora only; default [nf4]
+        parallelism: [ddp, fsdp2, zero2]                with --num-gpus; default [ddp, fsdp2]
 """
 
 from __future__ import annotations

@@ -164,6 +164,8 @@ def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
     for field, prefix in (("sequence_length", "seq"), ("effective_batch_size", "batch")):
         if getattr(workload, field) != _default(field):
             parts.append(f"{prefix}{getattr(workload, field)}")
+    if workload.num_gpus > 1:
+        parts.append(f"{workload.num_gpus}gpus")
     if workload.task != _default("task"):
         parts.append(workload.task)
     if set(workload.methods) != set(METHODS):

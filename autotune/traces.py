@@ -25,6 +25,9 @@ from autotune.optimizer_steps import TensorSpec
 Term = tuple[int, int, int]
 """(coefficient, power of the micro-batch, power of the rank)."""
 
+Place = tuple[str, int]
+"""(stack, layer): which of several stacks, empty for the first; layer -1 outside of all."""
+
 SETUP_PHASES = ("weights", "adapter")
 FORWARD_PHASES = ("batch", "embed", "forward", "head")
 # A second stack of layers (a decoder's, beside an encoder's) has its number behind the phase.
@@ -49,6 +52,20 @@ class TracedKernel:
     recomputed: bool
     """Part of activation checkpointing's second forward pass."""
     count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedParameter:
+    """One weight of the whole model."""
+
+    number: int
+    """Of its tensor."""
+    place: Place
+    shape: tuple[Term, ...]
+    dtype: str
+    trainable: bool
+    group: int
+    embedding: bool
 
 
 def evaluate(term: Sequence[int], micro_batch: int, rank: int) -> int:
@@ -123,16 +140,28 @@ class Trace:
         copies = _Copies(self._tensors, blocks, layers)
         self._template = copies.template
 
+        starts: dict[Callable[[str], bool], list[tuple[int, int, int]]] = {}
+
+        def is_backward(phase: str) -> bool:
+            return not is_setup(phase) and not is_forward(phase)
+
         def whole(wanted: Callable[[str], bool], events_of: Callable[..., list[int]]) -> Events:
-            return copies.events(
+            events, starts[wanted] = copies.events(
                 {i: events_of(b) for i, b in enumerate(blocks) if wanted(b["phase"])}
             )
+            return events
 
         traced = operator.itemgetter("events")
         self._setup = whole(is_setup, traced)
         forward = whole(is_forward, traced)
-        backward = whole(lambda phase: not is_setup(phase) and not is_forward(phase), traced)
+        backward = whole(is_backward, traced)
         self._first = np.concatenate((forward, backward))
+        phases = [block["phase"] for block in blocks]
+        self._setup_starts = [(phases[i], layer, at) for i, layer, at in starts[is_setup]]
+        self._first_starts = [
+            *((phases[i], layer, at) for i, layer, at in starts[is_forward]),
+            *((phases[i], layer, at + len(forward)) for i, layer, at in starts[is_backward]),
+        ]
         self._next = whole(
             lambda phase: not is_setup(phase), functools.partial(_adding, self._tensors)
         )
@@ -203,6 +232,35 @@ class Trace:
     def released(self) -> list[int]:
         """The same once workspaces exist."""
         return _listed(self._released)
+
+    @property
+    def step_buffers(self) -> list[int]:
+        """Tensors that live for the optimizer step alone; one GPU needs none."""
+        return []
+
+    def blocks(self) -> list[tuple[str, Place, list[int]]]:
+        """(phase, place, events) of `first`, in order."""
+        return _cut(self.first, self._first_starts)
+
+    def parameters(self) -> list[TracedParameter]:
+        """Every weight, in the model's order."""
+        found = []
+        for _, place, events in _cut(self.setup, self._setup_starts):
+            for number in events:
+                if number < 0 or "shape" not in (entry := self._tensors[self.template[number]]):
+                    continue
+                found.append(
+                    TracedParameter(
+                        number=number,
+                        place=place,
+                        shape=tuple((c, i, j) for c, i, j in entry["shape"]),
+                        dtype=entry["dtype"],
+                        trainable=entry["trainable"],
+                        group=entry["group"],
+                        embedding=entry["embedding"],
+                    )
+                )
+        return found
 
     def sizes(self, micro_batch: int, rank: int) -> list[int]:
         """Bytes of each tensor."""
@@ -290,6 +348,18 @@ class Trace:
         left = set(self._categories[made > freed]) - {"gradient", "workspace"}
         if left:
             raise BrokenTrace(f"{', '.join(sorted(left))} tensors outlive the step")
+
+
+def _cut(
+    events: list[int], starts: Sequence[tuple[str, int, int]]
+) -> list[tuple[str, Place, list[int]]]:
+    """Events by block; the phase without the stack, which the place names."""
+    ends = [*(start for *_, start in starts[1:]), len(events)]
+    blocks = []
+    for (phase, layer, start), end in zip(starts, ends, strict=True):
+        name, _, stack = phase.partition(" ")
+        blocks.append((name, (stack, layer), events[start:end]))
+    return blocks
 
 
 def _numbers_of(events: Events) -> Events:
@@ -403,20 +473,24 @@ class _Copies:
         self.template = np.array(template, dtype=np.int32)
         """Traced tensor of each number."""
 
-    def events(self, traced: Mapping[int, list[int]]) -> Events:
-        """The whole model's events in order, from those of traced blocks."""
+    def events(self, traced: Mapping[int, list[int]]) -> tuple[Events, list[tuple[int, int, int]]]:
+        """The whole model's events in order, from those of traced blocks; where each block starts, as
+        (traced block, layer, position)."""
         located = {index: self._locate(index, events) for index, events in traced.items()}
         copied = {index: self._seen_from_within(index, located) for index in traced}
         parts, columns = [], []
+        starts, position = [], 0
         for index, layer in self._order:
             if index in located:
                 shift = layer - self._layer_of_block[index]
                 events, homes = (copied if shift else located)[index]
+                starts.append((index, layer, position))
+                position += len(events)
                 parts.append(events)
                 columns.append(self._columns(homes, index, shift))
         if not parts:
-            return np.zeros(0, dtype=np.int32)
-        return self._resolve(np.concatenate(parts), np.concatenate(columns))
+            return np.zeros(0, dtype=np.int32), starts
+        return self._resolve(np.concatenate(parts), np.concatenate(columns)), starts
 
     def _columns(self, homes: Events, index: int, shift: int) -> Events:
         """Layers that a copy of a block refers to: neighbours move with it.

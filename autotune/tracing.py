@@ -7,6 +7,7 @@ again with every layer.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu
 from autotune.isolate import WorkerEnd, run_many
 from autotune.models import ModelSource
+from autotune.parallel import RankTrace
 from autotune.results import TraceSpec
 from autotune.traces import BrokenTrace, Trace
 
@@ -34,14 +36,16 @@ def trace_all(
     gpu: Gpu,
     specs: Iterable[TraceSpec],
     *,
+    num_gpus: int = 1,
     on_trace: Callable[[int, int], None] | None = None,
     server: ForkServer | None = None,
-) -> dict[TraceSpec, Trace]:
+) -> dict[TraceSpec, Trace | RankTrace]:
     """Trace a step per spec; `on_trace(done, all)` as they arrive.
 
     `server`: whose forks trace, for who asks again and again: the imports are then paid once.
-    A spec that the model does not support is left out of the result. Raises ConfigError when it
-    supports none, WorkerError when a worker failed, HardwareError for a card without CUDA.
+    One GPU's step is traced; what several make of it follows from that. A spec that the model does
+    not support is left out of the result. Raises ConfigError when it supports none, WorkerError when
+    a worker failed, HardwareError for a card without CUDA.
     """
     if gpu.compute_capability is None or gpu.cublas_workspace_bytes is None:
         raise HardwareError(
@@ -57,7 +61,8 @@ def trace_all(
         "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
     }
     run = run_many if server is None else functools.partial(_run_forked, server)
-    jobs = _Jobs(specs, on_trace)
+    specs = set(specs)
+    jobs = _Jobs({_of_one_gpu(spec) for spec in specs}, on_trace)
     for _ in range(_MAX_ROUNDS):
         shares = jobs.shares()
         if not shares:
@@ -79,7 +84,24 @@ def trace_all(
             why=next(iter(jobs.refused.values())),
             remedy="Name another model, method or precision",
         )
-    return jobs.traces
+    hidden_size = model.config.get("hidden_size")
+    found: dict[TraceSpec, Trace | RankTrace] = {}
+    for spec in specs:
+        trace = jobs.traces.get(_of_one_gpu(spec))
+        if trace is not None and spec.parallelism == "none":
+            found[spec] = trace
+        elif trace is not None:
+            found[spec] = RankTrace(
+                trace,
+                spec,
+                num_gpus=num_gpus,
+                hidden_size=hidden_size if isinstance(hidden_size, int) else 0,
+            )
+    return found
+
+
+def _of_one_gpu(spec: TraceSpec) -> TraceSpec:
+    return dataclasses.replace(spec, parallelism="none")
 
 
 def _run_forked(

@@ -27,6 +27,7 @@ from autotune.space import (
     SearchSpace,
     broken_rules,
     enumerate_configs,
+    for_gpus,
     tradeoff_class,
     usual_batching,
     with_attentions,
@@ -94,7 +95,7 @@ def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfi
     return TrainConfig(
         method=method,
         micro_batch_size=1,
-        gradient_accumulation_steps=workload.effective_batch_size,
+        gradient_accumulation_steps=max(1, workload.effective_batch_size // workload.num_gpus),
         sequence_length=workload.sequence_length,
         precision=precision,
         optimizer="adamw_torch_fused",
@@ -103,6 +104,8 @@ def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfi
         lora_targets="all-linear" if adapter else None,
         quantization="nf4" if method == "qlora" else "none",
         batching=usual_batching(workload.task),
+        parallelism="ddp" if workload.num_gpus > 1 else "none",
+        num_gpus=workload.num_gpus,
     )
 
 
@@ -127,7 +130,9 @@ def find(
     started = time.monotonic()
     num_layers = model.config.get("num_hidden_layers")
     points = enumerate_configs(
-        with_batchings(with_attentions(space, model.attentions), workload),
+        for_gpus(
+            with_batchings(with_attentions(space, model.attentions), workload), workload.num_gpus
+        ),
         workload,
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=gpu.compute_capability,
@@ -149,6 +154,7 @@ def find(
         workload.sequence_length,
         gpu,
         {TraceSpec.of(config) for config in [*possible, *baselines]},
+        num_gpus=workload.num_gpus,
         on_trace=functools.partial(progress, "trace"),
     )
     estimator = Estimator(
@@ -222,7 +228,7 @@ def _possible(
     there is no such configuration, so that what is lacking can be said.
     """
     count = model.num_parameters_known
-    if count is None or workload.task != model.task:
+    if count is None or workload.task != model.task or workload.num_gpus > 1:
         return configs
     limit = workload.memory_budget_bytes + MORE_MEMORY_BYTES
     return [config for config in configs if least_bytes(config, count) <= limit] or configs
@@ -391,7 +397,7 @@ def _speed(estimate: Estimate) -> float:
 
 def _larger_micro_batches(config: TrainConfig) -> list[TrainConfig]:
     """The same at every power of two that divides the effective batch size, largest first."""
-    effective = config.effective_batch_size
+    effective = config.effective_batch_size // config.num_gpus
     sizes = [2**n for n in range(effective.bit_length()) if effective % 2**n == 0]
     return [
         dataclasses.replace(

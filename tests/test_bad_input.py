@@ -95,6 +95,8 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--allow", "all"), 2, ("--allow",)),
         (("--seq-len", "0"), 2, ("--seq-len",)),
         (("--effective-batch", "-1"), 2, ("--effective-batch",)),
+        (("--num-gpus", "3"), 2, ("3 GPUs cannot share", "--effective-batch 33")),
+        (("--num-gpus", "2", "--backend", "cpu"), 2, ("Probes run on one GPU",)),
         (("--effective-batch", "1e3"), 2, ("--effective-batch",)),
         (("--base", "nowhere.yaml"), 2, ("nowhere.yaml cannot be read",)),
         (("--base", "."), 2, ("cannot be read",)),
@@ -123,6 +125,9 @@ def test_options_of_find(
         (("--offload",), "the input of a checkpointed layer"),
         (("--checkpointing", "every-99"), "fewer layers than the checkpointing interval"),
         (("--gpu", "t4", "--precision", "bf16-true"), "need compute capability 8.0"),
+        (("--parallelism", "fsdp2"), "one GPU has nobody to share with"),
+        (("--num-gpus", "2", "--parallelism", "none"), "several GPUs share a run by one of"),
+        (("--num-gpus", "99"), "99 is not in the range"),
     ],
 )
 def test_options_of_estimate(fail: Fail, arguments: tuple[str, ...], part: str) -> None:

@@ -260,6 +260,45 @@ def test_without_transformers_the_newest_names(monkeypatch: pytest.MonkeyPatch) 
     training_args.installed_fields.cache_clear()
 
 
+# several GPUs
+
+SHARED = dataclasses.replace(FULL, num_gpus=2, parallelism="fsdp2", gradient_accumulation_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "names"),
+    [
+        ("none", set()),
+        ("ddp", {"accelerate_config.yaml"}),
+        ("fsdp2-offload", {"accelerate_config.yaml"}),
+        ("zero3", {"accelerate_config.yaml", "deepspeed.json"}),
+    ],
+)
+def test_files_of_gpus_that_share(parallelism: str, names: set[str]) -> None:
+    config = dataclasses.replace(SHARED, parallelism=parallelism)
+    of_all = {exporter.filename for exporter in export.EXPORTERS}
+    written = {exporter.filename for exporter in export.exporters_for(config)}
+    assert written - of_all == names
+    assert of_all <= written
+
+
+def test_fsdp2_is_told_to_reduce_in_every_micro_step() -> None:
+    key = "accelerator_config"
+    told = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    assert training_args.training_arguments(SHARED)[key] == told
+    once = dataclasses.replace(SHARED, gradient_accumulation_steps=1)
+    for other in (once, *(dataclasses.replace(SHARED, parallelism=p) for p in ("ddp", "zero3"))):
+        assert key not in training_args.training_arguments(other)
+
+
+def test_the_program_knows_how_many_processes_it_is_for() -> None:
+    assert recipe(write(train_py, SHARED))["num_processes"] == 2
+
+
+def test_a_shared_configuration_is_read_back() -> None:
+    assert train_config.from_yaml(write(train_config, SHARED)) == SHARED
+
+
 # train.py
 
 
@@ -270,6 +309,7 @@ def test_the_recipe_of_qlora() -> None:
         "task": "causal-lm",
         "sequence_length": 512,
         "batching": "packed",
+        "num_processes": None,
         "dtype": "float32",
         "attention": "eager",
         "quantization": {

@@ -211,3 +211,26 @@ def test_without_a_driver_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_the_library_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert detect() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "interconnect", "bytes_per_second"),
+    [
+        # NVIDIA prints both directions: 600, 900 and 1,800 GB/s.
+        ("a100", "NVLink", 300e9),
+        ("h100", "NVLink", 450e9),
+        ("b200", "NVLink", 900e9),
+        # 16 lanes of 16 GT/s, 128 of 130 bits.
+        ("rtx-4090", "PCIe", 31.508e9),
+        ("a100-pcie-40gb", "PCIe", 31.508e9),
+    ],
+)
+def test_what_connects_cards(name: str, interconnect: str, bytes_per_second: float) -> None:
+    card = find_gpu(name)
+    assert card.interconnect == interconnect
+    found = card.interconnect_bandwidth_bytes_per_second
+    assert found == pytest.approx(bytes_per_second, rel=1e-4)
+
+
+def test_a_link_that_is_not_known_stays_unknown() -> None:
+    assert find_gpu("mi300x").interconnect_bandwidth_bytes_per_second is None

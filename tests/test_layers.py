@@ -33,6 +33,8 @@ ROWS = {
     "space": 3,
     "space_file": 3,
     "traces": 3,
+    "shards": 3,
+    "parallel": 3,
     "export": 3,
     "worker": 4,
     "forkserver": 4,

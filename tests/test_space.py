@@ -20,6 +20,7 @@ from autotune.space import (
     broken_rules,
     enumerate_configs,
     filter_allowed,
+    for_gpus,
     tradeoff_class,
     with_attentions,
 )
@@ -35,6 +36,7 @@ FULL = TrainConfig(
 LORA = dataclasses.replace(FULL, method="lora", lora_rank=16, lora_targets="all-linear")
 QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
 WHOLE_BATCH = dataclasses.replace(FULL, micro_batch_size=32, gradient_accumulation_steps=1)
+ON_TWO = dataclasses.replace(FULL, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4)
 ADA = Context(effective_batch_size=32, num_layers=16, compute_capability=(8, 9))
 TURING = Context(effective_batch_size=32, num_layers=16, compute_capability=(7, 5))
 UNKNOWN = Context(effective_batch_size=32)
@@ -98,6 +100,10 @@ BREAKERS = {
     ),
     "optimizer-needs-full": (dataclasses.replace(LORA, optimizer="apollo_adamw"), ADA),
     "backward-update-needs-accumulation-1": (dataclasses.replace(FULL, optimizer="lomo"), ADA),
+    "whole-matrix-optimizers-need-one-gpu": (
+        dataclasses.replace(ON_TWO, parallelism="ddp", optimizer="galore_adamw"),
+        ADA,
+    ),
     "backward-update-without-loss-scaling": (
         dataclasses.replace(
             WHOLE_BATCH, optimizer="galore_adamw_layerwise", precision="fp16-mixed"
@@ -107,6 +113,20 @@ BREAKERS = {
     "bf16-replaces-fp16": (
         dataclasses.replace(FULL, precision="fp16-mixed"),
         dataclasses.replace(ADA, precisions=("bf16-mixed", "fp16-mixed")),
+    ),
+    "gpus-need-parallelism": (dataclasses.replace(ON_TWO, parallelism="none"), ADA),
+    "parallelism-needs-gpus": (dataclasses.replace(FULL, parallelism="zero2"), ADA),
+    "sharding-needs-float-weights": (
+        dataclasses.replace(QLORA, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4),
+        ADA,
+    ),
+    "sharding-needs-its-optimizers": (
+        dataclasses.replace(ON_TWO, optimizer="adamw_bnb_8bit"),
+        ADA,
+    ),
+    "zero-needs-mixed-precision": (
+        dataclasses.replace(ON_TWO, parallelism="zero1", precision="bf16-true"),
+        ADA,
     ),
 }
 
@@ -218,9 +238,39 @@ def test_a_hundred_thousand_points_take_about_a_quarter_of_a_second() -> None:
 # --- trade-off classes
 
 
+@pytest.mark.parametrize(
+    ("named", "num_gpus", "expected"),
+    [
+        ((), 1, ("none",)),
+        ((), 4, ("ddp", "fsdp2")),
+        (("none",), 4, ("ddp", "fsdp2")),
+        (("ddp", "zero3"), 4, ("ddp", "zero3")),
+        (("none", "zero1"), 2, ("zero1",)),
+        (("ddp", "zero3"), 1, ("none",)),
+    ],
+)
+def test_a_space_is_of_so_many_gpus(
+    named: tuple[str, ...], num_gpus: int, expected: tuple[str, ...]
+) -> None:
+    changes = {"parallelism": named} if named else {}
+    (found,) = for_gpus(space(section(**changes)), num_gpus).methods
+    assert found.domains["parallelism"] == expected
+
+
+def test_gpus_share_the_effective_batch() -> None:
+    shared = dataclasses.replace(workload(32), num_gpus=4)
+    sizes = section(micro_batch_size=(1, 2, 8, 16), parallelism=("ddp",))
+    found = enumerate_configs(space(sizes), shared)
+    assert [(c.micro_batch_size, c.gradient_accumulation_steps) for c in found.configs] == [
+        (1, 8), (2, 4), (8, 1)
+    ]  # fmt: skip
+    assert {c.effective_batch_size for c in found.configs} == {32}
+    assert found.invalid == {"micro-batch-divides": 1}
+
+
 def test_every_setting_has_a_class() -> None:
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
-    of_the_workload = {"method", "gradient_accumulation_steps", "sequence_length"}
+    of_the_workload = {"method", "gradient_accumulation_steps", "sequence_length", "num_gpus"}
     assert set(KNOBS) == settings - of_the_workload
     assert {knob.tradeoff for knob in KNOBS.values()} <= {*TRADEOFF_CLASSES, ""}
     assert [name for name, knob in KNOBS.items() if not knob.tradeoff] == ["optimizer"]

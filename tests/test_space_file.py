@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from autotune.config import Workload
 from autotune.errors import ConfigError
-from autotune.space import SearchSpace, enumerate_configs
+from autotune.space import SearchSpace, enumerate_configs, for_gpus
 from autotune.space_file import MAX_FILE_BYTES, available, load
 
 SHIPPED = (
-    *("default", "everything", "full", "long-context", "lora", "qlora", "quick", "same-recipe"),
-    "small-gpu",
+    *("default", "everything", "full", "long-context", "lora", "multi-gpu", "qlora", "quick"),
+    *("same-recipe", "small-gpu"),
 )
 
 SOUND = """
@@ -65,15 +65,15 @@ def test_a_methods_own_space_has_no_other_method(name: str, methods: str) -> Non
 
 
 @pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("num_gpus", [1, 2])
 @pytest.mark.parametrize("capability", [(7, 5), (8, 9), (9, 0), None])
 def test_every_shipped_space_has_valid_points_on_every_card(
-    name: str, capability: tuple[int, int] | None
+    name: str, capability: tuple[int, int] | None, num_gpus: int
 ) -> None:
-    for method in (section.method for section in load(name).methods):
-        workload = Workload(model="m", methods=(method,), memory_budget_bytes=1)
-        result = enumerate_configs(
-            load(name), workload, num_layers=16, compute_capability=capability
-        )
+    space = for_gpus(load(name), num_gpus)
+    for method in (section.method for section in space.methods):
+        workload = Workload(model="m", methods=(method,), memory_budget_bytes=1, num_gpus=num_gpus)
+        result = enumerate_configs(space, workload, num_layers=16, compute_capability=capability)
         assert result.configs
         assert len(result.configs) + sum(result.invalid.values()) == result.num_enumerated
 
@@ -119,6 +119,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "activation_offloading": (False,),
         "attention": ("sdpa",),
         "batching": ("packed",),
+        "parallelism": ("none",),
     }
     of_adapters = {"lora_rank": (16,), "lora_targets": ("all-linear",), "quantization": ("nf4",)}
     assert qlora.domains == {**full.domains, **of_adapters}

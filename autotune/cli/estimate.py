@@ -38,6 +38,7 @@ def estimate(
     task: str | None,
     gpu: str | None,
     gpu_mem: str | None,
+    num_gpus: int,
     seq_len: int,
     dataset: Path | None,
     text_field: str,
@@ -78,9 +79,10 @@ def estimate(
         task=task or source.task,
         sequence_length=length,
         lengths=lengths,
-        effective_batch_size=given.get("micro_batch_size", 1) * accumulation,
+        effective_batch_size=given.get("micro_batch_size", 1) * accumulation * num_gpus,
         methods=(method,),
         memory_budget_bytes=budget_bytes,
+        num_gpus=num_gpus,
     )
     config = dataclasses.replace(
         tune.default_base(workload, card, source),
@@ -103,6 +105,7 @@ def estimate(
             workload.sequence_length,
             card,
             [spec],
+            num_gpus=num_gpus,
             on_trace=functools.partial(progress, "trace"),
         )
     estimator = Estimator(

@@ -107,6 +107,7 @@ def find(
     task: str | None,
     gpu: str | None,
     gpu_mem: str | None,
+    num_gpus: int,
     seq_len: int,
     dataset: Path | None,
     text_field: str,
@@ -130,6 +131,12 @@ def find(
     from autotune.models import resolve
     from autotune.report.progress import progress_on_stderr
 
+    if num_gpus > 1 and backend in BACKENDS:
+        raise ConfigError(
+            f"--num-gpus {num_gpus} does not go with --backend {backend}",
+            why="Probes run on one GPU",
+            remedy="Leave --backend out, for a prediction",
+        )
     choose = inputs.CHOOSERS.get(backend, inputs.choose_card)
     card, gpu_reason, budget_bytes = choose(gpu, gpu_mem)
     if gpu_reason.startswith(f"{inputs.FOUND};"):
@@ -138,6 +145,9 @@ def find(
     base_config = None if base is None else read_train_config(base)
     source = resolve(model)
     if base_config is not None:
+        num_gpus = inputs.agreed(
+            "--num-gpus", num_gpus, base_config.num_gpus, is_given=is_given(context, "num_gpus")
+        )
         length, batch = base_config.sequence_length, base_config.effective_batch_size
         seq_len = inputs.agreed("--seq-len", seq_len, length, is_given=is_given(context, "seq_len"))
         effective_batch = inputs.agreed(
@@ -159,9 +169,10 @@ def find(
         task=task or source.task,
         sequence_length=length,
         lengths=lengths,
-        effective_batch_size=effective_batch,
+        effective_batch_size=inputs.shared_batch(effective_batch, num_gpus),
         methods=tuple(dict.fromkeys(methods)) or METHODS,
         memory_budget_bytes=budget_bytes,
+        num_gpus=num_gpus,
     )
     if base_config is not None:
         inputs.check_rules(base_config, workload, card, source, what=f"The configuration of {base}")
@@ -185,7 +196,8 @@ def find(
     is_planned = not gpu_reason.startswith((inputs.NAMED, inputs.FOUND, inputs.ON_CPU))
     default_name = store.default_study_name(workload, gpu=None if is_planned else card.name)
     if backend == "auto":
-        measure_on = "cuda" if gpu_reason.startswith(inputs.FOUND) else None
+        is_here = gpu_reason.startswith(inputs.FOUND) and num_gpus == 1
+        measure_on = "cuda" if is_here else None
     else:
         measure_on = backend if backend in BACKENDS else None
     if measure_on is not None:
@@ -293,14 +305,15 @@ def _deliver(
 
     What cannot be written is said after the answer, which is not lost by it.
     """
-    from autotune.export import export_files, export_paths
+    from autotune.export import export_files, export_paths, exporters_for
     from autotune.report import terminal
 
     summary = found.summary
     if not as_json:
         terminal.draw_summary(summary, sys.stdout, base_name=base_name)
         sys.stdout.flush()
-    result = {**summary.to_dict(), "files": [str(path) for path in export_paths(folder)]}
+    places = export_paths(folder, exporters_for(summary.best.config))
+    result = {**summary.to_dict(), "files": [str(path) for path in places]}
     problems: list[AutotuneError] = []
     files: list[Path] = []
     try:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from autotune.lengths import Lengths
     from autotune.models import ModelSource
 
+MAX_GPUS = 16
+"""In one machine (NVIDIA's DGX-2 and HGX boards hold 16): several machines are not modelled."""
 COUNT = click.IntRange(1, 1_000_000)
 LENGTH = click.IntRange(1, 10_000_000)
 
@@ -76,6 +78,12 @@ def workload_options(command: Command) -> Command:
             "--gpu-mem",
             metavar="SIZE",
             help="Memory budget: 12GB, 11.5GiB, 24000MB [default: all of the card].",
+        ),
+        click.option(
+            "--num-gpus",
+            type=click.IntRange(1, MAX_GPUS),
+            default=1,
+            help="GPUs of that kind in the machine: a prediction for each.",
         ),
         click.option("--seq-len", type=LENGTH, default=1024, help="Tokens per sample."),
         click.option(

@@ -17,7 +17,14 @@ from typing import Protocol
 
 from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
-from autotune.export import result_json, train_config, train_py, training_args
+from autotune.export import (
+    accelerate_config,
+    deepspeed_json,
+    result_json,
+    train_config,
+    train_py,
+    training_args,
+)
 
 
 class Exporter(Protocol):
@@ -36,6 +43,14 @@ class Exporter(Protocol):
 EXPORTERS: tuple[Exporter, ...] = (train_py, training_args, train_config, result_json)
 
 
+_OF_SEVERAL_GPUS = (accelerate_config, deepspeed_json)
+
+
+def exporters_for(config: TrainConfig) -> tuple[Exporter, ...]:
+    """Those of every answer, and those of GPUs that share a run."""
+    return (*EXPORTERS, *(module for module in _OF_SEVERAL_GPUS if module.applies(config)))
+
+
 def export_paths(folder: Path, exporters: Sequence[Exporter] = EXPORTERS) -> list[Path]:
     """Where `export_files` will write, in its order: known beforehand, for the result's `files`."""
     return [folder / exporter.filename for exporter in exporters]
@@ -47,13 +62,15 @@ def export_files(
     workload: Workload,
     config: TrainConfig,
     result: Mapping[str, object],
-    exporters: Sequence[Exporter] = EXPORTERS,
+    exporters: Sequence[Exporter] | None = None,
 ) -> list[Path]:
     """Write the files into `folder`, which is created; return their paths.
 
     A file is written beside its place and moved there, and moving starts when all are written:
     a full disk leaves the earlier files as they were. Raises StorageError when writing fails.
+    `exporters` None: exporters_for(config).
     """
+    exporters = exporters_for(config) if exporters is None else exporters
     texts = {
         path: exporter.write(workload=workload, config=config, result=result)
         for path, exporter in zip(export_paths(folder, exporters), exporters, strict=True)

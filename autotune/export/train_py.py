@@ -56,6 +56,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         "task": workload.task,
         "sequence_length": config.sequence_length,
         "batching": config.batching,
+        "num_processes": None if config.parallelism == "none" else config.num_gpus,
         "dtype": precision.parameter_dtype,
         "attention": config.attention,
         "quantization": None

@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
 from autotune.optimizers import OPTIMIZERS
 
 name = "training-args"
@@ -53,6 +53,13 @@ def training_arguments(
         "bf16": precision.autocast and precision.compute_dtype == "bfloat16",
         "fp16": precision.autocast and precision.compute_dtype == "float16",
     }
+    row = PARALLELISMS[config.parallelism]
+    if row.library == "torch" and row.stage == 3 and config.gradient_accumulation_steps > 1:
+        # FSDP2: without it every GPU keeps whole gradients between micro-steps (accelerate 1.15
+        # Accelerator.no_sync). DeepSpeed reduces in every micro-step anyway.
+        arguments["accelerator_config"] = {
+            "gradient_accumulation_kwargs": {"sync_each_batch": True}
+        }
     if precision.compute_dtype == "float32":
         arguments["tf32"] = precision.tf32
     if config.batching == "grouped":

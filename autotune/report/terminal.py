@@ -83,6 +83,7 @@ def draw_summary(
         *([("epoch", words.epoch(summary))] if summary.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
     ]
+    rows += words.of_each_gpu(best)
     if summary.measured is None:
         rows.append(("why", words.why(summary)))
     if summary.widened:
@@ -110,6 +111,11 @@ def draw_outcome(files: Sequence[Path], study: str, file: TextIO) -> None:
     for path in files:
         if path.suffix == ".py":
             command = f"python {printable(shlex.quote(str(path)))} --dataset FILE.jsonl"
+            if any(other.name == "accelerate_config.yaml" for other in files):
+                command = (
+                    f"cd {printable(shlex.quote(str(path.parent)))} && accelerate launch "
+                    f"--config_file accelerate_config.yaml {path.name} --dataset FILE.jsonl"
+                )
             rows.append(("next", command.replace(" ", words.GLUE), "bold"))
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
     console = _console(file)
@@ -146,6 +152,7 @@ def draw_estimate(
             f"{format_bytes(state.gradients_bytes)}, optimizer "
             f"{format_bytes(state.optimizer_state_bytes)}: whole, once they exist",
         ),
+        *words.of_each_gpu(estimate),
         ("trains", f"{count.trainable:,} of {count.total:,} parameters"),
         ("speed", words.speed(estimate)),
         ("step", words.step(estimate)),

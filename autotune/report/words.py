@@ -175,6 +175,35 @@ def memory(estimate: Estimate, budget_bytes: int) -> str:
     return f"{used:.1f} of {of:.1f} GiB  {listed}"
 
 
+def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
+    """What several GPUs share out, gather and send; nothing where there is one."""
+    share = estimate.per_gpu
+    if share is None:
+        return []
+    parts = [
+        f"weights {format_bytes(share.parameters_bytes)}",
+        f"gradients {format_bytes(share.gradients_bytes)}",
+        f"optimizer {format_bytes(share.optimizer_state_bytes)}",
+    ]
+    others = (
+        ("gathered at most", share.gathered_bytes),
+        ("buffers", share.buffers_bytes),
+        ("host memory", share.host_bytes),
+    )
+    parts += [f"{name} {format_bytes(size_bytes)}" for name, size_bytes in others if size_bytes]
+    rows = [("per GPU", "all figures of memory are of each GPU. It keeps " + ", ".join(parts))]
+    seconds, best = share.communication_seconds, estimate.overlapped_step_seconds
+    if seconds is not None and best is not None:
+        rows.append(
+            (
+                "sends",
+                f"{format_bytes(share.sent_bytes_per_step)} a step: {format_seconds(seconds)} of the "
+                f"step, which takes {format_seconds(best)} where all of it overlaps",
+            )
+        )
+    return rows
+
+
 def why(summary: Summary, more_bytes: int = MORE_MEMORY_BYTES) -> str:
     """What stands in the way of a faster one, and what each setting that was changed is good for."""
     best, more = summary.best, summary.more_memory

@@ -1,0 +1,68 @@
+"""accelerate_config.yaml: how many processes, and how they share the run.
+
+For `accelerate launch --config_file`; keys of accelerate 1.15 (commands/config/config_args.py,
+ClusterConfig). With DeepSpeed everything else is in deepspeed.json: accelerate refuses settings that
+are in both, the mixed precision among them, which TrainingArguments has anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.export import deepspeed_json
+
+name = "accelerate"
+filename = "accelerate_config.yaml"
+
+
+def applies(config: TrainConfig) -> bool:
+    """Whether there is anything to say: several processes, or DeepSpeed in one."""
+    return config.parallelism != "none"
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
+    """A YAML document for `accelerate launch --config_file`."""
+    import yaml
+
+    return yaml.safe_dump(_content(config), sort_keys=False)
+
+
+def _content(config: TrainConfig) -> dict[str, object]:
+    row, precision = PARALLELISMS[config.parallelism], PRECISIONS[config.precision]
+    content: dict[str, object] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "MULTI_GPU",
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "num_machines": 1,
+        "num_processes": config.num_gpus,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": False,
+    }
+    if row.library == "deepspeed":
+        content["distributed_type"] = "DEEPSPEED"
+        # A path as seen from where the launch is typed: the folder of these files.
+        content["deepspeed_config"] = {
+            "deepspeed_config_file": deepspeed_json.filename,
+            "zero3_init_flag": row.stage == 3,
+        }
+        return content
+    short = {"bfloat16": "bf16", "float16": "fp16"}
+    content["mixed_precision"] = short[precision.compute_dtype] if precision.autocast else "no"
+    if row.stage == 3:
+        content["distributed_type"] = "FSDP"
+        content["fsdp_config"] = {
+            "fsdp_version": 2,
+            # The classes are the model's own `_no_split_modules`: its layers.
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_offload_params": row.offload,
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+            # Checkpointing is TrainingArguments'.
+            "fsdp_activation_checkpointing": False,
+        }
+    return content

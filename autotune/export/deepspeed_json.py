@@ -1,0 +1,57 @@
+"""deepspeed.json: ZeRO as predicted. What TrainingArguments has too is `auto`, and taken from there.
+
+Keys of deepspeed 0.19.8 runtime/zero/config.py; what may be `auto` is in transformers 5.23
+integrations/deepspeed.py: batch sizes, clipping and precision as TrainingArguments has them, the
+sizes of buckets by the model's hidden_size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from autotune.config import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS, TrainConfig, Workload
+
+name = "deepspeed"
+filename = "deepspeed.json"
+
+_ON_HOST = {"device": "cpu", "pin_memory": True}
+
+
+def applies(config: TrainConfig) -> bool:
+    return PARALLELISMS[config.parallelism].library == "deepspeed"
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
+    """A JSON object, for accelerate's `deepspeed_config_file` or TrainingArguments(deepspeed=...)."""
+    row = PARALLELISMS[config.parallelism]
+    zero: dict[str, object] = {
+        "stage": row.stage,
+        "contiguous_gradients": True,
+        "overlap_comm": row.stage == 3,
+        "reduce_scatter": True,
+        "reduce_bucket_size": "auto",
+    }
+    if row.stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            # Weights are dropped after each use: by default the last billion is kept.
+            "stage3_max_reuse_distance": 0,
+            "sub_group_size": ZERO3_SUB_GROUP_ELEMENTS,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    if row.offload:
+        zero["offload_optimizer"] = _ON_HOST
+        if row.stage == 3:
+            zero["offload_param"] = _ON_HOST
+    content = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": zero,
+    }
+    return json.dumps(content, indent=2) + "\n"

@@ -1,0 +1,433 @@
+"""One GPU's step when several share it: a trace's events with shards, gathered layers and buffers.
+
+A trace is of one GPU. What DDP, FSDP2 or DeepSpeed ZeRO do to it follows from rules: weights and
+gradients give way to the GPU's part of them, a layer's weights are gathered before each use and
+dropped after, gradients are reduced at the end of a layer's backward pass, the optimizer sees the
+part. The result answers what a Trace answers (autotune.estimate), and says what is sent.
+
+As run: Transformers' Trainer under `accelerate launch` with the files of autotune.export. DDP keeps
+its buckets beside the gradients (accelerate leaves gradient_as_bucket_view False) and averages once an
+optimizer step. FSDP2 wraps each layer, the embedding, and final norm with head; it gathers the next
+layer in the backward pass; it is told to reduce in every micro-step (`sync_each_batch`), because whole
+gradients would be kept between micro-steps otherwise. ZeRO has the settings of deepspeed.json: buckets
+of hidden_size^2 elements, weights dropped after each use.
+
+Sources: torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py;
+accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; deepspeed 0.19.8 runtime/zero/. Shards,
+buckets and optimizer state of DDP and FSDP2 are compared with two real processes
+(tests/contracts/test_parallel_real.py); nothing of DeepSpeed is measured.
+
+Known limitations
+- Gathered weights are one block per layer. ZeRO 3 gathers module by module: a layer is too much.
+- Streams: a block freed on one stream is taken to be free on all. Real peaks can be higher.
+- None of the communication is taken to overlap with kernels; Estimate.overlapped_step_seconds is the
+  bound if all did. A collective's latency (some 20 us) is not counted.
+- Adapters under ZeRO run in 16 bits; their small casts under autocast are counted all the same.
+- Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, FSDP2 and ZeRO 3 the whole
+  model in the first process. Saving gathers it again.
+- Several machines, unlike GPUs, and tensor, sequence, expert or pipeline parallelism.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autotune.optimizer_steps import TensorSpec
+from autotune.results import TraceSpec
+from autotune.shards import EMBED, TAIL, Shares, Unit
+from autotune.traces import Place, Trace, is_forward
+
+Size = Callable[[int], int]
+"""LoRA rank -> bytes."""
+Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """What one GPU sends, and what passes between it and the host."""
+
+    sent_bytes_per_micro_step: float
+    """Over the interconnect, in rings: an all-reduce sends twice (N - 1) / N of its bytes, an
+    all-gather or a reduce-scatter once."""
+    sent_bytes_per_step: float
+    """Beside those, once an optimizer step."""
+    host_copy_bytes_per_micro_step: int
+    host_copy_bytes_per_step: int
+    host_bytes: int
+    """Of host memory that it takes."""
+    host_update_elements: int
+    """Weights that the host's CPU updates, for all GPUs together: they share one host."""
+    gathered_bytes: int
+    """Most that is gathered at one time."""
+    buffers_bytes: int
+    """Kept for communication."""
+
+
+class RankTrace:
+    """A Trace as one of several GPUs runs it: the same questions, and `exchange`."""
+
+    def __init__(
+        self, trace: Trace, spec: TraceSpec, *, num_gpus: int, hidden_size: int = 0
+    ) -> None:
+        blocks = trace.blocks()
+        has_head = any(phase == "head" for phase, *_ in blocks)
+        self._trace = trace
+        self._shares = shares = Shares(
+            trace.parameters(),
+            spec,
+            num_gpus=num_gpus,
+            hidden_size=hidden_size,
+            is_one_unit=not has_head,
+        )
+        self._extra = _Tensors(len(trace.template))
+        self._own_sizes = functools.cache(self._work_out_sizes)
+        self.kernels, self.flops, self.moved = trace.kernels, trace.flops, trace.moved
+        self.workspaces = trace.workspaces
+        self._replaced: dict[int, Size] = {}
+        self._buffers: list[int] = []
+        self.setup = list(trace.setup)
+        self.step_buffers: list[int] = []
+        if shares.row.stage < 2:
+            self.gradients = trace.gradients
+            self.first, self.again, self.next = trace.first, trace.again, trace.next
+        else:
+            workspaces = set(trace.workspaces)
+            first = _MicroStep(self._extra, shares, trace.gradients, adds=False)
+            self.first = first.written(blocks)
+            self.gradients = first.gradients
+            self.again = [event for event in self.first if event not in workspaces]
+            later = _MicroStep(self._extra, shares, trace.gradients, adds=True)
+            self.next = [event for event in later.written(blocks) if event not in workspaces]
+        self._set_up()
+
+    @functools.cached_property
+    def categories(self) -> list[str]:
+        """Of allocator.CATEGORIES, per tensor."""
+        return [*self._trace.categories, *self._extra.categories]
+
+    def sizes(self, micro_batch: int, rank: int) -> list[int]:
+        """Bytes of each tensor."""
+        listed: list[int] = self._all_sizes(micro_batch, rank).tolist()
+        return listed
+
+    def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
+        """Bytes alive after each event of `setup`, `again` or `next`, from zero; 512 B blocks."""
+        order = np.asarray(getattr(self, events), dtype=np.int64)
+        return _running(order, _rounded(self._all_sizes(micro_batch, rank)))
+
+    def bytes_of(self, numbers: Sequence[int], micro_batch: int, rank: int) -> int:
+        """Sum of tensors' sizes, each rounded to 512 B."""
+        return int(_rounded(self._all_sizes(micro_batch, rank))[list(numbers)].sum())
+
+    def num_parameters(self, rank: int) -> tuple[int, int]:
+        """(all, trainable) elements of the whole model."""
+        return self._trace.num_parameters(rank)
+
+    def trainable(self, rank: int) -> list[TensorSpec]:
+        """What the optimizer updates on this GPU."""
+        return self._shares.optimizer_specs(self._trace.trainable(rank), rank)
+
+    def exchange(self, rank: int) -> Exchange:
+        """What is sent, and what is kept where."""
+        shares, stage, num_gpus = self._shares, self._shares.row.stage, self._shares.num_gpus
+        ring = (num_gpus - 1) / num_gpus
+        trained_bytes = sum(map(shares.working_bytes, shares.trained(rank)))
+        gathered_bytes = shares.gathered_bytes(rank)
+        # Gathered for the forward pass, and again for the backward; the tail stays in between.
+        used_bytes = 2 * gathered_bytes - shares.gathered_bytes(rank, TAIL)
+        per_micro_step = per_step = 0.0
+        if stage == 3:
+            per_micro_step = ring * (used_bytes + trained_bytes)
+        elif stage == 2:
+            # stage_1_and_2.py, use_multi_rank_bucket_allreduce: buckets are all-reduced.
+            per_micro_step = 2 * ring * trained_bytes
+        else:
+            per_step = 2 * ring * trained_bytes
+        if stage in (1, 2):
+            per_step += ring * trained_bytes
+        is_offloaded = shares.row.offload
+        brought_bytes = used_bytes if stage == 3 else 0
+        copied_bytes = (brought_bytes + trained_bytes) // num_gpus
+        return Exchange(
+            sent_bytes_per_micro_step=per_micro_step,
+            sent_bytes_per_step=per_step,
+            host_copy_bytes_per_micro_step=copied_bytes if is_offloaded else 0,
+            host_copy_bytes_per_step=(
+                trained_bytes // num_gpus if is_offloaded and stage < 3 else 0
+            ),
+            host_bytes=shares.host_bytes(rank),
+            host_update_elements=(
+                sum(w.num_elements for w in shares.trained(rank)) if is_offloaded else 0
+            ),
+            gathered_bytes=self._most_gathered_bytes(rank),
+            buffers_bytes=self.bytes_of(self._buffers, 1, rank),
+        )
+
+    def _all_sizes(self, micro_batch: int, rank: int) -> Array:
+        whole = np.asarray(self._trace.sizes(micro_batch, rank), dtype=np.int64)
+        numbers, replaced, extra, ratio = self._own_sizes(rank)
+        whole[numbers] = replaced
+        whole[self._whole_gradients] //= ratio
+        return np.concatenate((whole, extra))
+
+    def _work_out_sizes(self, rank: int) -> tuple[Array, Array, Array, int]:
+        """Tensors of other sizes than the trace's, their sizes, those of what is added, and how many
+        times smaller gradients are (a library that casts fp32 adapters to 16 bits: twice)."""
+        trained = self._shares.trained(rank)
+        ratio = trained[0].size_bytes // self._shares.working_bytes(trained[0]) if trained else 1
+        return (
+            np.asarray(list(self._replaced), dtype=np.int64),
+            np.asarray([size(rank) for size in self._replaced.values()], dtype=np.int64),
+            np.asarray([size(rank) for size in self._extra.sizes], dtype=np.int64),
+            ratio,
+        )
+
+    @functools.cached_property
+    def _whole_gradients(self) -> list[int]:
+        """The trace's own, and what is added to them."""
+        return [n for n, name in enumerate(self._trace.categories) if name == "gradient"]
+
+    def _most_gathered_bytes(self, rank: int) -> int:
+        gathered = self._extra.gathered
+        order = [e for e in self.again if (e if e >= 0 else ~e) in gathered]
+        running = _running(np.asarray(order, dtype=np.int64), self._all_sizes(1, rank))
+        return int(running.max(initial=0))
+
+    def _set_up(self) -> None:
+        """The GPU's parts in place of what is shared out, and the buffers that stay."""
+        shares, row = self._shares, self._shares.row
+        if row.name == "ddp":
+            # As many as there can be: how many there are follows from the LoRA rank.
+            for index in range(sum(p.trainable for p in shares.parameters)):
+                bucket = functools.partial(_ddp_bucket, shares, index)
+                self._buffers.append(self._keep("workspace", bucket))
+            return
+        self._replace_weights()
+        if shares.is_torch:
+            return
+        self._buffers.append(self._keep("workspace", shares.bucket_bytes))
+        if row.stage == 3:
+            self._buffers.append(self._keep("parameter", shares.persistent_bytes))
+        elif row.offload:
+            self._buffers.append(self._keep("workspace", shares.largest_bytes))
+        for group in shares.groups:
+            if row.stage < 3:
+                # The trained weights are views of one flat tensor.
+                whole = functools.partial(_part, shares, group, shares.num_gpus)
+                self._keep("parameter", whole)
+            elif not row.offload:
+                self._keep("gradient", functools.partial(_part, shares, group, 1))
+            if not row.offload:
+                self._keep("optimizer_state", functools.partial(_master, shares, group))
+        if not row.offload:
+            self.step_buffers.append(self._extra.new("gradient", shares.step_gradient_bytes))
+
+    def _keep(self, category: str, size: Size) -> int:
+        number = self._extra.new(category, size)
+        self.setup.append(number)
+        return number
+
+    def _replace_weights(self) -> None:
+        shares = self._shares
+
+        def size(position: int, rank: int) -> int:
+            weight = shares.weights(rank)[position]
+            if shares.row.stage == 3:
+                return 0 if shares.row.offload else shares.shard_bytes(weight)
+            return 0 if weight.trainable else shares.working_bytes(weight)
+
+        for position, parameter in enumerate(shares.parameters):
+            self._replaced[parameter.number] = functools.partial(size, position)
+
+
+class _Tensors:
+    """Tensors beside the trace's own."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self.sizes: list[Size] = []
+        self.categories: list[str] = []
+        self.gathered: set[int] = set()
+
+    def new(self, category: str, size: Size, *, is_gathered: bool = False) -> int:
+        number = self._start + len(self.sizes)
+        self.sizes.append(size)
+        self.categories.append(category)
+        if is_gathered:
+            self.gathered.add(number)
+        return number
+
+
+class _MicroStep:
+    """Writes forward and backward as ZeRO 2 and what is sharded in full run them.
+
+    `adds`: gradients exist already, and what is reduced is added to them.
+    """
+
+    def __init__(
+        self, extra: _Tensors, shares: Shares, whole: Iterable[int], *, adds: bool
+    ) -> None:
+        self.gradients: list[int] = []
+        """The GPU's parts, which outlive the micro-step."""
+        self._extra = extra
+        self._shares = shares
+        self._whole = set(whole)
+        self._keeps = not adds and not shares.row.offload
+        self._gathers = shares.row.stage == 3
+        self._events: list[int] = []
+        self._order: list[Unit] = []
+        """Units as the forward pass uses them."""
+        self._gathered: dict[Unit, int] = {}
+        self._arriving: dict[Unit, int] = {}
+        self._arrived: int | None = None
+        self._reducing: int | None = None
+        self._made: dict[Unit, list[int]] = {}
+
+    def written(self, blocks: Sequence[tuple[str, Place, list[int]]]) -> list[int]:
+        last_forward = max(i for i, (phase, *_) in enumerate(blocks) if is_forward(phase))
+        for index, (phase, place, events) in enumerate(blocks):
+            is_backward = index > last_forward
+            unit = self._unit_in(phase, place)
+            if index == last_forward + 1:
+                self._begin_backward()
+            is_used = phase not in ("batch", "end")
+            if is_used and self._gathers and unit in self._shares.members:
+                self._use(unit, is_backward=is_backward)
+            self._events += events
+            self._made.setdefault(unit, []).extend(e for e in events if e in self._whole)
+            stays = unit == TAIL and (not is_backward or self._shares.tail_stays)
+            if is_used and not stays:
+                self._finish(unit, is_backward=is_backward)
+        for unit in list(self._made):
+            self._reduce(unit)
+        for number in (*self._gathered.values(), *self._arriving.values()):
+            self._free(number)
+        self._free(self._reducing)
+        return self._events
+
+    def _unit_in(self, phase: str, place: Place) -> Unit:
+        if place[1] >= 0:
+            return "layer", place
+        is_embedding = phase.startswith("embed") and not self._shares.tail_stays
+        return EMBED if is_embedding else TAIL
+
+    def _begin_backward(self) -> None:
+        """The last unit's buffer goes (_fsdp_state.py _post_forward); ZeRO 2 makes its gradients."""
+        self._free(self._arrived)
+        self._arrived = None
+        if self._keeps and not self._gathers:
+            for group in self._shares.groups:
+                self.gradients.append(self._new("gradient", _part, self._shares, group, 1))
+
+    def _use(self, unit: Unit, *, is_backward: bool) -> None:
+        """Gather a unit; in the backward pass, have the one before it on the way."""
+        if unit not in self._gathered:
+            self._gather(unit, is_backward=is_backward)
+        if not is_backward:
+            self._order += [unit] if unit not in self._order else []
+        elif unit in self._order and (position := self._order.index(unit)):
+            before = self._order[position - 1]
+            if before not in self._gathered:
+                self._arrive(before, _prefetched)
+
+    def _arrive(self, unit: Unit, size: Callable[..., int]) -> None:
+        if unit not in self._arriving:
+            number = self._new("temporary", size, self._shares, unit, is_gathered=True)
+            self._arriving[unit] = number
+
+    def _gather(self, unit: Unit, *, is_backward: bool) -> None:
+        """The GPUs' shards arrive in one buffer and are copied out of it.
+
+        In FSDP2's forward pass the buffer stays until the next has arrived, so that both overlap.
+        """
+        self._arrive(unit, _gathered)
+        arrived = self._arriving.pop(unit)
+        self._free(self._arrived)
+        self._gathered[unit] = self._new(
+            "parameter", _gathered, self._shares, unit, is_gathered=True
+        )
+        self._arrived = arrived
+        if is_backward or not self._shares.is_torch:
+            self._free(arrived)
+            self._arrived = None
+
+    def _finish(self, unit: Unit, *, is_backward: bool) -> None:
+        """Drop what was gathered; reduce the gradients."""
+        self._free(self._gathered.pop(unit, None))
+        if is_backward:
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        """Whole gradients are copied and freed: into ZeRO's bucket, which is there, or FSDP2's input
+        of a reduce-scatter, which stays until the next."""
+        made = self._made.pop(unit, [])
+        if not made:
+            return
+        if self._shares.is_torch:
+            self._free(self._reducing)
+            self._reducing = self._new("temporary", _reduced, self._shares, unit)
+        for number in made:
+            self._free(number)
+        if self._shares.is_torch:
+            part = self._new("gradient", _gradient_shard, self._shares, unit)
+            if self._keeps:
+                self.gradients.append(part)
+            else:
+                self._free(part)
+
+    def _new(
+        self, category: str, size: Callable[..., int], *about: Any, is_gathered: bool = False
+    ) -> int:
+        bound = functools.partial(size, *about)
+        number = self._extra.new(category, bound, is_gathered=is_gathered)
+        self._events.append(number)
+        return number
+
+    def _free(self, number: int | None) -> None:
+        if number is not None:
+            self._events.append(~number)
+
+
+def _part(shares: Shares, group: int, num_parts: int, rank: int) -> int:
+    """ZeRO's partitions of a group in the dtype that is computed with."""
+    return num_parts * shares.partitions(rank)[group] * shares.compute_bytes
+
+
+def _master(shares: Shares, group: int, rank: int) -> int:
+    return 4 * shares.partitions(rank)[group]
+
+
+def _ddp_bucket(shares: Shares, index: int, rank: int) -> int:
+    return shares.ddp_bucket_bytes(rank, index)
+
+
+def _gathered(shares: Shares, unit: Unit, rank: int) -> int:
+    return shares.gathered_bytes(rank, unit)
+
+
+def _prefetched(shares: Shares, unit: Unit, rank: int) -> int:
+    return shares.prefetched_bytes(rank, unit)
+
+
+def _reduced(shares: Shares, unit: Unit, rank: int) -> int:
+    return shares.reduced_bytes(rank, unit)
+
+
+def _gradient_shard(shares: Shares, unit: Unit, rank: int) -> int:
+    return shares.gradient_shard_bytes(rank, unit)
+
+
+def _rounded(sizes: Array) -> Array:
+    return (sizes + 511) // 512 * 512
+
+
+def _running(order: Array, sizes: Array) -> Array:
+    frees = order < 0
+    changes = sizes[np.where(frees, ~order, order)]
+    return np.cumsum(np.where(frees, -changes, changes))

@@ -1,0 +1,303 @@
+"""What DDP, FSDP2 and DeepSpeed ZeRO give to each GPU: sizes alone, by the libraries' own rules.
+
+The functions are those rules, for one weight or one list of them; Shares asks them for a model. A LoRA
+rank decides the sizes of adapters, so every figure of Shares is asked for with one (0: no adapter).
+
+Sources: torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py and nn/parallel/distributed.py with
+csrc/distributed/c10d/reducer.cpp; deepspeed 0.19.8 runtime/zero/stage_1_and_2.py, stage3.py and
+partition_parameters.py. tests/contracts/test_parallel_real.py runs DDP and FSDP2 in two processes;
+DeepSpeed's sizes are compared with its published formulas, not measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autotune.config import DTYPE_BYTES, PARALLELISMS, PRECISIONS, ZERO3_SUB_GROUP_ELEMENTS
+from autotune.optimizer_steps import TensorSpec
+from autotune.results import TraceSpec
+from autotune.traces import Place, TracedParameter, evaluate
+from autotune.units import MIB
+
+Unit = tuple[str, Place]
+"""What is gathered together: a layer, the embedding, or the tail (final norm and head)."""
+
+OUTSIDE: Place = ("", -1)
+EMBED: Unit = ("embed", OUTSIDE)
+TAIL: Unit = ("tail", OUTSIDE)
+
+# torch 2.13 csrc/distributed/c10d/reducer.hpp kDefaultFirstBucketBytes and kDefaultBucketBytesCap.
+DDP_FIRST_BUCKET_BYTES = MIB
+DDP_BUCKET_BYTES = 25 * MIB
+
+# deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: nccl_start_alignment_factor.
+_ZERO_ALIGNMENT = 2
+# transformers 5.23 integrations/deepspeed.py trainer_config_finalize, what `auto` becomes: of
+# hidden_size squared, and of hidden_size.
+_PREFETCHED_OF_SQUARE = 0.9
+_PERSISTENT_ROWS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """One weight of the model, whole."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    group: int
+    """The optimizer's parameter group."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+def fsdp2_shard_shape(shape: tuple[int, ...], num_gpus: int) -> tuple[int, ...]:
+    """Rows are dealt out, ceil(rows / GPUs) to each; every GPU keeps the padding of the last ones."""
+    rows, *rest = shape or (1,)
+    return (-(-rows // num_gpus), *rest)
+
+
+def zero_partition_elements(num_elements: int, num_gpus: int) -> int:
+    """Of one flat group (ZeRO 1 and 2), padded so that every part starts at 4 bytes."""
+    alignment = _ZERO_ALIGNMENT * num_gpus
+    return -(-num_elements // alignment) * alignment // num_gpus
+
+
+def zero3_partition_elements(num_elements: int, num_gpus: int) -> int:
+    """Of one weight: ZeRO 3 deals out each by itself."""
+    return -(-num_elements // num_gpus)
+
+
+def ddp_buckets(weights: Iterable[Weight], *, rebuilt: bool) -> list[int]:
+    """Bytes of DDP's buckets, one after the other; they hold every gradient once.
+
+    `rebuilt`: DDP knows the order in which gradients arrive, the reverse of the model's; it does not
+    where it looks for unused parameters. A bucket is closed by the gradient that fills it. Each dtype
+    has buckets of its own.
+    """
+    order = [weight for weight in weights if weight.trainable]
+    if rebuilt:
+        order.reverse()
+    closed: list[int] = []
+    open_bytes: dict[str, int] = {}
+    is_first = dict.fromkeys((weight.dtype for weight in order), True)
+    for weight in order:
+        size_bytes = open_bytes.pop(weight.dtype, 0) + weight.size_bytes
+        cap = DDP_FIRST_BUCKET_BYTES if is_first[weight.dtype] else DDP_BUCKET_BYTES
+        if size_bytes >= cap:
+            closed.append(size_bytes)
+            is_first[weight.dtype] = False
+        else:
+            open_bytes[weight.dtype] = size_bytes
+    return [*closed, *open_bytes.values()]
+
+
+class Shares:
+    """What one GPU holds of a model, as TraceSpec.parallelism says."""
+
+    def __init__(
+        self,
+        parameters: Sequence[TracedParameter],
+        spec: TraceSpec,
+        *,
+        num_gpus: int,
+        hidden_size: int,
+        is_one_unit: bool,
+    ) -> None:
+        """`is_one_unit`: nothing outside the layers is told apart."""
+        self.row = PARALLELISMS[spec.parallelism]
+        self.num_gpus = num_gpus
+        self.parameters = parameters
+        self.groups = sorted({p.group for p in parameters if p.trainable})
+        self.is_torch = self.row.library == "torch"
+        self._precision = PRECISIONS[spec.precision]
+        self._bucket_elements = hidden_size**2
+        self._persistent_elements = _PERSISTENT_ROWS * hidden_size
+        # transformers 5.23 Trainer._build_accelerator_args: find_unused_parameters is off then.
+        self._rebuilds = spec.method == "full" and spec.activation_checkpointing > 0
+        self._weights = functools.cache(self._evaluated)
+        self._ddp_buckets = functools.cache(self._filled_buckets)
+        self.tail_stays = is_one_unit or _is_tied(parameters)
+        """The embedding is the head too: it is gathered from beginning to end."""
+        self.members: dict[Unit, list[int]] = {}
+        """Positions in the list of weights, by unit."""
+        for position, parameter in enumerate(parameters):
+            self.members.setdefault(self._unit_of(parameter), []).append(position)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of one element where it is computed with."""
+        return DTYPE_BYTES[self._precision.compute_dtype]
+
+    def weights(self, rank: int) -> list[Weight]:
+        return self._weights(rank)
+
+    def trained(self, rank: int, unit: Unit | None = None) -> list[Weight]:
+        """Trainable weights, of one unit or of all."""
+        weights = self._weights(rank)
+        if unit is not None:
+            weights = [weights[position] for position in self.members.get(unit, ())]
+        return [weight for weight in weights if weight.trainable]
+
+    def optimizer_specs(self, whole: Sequence[TensorSpec], rank: int) -> list[TensorSpec]:
+        """What the optimizer updates on the GPU: its part, or nothing where the host does it."""
+        if self.row.stage == 0:
+            return list(whole)
+        if self.row.offload:
+            return []
+        if self.is_torch:
+            return [
+                TensorSpec(
+                    shape=fsdp2_shard_shape(spec.shape, self.num_gpus),
+                    dtype=self._shard_dtype(spec.dtype),
+                    group=spec.group,
+                    embedding=spec.embedding,
+                )
+                for spec in whole
+            ]
+        return [
+            TensorSpec(shape=(elements,), dtype="float32", group=group)
+            for group, elements in self.partitions(rank).items()
+        ]
+
+    def working_bytes(self, weight: Weight) -> int:
+        """Of the whole weight and of its gradient, in the dtype that is computed with."""
+        return weight.num_elements * self._working_element_bytes(weight)
+
+    def shard_bytes(self, weight: Weight) -> int:
+        """Of the GPU's part of a weight that is shared out."""
+        element_bytes = self._working_element_bytes(weight)
+        if self.is_torch:
+            dtype = self._shard_dtype(weight.dtype) if weight.trainable else weight.dtype
+            element_bytes = DTYPE_BYTES[dtype]
+        return self._shard_elements(weight) * element_bytes
+
+    def partitions(self, rank: int) -> dict[int, int]:
+        """Elements of the GPU's part of each of the optimizer's groups (ZeRO)."""
+        parts = dict.fromkeys(self.groups, 0)
+        for weight in self.trained(rank):
+            elements = weight.num_elements
+            if self.row.stage == 3:
+                elements = zero3_partition_elements(elements, self.num_gpus)
+            parts[weight.group] += elements
+        if self.row.stage == 3:
+            return parts
+        return {group: zero_partition_elements(n, self.num_gpus) for group, n in parts.items()}
+
+    def step_gradient_bytes(self, rank: int) -> int:
+        """ZeRO's float32 gradients of the group that is being updated."""
+        largest = max(self.partitions(rank).values(), default=0)
+        return 4 * (min(largest, ZERO3_SUB_GROUP_ELEMENTS) if self.row.stage == 3 else largest)
+
+    def gathered_bytes(self, rank: int, unit: Unit | None = None) -> int:
+        """Of a unit's weights, or of all, once they are whole on the GPU. 0 where they always are."""
+        if self.row.stage < 3:
+            return 0
+        weights = self._weights(rank)
+        if unit is not None:
+            weights = [weights[position] for position in self.members.get(unit, ())]
+        return sum(self._padded_bytes(w) for w in weights if self._is_gathered(w))
+
+    def prefetched_bytes(self, rank: int, unit: Unit) -> int:
+        """FSDP2 gathers all of the next unit ahead; DeepSpeed so many elements of it."""
+        whole = self.gathered_bytes(rank, unit)
+        if self.is_torch:
+            return whole
+        limit = int(_PREFETCHED_OF_SQUARE * self._bucket_elements)
+        return min(whole, limit * self.compute_bytes)
+
+    def reduced_bytes(self, rank: int, unit: Unit) -> int:
+        """Input of FSDP2's reduce-scatter: whole gradients, padded to whole shards."""
+        return sum(self._padded_bytes(w) for w in self.trained(rank, unit))
+
+    def gradient_shard_bytes(self, rank: int, unit: Unit) -> int:
+        """FSDP2's gradients of a unit: views of one tensor, in the shards' dtype."""
+        return sum(self.shard_bytes(w) for w in self.trained(rank, unit))
+
+    def ddp_bucket_bytes(self, rank: int, index: int) -> int:
+        """0 where there are not so many buckets."""
+        buckets = self._ddp_buckets(rank)
+        return buckets[index] if index < len(buckets) else 0
+
+    def bucket_bytes(self, _: int) -> int:
+        """DeepSpeed's (reduce_bucket_size)."""
+        return self._bucket_elements * self.compute_bytes
+
+    def persistent_bytes(self, rank: int) -> int:
+        """Small weights that ZeRO 3 keeps whole beside their parts."""
+        return sum(self.working_bytes(w) for w in self._weights(rank) if not self._is_gathered(w))
+
+    def largest_bytes(self, rank: int) -> int:
+        """ZeRO-Offload's buffer on the GPU (temp_grad_buffer_for_gpu_offload)."""
+        return max(map(self.working_bytes, self.trained(rank)), default=0)
+
+    def host_bytes(self, rank: int) -> int:
+        """For each GPU: weights, gradients and two moments in the optimizer's dtype, the copy that is
+        fetched where there is one, and frozen weights that are shared out."""
+        if not self.row.offload:
+            return 0
+        weights = self._weights(rank)
+        if self.is_torch:
+            return sum(self.shard_bytes(w) * (4 if w.trainable else 1) for w in weights)
+        elements = sum(self.partitions(rank).values())
+        if self.row.stage == 3:
+            return 16 * elements + sum(map(self.shard_bytes, weights))
+        return (16 + self.compute_bytes) * elements
+
+    def _evaluated(self, rank: int) -> list[Weight]:
+        return [
+            Weight(
+                shape=tuple(evaluate(term, 1, rank) for term in parameter.shape),
+                dtype=parameter.dtype,
+                trainable=parameter.trainable,
+                group=parameter.group,
+            )
+            for parameter in self.parameters
+        ]
+
+    def _filled_buckets(self, rank: int) -> list[int]:
+        return ddp_buckets(self._weights(rank), rebuilt=self._rebuilds)
+
+    def _unit_of(self, parameter: TracedParameter) -> Unit:
+        if parameter.place[1] >= 0:
+            return "layer", parameter.place
+        return EMBED if parameter.embedding and not self.tail_stays else TAIL
+
+    def _working_element_bytes(self, weight: Weight) -> int:
+        """accelerate has FSDP2 gather 16 bits under autocast; DeepSpeed casts the model."""
+        is_cast = not self.is_torch or (self.row.stage == 3 and self._precision.autocast)
+        is_float = weight.dtype in ("float32", "float16", "bfloat16")
+        return self.compute_bytes if is_cast and is_float else DTYPE_BYTES[weight.dtype]
+
+    def _shard_dtype(self, dtype: str) -> str:
+        """Of a trainable FSDP2 shard: accelerate makes it float32 under autocast."""
+        return "float32" if self._precision.autocast else dtype
+
+    def _shard_elements(self, weight: Weight) -> int:
+        if self.is_torch:
+            return math.prod(fsdp2_shard_shape(weight.shape, self.num_gpus))
+        return zero3_partition_elements(weight.num_elements, self.num_gpus)
+
+    def _padded_bytes(self, weight: Weight) -> int:
+        elements = self.num_gpus * self._shard_elements(weight)
+        return elements * self._working_element_bytes(weight)
+
+    def _is_gathered(self, weight: Weight) -> bool:
+        """DeepSpeed leaves small weights whole (stage3_param_persistence_threshold)."""
+        return self.is_torch or weight.num_elements > self._persistent_elements
+
+
+def _is_tied(parameters: Sequence[TracedParameter]) -> bool:
+    """No head of its own, as wide as the vocabulary."""
+    outside = [p for p in parameters if p.place[1] < 0]
+    vocabularies = {p.shape[0] for p in outside if p.embedding}
+    return not any(p.shape[0] in vocabularies and not p.embedding for p in outside)

@@ -1,0 +1,179 @@
+"""Processes that share a tiny model over gloo on the CPU, and say what each of them holds.
+
+    python parallel_child.py CASES.json REPORT.json
+
+CASES maps names to {"num_gpus", "config", "dtype", "mixed_precision", "lora", "optimizer",
+"parallelism"} (see run_case) or to {"shapes", "find_unused"} (see run_buckets).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def storages(tensors: Any) -> int:
+    """Bytes of the distinct storages on this process."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+def build(case: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**{k: v for k, v in case["config"].items() if k != "model_type"})
+    config.use_cache = False
+    # As from_pretrained(dtype=...) loads it: the buffers stay in float32.
+    model: Any = LlamaForCausalLM._from_config(config, dtype=getattr(torch, case["dtype"]))
+    if case["lora"]:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(
+            r=case["lora"], target_modules="all-linear", bias="none", task_type="CAUSAL_LM"
+        )
+        model = get_peft_model(model, lora)
+    return model
+
+
+def share(model: Any, case: dict[str, Any]) -> Any:
+    if case["parallelism"] == "ddp":
+        # What the Trainer gives to accelerate, and accelerate's defaults for the rest.
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+    )
+    if case["mixed_precision"] != "no":
+        plugin.set_mixed_precision(case["mixed_precision"])
+    # What accelerate.Accelerator is asked for; it would need a GPU to take FSDP itself.
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=None,
+        mixed_precision=case["mixed_precision"],
+        device=torch.device("cpu"),
+        is_main_process=dist.get_rank() == 0,
+    )
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def make_optimizer(name: str, parameters: list[Any]) -> Any:
+    if name == "adamw_bnb_8bit":
+        import bitsandbytes as bnb
+
+        return bnb.optim.AdamW8bit(parameters)
+    return torch.optim.AdamW(parameters, fused=name == "adamw_torch_fused")
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    model = share(build(case), case)
+    buffers = storages(model.buffers())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer(case["optimizer"], trained)
+    report: dict[str, Any] = {}
+    for _ in range(2):
+        optimizer.zero_grad()
+        tokens = torch.randint(0, 60, (2, 8))
+        with torch.autocast("cpu", torch.bfloat16, enabled=case["mixed_precision"] != "no"):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        if isinstance(model, DistributedDataParallel):
+            report["buckets"] = [
+                bucket.buffer().nbytes for bucket in model.reducer._get_zeros_like_grad_buckets()
+            ]
+        report["gradients"] = storages(p.grad for p in trained)
+        try:
+            optimizer.step()
+        except Exception as error:
+            return {"problem": f"{type(error).__name__}: {error}"}
+    values = [v for state in optimizer.state.values() for v in state.values()]
+    state = [value for value in values if isinstance(value, torch.Tensor)]
+    if case["optimizer"] == "adamw_torch":
+        state = [value for value in state if value.dim()]  # its step counts are never on a GPU
+    report["parameters"] = storages(model.parameters()) + buffers
+    report["optimizer_state"] = storages(state)
+    report["loss"] = loss.item()
+    return report
+
+
+def run_buckets(case: dict[str, Any]) -> dict[str, Any]:
+    """DDP's buckets over bare weights, used in the order they are given."""
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(
+                torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in case["shapes"]
+            )
+
+        def forward(self, scale: torch.Tensor) -> torch.Tensor:
+            total = scale
+            for weight in self.weights:
+                # One after the other, so that gradients arrive in the reverse order.
+                total = total * (1 + weight.float().sum())
+            return total
+
+    model = DistributedDataParallel(Bare(), find_unused_parameters=case["find_unused"])
+    for _ in range(2):
+        model(torch.ones(())).backward()
+    model(torch.ones(()))
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    return {"buckets": [bucket.buffer().nbytes for bucket in buckets]}
+
+
+def worker(rank: int, num_gpus: int, cases: dict[str, Any], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous-{num_gpus}",
+        rank=rank,
+        world_size=num_gpus,
+        timeout=timedelta(seconds=120),
+    )
+    reports = {
+        name: run_buckets(case) if "shapes" in case else run_case(case)
+        for name, case in cases.items()
+    }
+    Path(folder, f"{num_gpus}-{rank}.json").write_text(json.dumps(reports), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    found: dict[str, list[Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for num_gpus in sorted({case["num_gpus"] for case in cases.values()}):
+            own = {name: case for name, case in cases.items() if case["num_gpus"] == num_gpus}
+            mp.spawn(worker, args=(num_gpus, own, folder), nprocs=num_gpus)
+            for rank in range(num_gpus):
+                text = Path(folder, f"{num_gpus}-{rank}.json").read_text(encoding="utf-8")
+                for name, report in json.loads(text).items():
+                    found.setdefault(name, []).append(report)
+    Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The files for several GPUs: accelerate's own loaders read them, and two processes train with them.
+
+On the CPU accelerate runs DDP whatever the file says of FSDP, and DeepSpeed is not installed: of those
+the plugins are made that accelerate would make.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from test_export_trains import FULL, MAKE_MODELS, TEXT, run_python
+
+from autotune import export
+from autotune.config import PARALLELISMS, TrainConfig, Workload
+
+pytestmark = pytest.mark.slow
+
+SHARED = dataclasses.replace(FULL, num_gpus=2, precision="bf16-mixed")
+NAMES = [name for name in PARALLELISMS if name != "none"]
+
+
+def exported(folder: Path, config: TrainConfig, model: str = "m") -> Path:
+    workload = Workload(model=model, memory_budget_bytes=10**9)
+    export.export_files(folder, workload=workload, config=config, result={"evidence": "predicted"})
+    return folder
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What accelerate's launch sets must not outlive a test."""
+    before = dict(os.environ)
+    yield
+    for key in set(os.environ) - set(before):
+        monkeypatch.delenv(key, raising=False)
+        os.environ.pop(key, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_loads_its_file(tmp_path: Path, name: str) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+    config = dataclasses.replace(SHARED, parallelism=name)
+    folder = exported(tmp_path, config)
+    loaded = load_config_from_file(str(folder / "accelerate_config.yaml"))
+    assert isinstance(loaded, ClusterConfig)
+    assert loaded.num_processes == 2
+    row = PARALLELISMS[name]
+    kind = "DEEPSPEED" if row.library == "deepspeed" else "FSDP" if row.stage == 3 else "MULTI_GPU"
+    assert loaded.distributed_type.value == kind
+    assert (folder / "deepspeed.json").exists() == (row.library == "deepspeed")
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload"])
+@pytest.mark.usefixtures("clean_environment")
+def test_accelerate_makes_the_fsdp_plugin_that_was_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    folder = exported(tmp_path, dataclasses.replace(SHARED, parallelism=name))
+    file = str(folder / "accelerate_config.yaml")
+    typed = launch_command_parser().parse_args(["--config_file", file, "train.py"])
+    arguments, _, _ = _validate_launch_command(typed)
+    for key, value in prepare_multi_gpu_env(arguments).items():
+        if key.startswith(("FSDP_", "ACCELERATE_")):
+            monkeypatch.setenv(key, value)
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert plugin.activation_checkpointing is False
+    assert type(plugin.cpu_offload).__name__ == (
+        "CPUOffloadPolicy" if name == "fsdp2-offload" else "OffloadPolicy"
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if PARALLELISMS[n].library == "deepspeed"])
+@pytest.mark.usefixtures("clean_environment")
+def test_accelerate_makes_the_deepspeed_plugin(tmp_path: Path, name: str) -> None:
+    from accelerate.utils import DeepSpeedPlugin
+
+    folder = exported(tmp_path, dataclasses.replace(SHARED, parallelism=name))
+    plugin: Any = DeepSpeedPlugin(hf_ds_config=str(folder / "deepspeed.json"))
+    row = PARALLELISMS[name]
+    assert plugin.zero_stage == row.stage
+    assert (plugin.offload_optimizer_device == "cpu") == row.offload
+    assert (plugin.offload_param_device == "cpu") == (row.offload and row.stage == 3)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3-offload"])
+def test_transformers_fills_in_what_is_auto(tmp_path: Path, name: str) -> None:
+    """Every `auto` is one of those that its integration names."""
+    folder = exported(tmp_path, dataclasses.replace(SHARED, parallelism=name))
+    content = json.loads((folder / "deepspeed.json").read_text())
+    package = Path(transformers.__file__).parent
+    source = (package / "integrations" / "deepspeed.py").read_text(encoding="utf-8")
+
+    def automatic(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                yield from automatic(value, f"{prefix}{key}.")
+            elif value == "auto":
+                yield prefix + key
+
+    keys = list(automatic(content))
+    assert len(keys) >= 7
+    assert [key for key in keys if f'"{key}"' not in source] == []
+
+
+def free_port() -> str:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return str(listening.getsockname()[1])
+
+
+def test_two_processes_train(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    run_python(MAKE_MODELS, str(tmp_path / "models"))
+    (tmp_path / "text.txt").write_text(f"{TEXT}\n" * 4)
+    config = dataclasses.replace(FULL, num_gpus=2, parallelism="fsdp2")
+    folder = exported(tmp_path / "shared", config, str(tmp_path / "models" / "llama"))
+    program = ["train.py", "--dataset", "../text.txt", "--output-dir", "out", "--max-steps", "2"]
+    launch = [
+        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
+        *("--config_file", "accelerate_config.yaml", "--main_process_port", free_port()),
+    ]
+    done = subprocess.run(
+        [*launch, *program], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    # Told by the first process alone.
+    assert len(re.findall(r"^2 steps, loss ", done.stdout, re.MULTILINE)) == 1
+    assert (folder / "out" / "model.safetensors").exists()
+
+
+def test_one_process_is_told_how_to_start(tmp_path: Path) -> None:
+    config = dataclasses.replace(FULL, num_gpus=2, parallelism="ddp")
+    folder = exported(tmp_path, config)
+    environment = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}
+    done = subprocess.run(
+        [sys.executable, "train.py", "--dataset", "none.txt"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert "accelerate launch --config_file accelerate_config.yaml" in done.stderr
+    assert "Traceback" not in done.stderr

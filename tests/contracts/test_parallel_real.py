@@ -1,0 +1,156 @@
+"""What DDP and FSDP2 really give to each process, against what is predicted of each GPU.
+
+Two and three processes share a tiny Llama over gloo on the CPU: torch's DistributedDataParallel, and
+fully_shard as accelerate wraps a model. Dimensions are odd, so that shards are padded. Bytes are those
+of real storages: weights, gradients, optimizer state, buckets. DeepSpeed does not run here: its sizes
+are compared with its own formulas in tests/test_parallel.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig
+from autotune.estimate import Estimator
+from autotune.gpus import find_gpu
+from autotune.models import ModelSource
+from autotune.results import TraceSpec
+from autotune.shards import Weight, ddp_buckets
+from autotune.tracing import trace_all
+
+pytestmark = pytest.mark.slow
+
+GPU = find_gpu("rtx-4070")
+CHILD = Path(__file__).with_name("parallel_child.py")
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 67,
+    "hidden_size": 48,
+    "intermediate_size": 130,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+SOURCE = ModelSource(
+    name="tiny", config=MODEL, origin="file", path=Path("config.json"), requires_remote_code=False
+)
+DDP = TrainConfig(
+    method="full",
+    micro_batch_size=2,
+    gradient_accumulation_steps=1,
+    sequence_length=8,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+    parallelism="ddp",
+    num_gpus=2,
+)
+FSDP2 = dataclasses.replace(DDP, parallelism="fsdp2")
+CONFIGS = {
+    "ddp": DDP,
+    "ddp-lora": dataclasses.replace(
+        DDP, method="lora", precision="bf16-autocast", lora_rank=3, lora_targets="all-linear"
+    ),
+    "fsdp2": FSDP2,
+    "fsdp2-of-3": dataclasses.replace(FSDP2, num_gpus=3),
+    "fsdp2-fp32": dataclasses.replace(FSDP2, precision="fp32", optimizer="adamw_torch"),
+    "fsdp2-mixed": dataclasses.replace(FSDP2, precision="bf16-mixed"),
+    "fsdp2-lora": dataclasses.replace(
+        FSDP2, method="lora", precision="bf16-autocast", lora_rank=3, lora_targets="all-linear"
+    ),
+}
+SHAPES = [
+    ((1000, 100), "float32"),
+    ((3000, 1000), "float32"),
+    ((7,), "float32"),
+    ((2000, 2000), "float32"),
+    ((500, 1000), "bfloat16"),
+    ((3000, 3000), "float32"),
+    ((10, 10), "float32"),
+]
+
+
+def case(config: TrainConfig) -> dict[str, Any]:
+    precision = PRECISIONS[config.precision]
+    return {
+        "num_gpus": config.num_gpus,
+        "config": MODEL,
+        "dtype": precision.parameter_dtype,
+        "mixed_precision": "bf16" if precision.autocast else "no",
+        "lora": config.lora_rank or 0,
+        "optimizer": config.optimizer,
+        "parallelism": config.parallelism,
+    }
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each process of each case holds, by rank."""
+    cases = {name: case(config) for name, config in CONFIGS.items()}
+    cases["fsdp2-8bit"] = {**case(FSDP2), "optimizer": "adamw_bnb_8bit"}
+    cases["fsdp2-8bit"]["config"] = {**MODEL, "hidden_size": 96}
+    for find_unused in (False, True):
+        shapes = {"num_gpus": 2, "shapes": SHAPES, "find_unused": find_unused}
+        cases[f"buckets-{find_unused}"] = shapes
+    folder = tmp_path_factory.mktemp("parallel")
+    (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
+    child = subprocess.run(
+        [sys.executable, str(CHILD), str(folder / "cases.json"), str(folder / "report.json")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    found: dict[str, list[dict[str, Any]]] = json.loads((folder / "report.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_process_holds_what_is_predicted(
+    name: str, reports: dict[str, list[dict[str, Any]]]
+) -> None:
+    config = CONFIGS[name]
+    spec = TraceSpec.of(config)
+    traces = trace_all(SOURCE, "causal-lm", 8, GPU, [spec], num_gpus=config.num_gpus)
+    estimator = Estimator(traces, GPU, memory_budget_bytes=10**9)
+    predicted = estimator.estimate(config).per_gpu
+    assert predicted is not None
+    first, *others = reports[name]
+    assert len(others) == config.num_gpus - 1
+    assert first["parameters"] == predicted.parameters_bytes
+    assert first["gradients"] == predicted.gradients_bytes
+    assert first["optimizer_state"] == predicted.optimizer_state_bytes
+    for other in others:
+        assert other["parameters"] == first["parameters"]
+        assert other["gradients"] == first["gradients"]
+        # The last rows may be missing: moments are not padded.
+        assert other["optimizer_state"] <= first["optimizer_state"]
+    # The buckets are allocated as blocks of 512 bytes.
+    buckets = sum(-(-size // 512) * 512 for size in first.get("buckets", []))
+    assert buckets == predicted.buffers_bytes
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_ddp_makes_these_buckets(
+    find_unused: bool, reports: dict[str, list[dict[str, Any]]]
+) -> None:
+    weights = [Weight(shape=shape, dtype=dtype, trainable=True, group=0) for shape, dtype in SHAPES]
+    predicted = ddp_buckets(weights, rebuilt=not find_unused)
+    for report in reports[f"buckets-{find_unused}"]:
+        assert sorted(report["buckets"]) == sorted(predicted)
+    assert len(predicted) >= 4
+
+
+def test_bitsandbytes_does_not_take_what_fsdp2_shards(
+    reports: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert "adamw_bnb_8bit" not in PARALLELISMS["fsdp2"].optimizers
+    for report in reports["fsdp2-8bit"]:
+        assert "DTensor" in report["problem"]

@@ -1,0 +1,269 @@
+"""What each of several GPUs is predicted to hold and send: a small Llama, figures worked out by hand.
+
+The model's weights: 11,798,528 in each of 5 layers (q 1024 x 1024, k and v 512 x 1024, o 1024 x 1024,
+three of 1024 x 2816, two norms), an embedding and a head of 32000 x 1024, a norm of 1024.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import pytest
+import tiny_model
+
+from autotune import tune
+from autotune.config import PARALLELISMS, TrainConfig
+from autotune.estimate import Estimator
+from autotune.gpus import find_gpu
+from autotune.parallel import RankTrace
+from autotune.results import Estimate, PerGpu, TraceSpec
+from autotune.traces import Trace
+from autotune.tracing import trace_all
+
+LAYER = 11_798_528
+EMBEDDING = 32_768_000
+TAIL = EMBEDDING + 1024
+P = 5 * LAYER + EMBEDDING + TAIL
+NUM_WEIGHTS = 5 * 9 + 3
+# Two tables of 32 frequencies in float32 that every GPU has.
+BUFFERS_BYTES = 2 * 32 * 4
+A100 = find_gpu("a100")
+
+DDP = TrainConfig(
+    method="full",
+    micro_batch_size=2,
+    gradient_accumulation_steps=1,
+    sequence_length=512,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+    parallelism="ddp",
+    num_gpus=4,
+)
+FSDP2 = dataclasses.replace(DDP, parallelism="fsdp2", precision="bf16-mixed")
+LORA = dataclasses.replace(
+    FSDP2, method="lora", precision="bf16-autocast", lora_rank=8, lora_targets="all-linear"
+)
+SHARING = [name for name in PARALLELISMS if name != "none"]
+
+
+def zero(name: str, num_gpus: int = 4) -> TrainConfig:
+    return dataclasses.replace(FSDP2, parallelism=name, num_gpus=num_gpus)
+
+
+PRECISIONS_TRACED = ("bf16-true", "bf16-mixed", "bf16-autocast")
+
+
+@functools.cache
+def one_gpu_traces() -> Mapping[TraceSpec, Trace | RankTrace]:
+    """Of one GPU, for all configurations here, from one worker."""
+    configs = [
+        dataclasses.replace(config, parallelism="none", num_gpus=1, precision=precision)
+        for config in (DDP, LORA)
+        for precision in PRECISIONS_TRACED
+    ]
+    specs = {TraceSpec.of(config) for config in configs}
+    return trace_all(tiny_model.MODEL, "causal-lm", tiny_model.SEQUENCE_LENGTH, A100, specs)
+
+
+@functools.cache
+def estimator(config: TrainConfig) -> Estimator:
+    spec = TraceSpec.of(config)
+    trace = one_gpu_traces()[dataclasses.replace(spec, parallelism="none")]
+    assert isinstance(trace, Trace)
+    shared = RankTrace(trace, spec, num_gpus=config.num_gpus, hidden_size=1024)
+    traces = {spec: trace if config.parallelism == "none" else shared}
+    return Estimator(traces, A100, memory_budget_bytes=80 * 10**9)
+
+
+@functools.cache
+def predicted(config: TrainConfig) -> tuple[Estimate, PerGpu]:
+    estimate = estimator(config).estimate(config)
+    assert estimate.per_gpu is not None
+    return estimate, estimate.per_gpu
+
+
+def test_ddp_holds_everything_and_buckets_beside() -> None:
+    estimate, share = predicted(DDP)
+    alone = dataclasses.replace(DDP, parallelism="none", num_gpus=1)
+    one = estimator(alone).estimate(alone)
+    assert one.per_gpu is None
+    assert share.parameters_bytes == one.state.parameters_bytes == 2 * P + BUFFERS_BYTES
+    assert share.gradients_bytes == 2 * P
+    assert share.optimizer_state_bytes == one.state.optimizer_state_bytes
+    # Every weight's size is a multiple of 512 bytes, and so are the buckets'.
+    assert share.buffers_bytes == 2 * P
+    # The allocator leaves up to 1 MiB of a large block unsplit; there are fewer than 16 buckets.
+    more_bytes = estimate.peak_allocated_bytes - one.peak_allocated_bytes
+    assert 2 * P <= more_bytes <= 2 * P + 16 * 2**20
+    # Rings: 3/4 of the gradients twice. NCCL: 32 channels of 12 MiB on NVLink.
+    assert share.sent_bytes_per_step == 3 * P
+    assert estimate.nontorch_bytes - one.nontorch_bytes == 384 * 2**20
+
+
+def test_ddp_sends_once_a_step_however_many_micro_steps() -> None:
+    config = dataclasses.replace(DDP, gradient_accumulation_steps=4)
+    assert predicted(config)[1].sent_bytes_per_step == 3 * P
+
+
+def test_fsdp2_holds_a_quarter_in_float32() -> None:
+    estimate, share = predicted(FSDP2)
+    assert share.parameters_bytes == P + BUFFERS_BYTES
+    assert share.gradients_bytes == P
+    assert share.optimizer_state_bytes == 2 * P + 4 * NUM_WEIGHTS
+    assert share.buffers_bytes == 0
+    # The head in 16 bits and the buffer that it arrives in.
+    assert share.gathered_bytes == 2 * 2 * TAIL
+    # All is gathered twice but the tail, once; gradients go once: three quarters of each.
+    assert share.sent_bytes_per_step == 3 * (2 * P + P - TAIL) * 2 // 4
+    # 300 GB/s in one direction, three quarters of it for NCCL.
+    assert share.communication_seconds == pytest.approx(share.sent_bytes_per_step / 225e9)
+    assert estimate.step_seconds is not None
+    assert estimate.overlapped_step_seconds == pytest.approx(
+        estimate.step_seconds - share.communication_seconds
+    )
+
+
+def test_fsdp2_reduces_in_every_micro_step() -> None:
+    once, twice = FSDP2, dataclasses.replace(FSDP2, gradient_accumulation_steps=2)
+    assert predicted(twice)[1].sent_bytes_per_step == 2 * predicted(once)[1].sent_bytes_per_step
+    assert predicted(twice)[1].gradients_bytes == P
+    # The second micro-step's shard of a unit exists beside the sum: at most the head's in float32.
+    more = predicted(twice)[0].peak_allocated_bytes - predicted(once)[0].peak_allocated_bytes
+    assert 0 <= more <= P + TAIL
+
+
+def test_fsdp2_in_bfloat16_has_bfloat16_shards() -> None:
+    _, share = predicted(dataclasses.replace(FSDP2, precision="bf16-true"))
+    assert share.parameters_bytes == P // 2 + BUFFERS_BYTES
+    assert share.gradients_bytes == P // 2
+
+
+def test_fsdp2_shares_out_frozen_weights_too() -> None:
+    _, share = predicted(LORA)
+    _, ddp = predicted(dataclasses.replace(LORA, parallelism="ddp"))
+    # Rank 8 on seven linear layers: (in + out) x 8 each, in float32.
+    trained = 5 * 8 * (2 * 2048 + 2 * 1536 + 3 * 3840)
+    assert ddp.parameters_bytes == 2 * P + 4 * trained + BUFFERS_BYTES
+    assert share.parameters_bytes == (2 * P + 4 * trained) // 4 + BUFFERS_BYTES
+    assert share.gradients_bytes == trained
+    assert ddp.buffers_bytes == 4 * trained
+
+
+def model_states_bytes(config: TrainConfig) -> int:
+    """Weights, gradients (those in float32 for the step too) and optimizer state on one GPU."""
+    _, share = predicted(config)
+    trace = estimator(config)._traces[TraceSpec.of(config)]
+    assert isinstance(trace, RankTrace)
+    step = trace.bytes_of(trace.step_buffers, 2, 0)
+    held = share.parameters_bytes + share.gradients_bytes + share.optimizer_state_bytes
+    return held + step - BUFFERS_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "expected"),
+    [
+        # deepspeed 0.19.8 stage_1_and_2.py estimate_zero2_model_states_mem_needs: 2 P + 18 P / N
+        # (2 and 4 bytes of gradients, 4 of weights, 8 of moments), 2 P with the optimizer offloaded.
+        ("zero2", 4, 2 * P + 18 * P // 4),
+        ("zero2", 8, 2 * P + 18 * P // 8),
+        ("zero2-offload", 4, 2 * P),
+        # The same with whole gradients.
+        ("zero1", 4, 2 * P + 2 * P + 16 * P // 4),
+        # stage3.py estimate_zero3_model_states_mem_needs has 18 P / N: the 2 bytes of gradients
+        # that grad_partitions_flat_buffer keeps are missing from it.
+        ("zero3", 4, 20 * P // 4),
+        ("zero3", 8, 20 * P // 8),
+        ("zero3-offload", 4, 0),
+    ],
+)
+def test_zero_holds_what_deepspeed_says(name: str, num_gpus: int, expected: int) -> None:
+    # What its formulas leave out: the largest group is all that has float32 gradients at a time (the
+    # norms' are 11 x 1024), and state beside the moments (a step count per group).
+    norms = 11 * 1024 * 4
+    assert model_states_bytes(zero(name, num_gpus)) == pytest.approx(expected, abs=norms + 1024)
+
+
+def test_zero_offload_takes_host_memory() -> None:
+    # estimate_zero3_model_states_mem_needs: 18 bytes a weight on the host (before its factor 1.5).
+    assert predicted(zero("zero3-offload"))[1].host_bytes == 18 * P // 4
+    assert predicted(zero("zero2"))[1].host_bytes == 0
+
+
+def test_zero_buckets_have_a_square_of_the_hidden_size() -> None:
+    assert predicted(zero("zero2"))[1].buffers_bytes == 2 * 1024**2
+    # ZeRO 3 keeps weights of up to 10 x 1024 elements whole: the eleven norms.
+    assert predicted(zero("zero3"))[1].buffers_bytes == 2 * 1024**2 + 2 * 11 * 1024
+
+
+def test_offloading_costs_time() -> None:
+    here, _ = predicted(zero("zero2"))
+    there, _ = predicted(zero("zero2-offload"))
+    assert there.peak_device_bytes < here.peak_device_bytes
+    assert here.step_seconds is not None
+    assert there.step_seconds is not None
+    # 30 bytes an element at 50 GB/s: the host updates what all GPUs train.
+    assert there.step_seconds - here.step_seconds > 0.9 * P * 30 / 50e9
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("name", SHARING)
+def test_every_event_list_adds_up(name: str, method: str, accumulation: int) -> None:
+    config = dataclasses.replace(
+        FSDP2 if method == "full" else LORA,
+        parallelism=name,
+        gradient_accumulation_steps=accumulation,
+    )
+    priced = estimator(config)
+    trace = priced._traces[TraceSpec.of(config)]
+    assert isinstance(trace, RankTrace)
+    rank = config.lora_rank or 0
+    again, later = (trace.running_bytes(events, 2, rank) for events in ("again", "next"))
+    # What a micro-step leaves behind is its gradients; one that adds to them leaves nothing.
+    assert again[-1] == trace.bytes_of(trace.gradients, 2, rank)
+    assert later[-1] == 0
+    assert min(again.min(), later.min()) >= 0
+    estimate = priced.estimate(config)
+    parts = dataclasses.asdict(estimate.breakdown)
+    assert sum(parts.values()) == estimate.peak_allocated_bytes
+    assert parts["rounding_bytes"] >= 0
+    assert priced.floor_bytes(config) <= estimate.peak_device_bytes
+
+
+def test_more_gpus_need_less_of_each() -> None:
+    peaks = [
+        predicted(dataclasses.replace(FSDP2, num_gpus=num))[0].peak_device_bytes
+        for num in (2, 4, 8)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > peaks[-1]
+
+
+def test_tokens_are_those_of_all_gpus() -> None:
+    estimate, share = predicted(DDP)
+    assert estimate.step_seconds is not None
+    assert estimate.tokens_per_second == pytest.approx(4 * 2 * 512 / estimate.step_seconds)
+    assert share.num_gpus == 4
+
+
+def test_a_search_shares_out_what_does_not_fit() -> None:
+    """Two GPUs: float32 weights, gradients and moments of AdamW do not fit, half of them do."""
+    workload = dataclasses.replace(tiny_model.workload(2_600_000_000, ("full",)), num_gpus=2)
+    mixed = dataclasses.replace(
+        tiny_model.SPACE.methods[0],
+        domains={
+            **tiny_model.SPACE.methods[0].domains,
+            "precision": ("bf16-mixed",),
+            "optimizer": ("adamw_torch_fused",),
+        },
+    )
+    space = dataclasses.replace(tiny_model.SPACE, methods=(mixed,))
+    summary = tune.find(
+        tiny_model.MODEL, workload, space, tiny_model.gpu(), allow="numerics"
+    ).summary
+    assert summary.best.config.parallelism == "fsdp2"
+    assert summary.best.config.num_gpus == 2
+    assert summary.best.config.effective_batch_size == tiny_model.EFFECTIVE_BATCH_SIZE
+    assert summary.base.parallelism == "ddp"
