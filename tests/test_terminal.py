@@ -18,9 +18,11 @@ from autotune.gpus import find_gpu
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
 from autotune.results import (
+    Estimate,
     Fingerprint,
     Measured,
     Measurement,
+    PerGpu,
     ProbeSpec,
     StateBytes,
     Summary,
@@ -287,6 +289,44 @@ def test_an_estimate_that_does_not_fit_says_by_how_much() -> None:
     assert "allocated 11.00 GiB, reserved 11.50 GiB, on the device 13.00 GiB" in shown
     assert "1,500,000,000 of 1,500,000,000 parameters" in shown
     assert "PREDICTED" in shown
+
+
+def test_what_each_of_several_gpus_holds_is_told() -> None:
+    share = PerGpu(
+        num_gpus=4,
+        parallelism="fsdp2",
+        parameters_bytes=2 * GIB,
+        gradients_bytes=GIB,
+        optimizer_state_bytes=3 * GIB,
+        gathered_bytes=4 * GIB,
+        buffers_bytes=0,
+        host_bytes=0,
+        sent_bytes_per_step=5 * GIB,
+        communication_seconds=0.25,
+    )
+    estimate = dataclasses.replace(answers.estimate(), per_gpu=share)
+    file = io.StringIO()
+    terminal.draw_estimate(
+        estimate,
+        model="m",
+        gpu_reason="named",
+        budget_bytes=answers.BUDGET_BYTES,
+        file=file,
+    )
+    shown = one_line(file.getvalue())
+    assert "of each GPU. It keeps weights 2.00 GiB, gradients 1.00 GiB, optimizer 3.00 GiB" in shown
+    assert "gathered at most 4.00 GiB" in shown
+    assert "host memory" not in shown
+    assert "5.00 GiB a step: 250 ms of the step" in shown
+    assert "per GPU" not in everything(answers.estimate())
+
+
+def everything(estimate: Estimate) -> str:
+    file = io.StringIO()
+    terminal.draw_estimate(
+        estimate, model="m", gpu_reason="named", budget_bytes=answers.BUDGET_BYTES, file=file
+    )
+    return file.getvalue()
 
 
 def test_an_unknown_speed_is_unknown() -> None:
