@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.adapters import ADAPTERS
 from autotune.config import TrainConfig, Workload
 from autotune.units import format_bytes
 
@@ -29,6 +30,11 @@ class TraceSpec:
     attention: str
     single: bool
     """Micro-batch 1, which takes other code paths than 2 and more."""
+    lora_rank: int | None = None
+    """None where one trace stands for every rank, or there is none."""
+    lora_variant: str = "plain"
+    num_virtual_tokens: int | None = None
+    peft: str | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
@@ -40,6 +46,12 @@ class TraceSpec:
         # TF32 changes the rate of a matrix product, not what is allocated or launched.
         if config.precision == "tf32":
             shared["precision"] = "fp32"
+        adapter = ADAPTERS.get(config.method)
+        if adapter is not None and adapter.scales:
+            shared["lora_rank"] = None
+        # rsLoRA multiplies by another number.
+        if config.lora_variant == "rslora":
+            shared["lora_variant"] = "plain"
         return cls(**shared, single=config.micro_batch_size == 1)
 
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.adapters import ADAPTERS
 from autotune.config import PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 
-_ADAPTERS = ("lora", "qlora")
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units.
 _AMPERE = (8, 0)
 
@@ -76,6 +76,20 @@ class Rule:
     breaks: Callable[[TrainConfig, Context], bool]
 
 
+_OF_ADAPTERS = ("lora_rank", "lora_targets", "num_virtual_tokens", "peft")
+"""Settings that are None where a method has them not."""
+
+
+def _has_settings_of_others(config: TrainConfig) -> bool:
+    if config.lora_variant != "plain" and config.method not in KNOBS["lora_variant"].methods:
+        return True
+    return any(
+        getattr(config, name) is not None
+        for name in _OF_ADAPTERS
+        if config.method not in KNOBS[name].methods
+    )
+
+
 def _lacks_ampere(context: Context) -> bool:
     capability = context.compute_capability
     return capability is not None and capability < _AMPERE
@@ -89,23 +103,41 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="adapter-needs-rank",
-        reason="an adapter has a rank and target modules",
-        breaks=lambda c, _: c.method in _ADAPTERS and not (c.lora_rank and c.lora_targets),
+        reason="an adapter has its size and target modules",
+        breaks=lambda c, _: any(
+            not getattr(c, name) for name in _OF_ADAPTERS if c.method in KNOBS[name].methods
+        ),
     ),
     Rule(
         name="full-has-no-adapter",
         reason="full fine-tuning trains the weights themselves: rank and targets have no meaning",
-        breaks=lambda c, _: c.method == "full" and bool(c.lora_rank or c.lora_targets),
+        breaks=lambda c, _: c.method == "full" and _has_settings_of_others(c),
+    ),
+    Rule(
+        name="adapter-has-no-such-setting",
+        reason="an adapter has the settings of its own method and no others",
+        breaks=lambda c, _: c.method != "full" and _has_settings_of_others(c),
     ),
     Rule(
         name="quantization-needs-qlora",
         reason="quantised weights cannot be trained: they need an adapter, which is method qlora",
-        breaks=lambda c, _: c.method != "qlora" and c.quantization != "none",
+        breaks=lambda c, _: (
+            c.quantization != "none" and c.method not in KNOBS["quantization"].methods
+        ),
     ),
     Rule(
         name="qlora-needs-quantization",
         reason="qlora without quantised weights is lora",
         breaks=lambda c, _: c.method == "qlora" and c.quantization == "none",
+    ),
+    Rule(
+        name="prefix-without-checkpointing",
+        reason="prefix tuning hands past keys to the layers, which checkpointing drops",
+        breaks=lambda c, _: (
+            c.activation_checkpointing > 0
+            and c.method in ADAPTERS
+            and not ADAPTERS[c.method].checkpointing
+        ),
     ),
     Rule(
         name="offloading-needs-checkpointing",

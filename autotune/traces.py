@@ -438,6 +438,9 @@ def _order(blocks: Sequence[Mapping[str, Any]], layers: _Layers) -> list[tuple[i
             order += [(index, -1) for index in run]
             continue
         by_layer = {blocks[index]["layer"]: index for index in run}
+        if layers.traced == layers.full and len(run) == len(by_layer):
+            order += [(index, blocks[index]["layer"]) for index in run]  # some layers may have none
+            continue
         if sorted(by_layer) != list(range(layers.traced)) or len(run) != len(by_layer):
             raise BrokenTrace(f"{phase}: layers {[blocks[index]['layer'] for index in run]}")
         whole = range(layers.full)

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.config import METHODS, TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.gpus import Gpu
-from autotune.knobs import KNOBS, describe
+from autotune.knobs import KNOBS, REQUIRED, describe
 from autotune.models import ModelSource
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Change, Counts, Estimate, Measured, Summary, TraceSpec
@@ -80,7 +80,7 @@ def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfi
     """TrainingArguments' defaults (transformers 5.23), micro-batch 1: what a search improves on.
 
     The weights keep the checkpoint's bfloat16 (`bf16` left False); a card without bfloat16 units
-    gets what its owner would choose, fp16. An adapter has rank 16 on every linear layer.
+    gets what its owner would choose, fp16. An adapter has what KNOBS says of its method.
     """
     method = workload.methods[0]
     adapter = method != "full"
@@ -97,9 +97,12 @@ def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfi
         precision=precision,
         optimizer="adamw_torch_fused",
         attention="sdpa" if "sdpa" in model.attentions else model.attentions[0],
-        lora_rank=16 if adapter else None,
-        lora_targets="all-linear" if adapter else None,
-        quantization="nf4" if method == "qlora" else "none",
+        **{
+            knob.name: default
+            for knob in KNOBS.values()
+            if method in knob.methods != METHODS
+            and (default := knob.default_for(method)) is not REQUIRED
+        },
     )
 
 
@@ -138,6 +141,8 @@ def find(
         )
     progress("space", len(points.configs), points.num_enumerated)
     reference = base or default_base(workload, gpu, model)
+    if reference.method == "peft" and reference.peft is None:
+        reference = dataclasses.replace(reference, peft=points.configs[0].peft)
     baselines = [base] if base is not None else _larger_micro_batches(reference)
     traces = trace_all(
         model,

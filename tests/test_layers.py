@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "autotune"
 ROWS = {
     "errors": 0,
     "units": 1,
+    "adapters": 2,
     "config": 2,
     "optimizer_steps": 2,
     "optimizers": 2,

@@ -25,11 +25,14 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from autotune.adapters import ADAPTERS
 from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
+from autotune.worker import adapters, quantize
 from autotune.worker import model as models
+from autotune.worker.adapters import RANK
 from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
-from autotune.worker.model import RANK, UnsupportedModel
+from autotune.worker.model import UnsupportedModel
 from autotune.worker.tracker import Recording, TrackedKernel, Tracker, in_backward
 
 MICRO_BATCH = 1_000_003
@@ -60,6 +63,7 @@ def trace_step(
     period = models.trace_period(config, spec)
     # Checkpointed layers of T5 hand the gradient of their common position bias around.
     whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
+    whole = whole or (spec.method in ADAPTERS and not ADAPTERS[spec.method].repeats)
     small = num_layers if whole else models.small_num_layers(config, period)
     layers = {"traced": small, "full": num_layers, "period": period}
     if small < num_layers:
@@ -76,7 +80,7 @@ def trace_step(
         "meta",
         hidden_buffers=hidden_buffers,
         before=workspaces.before,
-        decompositions=_decompositions(spec),
+        decompositions={} if spec.quantization == "none" else quantize.decompositions(),
     )
     step = _Step(model, task, spec, tracker)
     with _trace_settings(tracker):
@@ -113,8 +117,8 @@ class _Step:
     def set_up(self) -> None:
         """Weights and buffers reach the device; then the adapter's."""
         spec = self.spec
-        if spec.method == "qlora":
-            models.quantize(self.model, self.task, spec)
+        if spec.quantization != "none":
+            quantize.quantize(self.model, self.task, spec)
         place_of = _place_finder(self.model)
         dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
         last: Mark = ("", OUTSIDE)
@@ -123,22 +127,24 @@ class _Step:
             if mark != last:
                 self.mark(*mark)
                 last = mark
-            if type(module).__name__ == "Linear4bit":
+            if quantize.is_quantized(module):
+                linear: Any = module
                 with self.tracker:
-                    shape = (module.out_features, module.in_features)
-                    models.quantize_weight(module, torch.empty(shape, dtype=dtype, device="meta"))
-            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                    shape = (linear.out_features, linear.in_features)
+                    quantize.quantize_weight(linear, torch.empty(shape, dtype=dtype, device="meta"))
+            for tensor in _tensors_of(module):
                 self._own(tensor)
-        if spec.method != "full":
-            assert spec.lora_targets is not None
-            self.model = models.add_adapter(self.model, self.task, spec.lora_targets, RANK)
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    mark = ("adapter", place_of(name))
-                    if mark != last:
-                        self.mark(*mark)
-                        last = mark
-                    self._own(parameter)
+        if spec.method in ADAPTERS:
+            rank = RANK if ADAPTERS[spec.method].scales else None
+            self.model = adapters.add_adapter(self.model, self.task, spec, rank)
+            for name, module in self.model.named_modules():
+                for tensor in _tensors_of(module):
+                    if not self.tracker.knows(tensor):
+                        mark = ("adapter", place_of(f"{name}."))
+                        if mark != last:
+                            self.mark(*mark)
+                            last = mark
+                        self._own(tensor)
         if spec.activation_checkpointing:
             models.enable_checkpointing(self.model, spec)
         self.model.train()
@@ -241,6 +247,13 @@ class _Step:
         return leave
 
 
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Of the module itself, its scales where it is quantised in 8 bits."""
+    held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    scales = getattr(module.weight, "SCB", None) if quantize.is_quantized(module) else None
+    return held if scales is None else [*held, scales]
+
+
 def _place_finder(model: Any) -> Callable[[str], Place]:
     """Where among the repeated layers a module or parameter of that name lies."""
     num_layers = getattr(model.config, "num_hidden_layers", 0)
@@ -281,16 +294,6 @@ def _wrap_forward(model: Any, dtype: torch.dtype) -> None:
 
     model.forward = MethodType(autocast_forward, model)
     model.forward = MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
-
-
-def _decompositions(spec: TraceSpec) -> dict[Any, Callable[..., Any]]:
-    """bitsandbytes multiplies more than 1,536 rows by dequantising first (its backends/cuda/ops.py)."""
-    if spec.method != "qlora":
-        return {}
-    import bitsandbytes  # noqa: F401  (defines the operators)
-    from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
-
-    return {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit_default_impl}
 
 
 @contextlib.contextmanager

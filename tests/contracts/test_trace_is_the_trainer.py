@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,10 @@ class Case:
     micro_batch: int = 2
     accumulation: int = 2
     attention: str = "eager"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of TraceSpec."""
+    peft: Any = None
+    """PEFT's own configuration of the adapter; None: LoRA on every linear layer."""
 
     @property
     def config(self) -> transformers.PretrainedConfig:
@@ -117,13 +121,14 @@ class Case:
     def spec(self) -> TraceSpec:
         return TraceSpec(
             method=self.method,
-            lora_targets=None if self.method == "full" else "all-linear",
+            lora_targets="all-linear" if "lora" in self.method else None,
             quantization="none",
             precision=self.precision,
             activation_checkpointing=self.checkpointing,
             activation_offloading=False,
             attention=self.attention,
             single=self.micro_batch == 1,
+            **self.settings,
         )
 
 
@@ -234,7 +239,7 @@ def real_model(case: Case) -> Any:
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", bias="none")
-    return get_peft_model(model, lora)
+    return get_peft_model(model, case.peft or lora)
 
 
 def run_case(case: Case, folder: Path) -> Run:
@@ -258,8 +263,11 @@ def run_case(case: Case, folder: Path) -> Run:
 
 @pytest.mark.parametrize("name", CASES)
 def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    run = run_case(case, tmp_path)
+    assert_as_traced(CASES[name], tmp_path)
+
+
+def assert_as_traced(case: Case, folder: Path) -> None:
+    run = run_case(case, folder)
     trace, batch = traced(case)
     sizes = real_sizes(run)
     for number, window in enumerate(run.micro_steps):

@@ -1,0 +1,120 @@
+"""Every row of ADAPTERS against PEFT: a real Trainer step on the CPU, event for event, as traced on `meta`.
+
+The other side names PEFT's own configuration class, not the fields that autotune makes for it. What is
+undone by name is that of test_trace_is_the_trainer.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+from test_trace_is_the_trainer import (
+    RANK,
+    Case,
+    _fused_dropout,  # noqa: F401
+    _no_hidden_buffers,  # noqa: F401
+    _quiet_libraries,  # noqa: F401
+    assert_as_traced,
+)
+
+from autotune.adapters import ADAPTERS, read_peft
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
+]
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+LINEAR = {"target_modules": "all-linear", **CAUSAL}
+TOKENS: dict[str, Any] = {"num_virtual_tokens": 6}
+
+
+def lora(**fields: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(**{"r": RANK, "lora_alpha": 2 * RANK, **LINEAR, **fields})
+
+
+def case(method: str, config: Any, settings: dict[str, Any] | None = None, **changes: Any) -> Case:
+    return Case(
+        **{
+            "architecture": "llama",
+            "method": method,
+            "precision": "bf16-autocast",
+            "peft": config,
+            "settings": settings or {},
+            **changes,
+        }
+    )
+
+
+def from_file(config: peft.PeftConfig, **changes: Any) -> Case:
+    fields = {name: value for name, value in config.to_dict().items() if value is not None}
+    for name, value in fields.items():
+        if isinstance(value, set):
+            fields[name] = sorted(value)
+    fields["peft_type"] = config.peft_type.value
+    return case("peft", config, {"peft": read_peft(fields)}, **changes)
+
+
+TARGETS: dict[str, Any] = {"lora_targets": "all-linear"}
+CASES = {
+    "lora": case("lora", lora(), checkpointing=1),
+    "lora, DoRA": case("lora", lora(use_dora=True), {"lora_variant": "dora"}, accumulation=1),
+    "lora, DoRA, checkpointed": case(
+        "lora", lora(use_dora=True), {"lora_variant": "dora"}, checkpointing=1, accumulation=1
+    ),
+    "vera": case("vera", peft.VeraConfig(r=RANK, **LINEAR), TARGETS),
+    "vera, fp32, checkpointed": case(
+        "vera", peft.VeraConfig(r=RANK, **LINEAR), TARGETS, precision="fp32", checkpointing=1
+    ),
+    "miss": case("miss", peft.MissConfig(r=RANK, **LINEAR), {**TARGETS, "lora_rank": RANK}),
+    "miss, bf16-true": case(
+        "miss",
+        peft.MissConfig(r=RANK, **LINEAR),
+        {**TARGETS, "lora_rank": RANK},
+        precision="bf16-true",
+        accumulation=1,
+    ),
+    "oft": case("oft", peft.OFTConfig(**LINEAR), TARGETS),
+    "ia3": case("ia3", peft.IA3Config(**CAUSAL)),
+    "ia3, checkpointed": case("ia3", peft.IA3Config(**CAUSAL), checkpointing=1),
+    "prompt_tuning": case("prompt_tuning", peft.PromptTuningConfig(**TOKENS, **CAUSAL), TOKENS),
+    "prompt_tuning, checkpointed": case(
+        "prompt_tuning", peft.PromptTuningConfig(**TOKENS, **CAUSAL), TOKENS, checkpointing=1
+    ),
+    "p_tuning": case("p_tuning", peft.PromptEncoderConfig(**TOKENS, **CAUSAL), TOKENS),
+    "prefix_tuning": case("prefix_tuning", peft.PrefixTuningConfig(**TOKENS, **CAUSAL), TOKENS),
+    "adaption_prompt": case(
+        "adaption_prompt",
+        peft.AdaptionPromptConfig(adapter_len=6, adapter_layers=4, **CAUSAL),
+        TOKENS,
+    ),
+    "trainable_tokens": case(
+        "trainable_tokens",
+        peft.TrainableTokensConfig(token_indices=list(range(506, 512)), **CAUSAL),
+        TOKENS,
+    ),
+    "peft, LoRA with all that": from_file(
+        lora(
+            target_modules=["q_proj", "down_proj"],
+            layers_to_transform=[1, 2],
+            lora_dropout=0.1,
+            bias="all",
+            modules_to_save=["lm_head"],
+        )
+    ),
+    "peft, LoHa": from_file(peft.LoHaConfig(r=RANK, **LINEAR)),
+    "peft, BOFT": from_file(peft.BOFTConfig(**LINEAR), accumulation=1),
+    "peft, layer norms": from_file(peft.LNTuningConfig(**CAUSAL)),
+}
+
+
+def test_every_method_is_here() -> None:
+    # qlora is lora on a quantised base, which a CPU computes by other kernels: test_probe.py.
+    assert {case.method for case in CASES.values()} == set(ADAPTERS) - {"qlora"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> None:
+    assert_as_traced(CASES[name], tmp_path)
