@@ -11,6 +11,8 @@ from typing import Any
 
 import peft
 import pytest
+import test_trace_is_the_trainer as trainer_test
+import torch
 from test_trace_is_the_trainer import (
     RANK,
     Case,
@@ -104,10 +106,37 @@ CASES = {
             modules_to_save=["lm_head"],
         )
     ),
-    "peft, LoHa": from_file(peft.LoHaConfig(r=RANK, **LINEAR)),
-    "peft, BOFT": from_file(peft.BOFTConfig(**LINEAR), accumulation=1),
-    "peft, layer norms": from_file(peft.LNTuningConfig(**CAUSAL)),
+    "peft, HRA": from_file(peft.HRAConfig(**LINEAR), accumulation=1),
 }
+
+
+class _OnTheHost:
+    """Token numbers of a prompt, as PEFT uses them: on a GPU each step copies them there."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._shape = (1, num_tokens)
+
+    def unsqueeze(self, _: int) -> _OnTheHost:
+        return self
+
+    def expand(self, batch_size: int, _: int) -> _OnTheHost:
+        self._shape = (batch_size, self._shape[1])
+        return self
+
+    def to(self, _: object) -> torch.Tensor:
+        return torch.zeros(self._shape, dtype=torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def _prompts_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def real_model(case: Case) -> Any:
+        model = make(case)
+        for name, tokens in getattr(model, "prompt_tokens", {}).items():
+            model.prompt_tokens[name] = _OnTheHost(len(tokens))
+        return model
+
+    make = trainer_test.real_model
+    monkeypatch.setattr(trainer_test, "real_model", real_model)
 
 
 def test_every_method_is_here() -> None:
