@@ -80,6 +80,13 @@ BREAKERS = {
     "full-has-no-adapter": (dataclasses.replace(FULL, lora_rank=8), ADA),
     "quantization-needs-qlora": (dataclasses.replace(LORA, quantization="nf4"), ADA),
     "qlora-needs-quantization": (dataclasses.replace(QLORA, quantization="none"), ADA),
+    "adapter-has-no-such-setting": (dataclasses.replace(LORA, num_virtual_tokens=8), ADA),
+    "prefix-without-checkpointing": (
+        dataclasses.replace(
+            FULL, method="prefix_tuning", num_virtual_tokens=8, activation_checkpointing=1
+        ),
+        ADA,
+    ),
     "offloading-needs-checkpointing": (
         dataclasses.replace(FULL, activation_offloading=True),
         ADA,

@@ -202,7 +202,8 @@ def predicted(case: Case, trace: Trace, batch: set[int], *, is_first: bool) -> E
     events = [
         event
         for event in (trace.first if is_first else trace.next)
-        if max(event, ~event) not in batch and trace.categories[max(event, ~event)] != "workspace"
+        if max(event, ~event) not in batch
+        and trace.categories[max(event, ~event)] != "workspace"
         and sizes[max(event, ~event)]
     ]
     assert sizes[~events[-1]] <= 4, "the last event is the free of the loss"
