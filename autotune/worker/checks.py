@@ -59,7 +59,8 @@ def check_model(model: Any, config: TrainConfig) -> list[str]:
         return ["no parameter of the model is trainable"]
     base_dtype = PRECISIONS[config.precision].parameter_dtype
     is_full = config.method == "full"
-    casts = not is_full and ADAPTERS[config.method].is_float32
+    # Beside a quantised base no adapter has the base's dtype.
+    casts = not is_full and (ADAPTERS[config.method].is_float32 or config.quantization != "none")
     wanted = "float32" if casts else base_dtype
     what = "trained weights are" if is_full else "the adapter is"
     complaints = [] if is_full else _check_adapter(model, config)
@@ -149,7 +150,8 @@ class FirstStep:
         self._handles += [
             module.register_forward_hook(self._embedded)
             for module in model.modules()
-            if isinstance(module, nn.Embedding)
+            # PEFT's layer around an embedding may look up in the weight itself.
+            if isinstance(getattr(module, "base_layer", module), nn.Embedding)
         ]
 
     def _seen(self, number: int) -> Any:

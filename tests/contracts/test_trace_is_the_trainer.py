@@ -111,6 +111,8 @@ class Case:
     """Further fields of TraceSpec."""
     peft: Any = None
     """PEFT's own configuration of the adapter; None: LoRA on every linear layer."""
+    decompositions: Any = None
+    """Operations that the real run computes as CUDA does."""
 
     @property
     def config(self) -> transformers.PretrainedConfig:
@@ -260,6 +262,7 @@ def run_case(case: Case, folder: Path) -> Run:
             sequence_length=SEQUENCE_LENGTH,
             micro_batch_size=case.micro_batch,
             accumulation=case.accumulation,
+            decompositions=case.decompositions,
             **arguments,
         )
 
