@@ -56,6 +56,18 @@ def with_attentions(space: SearchSpace, attentions: tuple[str, ...]) -> SearchSp
     return dataclasses.replace(space, methods=tuple(sections))
 
 
+def with_peft(space: SearchSpace, peft: str) -> SearchSpace:
+    """The space with this adapter as its method peft: varied as lora is, where it has no section."""
+    sections = {section.method: section for section in space.methods}
+    like = next((sections[name] for name in ("peft", "lora", "qlora") if name in sections), None)
+    like = like or space.methods[0]
+    kept = {name: domain for name, domain in like.domains.items() if "peft" in KNOBS[name].methods}
+    if like.method == "qlora":
+        kept["quantization"] = ("none",)
+    sections["peft"] = MethodSpace(method="peft", domains={**kept, "peft": (peft,)})
+    return dataclasses.replace(space, methods=tuple(sections.values()))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
     """What a rule may ask beyond the TrainConfig. None: not known, the rule lets pass."""
@@ -103,7 +115,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="adapter-needs-rank",
-        reason="an adapter has its size and target modules",
+        reason="an adapter needs what its method is sized by: rank and targets, tokens, or a --peft file",
         breaks=lambda c, _: any(
             not getattr(c, name) for name in _OF_ADAPTERS if c.method in KNOBS[name].methods
         ),
@@ -115,7 +127,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="adapter-has-no-such-setting",
-        reason="an adapter has the settings of its own method and no others",
+        reason="an adapter has its own method's settings and no others; a --peft file is method peft",
         breaks=lambda c, _: c.method != "full" and _has_settings_of_others(c),
     ),
     Rule(

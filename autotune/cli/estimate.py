@@ -42,10 +42,12 @@ def estimate(
     from autotune.results import SCHEMA_VERSION, TraceSpec
     from autotune.tracing import trace_all
 
-    card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
-    source = resolve(model)
     context = click.get_current_context()
     given = {name: value for name, value in settings.items() if value is not None}
+    if "peft" in given and not is_given(context, "method"):
+        method = "peft"
+    card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
+    source = resolve(model)
     workload = Workload(
         model=source.name,
         task=task or source.task,

@@ -11,11 +11,20 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune import store
-from autotune.cli.options import COUNT, command_line, is_given, possible_length, workload_options
+from autotune.cli.options import (
+    COUNT,
+    KnobType,
+    command_line,
+    is_given,
+    possible_length,
+    workload_options,
+)
 from autotune.cli.output import explain, print_json, say
 from autotune.config import METHODS, TRADEOFF_CLASSES, Workload
 from autotune.errors import AutotuneError, ConfigError, StorageError
+from autotune.knobs import KNOBS
 from autotune.results import BACKENDS
+from autotune.space import with_peft
 
 if TYPE_CHECKING:
     from autotune.models import ModelSource
@@ -47,6 +56,12 @@ CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
     type=click.Choice(METHODS),
     multiple=True,
     help="Training method allowed; repeat for several [default: all].",
+)
+@click.option(
+    KNOBS["peft"].flag,
+    type=KnobType(KNOBS["peft"]),
+    metavar="FILE",
+    help="A PeftConfig's fields as YAML or JSON: the adapter of method peft, which is then allowed.",
 )
 @click.option(
     "--space", default="default", metavar="NAME|FILE", help="Search space: see `autotune spaces`."
@@ -95,6 +110,7 @@ def find(
     seq_len: int,
     effective_batch: int,
     methods: tuple[str, ...],
+    peft: str | None,
     space: str,
     allow: str | None,
     base: Path | None,
@@ -115,6 +131,9 @@ def find(
     choose = inputs.CHOOSERS.get(backend, inputs.choose_card)
     card, gpu_reason, budget_bytes = choose(gpu, gpu_mem)
     search_space = space_file.load(space)
+    if peft is not None:
+        search_space = with_peft(search_space, peft)
+        methods = (*methods, "peft")
     base_config = None if base is None else read_train_config(base)
     source = resolve(model)
     if base_config is not None:

@@ -47,6 +47,7 @@ def case(method: str, config: Any, settings: dict[str, Any] | None = None, **cha
             "precision": "bf16-autocast",
             "peft": config,
             "settings": settings or {},
+            "accumulation": 1,
             **changes,
         }
     )
@@ -64,9 +65,9 @@ def from_file(config: peft.PeftConfig, **changes: Any) -> Case:
 TARGETS: dict[str, Any] = {"lora_targets": "all-linear"}
 CASES = {
     "lora": case("lora", lora(), checkpointing=1),
-    "lora, DoRA": case("lora", lora(use_dora=True), {"lora_variant": "dora"}, accumulation=1),
+    "lora, DoRA": case("lora", lora(use_dora=True), {"lora_variant": "dora"}),
     "lora, DoRA, checkpointed": case(
-        "lora", lora(use_dora=True), {"lora_variant": "dora"}, checkpointing=1, accumulation=1
+        "lora", lora(use_dora=True), {"lora_variant": "dora"}, checkpointing=1
     ),
     "vera": case("vera", peft.VeraConfig(r=RANK, **LINEAR), TARGETS),
     "vera, fp32, checkpointed": case(
@@ -78,9 +79,8 @@ CASES = {
         peft.MissConfig(r=RANK, **LINEAR),
         {**TARGETS, "lora_rank": RANK},
         precision="bf16-true",
-        accumulation=1,
     ),
-    "oft": case("oft", peft.OFTConfig(**LINEAR), TARGETS),
+    "oft": case("oft", peft.OFTConfig(**LINEAR), TARGETS, accumulation=2),
     "ia3": case("ia3", peft.IA3Config(**CAUSAL)),
     "ia3, checkpointed": case("ia3", peft.IA3Config(**CAUSAL), checkpointing=1),
     "prompt_tuning": case("prompt_tuning", peft.PromptTuningConfig(**TOKENS, **CAUSAL), TOKENS),
@@ -88,7 +88,9 @@ CASES = {
         "prompt_tuning", peft.PromptTuningConfig(**TOKENS, **CAUSAL), TOKENS, checkpointing=1
     ),
     "p_tuning": case("p_tuning", peft.PromptEncoderConfig(**TOKENS, **CAUSAL), TOKENS),
-    "prefix_tuning": case("prefix_tuning", peft.PrefixTuningConfig(**TOKENS, **CAUSAL), TOKENS),
+    "prefix_tuning": case(
+        "prefix_tuning", peft.PrefixTuningConfig(**TOKENS, **CAUSAL), TOKENS, accumulation=2
+    ),
     "adaption_prompt": case(
         "adaption_prompt",
         peft.AdaptionPromptConfig(adapter_len=6, adapter_layers=4, **CAUSAL),
@@ -108,7 +110,7 @@ CASES = {
             modules_to_save=["lm_head"],
         )
     ),
-    "peft, HRA": from_file(peft.HRAConfig(**LINEAR), accumulation=1),
+    "peft, HRA": from_file(peft.HRAConfig(**LINEAR)),
 }
 
 

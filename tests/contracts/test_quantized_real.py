@@ -53,37 +53,33 @@ def case(quantization: str, method: str = "qlora", config: Any = None, **changes
 
 CASES = {
     "nf4": case("nf4"),
-    "nf4-double, checkpointed": case("nf4-double", checkpointing=1, accumulation=1),
-    "fp4": case("fp4", accumulation=1),
-    "fp4-double": case("fp4-double", accumulation=1),
-    "int8": case("int8"),
-    "int8, checkpointed": case("int8", checkpointing=1, accumulation=1),
+    "nf4-double, checkpointed": case("nf4-double", checkpointing=1),
+    "fp4": case("fp4"),
+    "fp4-double": case("fp4-double"),
+    "int8": case("int8", accumulation=2),
+    "int8, checkpointed": case("int8", checkpointing=1),
     "nf4, DoRA": case(
         "nf4",
         config=lora(use_dora=True),
         settings={**TARGETS, "lora_variant": "dora"},
-        accumulation=1,
     ),
     "int8, vera": case(
         "int8", "vera", peft.VeraConfig(r=RANK, target_modules="all-linear", **CAUSAL)
     ),
-    "nf4, oft": case(
-        "nf4", "oft", peft.OFTConfig(target_modules="all-linear", **CAUSAL), accumulation=1
-    ),
-    "int8, ia3": case("int8", "ia3", peft.IA3Config(**CAUSAL), settings={}, accumulation=1),
+    "nf4, oft": case("nf4", "oft", peft.OFTConfig(target_modules="all-linear", **CAUSAL)),
+    "int8, ia3": case("int8", "ia3", peft.IA3Config(**CAUSAL), settings={}),
     "nf4, prompt": case(
         "nf4",
         "adaption_prompt",
         peft.AdaptionPromptConfig(adapter_len=6, adapter_layers=4, **CAUSAL),
         settings={"num_virtual_tokens": 6},
-        accumulation=1,
     ),
 }
 
 
 def _matmul_of_cuda(
-    A: torch.Tensor,
-    B: Any,
+    left: torch.Tensor,
+    right: Any,
     out: Any = None,
     state: Any = None,
     threshold: Any = 0,
@@ -91,7 +87,7 @@ def _matmul_of_cuda(
 ) -> Any:
     if threshold > 0:
         state.threshold = threshold
-    return MatMul8bitLt.apply(A, B, out, bias, state)
+    return MatMul8bitLt.apply(left, right, out, bias, state)
 
 
 @pytest.fixture(autouse=True)
