@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -171,6 +172,8 @@ def find(
     # Only a planned card follows from the budget; another one needs a study of its own.
     is_planned = gpu_reason not in (inputs.NAMED, inputs.FOUND, inputs.ON_CPU)
     default_name = store.default_study_name(workload, gpu=None if is_planned else card.name)
+    if peft is not None:
+        default_name += f"-{hashlib.sha256(peft.encode()).hexdigest()[:6]}"
     if backend in BACKENDS:
         default_name += "-measured"
         found = _measure(
