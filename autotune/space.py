@@ -77,6 +77,8 @@ class Context:
     compute_capability: tuple[int, int] | None = None
     precisions: tuple[str, ...] = ()
     """What the space offers to this method."""
+    max_sequence_length: int | None = None
+    """Tokens that the model has learned positions for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +154,16 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        name="prompt-within-positions",
+        reason="virtual tokens take positions too, and the model has learned no more of them",
+        breaks=lambda c, context: (
+            context.max_sequence_length is not None
+            and c.method in ADAPTERS
+            and ADAPTERS[c.method].is_prompt
+            and c.sequence_length + (c.num_virtual_tokens or 0) > context.max_sequence_length
+        ),
+    ),
+    Rule(
         name="offloading-needs-checkpointing",
         reason="what is parked in host memory is the input of a checkpointed layer",
         breaks=lambda c, _: c.activation_offloading and not c.activation_checkpointing,
@@ -213,6 +225,7 @@ def enumerate_configs(
     *,
     num_layers: int | None = None,
     compute_capability: tuple[int, int] | None = None,
+    max_sequence_length: int | None = None,
 ) -> Enumeration:
     """Return the valid points for the workload's methods, in the order of the file.
 
@@ -229,6 +242,7 @@ def enumerate_configs(
             num_layers=num_layers,
             compute_capability=compute_capability,
             precisions=section.domains["precision"],
+            max_sequence_length=max_sequence_length,
         )
         for config in _points(section, workload):
             num_enumerated += 1

@@ -25,7 +25,7 @@ from autotune.optimizer_steps import TensorSpec
 Term = tuple[int, int, int]
 """(coefficient, power of the micro-batch, power of the rank)."""
 
-SETUP_PHASES = ("weights", "adapter")
+SETUP_PHASES = ("weights", "adapter", "settled")
 FORWARD_PHASES = ("batch", "embed", "forward", "head")
 # A second stack of layers (a decoder's, beside an encoder's) has its number behind the phase.
 

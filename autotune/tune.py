@@ -131,6 +131,7 @@ def find(
         workload,
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=gpu.compute_capability,
+        max_sequence_length=model.max_sequence_length,
     )
     if not points.configs:
         raise ConfigError(

@@ -87,6 +87,10 @@ BREAKERS = {
         ),
         ADA,
     ),
+    "prompt-within-positions": (
+        dataclasses.replace(FULL, method="prompt_tuning", num_virtual_tokens=8),
+        dataclasses.replace(ADA, max_sequence_length=1024),
+    ),
     "offloading-needs-checkpointing": (
         dataclasses.replace(FULL, activation_offloading=True),
         ADA,

@@ -86,6 +86,8 @@ def trace_step(
     with _trace_settings(tracker):
         try:
             step.set_up()
+            with cuda_choices(device):
+                step.settle(micro_batch, sequence_length)
             with cuda_choices(device), tracker:
                 step.forward_backward(micro_batch, sequence_length, small)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -137,17 +139,39 @@ class _Step:
         if spec.method in ADAPTERS:
             rank = RANK if ADAPTERS[spec.method].scales else None
             self.model = adapters.add_adapter(self.model, self.task, spec, rank)
-            for name, module in self.model.named_modules():
-                for tensor in _tensors_of(module):
-                    if not self.tracker.knows(tensor):
-                        mark = ("adapter", place_of(f"{name}."))
-                        if mark != last:
-                            self.mark(*mark)
-                            last = mark
-                        self._own(tensor)
+            self._own_new("adapter", place_of)
         if spec.activation_checkpointing:
             models.enable_checkpointing(self.model, spec)
         self.model.train()
+        precision = PRECISIONS[spec.precision]
+        if precision.autocast:
+            _wrap_forward(self.model, getattr(torch, precision.compute_dtype))
+
+    def settle(self, micro_batch: int, sequence_length: int) -> None:
+        """What the first step changes for good: LLM.int8 converts its biases to its input's dtype.
+
+        Source: bitsandbytes 0.50 nn/modules.py, Linear8bitLt.forward.
+        """
+        linears: list[Any] = [m for m in self.model.modules() if quantize.is_quantized(m)]
+        if self.spec.quantization != "int8" or all(linear.bias is None for linear in linears):
+            return
+        self.mark("settled")
+        # A tracker of its own: nothing of this step is recorded but what it leaves behind.
+        with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
+            self.model(**_batch(self.task, micro_batch, sequence_length))
+        self._own_new("settled", _place_finder(self.model))
+
+    def _own_new(self, phase: str, place_of: Callable[[str], Place]) -> None:
+        """Tensors of the model that have come since the last time."""
+        last: Mark = ("", OUTSIDE)
+        for name, module in self.model.named_modules():
+            for tensor in _tensors_of(module):
+                if not self.tracker.knows(tensor):
+                    mark = (phase, place_of(f"{name}."))
+                    if mark != last:
+                        self.mark(*mark)
+                        last = mark
+                    self._own(tensor)
 
     def _own(self, tensor: torch.Tensor) -> None:
         index = self.tracker.index_of(tensor)
@@ -166,8 +190,6 @@ class _Step:
             inputs["num_items_in_batch"] = torch.empty((), dtype=torch.float32, device="meta")
         for number, stack in enumerate(models.layer_stacks(model, num_layers)):
             handles += self._hook_layers(number, stack)
-        if precision.autocast:
-            _wrap_forward(model, getattr(torch, precision.compute_dtype))
         self.mark("embed")
         outputs = model(**inputs)
         loss = outputs["loss"]

@@ -1,10 +1,11 @@
 """Quantised bases: a real Trainer step on the CPU, event for event, as traced on `meta`.
 
-bitsandbytes' CPU kernels are not those of CUDA. Three things are undone by name:
+bitsandbytes' CPU kernels are not those of CUDA. Four things are undone by name:
 
 * its operations (4-bit and int8 products, the quantisation of activations) are computed in the real run
   by what stands for its CUDA backend in the trace;
 * on a CPU it takes a path of its own for int8 (MatMul8bitFp), on CUDA MatMul8bitLt: so does the real run;
+* the first step converts biases of int8 layers for good: it is taken before the run;
 * PEFT asks whether CUDA's autocast is on: it gets the answer of the CPU's.
 
 The weights' own bytes are bitsandbytes' on both sides: its functions quantise them.
@@ -58,6 +59,7 @@ CASES = {
     "fp4-double": case("fp4-double"),
     "int8": case("int8", accumulation=2),
     "int8, checkpointed": case("int8", checkpointing=1),
+    "int8, biases": case("int8", architecture="gpt_neox"),
     "nf4, DoRA": case(
         "nf4",
         config=lora(use_dora=True),
@@ -98,7 +100,17 @@ def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         model = trainer_test.models.build_base(case.config, case.task, spec)
         quantize.quantize(model, case.task, spec)
         build.materialize(model, dtype, torch.device("cpu"))
-        return peft.get_peft_model(model, case.peft)
+        adapted = peft.get_peft_model(model, case.peft)
+        if case.architecture == "gpt_neox":
+            settle(adapted.train(), case)
+        return adapted
+
+    def settle(model: Any, case: Case) -> None:
+        tokens = torch.zeros(case.micro_batch, trainer_test.SEQUENCE_LENGTH, dtype=torch.int64)
+        dtype = getattr(torch, PRECISIONS[case.precision].compute_dtype)
+        tracker = trainer_test.Tracker("cpu", decompositions=case.decompositions)
+        with torch.no_grad(), torch.autocast("cpu", dtype=dtype), tracker:
+            model(input_ids=tokens)
 
     is_enabled = torch.is_autocast_enabled
     with monkeypatch.context() as patched:
