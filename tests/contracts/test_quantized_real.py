@@ -59,7 +59,7 @@ CASES = {
     "fp4-double": case("fp4-double"),
     "int8": case("int8", accumulation=2),
     "int8, checkpointed": case("int8", checkpointing=1),
-    "int8, biases": case("int8", architecture="gpt_neox"),
+    "int8, biases": case("int8", architecture="gpt_neox", precision="bf16-mixed"),
     "nf4, DoRA": case(
         "nf4",
         config=lora(use_dora=True),

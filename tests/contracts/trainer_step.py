@@ -153,9 +153,11 @@ def run_trainer(
         with tracker:
             for tensor in [*model.parameters(), *model.buffers()]:
                 tracker.index_of(tensor)
+            for module in model.modules():
                 # bitsandbytes keeps the scales of 8-bit weights beside them.
-                if getattr(tensor, "SCB", None) is not None:
-                    tracker.index_of(tensor.SCB)
+                for place in (getattr(module, "weight", None), getattr(module, "state", None)):
+                    if getattr(place, "SCB", None) is not None:
+                        tracker.index_of(place.SCB)
             trainer.train()
     finally:
         gc.enable()
