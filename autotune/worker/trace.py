@@ -95,6 +95,8 @@ def trace_step(
                 f"its training step cannot be run without data ({type(error).__name__}: "
                 f"{models.first_line(error)})"
             ) from error
+    if not step.gradients:
+        raise UnsupportedModel("nothing that trains gets a gradient")
     return _encode(step, workspaces, micro_batch, layers)
 
 

@@ -23,6 +23,7 @@ from test_trace_is_the_trainer import (
 )
 
 from autotune.adapters import ADAPTERS, read_peft
+from autotune.worker.model import UnsupportedModel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
@@ -151,3 +152,34 @@ def test_every_method_is_here() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> None:
     assert_as_traced(CASES[name], tmp_path)
+
+
+def test_a_prefix_that_checkpointing_drops_is_refused() -> None:
+    config = peft.PrefixTuningConfig(**TOKENS, **CAUSAL)
+    case = from_file(config, checkpointing=1, attention="sdpa")
+    with pytest.raises(UnsupportedModel, match="nothing that trains gets a gradient"):
+        trainer_test.trace_module.trace_step(
+            case.config,
+            case.task,
+            case.spec,
+            sequence_length=trainer_test.SEQUENCE_LENGTH,
+            device=trainer_test.Device(compute_capability=(8, 9), cublas_workspace_bytes=1),
+        )
+
+
+def test_what_cannot_be_built_without_values_is_refused() -> None:
+    case = from_file(peft.ShiraConfig(r=4, target_modules=["q_proj"], **CAUSAL))
+    with pytest.raises(UnsupportedModel, match="PEFT cannot add its SHIRA adapter"):
+        trainer_test.traced(case)
+
+
+def test_lora_from_a_file_is_lora() -> None:
+    of_method, of_file = (
+        trainer_test.traced(each) for each in (case("lora", lora()), from_file(lora()))
+    )
+    events = [
+        trainer_test.predicted(CASES["lora"], *traced, is_first=True)
+        for traced in (of_method, of_file)
+    ]
+    assert events[0] == events[1]
+    assert of_method[0].trainable(RANK) == of_file[0].trainable(RANK)
