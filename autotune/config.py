@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from autotune.adapters import ADAPTERS
 from autotune.lengths import Lengths, useful_share
 
 DTYPE_BYTES = {
@@ -30,15 +31,8 @@ TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
 TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm")
 PACKABLE_TASKS = ("causal-lm", "masked-lm")
 """Their samples may be joined and cut anywhere; others have an answer each."""
-METHODS = ("full", "lora", "qlora")
+METHODS = ("full", *ADAPTERS)
 ATTENTIONS = ("eager", "sdpa")
-
-
-ATTENTION_PROJECTIONS = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj",
-    "query", "key", "value", "q", "k", "v", "o", "dense",
-)  # fmt: skip
-"""What `attention` means as LoRA targets, as far as a model has them."""
 
 CLASSIFIER_HEADS = ("classifier", "score")
 """What PEFT trains in full beside the adapter of a classifier, and so must not be quantised
@@ -137,15 +131,24 @@ class Quantization:
     name: str
     bits: int
     """Bits per weight, scales aside."""
-    double: bool
+    codes: str = ""
+    """bitsandbytes' `bnb_4bit_quant_type`; empty where it has no such choice."""
+    double: bool = False
     """The fp32 absmax per block of 64 is itself quantised (bitsandbytes `bnb_4bit_use_double_quant`)."""
 
 
 QUANTIZATIONS: dict[str, Quantization] = {
-    "none": Quantization(name="none", bits=16, double=False),
-    "nf4": Quantization(name="nf4", bits=4, double=False),
-    "nf4-double": Quantization(name="nf4-double", bits=4, double=True),
+    row.name: row
+    for row in (
+        Quantization(name="none", bits=16),
+        Quantization(name="nf4", bits=4, codes="nf4"),
+        Quantization(name="nf4-double", bits=4, codes="nf4", double=True),
+        Quantization(name="fp4", bits=4, codes="fp4"),
+        Quantization(name="fp4-double", bits=4, codes="fp4", double=True),
+        Quantization(name="int8", bits=8),
+    )
 }
+"""Matrix products run in the precision's compute dtype (`bnb_4bit_compute_dtype`); int8 is LLM.int8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,7 +293,7 @@ class TrainConfig:
     """One point of the space, complete: an export needs nothing else but the Workload."""
 
     method: str
-    """full, lora or qlora."""
+    """One of METHODS."""
     micro_batch_size: int
     """Samples in one forward/backward."""
     gradient_accumulation_steps: int
@@ -308,9 +311,15 @@ class TrainConfig:
     attention: str = "sdpa"
     """Transformers' attn_implementation."""
     lora_rank: int | None = None
-    """None for method full."""
+    """Of a low-rank adapter; None for methods without."""
     lora_targets: str | None = None
-    """`all-linear`, `attention`, or module names joined by commas; None for method full."""
+    """`all-linear`, `attention`, or module names joined by commas; None for methods without."""
+    lora_variant: str = "plain"
+    """A key of autotune.adapters.LORA_VARIANTS."""
+    num_virtual_tokens: int | None = None
+    """Of a prompt, or tokens that train; None for methods without."""
+    peft: str | None = None
+    """Fields of a PeftConfig, as autotune.adapters.read_peft gives them; None but for method peft."""
     quantization: str = "none"
     """A key of QUANTIZATIONS."""
     batching: str = "packed"

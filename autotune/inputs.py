@@ -137,6 +137,7 @@ def check_rules(
         effective_batch_size=workload.effective_batch_size,
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=card.compute_capability,
+        max_sequence_length=source.max_sequence_length,
     )
     rules = broken_rules(config, context)
     if rules:

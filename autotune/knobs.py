@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.adapters import ADAPTERS, LORA_VARIANTS, peft_words, read_peft
 from autotune.config import (
     ATTENTIONS,
     METHODS,
@@ -30,8 +31,6 @@ MAX_NUMBER = 1_000_000
 
 REQUIRED = object()
 """Default of a knob that every section of a space must name."""
-
-_ADAPTERS = ("lora", "qlora")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +51,8 @@ class Knob:
     """Its values, where there is no list of them."""
     default: Any = REQUIRED
     """What a section of a space that does not name it has."""
+    method_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The same of the methods that differ."""
     choices: tuple[Any, ...] = ()
     """Every value of what is no number."""
     is_open: bool = False
@@ -70,6 +71,12 @@ class Knob:
     """A value, as its option takes it."""
     arguments: Callable[[Any], dict[str, object]] | None = None
     """What a value adds to TrainingArguments, where that follows from it alone."""
+    is_file: bool = False
+    """The command line names a YAML file that holds the value."""
+
+    def default_for(self, method: str) -> Any:
+        """What the method has where nothing is said; REQUIRED where something must be."""
+        return self.method_defaults.get(method, self.default)
 
 
 def kind(value: object) -> str:
@@ -144,7 +151,13 @@ def _interval(number: int) -> str:
     return f"checkpoint every {number}{suffix} layer"
 
 
-_QUANTIZED = tuple(name for name in QUANTIZATIONS if name != "none")
+def _sized_by(setting: str) -> tuple[str, ...]:
+    return tuple(name for name, row in ADAPTERS.items() if row.size == setting)
+
+
+_TARGETED = tuple(name for name, row in ADAPTERS.items() if row.takes_targets)
+_QUANTIZABLE = tuple(name for name, row in ADAPTERS.items() if row.quantization != "refused")
+_LORA = tuple(name for name, row in ADAPTERS.items() if row.peft_type == "LORA")
 
 KNOBS: dict[str, Knob] = {
     knob.name: knob
@@ -216,14 +229,15 @@ KNOBS: dict[str, Knob] = {
             tradeoff="recipe",
             read=_positive,
             default=16,
+            method_defaults={"vera": 256, "miss": 64},  # as peft 0.21 has them
             smallest=1,
             usual_largest=1024,
             is_slope=True,
-            methods=_ADAPTERS,
+            methods=_sized_by("lora_rank"),
             words=lambda rank: f"rank {rank}",
             flag="--rank",
             metavar="N",
-            summary="Of the adapter [default: 16].",
+            summary="Of the adapter [default: 16; vera 256, miss 64].",
         ),
         Knob(
             name="lora_targets",
@@ -232,19 +246,46 @@ KNOBS: dict[str, Knob] = {
             default="all-linear",
             choices=("all-linear", "attention"),
             is_open=True,
-            methods=_ADAPTERS,
-            words=lambda targets: f"LoRA on {targets}",
+            methods=_TARGETED,
+            words=lambda targets: f"adapters on {targets}",
             flag="--targets",
             metavar="NAMES",
             summary="all-linear, attention, or modules joined by commas [default: all-linear].",
         ),
         Knob(
+            name="lora_variant",
+            tradeoff="recipe",
+            read=_one_of(tuple(LORA_VARIANTS), "variant"),
+            default="plain",
+            choices=tuple(LORA_VARIANTS),
+            methods=_LORA,
+            words=lambda name: {"plain": "plain LoRA", "rslora": "rsLoRA", "dora": "DoRA"}[name],
+            flag="--lora-variant",
+            summary="[default: plain]",
+        ),
+        Knob(
+            name="num_virtual_tokens",
+            tradeoff="recipe",
+            read=_positive,
+            default=20,
+            smallest=1,
+            usual_largest=256,
+            is_slope=True,
+            methods=_sized_by("num_virtual_tokens"),
+            words=lambda number: f"{number} tokens",
+            flag="--virtual-tokens",
+            metavar="N",
+            summary="Tokens that train: of a prompt or prefix, or the vocabulary's last [default: 20].",
+        ),
+        Knob(
             name="quantization",
             tradeoff="recipe",
-            read=_one_of(_QUANTIZED, "quantization"),
-            default="nf4",
+            read=_one_of(tuple(QUANTIZATIONS), "quantization"),
+            default="none",
+            method_defaults={"qlora": "nf4"},
             choices=tuple(QUANTIZATIONS),
-            methods=("qlora",),
+            methods=_QUANTIZABLE,
+            words=lambda name: "no quantisation" if name == "none" else name,
             flag="--quantization",
             summary="Storage of the frozen weights [default: nf4 for qlora].",
         ),
@@ -268,10 +309,24 @@ KNOBS: dict[str, Knob] = {
             flag="--parallelism",
             summary="How several GPUs share the run [default: ddp with --num-gpus].",
         ),
+        Knob(
+            name="peft",
+            tradeoff="recipe",
+            read=read_peft,
+            choices=('{"peft_type":"LN_TUNING"}',),
+            is_open=True,
+            is_file=True,
+            methods=_sized_by("peft"),
+            words=peft_words,
+            typed=lambda _: "FILE",
+            flag="--peft",
+            metavar="FILE",
+            summary="Fields of any PeftConfig as YAML or JSON, peft_type among them: method peft.",
+        ),
     )
 }
 
-METHOD_WORDS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+METHOD_WORDS = {"full": "full", **{row.name: row.words for row in ADAPTERS.values()}}
 
 _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 
@@ -282,10 +337,15 @@ def describe(config: TrainConfig) -> str:
     if config.method == "full":
         method += " fine-tune"
     if config.lora_rank is not None:
-        method += f" r={config.lora_rank} on {config.lora_targets}"
+        method += f" r={config.lora_rank}"
+    if config.lora_targets is not None:
+        method += f" on {config.lora_targets}"
+    if config.peft is not None:
+        method += f" {peft_words(config.peft)}"
     said = {
         "lora_rank": "",
         "lora_targets": "",
+        "peft": "",
         "quantization": "" if config.quantization == "none" else config.quantization,
         "precision": config.precision,
         "optimizer": config.optimizer,

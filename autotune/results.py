@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune import typed
+from autotune.adapters import ADAPTERS
 from autotune.config import PARALLELISMS, TrainConfig, Workload
 from autotune.units import format_bytes
 
@@ -32,6 +33,11 @@ class TraceSpec:
     """Of PARALLELISMS. A worker traces one GPU's step; what several share is worked out from it."""
     single: bool
     """Micro-batch 1, which takes other code paths than 2 and more."""
+    lora_rank: int | None = None
+    """None where one trace stands for every rank, or there is none."""
+    lora_variant: str = "plain"
+    num_virtual_tokens: int | None = None
+    peft: str | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
@@ -45,6 +51,12 @@ class TraceSpec:
             shared["precision"] = "fp32"
         cast = dict(PARALLELISMS[config.parallelism].traced_as)
         shared["precision"] = cast.get(shared["precision"], shared["precision"])
+        adapter = ADAPTERS.get(config.method)
+        if adapter is not None and adapter.scales:
+            shared["lora_rank"] = None
+        # rsLoRA multiplies by another number.
+        if config.lora_variant == "rslora":
+            shared["lora_variant"] = "plain"
         return cls(**shared, single=config.micro_batch_size == 1)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.adapters import ADAPTERS
 from autotune.config import (
     PACKABLE_TASKS,
     PARALLELISMS,
@@ -26,7 +27,6 @@ from autotune.config import (
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS, not_installed
 
-_ADAPTERS = ("lora", "qlora")
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units.
 _AMPERE = (8, 0)
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
@@ -100,6 +100,18 @@ def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:
     return dataclasses.replace(space, methods=tuple(sections))
 
 
+def with_peft(space: SearchSpace, peft: str) -> SearchSpace:
+    """The space with this adapter as its method peft: varied as lora is, where it has no section."""
+    sections = {section.method: section for section in space.methods}
+    like = next((sections[name] for name in ("peft", "lora", "qlora") if name in sections), None)
+    like = like or space.methods[0]
+    kept = {name: domain for name, domain in like.domains.items() if "peft" in KNOBS[name].methods}
+    if like.method == "qlora":
+        kept["quantization"] = ("none",)
+    sections["peft"] = MethodSpace(method="peft", domains={**kept, "peft": (peft,)})
+    return dataclasses.replace(space, methods=tuple(sections.values()))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
     """What a rule may ask beyond the TrainConfig. None: not known, the rule lets pass."""
@@ -111,6 +123,8 @@ class Context:
     """What the space offers to this method."""
     missing: frozenset[str] = frozenset()
     """Packages that are not installed: a search proposes nothing that cannot run here."""
+    max_sequence_length: int | None = None
+    """Tokens that the model has learned positions for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +134,20 @@ class Rule:
     name: str
     reason: str
     breaks: Callable[[TrainConfig, Context], bool]
+
+
+_OF_ADAPTERS = ("lora_rank", "lora_targets", "num_virtual_tokens", "peft")
+"""Settings that are None where a method has them not."""
+
+
+def _has_settings_of_others(config: TrainConfig) -> bool:
+    if config.lora_variant != "plain" and config.method not in KNOBS["lora_variant"].methods:
+        return True
+    return any(
+        getattr(config, name) is not None
+        for name in _OF_ADAPTERS
+        if config.method not in KNOBS[name].methods
+    )
 
 
 def _lacks_ampere(context: Context) -> bool:
@@ -140,23 +168,51 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="adapter-needs-rank",
-        reason="an adapter has a rank and target modules",
-        breaks=lambda c, _: c.method in _ADAPTERS and not (c.lora_rank and c.lora_targets),
+        reason="an adapter needs what its method is sized by: rank and targets, tokens, or a --peft file",
+        breaks=lambda c, _: any(
+            not getattr(c, name) for name in _OF_ADAPTERS if c.method in KNOBS[name].methods
+        ),
     ),
     Rule(
         name="full-has-no-adapter",
         reason="full fine-tuning trains the weights themselves: rank and targets have no meaning",
-        breaks=lambda c, _: c.method == "full" and bool(c.lora_rank or c.lora_targets),
+        breaks=lambda c, _: c.method == "full" and _has_settings_of_others(c),
+    ),
+    Rule(
+        name="adapter-has-no-such-setting",
+        reason="an adapter has its own method's settings and no others; a --peft file is method peft",
+        breaks=lambda c, _: c.method != "full" and _has_settings_of_others(c),
     ),
     Rule(
         name="quantization-needs-qlora",
         reason="quantised weights cannot be trained: they need an adapter, which is method qlora",
-        breaks=lambda c, _: c.method != "qlora" and c.quantization != "none",
+        breaks=lambda c, _: (
+            c.quantization != "none" and c.method not in KNOBS["quantization"].methods
+        ),
     ),
     Rule(
         name="qlora-needs-quantization",
         reason="qlora without quantised weights is lora",
         breaks=lambda c, _: c.method == "qlora" and c.quantization == "none",
+    ),
+    Rule(
+        name="prefix-without-checkpointing",
+        reason="prefix tuning hands past keys to the layers, which checkpointing drops",
+        breaks=lambda c, _: (
+            c.activation_checkpointing > 0
+            and c.method in ADAPTERS
+            and not ADAPTERS[c.method].checkpointing
+        ),
+    ),
+    Rule(
+        name="prompt-within-positions",
+        reason="virtual tokens take positions too, and the model has learned no more of them",
+        breaks=lambda c, context: (
+            context.max_sequence_length is not None
+            and c.method in ADAPTERS
+            and ADAPTERS[c.method].is_prompt
+            and c.sequence_length + (c.num_virtual_tokens or 0) > context.max_sequence_length
+        ),
     ),
     Rule(
         name="offloading-needs-checkpointing",
@@ -282,6 +338,7 @@ def enumerate_configs(
     *,
     num_layers: int | None = None,
     compute_capability: tuple[int, int] | None = None,
+    max_sequence_length: int | None = None,
 ) -> Enumeration:
     """Return the valid points for the workload's methods, in the order of the file.
 
@@ -299,6 +356,7 @@ def enumerate_configs(
             compute_capability=compute_capability,
             precisions=section.domains["precision"],
             missing=frozenset(not_installed(section.domains["optimizer"])),
+            max_sequence_length=max_sequence_length,
         )
         for config in _points(section, workload):
             num_enumerated += 1

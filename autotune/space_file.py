@@ -5,17 +5,24 @@ search_spaces/default.yaml explains each line; in short:
     name: my-space
     description: one line for `autotune spaces`
     methods:
-      full | lora | qlora:
+      full | lora | qlora | ia3 ...:                    config.METHODS
         micro_batch_size: [1, 2, 4]                     required; samples in one forward pass
         precision: [bf16-mixed]                         required; keys of config.PRECISIONS
         optimizer: [adamw_torch_fused]                  required; keys of optimizers.OPTIMIZERS
         activation_checkpointing: [none, full, every-2] default [none]
         activation_offloading: [false, true]            default [false]
         attention: [sdpa, eager]                        default [sdpa]
-        lora_rank: [8, 16]                              lora and qlora only; default [16]
-        lora_targets: [all-linear, attention]           lora and qlora only; default [all-linear]
-        quantization: [nf4, nf4-double]                 qlora only; default [nf4]
         parallelism: [ddp, fsdp2, zero2]                with --num-gpus; default [ddp, fsdp2]
+        batching: [packed, padded, grouped]             with --dataset; default [packed]
+
+and what the method's row of adapters.ADAPTERS has:
+
+        lora_rank: [8, 16]                              lora, qlora, vera, miss; default [16]
+        lora_targets: [all-linear, attention]           those and oft; default [all-linear]
+        lora_variant: [plain, rslora, dora]             lora, qlora; default [plain]
+        num_virtual_tokens: [20]                        prompts and trainable tokens; default [20]
+        quantization: [nf4, nf4-double, int8]           default [nf4] for qlora, [none] for others
+        peft: [{peft_type: LOHA, r: 8}]                 peft, required; fields of a PeftConfig
 """
 
 from __future__ import annotations
@@ -148,8 +155,9 @@ def _schema() -> Any:
     sections: dict[str, Any] = {}
     for method in METHODS:
         domains: dict[str, Any] = {
-            knob.name: (domain(knob), ... if knob.default is REQUIRED else (knob.default,))
+            knob.name: (domain(knob), ... if default is REQUIRED else (default,))
             for knob in _knobs_of(method)
+            for default in [knob.default_for(method)]
         }
         section = create_model(method, __config__=strict, **domains)
         sections[method] = (section, None)

@@ -28,7 +28,7 @@ Term = tuple[int, int, int]
 Place = tuple[str, int]
 """(stack, layer): which of several stacks, empty for the first; layer -1 outside of all."""
 
-SETUP_PHASES = ("weights", "adapter")
+SETUP_PHASES = ("weights", "adapter", "settled")
 FORWARD_PHASES = ("batch", "embed", "forward", "head")
 # A second stack of layers (a decoder's, beside an encoder's) has its number behind the phase.
 
@@ -559,6 +559,9 @@ def _order(blocks: Sequence[Mapping[str, Any]], layers: _Layers) -> list[tuple[i
             order += [(index, -1) for index in run]
             continue
         by_layer = {blocks[index]["layer"]: index for index in run}
+        if layers.traced == layers.full and len(run) == len(by_layer):
+            order += [(index, blocks[index]["layer"]) for index in run]  # some layers may have none
+            continue
         if sorted(by_layer) != list(range(layers.traced)) or len(run) != len(by_layer):
             raise BrokenTrace(f"{phase}: layers {[blocks[index]['layer'] for index in run]}")
         whole = range(layers.full)

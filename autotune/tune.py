@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.config import METHODS, TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator, least_bytes
 from autotune.gpus import Gpu
-from autotune.knobs import KNOBS, describe
+from autotune.knobs import KNOBS, REQUIRED, describe
 from autotune.models import ModelSource
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Change, Counts, Estimate, Measured, Summary, TraceSpec
@@ -83,7 +83,7 @@ def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfi
     """TrainingArguments' defaults (transformers 5.23), micro-batch 1: what a search improves on.
 
     The weights keep the checkpoint's bfloat16 (`bf16` left False); a card without bfloat16 units
-    gets what its owner would choose, fp16. An adapter has rank 16 on every linear layer.
+    gets what its owner would choose, fp16. An adapter has what KNOBS says of its method.
     """
     method = workload.methods[0]
     adapter = method != "full"
@@ -100,12 +100,15 @@ def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfi
         precision=precision,
         optimizer="adamw_torch_fused",
         attention="sdpa" if "sdpa" in model.attentions else model.attentions[0],
-        lora_rank=16 if adapter else None,
-        lora_targets="all-linear" if adapter else None,
-        quantization="nf4" if method == "qlora" else "none",
         batching=usual_batching(workload.task),
         parallelism="ddp" if workload.num_gpus > 1 else "none",
         num_gpus=workload.num_gpus,
+        **{
+            knob.name: default
+            for knob in KNOBS.values()
+            if method in knob.methods != METHODS
+            and (default := knob.default_for(method)) is not REQUIRED
+        },
     )
 
 
@@ -136,6 +139,7 @@ def find(
         workload,
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=gpu.compute_capability,
+        max_sequence_length=model.max_sequence_length,
     )
     if not points.configs:
         raise ConfigError(
@@ -146,6 +150,8 @@ def find(
         )
     progress("space", len(points.configs), points.num_enumerated)
     reference = base or default_base(workload, gpu, model)
+    if reference.method == "peft" and reference.peft is None:
+        reference = dataclasses.replace(reference, peft=points.configs[0].peft)
     baselines = [base] if base is not None else _larger_micro_batches(reference)
     possible = _possible(points.configs, model, workload)
     traces = trace_all(

@@ -122,6 +122,10 @@ def test_options_of_find(
         (("--quantization", "nf4"), "they need an adapter, which is method qlora"),
         (("--rank", "8"), "rank and targets have no meaning"),
         (("--method", "lora", "--targets", "a;b"), "'a;b' must be all-linear, attention, or"),
+        (("--method", "lora", "--virtual-tokens", "8"), "its own method's settings and no others"),
+        (("--method", "peft"), "a --peft file"),
+        (("--peft", "absent.yaml"), "absent.yaml cannot be read. No such file"),
+        (("--peft", "."), ". cannot be read"),
         (("--offload",), "the input of a checkpointed layer"),
         (("--checkpointing", "every-99"), "fewer layers than the checkpointing interval"),
         (("--gpu", "t4", "--precision", "bf16-true"), "need compute capability 8.0"),
@@ -132,6 +136,49 @@ def test_options_of_find(
 )
 def test_options_of_estimate(fail: Fail, arguments: tuple[str, ...], part: str) -> None:
     ended, err = fail("estimate", "--model", "qwen2.5-1.5b", "--gpu", "rtx-4070", *arguments)
+    assert ended == 2
+    assert part in err
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("peft_type: [", "is not YAML"),
+        ("!!python/object/apply:os.system ['true']", "is not YAML"),
+        ("- 1", "must be a mapping with a peft_type"),
+        ("r: 8", "must be a mapping with a peft_type"),
+        ("{peft_type: LORA, r: .nan}", "must be made of text, numbers, lists and mappings"),
+        ("{peft_type: LORA, since: 2024-01-01}", "must be made of text, numbers"),
+        ("{peft_type: LORA, x: &a [*a]}", "must be made of text, numbers"),
+        (f"{{peft_type: LORA, x: {'y' * 30_000}}}", "must have 20,000 characters at most"),
+        ("{peft_type: LORA, megatron_config: {a: 1}}", "must do without megatron_config"),
+    ],
+)
+def test_files_of_peft(fail: Fail, content: str, part: str) -> None:
+    Path("adapter.yaml").write_text(content, encoding="utf-8")
+    where = ("--model", "qwen2.5-1.5b", "--gpu", "rtx-4070")
+    ended, err = fail("estimate", *where, "--peft", "adapter.yaml")
+    assert ended == 2
+    assert part in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("{peft_type: LORRA}", 'PEFT has no type LORRA. Did you mean "LORA"'),
+        ("{peft_type: LORA, lora_dropuot: 1}", 'Did you mean "lora_dropout"'),
+        ("{peft_type: LORA, target_modules: [nowhere]}", "PEFT cannot add its LORA adapter"),
+        ("{peft_type: LORA, r: 0, target_modules: all-linear}", "LORA adapter (ValueError: `r`"),
+        ("{peft_type: LORA, task_type: SEQ_CLS}", "task_type is not that of causal-lm"),
+        ("{peft_type: SHIRA, r: 4, target_modules: [q_proj]}", "PEFT cannot add its SHIRA"),
+    ],
+)
+def test_what_peft_refuses(fail: Fail, content: str, part: str) -> None:
+    Path("adapter.yaml").write_text(content, encoding="utf-8")
+    Path("config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    where = ("--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "64")
+    ended, err = fail("estimate", *where, "--peft", "adapter.yaml")
     assert ended == 2
     assert part in err
 

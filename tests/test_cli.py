@@ -20,6 +20,7 @@ import pytest
 from autotune import cli, tune
 from autotune.cli import find
 from autotune.cli.options import KnobType
+from autotune.config import METHODS
 from autotune.errors import StorageError
 from autotune.export import train_config
 from autotune.knobs import KNOBS
@@ -66,6 +67,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--backend": "auto",
         "--effective-batch": 32,
         "--method": None,
+        "--peft": None,
         "--space": "default",
         "--allow": None,
         "--base": None,
@@ -82,6 +84,9 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--method": "full",
         "--rank": None,
         "--targets": None,
+        "--lora-variant": None,
+        "--virtual-tokens": None,
+        "--peft": None,
         "--quantization": None,
         "--precision": None,
         "--optimizer": None,
@@ -116,6 +121,9 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--attention": None,
         "--batching": None,
         "--parallelism": None,
+        "--lora-variant": None,
+        "--virtual-tokens": None,
+        "--peft": None,
         "--space": "default",
         "--json": False,
     },
@@ -195,6 +203,26 @@ def test_commands_and_options_are_frozen() -> None:
             assert (seen[name][option] or default) == (default or seen[name][option]), option
             if default is not None:
                 assert seen[name][option] == default
+
+
+def test_a_peft_config_of_a_file(main: Main, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "adapter.json"
+    file.write_text('{"peft_type": "LORA", "r": 4, "base_model_name_or_path": "x", "bias": "all"}')
+    assert main(*FIND, "--peft", str(file)).code == 0
+    peft = '{"bias":"all","peft_type":"LORA","r":4}'
+    assert asked[0]["workload"].methods == ("peft",)
+    sections = {section.method: section.domains for section in asked[0]["space"].methods}
+    lora, section = sections["lora"], sections["peft"]
+    of_lora = {"lora_rank", "lora_targets", "lora_variant"}
+    assert section == {
+        **{name: domain for name, domain in lora.items() if name not in of_lora},
+        "peft": (peft,),
+    }
+    # Another file is another study.
+    assert main(*FIND, "--peft", str(file), "--method", "lora").code == 0
+    assert asked[1]["workload"].methods == ("lora", "peft")
+    names = {path.name for path in (tmp_path / "studies").iterdir() if path.is_dir()}
+    assert any(name.startswith("qwen2.5-1.5b-12gb-peft-") for name in names)
 
 
 def test_the_efforts_are_those_of_the_search() -> None:
@@ -332,7 +360,7 @@ def test_defaults_of_find(main: Main, asked: list[dict[str, Any]], tmp_path: Pat
     call = asked[0]
     assert call["workload"].sequence_length == 1024
     assert call["workload"].effective_batch_size == 32
-    assert call["workload"].methods == ("full", "lora", "qlora")
+    assert call["workload"].methods == METHODS
     assert call["workload"].task == "causal-lm"
     assert (call["allow"], call["base"], call["effort"]) == (None, None, "normal")
     assert call["space"].name == "default"

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autotune import export
+from autotune.adapters import _OF_A_FILE, _REFUSED, read_peft
 from autotune.config import TASKS, TrainConfig, Workload
 from autotune.errors import ConfigError, StorageError
 from autotune.export import train_config, train_py, training_args
@@ -157,7 +158,7 @@ def test_any_text_stays_a_value(model: str, targets: str) -> None:
     config = dataclasses.replace(QLORA, lora_targets=targets)
     workload = dataclasses.replace(WORKLOAD, model=model)
     program = write(train_py, config, workload)
-    assert isinstance(recipe(program)["lora"]["target_modules"], list | str)
+    assert isinstance(recipe(program)["adapter"]["target_modules"], list | str)
     assert program.isascii()
     content = write(train_config, config, workload)
     assert train_config.from_yaml(content) == config
@@ -318,7 +319,12 @@ def test_the_recipe_of_qlora() -> None:
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": "float16",
         },
-        "lora": {"r": 64, "lora_alpha": 128, "target_modules": "all-linear"},
+        "adapter": {
+            "peft_type": "LORA",
+            "r": 64,
+            "lora_alpha": 128,
+            "target_modules": "all-linear",
+        },
         "training_arguments": training_args.training_arguments(QLORA),
         "evidence": "predicted",
     }
@@ -332,16 +338,48 @@ def test_the_head_of_a_classifier_is_not_quantised() -> None:
 
 def test_the_recipe_of_a_full_fine_tune() -> None:
     values = recipe(write(train_py))
-    assert (values["dtype"], values["lora"], values["quantization"]) == ("bfloat16", None, None)
+    assert (values["dtype"], values["adapter"], values["quantization"]) == ("bfloat16", None, None)
 
 
 def test_lora_targets() -> None:
     def targets(text: str) -> Any:
         config = dataclasses.replace(QLORA, lora_targets=text)
-        return recipe(write(train_py, config))["lora"]["target_modules"]
+        return recipe(write(train_py, config))["adapter"]["target_modules"]
 
     assert targets("q_proj, v_proj") == ["q_proj", "v_proj"]
     assert {"q_proj", "query_key_value", "c_attn"} <= set(targets("attention"))
+
+
+@given(text=st.text(), key=st.text(min_size=1))
+def test_a_peft_config_of_any_text_stays_a_value(text: str, key: str) -> None:
+    fields = {**dict.fromkeys([key], text), "peft_type": "LOHA", "target_modules": [text]}
+    assume(key not in _OF_A_FILE and key not in _REFUSED)
+    peft = read_peft(fields)
+    config = dataclasses.replace(
+        QLORA, method="peft", lora_rank=None, lora_targets=None, quantization="none", peft=peft
+    )
+    program = write(train_py, config)
+    assert recipe(program)["adapter"] == fields
+    assert program.isascii()
+    assert train_config.from_yaml(write(train_config, config)) == config
+
+
+def test_what_is_no_peft_config_is_refused_in_a_base() -> None:
+    content = write(train_config, dataclasses.replace(QLORA, method="peft", peft="__import__"))
+    with pytest.raises(ConfigError, match=r"config\.peft must be a mapping with a peft_type"):
+        train_config.from_yaml(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("fp4-double", {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True}),
+        ("int8", {"load_in_8bit": True}),
+    ],
+)
+def test_other_quantisations(name: str, fields: dict[str, object]) -> None:
+    config = dataclasses.replace(QLORA, quantization=name)
+    assert fields.items() <= recipe(write(train_py, config))["quantization"].items()
 
 
 def test_a_local_model_is_found_from_anywhere(

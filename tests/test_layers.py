@@ -17,6 +17,7 @@ ROWS = {
     "errors": 0,
     "typed": 1,
     "units": 1,
+    "adapters": 2,
     "config": 2,
     "optimizer_steps": 2,
     "optimizers": 2,

@@ -83,6 +83,17 @@ BREAKERS = {
     "full-has-no-adapter": (dataclasses.replace(FULL, lora_rank=8), ADA),
     "quantization-needs-qlora": (dataclasses.replace(LORA, quantization="nf4"), ADA),
     "qlora-needs-quantization": (dataclasses.replace(QLORA, quantization="none"), ADA),
+    "adapter-has-no-such-setting": (dataclasses.replace(LORA, num_virtual_tokens=8), ADA),
+    "prefix-without-checkpointing": (
+        dataclasses.replace(
+            FULL, method="prefix_tuning", num_virtual_tokens=8, activation_checkpointing=1
+        ),
+        ADA,
+    ),
+    "prompt-within-positions": (
+        dataclasses.replace(FULL, method="prompt_tuning", num_virtual_tokens=8),
+        dataclasses.replace(ADA, max_sequence_length=1024),
+    ),
     "offloading-needs-checkpointing": (
         dataclasses.replace(FULL, activation_offloading=True),
         ADA,

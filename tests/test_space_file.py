@@ -121,7 +121,12 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "batching": ("packed",),
         "parallelism": ("none",),
     }
-    of_adapters = {"lora_rank": (16,), "lora_targets": ("all-linear",), "quantization": ("nf4",)}
+    of_adapters = {
+        "lora_rank": (16,),
+        "lora_targets": ("all-linear",),
+        "lora_variant": ("plain",),
+        "quantization": ("nf4",),
+    }
     assert qlora.domains == {**full.domains, **of_adapters}
 
 
@@ -232,6 +237,38 @@ def test_a_wrong_file_is_refused_with_the_reason(
     message = refusal(write(SOUND.replace(old, new)))
     assert expected in message
     assert len(message) < 2000
+
+
+def test_the_defaults_of_other_methods(write: Callable[..., Path]) -> None:
+    section = SOUND.split("methods:")[1]
+    names = ("vera", "prompt_tuning", "ia3")
+    space = load(write(SOUND + "".join(section.replace("full", name) for name in names)))
+    vera, prompt, ia3 = (
+        {key: value for key, value in row.domains.items() if key not in space.methods[0].domains}
+        for row in sorted(space.methods[1:], key=lambda row: names.index(row.method))
+    )
+    assert vera == {
+        "lora_rank": (256,),
+        "lora_targets": ("all-linear",),
+        "quantization": ("none",),
+    }
+    assert prompt == {"num_virtual_tokens": (20,), "quantization": ("none",)}
+    assert ia3 == {"quantization": ("none",)}
+
+
+def test_peft_configs_of_a_space(write: Callable[..., Path]) -> None:
+    text = SOUND.replace("full", "peft")
+    (section,) = load(
+        write(text + "    peft: [{r: 8, peft_type: loha}, {peft_type: LN_TUNING}]\n")
+    ).methods
+    assert section.domains["peft"] == (
+        '{"peft_type":"LOHA","r":8}',
+        '{"peft_type":"LN_TUNING"}',
+    )
+    with pytest.raises(ConfigError, match=r"methods\.peft\.peft: is missing"):
+        load(write(text))
+    with pytest.raises(ConfigError, match=r"peft, item 1: must do without eva_config"):
+        load(write(text + "    peft: [{peft_type: LORA, eva_config: {tau: 1}}]\n"))
 
 
 @pytest.mark.parametrize("targets", ["all-linaer", "q proj", "", "q_proj,", "'; rm'", "x" * 1001])

@@ -13,7 +13,7 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune import store
-from autotune.config import TrainConfig, Workload
+from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import AutotuneError, ConfigError, StorageError
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.units import GIB
@@ -106,6 +106,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "attention": "sdpa",
         "lora_rank": 16,
         "lora_targets": "all-linear",
+        "lora_variant": "plain",
         "quantization": "none",
         "batching": "packed",
         "parallelism": "none",
@@ -394,7 +395,7 @@ def test_problems_inside_the_block_are_translated(url: str) -> None:
         ({"memory_budget_bytes": 11_500 * 10**6}, None, "qwen2.5-1.5b-11500mb"),
         ({"sequence_length": 2048, "effective_batch_size": 8}, None, "-12gb-seq2048-batch8"),
         ({"methods": ("qlora", "lora")}, "NVIDIA L4", "-12gb-lora-qlora-nvidia-l4"),
-        ({"methods": ("qlora", "lora", "full")}, None, "qwen2.5-1.5b-12gb"),
+        ({"methods": METHODS[::-1]}, None, "qwen2.5-1.5b-12gb"),
         ({"task": "masked-lm"}, None, "-masked-lm"),
         ({"model": "/models/My Model!/config.json"}, None, "my-model-12gb"),
         ({"model": "../.."}, None, "model-12gb"),

@@ -64,16 +64,17 @@ def estimate(
     from autotune.results import SCHEMA_VERSION, TraceSpec
     from autotune.tracing import trace_all
 
+    typed = click.get_current_context()
+    given = {name: value for name, value in settings.items() if value is not None}
+    if "peft" in given and not is_given(typed, "method"):
+        method = "peft"
     card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
     source = resolve(model)
-    length = inputs.possible_length(
-        source, seq_len, is_given=is_given(click.get_current_context(), "seq_len")
-    )
+    length = inputs.possible_length(source, seq_len, is_given=is_given(typed, "seq_len"))
     lengths = None
     if dataset is not None:
         lengths = read_lengths(dataset, source, length, text_field=text_field, tokenizer=tokenizer)
         length = lengths.longest
-    given = {name: value for name, value in settings.items() if value is not None}
     workload = Workload(
         model=source.name,
         task=task or source.task,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import click
 from autotune import store
 from autotune.cli.options import (
     COUNT,
+    KnobType,
     command_line,
     is_given,
     possible_length,
@@ -28,8 +30,10 @@ from autotune.errors import (
     StorageError,
     WorkerError,
 )
+from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS, not_installed
 from autotune.results import BACKENDS
+from autotune.space import with_peft
 
 if TYPE_CHECKING:
     from autotune.models import ModelSource
@@ -62,6 +66,12 @@ CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
     type=click.Choice(METHODS),
     multiple=True,
     help="Training method allowed; repeat for several [default: all].",
+)
+@click.option(
+    KNOBS["peft"].flag,
+    type=KnobType(KNOBS["peft"]),
+    metavar="FILE",
+    help="A PeftConfig's fields as YAML or JSON: the adapter of method peft, which is then allowed.",
 )
 @click.option(
     "--space", default="default", metavar="NAME|FILE", help="Search space: see `autotune spaces`."
@@ -114,6 +124,7 @@ def find(
     tokenizer: str | None,
     effective_batch: int,
     methods: tuple[str, ...],
+    peft: str | None,
     space: str,
     allow: str | None,
     base: Path | None,
@@ -142,6 +153,9 @@ def find(
     if gpu_reason.startswith(f"{inputs.FOUND};"):
         say(f"note: {card.name}, {gpu_reason}")
     search_space = space_file.load(space)
+    if peft is not None:
+        search_space = with_peft(search_space, peft)
+        methods = (*methods, "peft")
     base_config = None if base is None else read_train_config(base)
     source = resolve(model)
     if base_config is not None:
@@ -195,6 +209,8 @@ def find(
     # Only a planned card follows from the budget; another one needs a study of its own.
     is_planned = not gpu_reason.startswith((inputs.NAMED, inputs.FOUND, inputs.ON_CPU))
     default_name = store.default_study_name(workload, gpu=None if is_planned else card.name)
+    if peft is not None:
+        default_name += f"-{hashlib.sha256(peft.encode()).hexdigest()[:6]}"
     if backend == "auto":
         is_here = gpu_reason.startswith(inputs.FOUND) and num_gpus == 1
         measure_on = "cuda" if is_here else None

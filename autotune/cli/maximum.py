@@ -11,6 +11,7 @@ from autotune.cli.options import COUNT, LENGTH, is_given, knob_options
 from autotune.cli.output import print_json
 from autotune.config import METHODS, TASKS
 from autotune.errors import ConfigError
+from autotune.space import with_peft
 
 WHATS = ("sequence-length", "micro-batch", "lora-rank", "model", "gpu")
 """The keys of autotune.inverse.QUESTIONS, whose import is slow."""
@@ -95,6 +96,10 @@ def maximum(
     length = seq_len or 1024
     if source is not None and what != "sequence-length":
         length = inputs.possible_length(source, length, is_given=seq_len is not None)
+    searched = space_file.load(space_name)
+    if settings["peft"] is not None:
+        searched = with_peft(searched, settings.pop("peft"))
+        methods = ("peft",)
     asked = cases.Asked(
         source=source,
         task=task,
@@ -105,7 +110,7 @@ def maximum(
         methods=tuple(dict.fromkeys(methods)) or METHODS,
         accumulation=accumulation,
         fixed={name: value for name, value in settings.items() if value is not None},
-        space=space_file.load(space_name),
+        space=searched,
         multiple_of=multiple_of,
     )
     with progress_on_stderr(quiet=as_json) as progress, ForkServer() as server:

@@ -113,6 +113,12 @@ def _problem(key: str, value: object, annotation: str) -> str | None:
     choices = _choices(key)
     if choices and value not in choices:
         return f"is {str(value)[:80]!r}. {nearest(str(value)[:80], choices)}"
+    knob = KNOBS.get(key)
+    if value is not None and knob is not None and knob.is_file:
+        try:
+            knob.read(value)
+        except ValueError as error:
+            return str(error)
     if isinstance(value, int) and value < _SMALLEST.get(key, 0):
         return f"is {value} and should be at least {_SMALLEST[key]}"
     return None

@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from autotune.adapters import ADAPTERS, peft_fields
 from autotune.config import (
-    ATTENTION_PROJECTIONS,
     CLASSIFIER_HEADS,
     PRECISIONS,
     QUANTIZATIONS,
@@ -62,7 +62,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         "quantization": None
         if config.quantization == "none"
         else _quantization(config, workload.task),
-        "lora": None if config.lora_rank is None else _lora(config),
+        "adapter": peft_fields(config) if config.method in ADAPTERS else None,
         # The newest names; the program translates them where it runs.
         "training_arguments": training_arguments(config),
     }
@@ -70,25 +70,19 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
 
 def _quantization(config: TrainConfig, task: str) -> dict[str, object]:
     # Despite its name for 4-bit quantisation too. PEFT trains a copy of the head.
-    skipped = {"llm_int8_skip_modules": list(CLASSIFIER_HEADS)}
+    skipped: dict[str, object] = {"llm_int8_skip_modules": list(CLASSIFIER_HEADS)}
+    if task != "sequence-classification":
+        skipped = {}
+    row = QUANTIZATIONS[config.quantization]
+    if not row.codes:
+        return {**skipped, "load_in_8bit": True}
     return {
-        **(skipped if task == "sequence-classification" else {}),
+        **skipped,
         "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": QUANTIZATIONS[config.quantization].double,
+        "bnb_4bit_quant_type": row.codes,
+        "bnb_4bit_use_double_quant": row.double,
         "bnb_4bit_compute_dtype": PRECISIONS[config.precision].compute_dtype,
     }
-
-
-def _lora(config: TrainConfig) -> dict[str, object]:
-    assert config.lora_rank is not None
-    targets = config.lora_targets or "all-linear"
-    names: str | list[str] = targets
-    if targets == "attention":
-        names = list(ATTENTION_PROJECTIONS)
-    elif targets != "all-linear":
-        names = [part.strip() for part in targets.split(",")]
-    return {"r": config.lora_rank, "lora_alpha": 2 * config.lora_rank, "target_modules": names}
 
 
 def _model_reference(model: str) -> str:

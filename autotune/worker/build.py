@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.results import TraceSpec
+from autotune.worker import adapters, quantize
 from autotune.worker import model as models
 
 STANDARD_DEVIATION = 0.02
@@ -30,17 +31,14 @@ def build(
     spec = TraceSpec.of(train_config)
     model = models.build_base(config, task, spec)
     if train_config.quantization != "none":
-        models.quantize(model, task, spec)
+        quantize.quantize(model, task, spec)
     materialize(model, getattr(torch, PRECISIONS[train_config.precision].parameter_dtype), device)
     # As the exported train.py has it. The losses of other tasks are means over a micro-batch.
     if task != "causal-lm":
         model.accepts_loss_kwargs = False  # type: ignore[assignment]
     if train_config.method == "full":
         return model
-    assert train_config.lora_rank is not None
-    return models.add_adapter(
-        model, task, train_config.lora_targets or "all-linear", train_config.lora_rank
-    )
+    return adapters.add_adapter(model, task, train_config)
 
 
 def materialize(model: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -51,9 +49,9 @@ def materialize(model: Any, dtype: torch.dtype, device: torch.device) -> None:
     # The keys' tensors are kept beside the values, so that an id is never another's.
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in model.modules():
-        if type(module).__name__ == "Linear4bit":
+        if quantize.is_quantized(module):
             shape = (module.out_features, module.in_features)
-            models.quantize_weight(module, _random(shape, dtype, device))
+            quantize.quantize_weight(module, _random(shape, dtype, device))
             # Transformers' initialisation knows no packed weights.
             module.weight._is_hf_initialized = True
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -15,8 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from autotune.adapters import ADAPTERS, peft_fields
 from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.optimizers import OPTIMIZERS
+from autotune.worker.quantize import is_quantized
 from autotune.worker.tracker import in_backward
 
 
@@ -55,11 +57,17 @@ def check_model(model: Any, config: TrainConfig) -> list[str]:
     if not trainable:
         return ["no parameter of the model is trainable"]
     base_dtype = PRECISIONS[config.precision].parameter_dtype
-    wanted = base_dtype if config.method == "full" else "float32"
-    what = "trained weights are" if config.method == "full" else "the adapter is"
-    # Norms may be kept in float32 (_keep_in_fp32_modules): the bulk decides.
+    is_full = config.method == "full"
+    # Beside a quantised base no adapter has the base's dtype.
+    casts = not is_full and (ADAPTERS[config.method].is_float32 or config.quantization != "none")
+    wanted = "float32" if casts else base_dtype
+    what = "trained weights are" if is_full else "the adapter is"
+    complaints = [] if is_full else _check_adapter(model, config)
+    # Norms may be kept in float32 (_keep_in_fp32_modules): the bulk decides. Of what a file asks for,
+    # some trains in the base's dtype (biases, modules_to_save).
     found = _bulk_dtype(trainable)
-    complaints = [] if found == wanted else [f"{what} in {found}, not in {wanted}"]
+    if found != wanted and config.method != "peft":
+        complaints.append(f"{what} in {found}, not in {wanted}")
     complaints += _check_base(model, config, base_dtype)
     found_attentions = {
         str(module.config._attn_implementation)
@@ -72,8 +80,25 @@ def check_model(model: Any, config: TrainConfig) -> list[str]:
     return complaints
 
 
+def _check_adapter(model: Any, config: TrainConfig) -> list[str]:
+    """PEFT's own configuration of the model, against what was asked for."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return ["the model has no adapter"]
+    found = next(iter(configs.values()))
+    wanted = peft_fields(config)
+    # These PEFT or the model has filled in.
+    for name in ("target_modules", "adapter_layers", "token_indices"):
+        wanted.pop(name, None)
+    return [
+        f"the adapter's {name} is {value}, not {wanted[name]}"
+        for name in wanted
+        if (value := getattr(found, name, None)) != wanted[name]
+    ]
+
+
 def _check_base(model: nn.Module, config: TrainConfig, base_dtype: str) -> list[str]:
-    packed: list[Any] = [m for m in model.modules() if _is_packed(m)]
+    packed: list[Any] = [m for m in model.modules() if is_quantized(m)]
     if config.quantization == "none":
         frozen = [p for p in model.parameters() if not p.requires_grad]
         complaints = [f"{len(packed)} layers are quantised"] if packed else []
@@ -82,17 +107,19 @@ def _check_base(model: nn.Module, config: TrainConfig, base_dtype: str) -> list[
         return complaints
     if not packed:
         return [f"no layer is quantised to {config.quantization}"]
+    row = QUANTIZATIONS[config.quantization]
     compute_dtype = getattr(torch, PRECISIONS[config.precision].compute_dtype)
-    wanted = ("nf4", QUANTIZATIONS[config.quantization].double, compute_dtype)
-    states = [(m.weight.quant_state, m.compute_dtype) for m in packed]
-    found = {(s.quant_type, s.nested, dtype) if s else None for s, dtype in states}
+    wanted = (row.codes, row.double, compute_dtype) if row.codes else (torch.int8,)
+    found = {_quantization_of(module) for module in packed}
     return [] if found == {wanted} else [f"quantisation is {found}, not {wanted}"]
 
 
-def _is_packed(module: nn.Module) -> bool:
-    """Whether it is bitsandbytes' layer, and not PEFT's of the same name around it."""
-    kind = type(module)
-    return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes.")
+def _quantization_of(module: Any) -> tuple[object, ...] | None:
+    """(codes, double, compute dtype) of 4 bits, (dtype,) of 8, None of a weight that is not quantised."""
+    state = getattr(module.weight, "quant_state", None)
+    if state is not None:
+        return (state.quant_type, state.nested, module.compute_dtype)
+    return (module.weight.dtype,) if module.weight.dtype == torch.int8 else None
 
 
 def _bulk_dtype(parameters: Iterable[nn.Parameter]) -> str:
@@ -122,7 +149,8 @@ class FirstStep:
         self._handles += [
             module.register_forward_hook(self._embedded)
             for module in model.modules()
-            if isinstance(module, nn.Embedding)
+            # PEFT's layer around an embedding may look up in the weight itself.
+            if isinstance(getattr(module, "base_layer", module), nn.Embedding)
         ]
 
     def _seen(self, number: int) -> Any:

@@ -1,6 +1,7 @@
-"""The model that the Trainer trains, on `meta`: architecture, quantised base, adapter, checkpointing.
+"""The model that the Trainer trains, on `meta`: architecture and checkpointing.
 
-autotune.worker.build gives it weights on a device.
+autotune.worker.quantize and autotune.worker.adapters change it; autotune.worker.build gives it weights on
+a device.
 
 Only a configuration is read. An architecture that Transformers does not know natively is refused, so
 remote code never runs.
@@ -19,17 +20,8 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autotune.config import (
-    ATTENTION_PROJECTIONS,
-    CLASSIFIER_HEADS,
-    PEFT_TASK_TYPES,
-    PRECISIONS,
-    QUANTIZATIONS,
-)
+from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
-
-RANK = 10_007
-"""LoRA rank of a trace: a prime that divides no model dimension, so that sizes tell their factors."""
 
 _AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -111,111 +103,6 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
     except Exception as error:
         raise UnsupportedModel(first_line(error)) from error
     return model
-
-
-def quantize(model: Any, task: str, spec: TraceSpec) -> None:
-    """Linear layers become bitsandbytes' Linear4bit, weights quantised by bitsandbytes' own code."""
-    import bitsandbytes as bnb
-    from transformers import BitsAndBytesConfig
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-    from transformers.quantizers.base import HfQuantizer
-
-    # Its table for 8-bit codes is made once per process: every trace must see it made.
-    bnb.functional.name2qmap.clear()
-    compute = getattr(torch, PRECISIONS[spec.precision].compute_dtype)
-    quantization = QUANTIZATIONS[spec.quantization]
-    replace_with_bnb_linear(
-        model,
-        modules_to_not_convert=HfQuantizer.get_modules_to_not_convert(
-            model,
-            list(CLASSIFIER_HEADS) if task == "sequence-classification" else None,
-            model._keep_in_fp32_modules,
-        ),
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=quantization.double,
-            bnb_4bit_compute_dtype=compute,
-        ),
-    )
-    model.is_loaded_in_4bit = True  # PEFT asks
-    for module in model.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            module.compute_type_is_set = True
-            if module.bias is not None:  # the replacement made it fp32; loading keeps the dtype
-                module.bias = nn.Parameter(module.bias.to(compute), requires_grad=False)
-
-
-def quantize_weight(linear: Any, weight: torch.Tensor) -> None:
-    """Quantise one layer's weight, given in 16 bits: what loading does, layer by layer.
-
-    The caller should hold no reference to `weight`, so that it is gone with the call.
-    """
-    import bitsandbytes as bnb
-
-    old = linear.weight
-    packed, state = bnb.functional.quantize_4bit(
-        weight,
-        blocksize=old.blocksize,
-        compress_statistics=old.compress_statistics,
-        quant_type=old.quant_type,
-        quant_storage=old.quant_storage,
-    )
-    linear.weight = bnb.nn.Params4bit(
-        packed,
-        requires_grad=False,
-        quant_state=state,
-        blocksize=old.blocksize,
-        compress_statistics=old.compress_statistics,
-        quant_type=old.quant_type,
-        quant_storage=old.quant_storage,
-        module=linear,
-        bnb_quantized=True,
-    )
-    linear.quant_state = state
-
-
-def lora_target_modules(model: nn.Module, targets: str) -> str | list[str]:
-    """PEFT's `target_modules`: its own all-linear, the attention projections, or the names given."""
-    if targets == "all-linear":
-        return targets
-    names = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_projection(m)}
-    if targets == "attention":
-        wanted = [name for name in ATTENTION_PROJECTIONS if name in names]
-    else:
-        wanted = [name.strip() for name in targets.split(",")]
-        missing = [name for name in wanted if name not in names]
-        if missing:
-            raise UnsupportedModel(
-                f"LoRA targets {', '.join(missing)} are no linear layers of this model: it has "
-                f"{', '.join(sorted(names))}"
-            )
-    if not wanted:
-        raise UnsupportedModel(
-            "no attention projection is known for this model: name the LoRA targets"
-        )
-    return wanted
-
-
-def _is_projection(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def add_adapter(model: nn.Module, task: str, targets: str, rank: int) -> nn.Module:
-    """PEFT's LoRA, its weights in fp32 (PEFT casts adapters of 16-bit models), where the model is."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules=lora_target_modules(model, targets),
-        bias="none",
-        task_type=PEFT_TASK_TYPES[task],
-    )
-    # The option leaves the adapter's weights on `meta`.
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
-    return adapted
 
 
 def enable_checkpointing(model: Any, spec: TraceSpec) -> None:

@@ -25,11 +25,14 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from autotune.adapters import ADAPTERS
 from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
+from autotune.worker import adapters, quantize
 from autotune.worker import model as models
+from autotune.worker.adapters import RANK
 from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
-from autotune.worker.model import RANK, UnsupportedModel
+from autotune.worker.model import UnsupportedModel
 from autotune.worker.tracker import Recording, TrackedKernel, Tracker, in_backward
 
 MICRO_BATCH = 1_000_003
@@ -60,6 +63,7 @@ def trace_step(
     period = models.trace_period(config, spec)
     # Checkpointed layers of T5 hand the gradient of their common position bias around.
     whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
+    whole = whole or (spec.method in ADAPTERS and not ADAPTERS[spec.method].repeats)
     small = num_layers if whole else models.small_num_layers(config, period)
     layers = {"traced": small, "full": num_layers, "period": period}
     if small < num_layers:
@@ -76,12 +80,14 @@ def trace_step(
         "meta",
         hidden_buffers=hidden_buffers,
         before=workspaces.before,
-        decompositions=_decompositions(spec),
+        decompositions={} if spec.quantization == "none" else quantize.decompositions(),
     )
     step = _Step(model, task, spec, tracker)
     with _trace_settings(tracker):
         try:
             step.set_up()
+            with cuda_choices(device):
+                step.settle(micro_batch, sequence_length)
             with cuda_choices(device), tracker:
                 step.forward_backward(micro_batch, sequence_length, small)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -89,6 +95,8 @@ def trace_step(
                 f"its training step cannot be run without data ({type(error).__name__}: "
                 f"{models.first_line(error)})"
             ) from error
+    if not step.gradients:
+        raise UnsupportedModel("nothing that trains gets a gradient")
     return _encode(step, workspaces, micro_batch, layers)
 
 
@@ -113,8 +121,8 @@ class _Step:
     def set_up(self) -> None:
         """Weights and buffers reach the device; then the adapter's."""
         spec = self.spec
-        if spec.method == "qlora":
-            models.quantize(self.model, self.task, spec)
+        if spec.quantization != "none":
+            quantize.quantize(self.model, self.task, spec)
         place_of = _place_finder(self.model)
         dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
         last: Mark = ("", OUTSIDE)
@@ -123,25 +131,49 @@ class _Step:
             if mark != last:
                 self.mark(*mark)
                 last = mark
-            if type(module).__name__ == "Linear4bit":
+            if quantize.is_quantized(module):
+                linear: Any = module
                 with self.tracker:
-                    shape = (module.out_features, module.in_features)
-                    models.quantize_weight(module, torch.empty(shape, dtype=dtype, device="meta"))
-            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                    shape = (linear.out_features, linear.in_features)
+                    quantize.quantize_weight(linear, torch.empty(shape, dtype=dtype, device="meta"))
+            for tensor in _tensors_of(module):
                 self._own(tensor)
-        if spec.method != "full":
-            assert spec.lora_targets is not None
-            self.model = models.add_adapter(self.model, self.task, spec.lora_targets, RANK)
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    mark = ("adapter", place_of(name))
-                    if mark != last:
-                        self.mark(*mark)
-                        last = mark
-                    self._own(parameter)
+        if spec.method in ADAPTERS:
+            rank = RANK if ADAPTERS[spec.method].scales else None
+            self.model = adapters.add_adapter(self.model, self.task, spec, rank)
+            self._own_new("adapter", place_of)
         if spec.activation_checkpointing:
             models.enable_checkpointing(self.model, spec)
         self.model.train()
+        precision = PRECISIONS[spec.precision]
+        if precision.autocast:
+            _wrap_forward(self.model, getattr(torch, precision.compute_dtype))
+
+    def settle(self, micro_batch: int, sequence_length: int) -> None:
+        """What the first step changes for good: LLM.int8 converts its biases to its input's dtype.
+
+        Source: bitsandbytes 0.50 nn/modules.py, Linear8bitLt.forward.
+        """
+        linears: list[Any] = [m for m in self.model.modules() if quantize.is_quantized(m)]
+        if self.spec.quantization != "int8" or all(linear.bias is None for linear in linears):
+            return
+        self.mark("settled")
+        # A tracker of its own: nothing of this step is recorded but what it leaves behind.
+        with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
+            self.model(**_batch(self.task, micro_batch, sequence_length))
+        self._own_new("settled", _place_finder(self.model))
+
+    def _own_new(self, phase: str, place_of: Callable[[str], Place]) -> None:
+        """Tensors of the model that have come since the last time."""
+        last: Mark = ("", OUTSIDE)
+        for name, module in self.model.named_modules():
+            for tensor in _tensors_of(module):
+                if not self.tracker.knows(tensor):
+                    mark = (phase, place_of(f"{name}."))
+                    if mark != last:
+                        self.mark(*mark)
+                        last = mark
+                    self._own(tensor)
 
     def _own(self, tensor: torch.Tensor) -> None:
         index = self.tracker.index_of(tensor)
@@ -160,8 +192,6 @@ class _Step:
             inputs["num_items_in_batch"] = torch.empty((), dtype=torch.float32, device="meta")
         for number, stack in enumerate(models.layer_stacks(model, num_layers)):
             handles += self._hook_layers(number, stack)
-        if precision.autocast:
-            _wrap_forward(model, getattr(torch, precision.compute_dtype))
         self.mark("embed")
         outputs = model(**inputs)
         loss = outputs["loss"]
@@ -241,6 +271,13 @@ class _Step:
         return leave
 
 
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Of the module itself, its scales where it is quantised in 8 bits."""
+    held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    scales = getattr(module.weight, "SCB", None) if quantize.is_quantized(module) else None
+    return held if scales is None else [*held, scales]
+
+
 def _place_finder(model: Any) -> Callable[[str], Place]:
     """Where among the repeated layers a module or parameter of that name lies."""
     num_layers = getattr(model.config, "num_hidden_layers", 0)
@@ -281,16 +318,6 @@ def _wrap_forward(model: Any, dtype: torch.dtype) -> None:
 
     model.forward = MethodType(autocast_forward, model)
     model.forward = MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
-
-
-def _decompositions(spec: TraceSpec) -> dict[Any, Callable[..., Any]]:
-    """bitsandbytes multiplies more than 1,536 rows by dequantising first (its backends/cuda/ops.py)."""
-    if spec.method != "qlora":
-        return {}
-    import bitsandbytes  # noqa: F401  (defines the operators)
-    from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
-
-    return {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit_default_impl}
 
 
 @contextlib.contextmanager

@@ -100,6 +100,10 @@ class Tracker(TorchDispatchMode):
         """Mark when the next operation starts: frees until then belong to what went before."""
         self._pending_mark = label
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage has been seen."""
+        return tensor.untyped_storage()._cdata in self._index_of
+
     def index_of(self, tensor: torch.Tensor) -> int:
         """Number of the tensor's storage; a storage never seen before is recorded as allocated now."""
         storage = tensor.untyped_storage()
@@ -277,6 +281,7 @@ _PRODUCT_OPERANDS = {
     aten.bmm.default: 0,
     aten.addmm.default: 1,
     aten.baddbmm.default: 1,
+    aten._int_mm.default: 0,
 }
 """Where the left matrix of a product stands among the arguments."""
 _GROUPED_PRODUCTS = {aten._grouped_mm.default}

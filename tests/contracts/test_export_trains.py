@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from autotune import export
-from autotune.config import TrainConfig, Workload
+from autotune.adapters import read_peft
+from autotune.config import METHODS, TrainConfig, Workload
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +60,51 @@ PADDED = dataclasses.replace(FULL, batching="padded")
 GROUPED = dataclasses.replace(FULL, batching="grouped")
 MIXED = dataclasses.replace(FULL, precision="bf16-mixed", optimizer="adafactor")
 
+ADAPTED = dataclasses.replace(LORA, lora_rank=None, lora_targets=None, activation_checkpointing=0)
+LINEAR = dataclasses.replace(ADAPTED, lora_rank=4, lora_targets="all-linear")
+TOKENS = dataclasses.replace(ADAPTED, num_virtual_tokens=4)
+ADAPTERS: dict[str, TrainConfig] = {
+    **{
+        name: dataclasses.replace(base, method=name)
+        for base, names in (
+            (LINEAR, ("vera", "miss")),
+            (dataclasses.replace(LINEAR, lora_rank=None), ("oft",)),
+            (ADAPTED, ("ia3",)),
+            (
+                TOKENS,
+                (
+                    "prompt_tuning",
+                    "p_tuning",
+                    "prefix_tuning",
+                    "adaption_prompt",
+                    "trainable_tokens",
+                ),
+            ),
+        )
+        for name in names
+    },
+    "rslora": dataclasses.replace(LORA, lora_variant="rslora"),
+    "dora": dataclasses.replace(QLORA, lora_variant="dora"),
+    "fp4": dataclasses.replace(QLORA, quantization="fp4"),
+    "int8": dataclasses.replace(QLORA, quantization="int8"),
+    "prompt on int8": dataclasses.replace(TOKENS, method="prompt_tuning", quantization="int8"),
+    "peft": dataclasses.replace(
+        ADAPTED,
+        method="peft",
+        peft=read_peft(
+            {
+                "peft_type": "LORA",
+                "r": 4,
+                "lora_alpha": 8,
+                "lora_dropout": 0.1,
+                "bias": "lora_only",
+                "target_modules": ["self_attn.q_proj", "v_proj"],
+                "layers_to_transform": [0, 2],
+            }
+        ),
+    ),
+}
+
 # name: model folder, task, configuration, further options
 RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
     "full": ("llama", "causal-lm", FULL, []),
@@ -73,6 +119,7 @@ RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
     "masked": ("bert", "masked-lm", FULL, []),
     "classes": ("bert", "sequence-classification", LORA, []),
     "seq2seq": ("t5", "seq2seq-lm", LORA, []),
+    **{name: ("llama", "causal-lm", config, []) for name, config in ADAPTERS.items()},
 }
 
 # name: the dataset's file, its content, what is said about it
@@ -261,6 +308,32 @@ def test_what_an_adapter_saves(runs: Path, name: str, num_projections: int) -> N
     assert all(saved[key].any() for key in saved if "lora_B" in key)
     adapter = json.loads((output / "adapter_config.json").read_text())
     assert (adapter["r"], adapter["lora_alpha"], adapter["task_type"]) == (4, 8, "CAUSAL_LM")
+
+
+@pytest.mark.parametrize(
+    ("name", "peft_type", "shapes"),
+    [
+        ("vera", "VERA", {(4,), (4, 128), (128, 4), (64,), (32,), (128,)}),
+        ("miss", "MISS", {(4, 64), (4, 32), (4, 128)}),
+        ("prompt_tuning", "PROMPT_TUNING", {(4, 64)}),
+        ("p_tuning", "P_TUNING", {(4, 64)}),
+        ("prefix_tuning", "PREFIX_TUNING", {(4, 2 * NUM_LAYERS * 32)}),
+        ("adaption_prompt", "ADAPTION_PROMPT", {(1, 4, 64), (1,)}),
+        ("trainable_tokens", "TRAINABLE_TOKENS", {(4, 64)}),
+        ("dora", "LORA", {(4, 64), (4, 128), (64, 4), (32, 4), (128, 4), (64,), (32,), (128,)}),
+        ("peft", "LORA", {(4, 64), (64, 4), (32, 4)}),
+    ],
+)
+def test_what_other_adapters_save(
+    runs: Path, name: str, peft_type: str, shapes: set[tuple[int, ...]]
+) -> None:
+    output = runs / name / "output"
+    assert {tuple(tensor.shape) for tensor in tensors(output).values()} == shapes
+    assert json.loads((output / "adapter_config.json").read_text())["peft_type"] == peft_type
+
+
+def test_every_method_is_here() -> None:
+    assert {config.method for _, _, config, _ in RUNS.values()} == set(METHODS)
 
 
 def test_a_classification_head_is_trained(runs: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from autotune.adapters import ADAPTERS
 from autotune.config import PRECISIONS
 from autotune.models import resolve
 from autotune.results import TraceSpec
@@ -98,6 +99,23 @@ SPECS = {
     ),
 }
 
+ADAPTED = {"precision": "bf16-autocast"}
+ADAPTER_SPECS = {
+    "dora": spec_of(**LORA, **ADAPTED, lora_variant="dora"),
+    "vera": spec_of(**ADAPTED, method="vera", lora_targets="attention"),
+    "miss": spec_of(**ADAPTED, method="miss", lora_targets="all-linear", lora_rank=64),
+    "oft": spec_of(**ADAPTED, method="oft", lora_targets="attention"),
+    "ia3, checkpointed": spec_of(**ADAPTED, method="ia3", activation_checkpointing=1),
+    "prompt": spec_of(**ADAPTED, method="prompt_tuning", num_virtual_tokens=20),
+    "p-tuning": spec_of(**ADAPTED, method="p_tuning", num_virtual_tokens=20),
+    "trainable tokens": spec_of(**ADAPTED, method="trainable_tokens", num_virtual_tokens=20),
+    "int8": spec_of(**QLORA, quantization="int8"),
+    "int8, every second": spec_of(**QLORA, quantization="int8", activation_checkpointing=2),
+    "prompt on fp4": spec_of(
+        **ADAPTED, method="prompt_tuning", num_virtual_tokens=20, quantization="fp4-double"
+    ),
+}
+
 
 def traced(architecture: Architecture, spec: TraceSpec, *, whole: bool = False) -> dict[str, Any]:
     config = models.load_config(resolve(architecture.model).config)
@@ -168,6 +186,13 @@ CASES = {
     # Under checkpointing T5 is traced whole.
     if architecture.task != "seq2seq-lm" or not spec.activation_checkpointing
 }
+CASES |= {f"llama: {name}": (ARCHITECTURES["llama"], spec) for name, spec in ADAPTER_SPECS.items()}
+
+
+def test_every_adapter_that_repeats_is_here() -> None:
+    specs = [*SPECS.values(), *ADAPTER_SPECS.values()]
+    repeating = {name for name, row in ADAPTERS.items() if row.repeats}
+    assert {spec.method for spec in specs} == {"full", *repeating}
 
 
 @pytest.mark.parametrize(("architecture", "spec"), CASES.values(), ids=CASES)
@@ -190,8 +215,15 @@ def test_few_layers_make_the_events_of_all(architecture: Architecture, spec: Tra
     assert extrapolated.num_parameters(RANK) == whole.num_parameters(RANK)
 
 
-@pytest.mark.parametrize("spec", [SPECS["lora"], SPECS["qlora, double, checkpointed"]], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        *((name, SPECS["lora"]) for name in ("llama", "gpt2")),
+        *((name, SPECS["qlora, double, checkpointed"]) for name in ("llama", "gpt2")),
+        *(("llama", ADAPTER_SPECS[name]) for name in ("dora", "vera", "int8")),
+    ],
+    ids=str,
+)
 def test_primes_stand_for_any_micro_batch_and_rank(
     name: str, spec: TraceSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,8 +39,8 @@ def canonical(events: Iterable[int], sizes: Sequence[int]) -> Events:
 class NamingTracker(Tracker):
     """The tracker, noting which operation made each storage."""
 
-    def __init__(self, device_type: str) -> None:
-        super().__init__(device_type)
+    def __init__(self, device_type: str, decompositions: dict[Any, Any] | None = None) -> None:
+        super().__init__(device_type, decompositions=decompositions)
         self.made_by: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,12 +88,16 @@ def run_trainer(
     sequence_length: int,
     micro_batch_size: int,
     accumulation: int,
+    decompositions: dict[Any, Any] | None = None,
     **arguments: Any,
 ) -> Run:
-    """Two optimizer steps of the real Trainer with AdamW, its kernels foreach as on CUDA."""
+    """Two optimizer steps of the real Trainer with AdamW, its kernels foreach as on CUDA.
+
+    `decompositions`: operations that are computed by others, as in a trace.
+    """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    tracker = NamingTracker("cpu")
+    tracker = NamingTracker("cpu", decompositions)
     recording = tracker.recording
     run = Run(model, recording.tensors, recording.events, tracker.made_by)
     clipping_began = 0
@@ -149,6 +153,11 @@ def run_trainer(
         with tracker:
             for tensor in [*model.parameters(), *model.buffers()]:
                 tracker.index_of(tensor)
+            for module in model.modules():
+                # bitsandbytes keeps the scales of 8-bit weights beside them.
+                for place in (getattr(module, "weight", None), getattr(module, "state", None)):
+                    if getattr(place, "SCB", None) is not None:
+                        tracker.index_of(place.SCB)
             trainer.train()
     finally:
         gc.enable()

@@ -1,0 +1,253 @@
+"""Training methods that add an adapter to a frozen base, one row each (ADAPTERS), and what PEFT is told.
+
+The worker builds the adapter through PEFT from `peft_fields`, and train.py does so from the same fields:
+what is predicted is what is trained. `peft` is the row for everything else that PEFT has: its
+configuration comes whole from a file (`read_peft`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+ATTENTION_PROJECTIONS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj",
+    "query", "key", "value", "q", "k", "v", "o", "dense",
+)  # fmt: skip
+"""What `attention` means as targets of an adapter, as far as a model has them."""
+
+LORA_VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+}
+"""Fields of PEFT's LoraConfig."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """One method."""
+
+    name: str
+    """Value of `method`: PEFT's type in small letters, but for qlora and peft."""
+    words: str
+    """For people."""
+    peft_type: str
+    """Of peft.PeftType; empty where the file says it."""
+    size: str = ""
+    """Setting that says how large it is: lora_rank, num_virtual_tokens or peft; empty: its type does."""
+    size_field: str = ""
+    """What PEFT calls that."""
+    scales: bool = False
+    """All that depends on the size is a product with it, so that one trace holds every size."""
+    repeats: bool = True
+    """Each layer has a part of its own, alike in all: a few traced layers stand for the rest."""
+    takes_targets: bool = False
+    """Setting lora_targets says which modules get one."""
+    quantization: str = "optional"
+    """Of the base: required, optional or refused."""
+    checkpointing: bool = True
+    """Whether its training step can recompute activations."""
+    is_float32: bool = True
+    """PEFT keeps its weights in float32 beside a base in 16 bits."""
+    is_prompt: bool = False
+    """Virtual tokens before the text: PEFT has that for tasks with a type of its own."""
+
+
+ADAPTERS: dict[str, Adapter] = {
+    row.name: row
+    for row in (
+        Adapter(
+            name="lora",
+            words="LoRA",
+            peft_type="LORA",
+            size="lora_rank",
+            size_field="r",
+            scales=True,
+            takes_targets=True,
+            quantization="refused",  # that is qlora
+        ),
+        Adapter(
+            name="qlora",
+            words="QLoRA",
+            peft_type="LORA",
+            size="lora_rank",
+            size_field="r",
+            scales=True,
+            takes_targets=True,
+            quantization="required",
+        ),
+        Adapter(
+            name="vera",
+            words="VeRA",
+            peft_type="VERA",
+            size="lora_rank",
+            size_field="r",
+            scales=True,
+            takes_targets=True,
+        ),
+        # Its input is padded to a multiple of the rank, so that sizes are no products with it.
+        Adapter(
+            name="miss",
+            words="MiSS",
+            peft_type="MISS",
+            size="lora_rank",
+            size_field="r",
+            takes_targets=True,
+            quantization="refused",  # peft 0.21 tuners/miss has no layer for bitsandbytes
+        ),
+        Adapter(name="oft", words="OFT", peft_type="OFT", takes_targets=True),
+        Adapter(name="ia3", words="IA3", peft_type="IA3"),
+        Adapter(
+            name="prompt_tuning",
+            words="prompt tuning",
+            peft_type="PROMPT_TUNING",
+            size="num_virtual_tokens",
+            size_field="num_virtual_tokens",
+            is_prompt=True,
+        ),
+        Adapter(
+            name="p_tuning",
+            words="p-tuning",
+            peft_type="P_TUNING",
+            size="num_virtual_tokens",
+            size_field="num_virtual_tokens",
+            is_prompt=True,
+        ),
+        # One tensor holds the prefixes of all layers. PEFT gives them as a cache of past keys, which
+        # Transformers drops where layers are checkpointed.
+        Adapter(
+            name="prefix_tuning",
+            words="prefix tuning",
+            peft_type="PREFIX_TUNING",
+            size="num_virtual_tokens",
+            size_field="num_virtual_tokens",
+            repeats=False,
+            checkpointing=False,
+            is_prompt=True,
+        ),
+        Adapter(
+            name="adaption_prompt",
+            words="Llama-Adapter",
+            peft_type="ADAPTION_PROMPT",
+            size="num_virtual_tokens",
+            size_field="adapter_len",
+            repeats=False,  # its scores of one layer live until the next
+            is_float32=False,
+        ),
+        Adapter(
+            name="trainable_tokens",
+            words="trainable tokens",
+            peft_type="TRAINABLE_TOKENS",
+            size="num_virtual_tokens",
+            size_field="token_indices",
+        ),
+        Adapter(name="peft", words="PEFT", peft_type="", size="peft", repeats=False),
+    )
+}
+
+
+class Choice(Protocol):
+    """What decides an adapter: a TrainConfig, or a TraceSpec."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def lora_rank(self) -> int | None: ...
+    @property
+    def lora_targets(self) -> str | None: ...
+    @property
+    def lora_variant(self) -> str: ...
+    @property
+    def num_virtual_tokens(self) -> int | None: ...
+    @property
+    def peft(self) -> str | None: ...
+
+
+def peft_fields(choice: Choice, *, lora_rank: int | None = None) -> dict[str, Any]:
+    """`peft_type` and the fields of PEFT's configuration that differ from its defaults.
+
+    Three values are for whoever has the model to fill in: names among the target modules that it has
+    not are left out, `adapter_layers: all` is its number of layers, and a number of `token_indices`
+    means so many of the vocabulary's last. `lora_rank` replaces the choice's.
+    """
+    row = ADAPTERS[choice.method]
+    if row.size == "peft":
+        assert choice.peft is not None
+        return dict(json.loads(choice.peft))
+    fields: dict[str, Any] = {"peft_type": row.peft_type}
+    if row.size:
+        is_rank = row.size == "lora_rank" and lora_rank is not None
+        fields[row.size_field] = lora_rank if is_rank else getattr(choice, row.size)
+    if row.peft_type == "LORA":
+        fields["lora_alpha"] = 2 * fields["r"]
+        fields |= LORA_VARIANTS[choice.lora_variant]
+    if row.peft_type == "ADAPTION_PROMPT":
+        fields["adapter_layers"] = "all"
+    if row.takes_targets:
+        fields["target_modules"] = _target_modules(choice.lora_targets or "all-linear")
+    return fields
+
+
+def _target_modules(targets: str) -> str | list[str]:
+    if targets == "all-linear":
+        return targets
+    if targets == "attention":
+        return list(ATTENTION_PROJECTIONS)
+    return [name.strip() for name in targets.split(",")]
+
+
+MAX_PEFT_LENGTH = 20_000
+_OF_A_FILE = (
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
+    "revision", "runtime_config",
+)  # fmt: skip
+"""What an adapter_config.json says of the run that wrote it."""
+_REFUSED = (
+    "adapters", "arrow_config", "corda_config", "eva_config", "loftq_config", "lora_ga_config",
+    "megatron_config", "prompt_tuning_init_state_dict_path", "prompt_tuning_init_text",
+    "tokenizer_kwargs", "tokenizer_name_or_path",
+)  # fmt: skip
+"""Fields that make PEFT 0.21 load weights, tokenizers, data or modules."""
+
+
+def read_peft(value: object) -> str:
+    """A PeftConfig's fields, as YAML or JSON has them -> canonical JSON. ValueError says what is wrong.
+
+    Whether PEFT knows the type and its fields is for the worker to say, which has PEFT.
+    """
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError("must be a mapping with a peft_type") from error
+    if not isinstance(value, dict) or not isinstance(value.get("peft_type"), str):
+        raise ValueError("must be a mapping with a peft_type: the fields of a PeftConfig")
+    fields = {key: entry for key, entry in value.items() if key not in _OF_A_FILE}
+    refused = [name for name in _REFUSED if fields.pop(name, None)]
+    if refused:
+        raise ValueError(
+            f"must do without {', '.join(refused)}: a prediction loads no weights, tokenizers or data"
+        )
+    fields["peft_type"] = value["peft_type"].upper()
+    try:
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError("must be made of text, numbers, lists and mappings") from error
+    if len(text) > MAX_PEFT_LENGTH:
+        raise ValueError(f"must have {MAX_PEFT_LENGTH:,} characters at most")
+    return text
+
+
+def peft_words(text: str) -> str:
+    """A value of the setting `peft`, for people."""
+    fields = json.loads(text)
+    kind = fields.pop("peft_type")
+    said = ", ".join(f"{name}={_short(value)}" for name, value in fields.items())
+    return f"{kind} ({said})" if said else str(kind)
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,162 @@
+"""A base stored in few bits: bitsandbytes' layers, its own code for the weights, and CUDA's for int8."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.config import CLASSIFIER_HEADS, PRECISIONS, QUANTIZATIONS
+from autotune.results import TraceSpec
+
+LAYERS = ("Linear4bit", "Linear8bitLt")
+
+
+def quantize(model: Any, task: str, spec: TraceSpec) -> None:
+    """Linear layers become bitsandbytes', their weights still to be made (`quantize_weight`)."""
+    import bitsandbytes as bnb
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import HfQuantizer
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # LLM.int8 warns in each layer
+    # Its table for 8-bit codes is made once per process: every trace must see it made.
+    bnb.functional.name2qmap.clear()
+    compute = getattr(torch, PRECISIONS[spec.precision].compute_dtype)
+    row = QUANTIZATIONS[spec.quantization]
+    choices: dict[str, Any] = {"load_in_8bit": True}
+    if row.codes:
+        choices = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": row.codes,
+            "bnb_4bit_use_double_quant": row.double,
+            "bnb_4bit_compute_dtype": compute,
+        }
+    replace_with_bnb_linear(
+        model,
+        modules_to_not_convert=HfQuantizer.get_modules_to_not_convert(
+            model,
+            list(CLASSIFIER_HEADS) if task == "sequence-classification" else None,
+            model._keep_in_fp32_modules,
+        ),
+        quantization_config=BitsAndBytesConfig(**choices),
+    )
+    # PEFT asks.
+    if row.codes:
+        model.is_loaded_in_4bit = True
+    else:
+        model.is_loaded_in_8bit = True
+    for module in model.modules():
+        if is_quantized(module):
+            module.compute_type_is_set = True
+            if module.bias is not None:  # the replacement made it fp32; loading keeps the dtype
+                module.bias = nn.Parameter(module.bias.to(compute), requires_grad=False)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether it is bitsandbytes' layer, and not PEFT's of the same name around it."""
+    kind = type(module)
+    return kind.__name__ in LAYERS and kind.__module__.startswith("bitsandbytes.")
+
+
+def quantize_weight(linear: Any, weight: torch.Tensor) -> None:
+    """Quantise one layer's weight, given in 16 bits: what loading does, layer by layer.
+
+    The caller should hold no reference to `weight`, so that it is gone with the call.
+    """
+    import bitsandbytes as bnb
+
+    old = linear.weight
+    if type(linear).__name__ == "Linear8bitLt":
+        # bitsandbytes 0.50 Int8Params._quantize
+        half = weight.contiguous().to(torch.float16)
+        codes, scales, _ = bnb.functional.int8_vectorwise_quant(half)
+        linear.weight = bnb.nn.Int8Params(
+            codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales
+        )
+        return
+    packed, state = bnb.functional.quantize_4bit(
+        weight,
+        blocksize=old.blocksize,
+        compress_statistics=old.compress_statistics,
+        quant_type=old.quant_type,
+        quant_storage=old.quant_storage,
+    )
+    linear.weight = bnb.nn.Params4bit(
+        packed,
+        requires_grad=False,
+        quant_state=state,
+        blocksize=old.blocksize,
+        compress_statistics=old.compress_statistics,
+        quant_type=old.quant_type,
+        quant_storage=old.quant_storage,
+        module=linear,
+        bnb_quantized=True,
+    )
+    linear.quant_state = state
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """bitsandbytes' operations as its CUDA backend computes them, for a trace to look into.
+
+    It multiplies more than 1,536 rows of 4-bit weights by dequantising first.
+    Source: bitsandbytes 0.50, backends/cuda/ops.py.
+    """
+    import bitsandbytes  # noqa: F401  (defines the operators)
+    from bitsandbytes.backends.default import ops
+
+    defined = torch.ops.bitsandbytes
+    return {
+        defined.gemm_4bit.default: ops._gemm_4bit_default_impl,
+        defined.int8_vectorwise_quant.default: _int8_vectorwise_quant,
+        defined.int8_mixed_scaled_mm.default: _int8_mixed_scaled_mm,
+        defined.int8_scaled_mm.default: _int8_scaled_mm,
+    }
+
+
+def _int8_vectorwise_quant(
+    tensor: torch.Tensor, threshold: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Rows of float16 -> int8 and a scale. A trace has no values, so no column has an outlier."""
+    num_rows = tensor.numel() // tensor.shape[-1]
+    scales = torch.empty(num_rows, dtype=torch.float32, device=tensor.device)
+    codes = torch.empty(tensor.shape, dtype=torch.int8, device=tensor.device)
+    if threshold > 0.0:
+        is_outlier = tensor.abs() >= threshold
+        is_outlier.any()
+    codes.copy_(tensor)  # the kernel: reads the rows, writes the codes
+    return codes, scales, None
+
+
+def _int8_mixed_scaled_mm(
+    tensor: torch.Tensor,
+    codes: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    outliers: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    of_outliers = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    output = _int8_scaled_mm(codes, weight, scales, weight_scales, bias=bias, dtype=tensor.dtype)
+    return output, of_outliers
+
+
+def _int8_scaled_mm(
+    codes: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The product in int32, scaled to float16, converted to the dtype asked for."""
+    product = torch._int_mm(codes.reshape(-1, codes.shape[-1]), weight.t())
+    product = product.reshape(*codes.shape[:-1], weight.shape[0])
+    output = torch.empty_like(product, dtype=torch.float16).copy_(product)
+    if bias is not None and bias.dtype != torch.float16:
+        output.add_(bias)
+    return output.to(dtype or torch.float16)

@@ -1,0 +1,185 @@
+"""Every row of ADAPTERS against PEFT: a real Trainer step on the CPU, event for event, as traced on `meta`.
+
+The other side names PEFT's own configuration class, not the fields that autotune makes for it. What is
+undone by name is that of test_trace_is_the_trainer.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import test_trace_is_the_trainer as trainer_test
+import torch
+from test_trace_is_the_trainer import (
+    RANK,
+    Case,
+    _fused_dropout,  # noqa: F401
+    _no_hidden_buffers,  # noqa: F401
+    _quiet_libraries,  # noqa: F401
+    assert_as_traced,
+)
+
+from autotune.adapters import ADAPTERS, read_peft
+from autotune.worker.model import UnsupportedModel
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
+    # The block divides not every dimension of the tiny model: PEFT takes one that does.
+    pytest.mark.filterwarnings("ignore:Invalid `oft_block_size`:UserWarning"),
+]
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+LINEAR = {"target_modules": "all-linear", **CAUSAL}
+TOKENS: dict[str, Any] = {"num_virtual_tokens": 6}
+
+
+def lora(**fields: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(**{"r": RANK, "lora_alpha": 2 * RANK, **LINEAR, **fields})
+
+
+def case(method: str, config: Any, settings: dict[str, Any] | None = None, **changes: Any) -> Case:
+    return Case(
+        **{
+            "architecture": "llama",
+            "method": method,
+            "precision": "bf16-autocast",
+            "peft": config,
+            "settings": settings or {},
+            "accumulation": 1,
+            **changes,
+        }
+    )
+
+
+def from_file(config: peft.PeftConfig, **changes: Any) -> Case:
+    fields = {name: value for name, value in config.to_dict().items() if value is not None}
+    for name, value in fields.items():
+        if isinstance(value, set):
+            fields[name] = sorted(value)
+    fields["peft_type"] = config.peft_type.value
+    return case("peft", config, {"peft": read_peft(fields)}, **changes)
+
+
+TARGETS: dict[str, Any] = {"lora_targets": "all-linear"}
+CASES = {
+    "lora": case("lora", lora(), checkpointing=1),
+    "lora, DoRA": case("lora", lora(use_dora=True), {"lora_variant": "dora"}),
+    "lora, DoRA, checkpointed": case(
+        "lora", lora(use_dora=True), {"lora_variant": "dora"}, checkpointing=1
+    ),
+    "vera": case("vera", peft.VeraConfig(r=RANK, **LINEAR), TARGETS),
+    "vera, fp32, checkpointed": case(
+        "vera", peft.VeraConfig(r=RANK, **LINEAR), TARGETS, precision="fp32", checkpointing=1
+    ),
+    "miss": case("miss", peft.MissConfig(r=RANK, **LINEAR), {**TARGETS, "lora_rank": RANK}),
+    "miss, bf16-true": case(
+        "miss",
+        peft.MissConfig(r=RANK, **LINEAR),
+        {**TARGETS, "lora_rank": RANK},
+        precision="bf16-true",
+    ),
+    "oft": case("oft", peft.OFTConfig(**LINEAR), TARGETS, accumulation=2),
+    "ia3": case("ia3", peft.IA3Config(**CAUSAL)),
+    "ia3, checkpointed": case("ia3", peft.IA3Config(**CAUSAL), checkpointing=1),
+    "prompt_tuning": case("prompt_tuning", peft.PromptTuningConfig(**TOKENS, **CAUSAL), TOKENS),
+    "prompt_tuning, checkpointed": case(
+        "prompt_tuning", peft.PromptTuningConfig(**TOKENS, **CAUSAL), TOKENS, checkpointing=1
+    ),
+    "p_tuning": case("p_tuning", peft.PromptEncoderConfig(**TOKENS, **CAUSAL), TOKENS),
+    "prefix_tuning": case(
+        "prefix_tuning", peft.PrefixTuningConfig(**TOKENS, **CAUSAL), TOKENS, accumulation=2
+    ),
+    "adaption_prompt": case(
+        "adaption_prompt",
+        peft.AdaptionPromptConfig(adapter_len=6, adapter_layers=4, **CAUSAL),
+        TOKENS,
+    ),
+    "trainable_tokens": case(
+        "trainable_tokens",
+        peft.TrainableTokensConfig(token_indices=list(range(506, 512)), **CAUSAL),
+        TOKENS,
+    ),
+    "peft, LoRA with all that": from_file(
+        lora(
+            target_modules=["q_proj", "down_proj"],
+            layers_to_transform=[1, 2],
+            lora_dropout=0.1,
+            bias="all",
+            modules_to_save=["lm_head"],
+        )
+    ),
+    "peft, HRA": from_file(peft.HRAConfig(**LINEAR)),
+}
+
+
+class _OnTheHost:
+    """Token numbers of a prompt, as PEFT uses them: on a GPU each step copies them there."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._shape = (1, num_tokens)
+
+    def unsqueeze(self, _: int) -> _OnTheHost:
+        return self
+
+    def expand(self, batch_size: int, _: int) -> _OnTheHost:
+        self._shape = (batch_size, self._shape[1])
+        return self
+
+    def to(self, _: object) -> torch.Tensor:
+        return torch.zeros(self._shape, dtype=torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def _prompts_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def real_model(case: Case) -> Any:
+        model = make(case)
+        for name, tokens in getattr(model, "prompt_tokens", {}).items():
+            model.prompt_tokens[name] = _OnTheHost(len(tokens))
+        return model
+
+    make = trainer_test.real_model
+    monkeypatch.setattr(trainer_test, "real_model", real_model)
+
+
+def test_every_method_is_here() -> None:
+    # qlora is lora on a quantised base, which a CPU computes by other kernels: test_probe.py.
+    assert {case.method for case in CASES.values()} == set(ADAPTERS) - {"qlora"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> None:
+    assert_as_traced(CASES[name], tmp_path)
+
+
+def test_a_prefix_that_checkpointing_drops_is_refused() -> None:
+    config = peft.PrefixTuningConfig(**TOKENS, **CAUSAL)
+    case = from_file(config, checkpointing=1, attention="sdpa")
+    with pytest.raises(UnsupportedModel, match="nothing that trains gets a gradient"):
+        trainer_test.trace_module.trace_step(
+            case.config,
+            case.task,
+            case.spec,
+            sequence_length=trainer_test.SEQUENCE_LENGTH,
+            device=trainer_test.Device(compute_capability=(8, 9), cublas_workspace_bytes=1),
+        )
+
+
+def test_what_cannot_be_built_without_values_is_refused() -> None:
+    case = from_file(peft.ShiraConfig(r=4, target_modules=["q_proj"], **CAUSAL))
+    with pytest.raises(UnsupportedModel, match="PEFT cannot add its SHIRA adapter"):
+        trainer_test.traced(case)
+
+
+def test_lora_from_a_file_is_lora() -> None:
+    of_method, of_file = (
+        trainer_test.traced(each) for each in (case("lora", lora()), from_file(lora()))
+    )
+    events = [
+        trainer_test.predicted(CASES["lora"], *traced, is_first=True)
+        for traced in (of_method, of_file)
+    ]
+    assert events[0] == events[1]
+    assert of_method[0].trainable(RANK) == of_file[0].trainable(RANK)
