@@ -190,6 +190,8 @@ class TrainConfig:
     """`all-linear`, `attention`, or module names joined by commas; None for method full."""
     quantization: str = "none"
     """A key of QUANTIZATIONS."""
+    liger: bool = False
+    """Liger's Triton kernels: norms, rotary embedding, gated MLP, and a loss that makes no logits."""
 
     @property
     def effective_batch_size(self) -> int:

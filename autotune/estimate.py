@@ -286,20 +286,18 @@ class Estimator:
         self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
     ) -> roofline.StepTime | None:
         tf32 = PRECISIONS[precision].tf32
-        trace = self._traces[spec]
-        flops = trace.flops.at(micro_batch, rank).tolist()
-        moved = trace.moved.at(micro_batch, rank).tolist()
         kernels = []
-        for k, num_flops, bytes_moved in zip(trace.kernels, flops, moved, strict=True):
+        for launch in self._traces[spec].launches(micro_batch, rank):
+            k = launch.kernel
             kind = "copy_host" if k.name == "copy_host" else roofline.kind_of(k.name)
             kernels.append(
                 roofline.Kernel(
                     name=k.name,
                     kind=kind,
                     dtype="tf32" if tf32 and kind == "matmul" and k.dtype == "float32" else k.dtype,
-                    flops=num_flops,
-                    bytes_moved=bytes_moved,
-                    count=k.count,
+                    flops=launch.flops,
+                    bytes_moved=launch.bytes_moved,
+                    count=launch.count,
                 )
             )
         return self._time(kernels)
@@ -323,13 +321,11 @@ class Estimator:
 
     def _flops(self, config: TrainConfig, spec: TraceSpec, rank: int) -> tuple[float, float]:
         """(all, without recomputation) of one optimizer step."""
-        trace = self._traces[spec]
-        total = model = 0
-        flops_of_each = trace.flops.at(config.micro_batch_size, rank).tolist()
-        for kernel, each in zip(trace.kernels, flops_of_each, strict=True):
-            flops = kernel.count * each
+        total = model = 0.0
+        for launch in self._traces[spec].launches(config.micro_batch_size, rank):
+            flops = launch.count * launch.flops
             total += flops
-            model += 0 if kernel.recomputed else flops
+            model += 0 if launch.kernel.recomputed else flops
         accumulation = config.gradient_accumulation_steps
         return float(total * accumulation), float(model * accumulation)
 

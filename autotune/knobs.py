@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TrainConfig
@@ -60,6 +60,8 @@ class Knob:
     """A value, for people."""
     arguments: Callable[[Any], dict[str, object]] | None = None
     """What a value adds to TrainingArguments, where that follows from it alone."""
+    needs: Mapping[Any, str] = field(default_factory=dict)
+    """Library that a value needs beyond the ones autotune depends on, by pip's name for it."""
 
 
 def kind(value: object) -> str:
@@ -229,6 +231,20 @@ KNOBS: dict[str, Knob] = {
             methods=("qlora",),
             flag="--quantization",
             summary="Storage of the frozen weights [default: nf4 for qlora].",
+        ),
+        Knob(
+            # Its loss sums the head's gradient over chunks in the dtype of the weight, and its norms
+            # and gated MLPs round at other places (liger-kernel 0.8.5 ops/).
+            name="liger",
+            tradeoff="numerics",
+            read=_flag,
+            default=False,
+            choices=(False, True),
+            words=lambda on: "Liger kernels" if on else "no Liger kernels",
+            arguments=lambda on: {"use_liger_kernel": True} if on else {},
+            needs={True: "liger-kernel"},
+            flag="--liger",
+            summary="Liger's Triton kernels and its loss without logits.",
         ),
     )
 }

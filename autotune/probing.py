@@ -183,8 +183,8 @@ class Plan:
 
 
 def can_run(config: TrainConfig, backend: str) -> bool:
-    """Whether a probe of it makes sense there: a CPU has no device memory to offload from."""
-    return backend == "cuda" or not config.activation_offloading
+    """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton."""
+    return backend == "cuda" or not (config.activation_offloading or config.liger)
 
 
 def search(

@@ -29,6 +29,7 @@ class TraceSpec:
     attention: str
     single: bool
     """Micro-batch 1, which takes other code paths than 2 and more."""
+    liger: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
@@ -439,6 +440,8 @@ class Summary:
     counts: Counts
     invalid_by_rule: dict[str, int]
     elapsed_seconds: float
+    left_out: tuple[str, ...] = ()
+    """Values of the space whose library is not installed, and how to install it."""
     measured: Measured | None = None
     """What probes found; `best` is then the prediction for the measured winner."""
 
@@ -487,5 +490,6 @@ class Summary:
             ],
             "counts": dataclasses.asdict(self.counts),
             "invalid_by_rule": self.invalid_by_rule,
+            "left_out": list(self.left_out),
             "elapsed_seconds": self.elapsed_seconds,
         }

@@ -132,6 +132,12 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, context: PRECISIONS[c.precision].tf32 and _lacks_ampere(context),
     ),
     Rule(
+        # Triton's README, supported hardware.
+        name="liger-needs-ampere",
+        reason="Liger's kernels are Triton's, which needs compute capability 8.0",
+        breaks=lambda c, context: c.liger and _lacks_ampere(context),
+    ),
+    Rule(
         name="fp16-weights-cannot-train",
         reason="gradients in float16 cannot be unscaled: only a frozen base may be float16",
         breaks=lambda c, _: c.precision == "fp16-autocast" and c.method == "full",

@@ -51,6 +51,7 @@ def trace_all(
         "sequence_length": sequence_length,
         "compute_capability": list(gpu.compute_capability),
         "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
+        "num_sms": gpu.num_sms,
     }
     jobs = _Jobs(specs, on_trace)
     for _ in range(_MAX_ROUNDS):

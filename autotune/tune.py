@@ -20,6 +20,7 @@ from autotune.estimate import Estimator
 from autotune.gpus import Gpu
 from autotune.knobs import KNOBS, describe
 from autotune.models import ModelSource
+from autotune.needs import without_missing
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Change, Counts, Estimate, Measured, Summary, TraceSpec
 from autotune.space import (
@@ -123,8 +124,9 @@ def find(
     """
     started = time.monotonic()
     num_layers = model.config.get("num_hidden_layers")
+    space, left_out = without_missing(with_attentions(space, model.attentions))
     points = enumerate_configs(
-        with_attentions(space, model.attentions),
+        space,
         workload,
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=gpu.compute_capability,
@@ -191,6 +193,7 @@ def find(
             replayed=candidates.num_replayed,
         ),
         invalid_by_rule=points.invalid,
+        left_out=left_out,
         elapsed_seconds=time.monotonic() - started,
     )
     return Found(

@@ -84,6 +84,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--checkpointing": None,
         "--offload": None,
         "--attention": None,
+        "--liger": None,
         "--explain": False,
     },
     "gpus": {},

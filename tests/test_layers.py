@@ -28,6 +28,7 @@ ROWS = {
     "results": 3,
     "space": 3,
     "space_file": 3,
+    "needs": 3,
     "traces": 3,
     "export": 3,
     "worker": 4,

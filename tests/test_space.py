@@ -90,6 +90,10 @@ BREAKERS = {
     ),
     "bf16-needs-ampere": (FULL, TURING),
     "tf32-needs-ampere": (dataclasses.replace(FULL, precision="tf32"), TURING),
+    "liger-needs-ampere": (
+        dataclasses.replace(FULL, precision="fp16-mixed", liger=True),
+        TURING,
+    ),
     "fp16-weights-cannot-train": (dataclasses.replace(FULL, precision="fp16-autocast"), TURING),
     "bf16-replaces-fp16": (
         dataclasses.replace(FULL, precision="fp16-mixed"),

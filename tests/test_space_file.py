@@ -115,6 +115,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "activation_checkpointing": (0,),
         "activation_offloading": (False,),
         "attention": ("sdpa",),
+        "liger": (False,),
     }
     of_adapters = {"lora_rank": (16,), "lora_targets": ("all-linear",), "quantization": ("nf4",)}
     assert qlora.domains == {**full.domains, **of_adapters}

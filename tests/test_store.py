@@ -107,6 +107,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "lora_rank": 16,
         "lora_targets": "all-linear",
         "quantization": "none",
+        "liger": False,
     }
     assert study.best_trial.user_attrs["evidence"] == "predicted"
     assert TrainConfig(**study.best_trial.user_attrs["config"]) == LORA

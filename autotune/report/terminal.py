@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from autotune import needs
 from autotune.config import TRADEOFF_CLASSES
 from autotune.gpus import Gpu
 from autotune.knobs import describe
@@ -58,6 +59,7 @@ def draw_summary(
                 f"{summary.space} {counts.enumerated:,} > valid {num_valid:,}{traceable} > fit "
                 f"{counts.feasible:,}, in {format_seconds(summary.elapsed_seconds)}",
             ),
+            *(("left out", text) for text in summary.left_out),
         ],
     )
     console.print()
@@ -150,6 +152,7 @@ def draw_estimate(
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
+    rows += [("note", f"{text}, which is not here") for text in needs.of_config(estimate.config)]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
     _print_rows(console, rows)
 

@@ -27,7 +27,9 @@ from transformers import PretrainedConfig
 
 from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
+from autotune.worker import liger
 from autotune.worker import model as models
+from autotune.worker.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
 from autotune.worker.model import RANK, UnsupportedModel
 from autotune.worker.tracker import Recording, TrackedKernel, Tracker, in_backward
@@ -60,7 +62,7 @@ def trace_step(
     period = models.trace_period(config, spec)
     # Checkpointed layers of T5 hand the gradient of their common position bias around.
     whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
-    small = num_layers if whole else models.small_num_layers(config, period)
+    small = num_layers if whole else models.small_num_layers(config, spec, period)
     layers = {"traced": small, "full": num_layers, "period": period}
     if small < num_layers:
         model = models.build_base(models.with_layers(config, small), task, spec)
@@ -78,8 +80,9 @@ def trace_step(
         before=workspaces.before,
         decompositions=_decompositions(spec),
     )
+    chunks = Chunks(tracker, is_symbolic=not spec.single)
     step = _Step(model, task, spec, tracker)
-    with _trace_settings(tracker):
+    with _trace_settings(tracker), _techniques(spec, tracker, device, chunks):
         try:
             step.set_up()
             with cuda_choices(device), tracker:
@@ -89,7 +92,7 @@ def trace_step(
                 f"its training step cannot be run without data ({type(error).__name__}: "
                 f"{models.first_line(error)})"
             ) from error
-    return _encode(step, workspaces, micro_batch, layers)
+    return _encode(step, workspaces, chunks, micro_batch, layers)
 
 
 class _Step:
@@ -139,6 +142,8 @@ class _Step:
                         self.mark(*mark)
                         last = mark
                     self._own(parameter)
+        if spec.liger:
+            liger.apply(self.model, self.task)
         if spec.activation_checkpointing:
             models.enable_checkpointing(self.model, spec)
         self.model.train()
@@ -294,6 +299,17 @@ def _decompositions(spec: TraceSpec) -> dict[Any, Callable[..., Any]]:
 
 
 @contextlib.contextmanager
+def _techniques(
+    spec: TraceSpec, tracker: Tracker, device: Device, chunks: Chunks
+) -> Iterator[None]:
+    """What libraries beside Transformers need in order to be traced."""
+    with contextlib.ExitStack() as stack:
+        if spec.liger:
+            stack.enter_context(liger.on_meta(tracker, device, chunks))
+        yield
+
+
+@contextlib.contextmanager
 def _trace_settings(tracker: Tracker) -> Iterator[None]:
     """Offloading parks tensors without a host copy; nothing is collected at a random moment."""
     import transformers.modeling_utils as modeling_utils
@@ -353,10 +369,14 @@ def _monomial(number: int, micro_batch: int) -> tuple[int, int, int]:
 
 
 def _encode(
-    step: _Step, workspaces: Workspaces, micro_batch: int, layers: dict[str, int]
+    step: _Step,
+    workspaces: Workspaces,
+    chunks: Chunks,
+    micro_batch: int,
+    layers: dict[str, int],
 ) -> dict[str, Any]:
     recording = step.tracker.recording
-    blocks = _blocks(recording, step, micro_batch)
+    blocks = _blocks(recording, step, chunks, micro_batch)
     vocabulary = getattr(step.model.config, "vocab_size", -1)
     decayed = models.decayed_parameters(step.model)
     embeddings = {
@@ -364,7 +384,10 @@ def _encode(
     }
     tensors: list[Any] = []
     for index, tensor in enumerate(recording.tensors):
-        entry: dict[str, Any] = {"size": _monomial(tensor.size_bytes, micro_batch)}
+        size_bytes, per_row = _per_row(tensor.size_bytes, chunks)
+        entry: dict[str, Any] = {"size": _monomial(size_bytes, micro_batch)}
+        if per_row:
+            entry["chunked"] = True
         if index in step.parameters:
             entry["category"] = "parameter"
             parameter = step.parameters[index]
@@ -384,12 +407,23 @@ def _encode(
             name, *numbers = tensor.rule
             entry["rule"] = [name, *(_monomial(n, micro_batch) for n in numbers)]
         tensors.append(entry)
-    return {
+    answer = {
         "layers": layers,
         "tensors": tensors,
         "blocks": blocks,
         "parameters": _count_parameters(step.model),
     }
+    if chunks.is_symbolic and chunks.rule is not None:
+        name, num_tokens, constant = chunks.rule
+        answer["chunks"] = [name, _monomial(num_tokens, micro_batch), constant]
+    return answer
+
+
+def _per_row(number: int, chunks: Chunks) -> tuple[int, bool]:
+    """Of what is as large as a chunk of tokens, the part of one token."""
+    if number and chunks.rule is not None and chunks.is_symbolic and number % CHUNK_ROWS == 0:
+        return number // CHUNK_ROWS, True
+    return number, False
 
 
 def _count_parameters(model: nn.Module) -> dict[str, Any]:
@@ -408,7 +442,9 @@ def _count_parameters(model: nn.Module) -> dict[str, Any]:
     return {str(layer): entry for layer, entry in counted.items()}
 
 
-def _blocks(recording: Recording, step: _Step, micro_batch: int) -> list[dict[str, Any]]:
+def _blocks(
+    recording: Recording, step: _Step, chunks: Chunks, micro_batch: int
+) -> list[dict[str, Any]]:
     marks = recording.marks
     ends = [*((m[0], m[1]) for m in marks[1:]), (len(recording.events), len(recording.kernels))]
     handed_over = step.handed_over
@@ -421,7 +457,8 @@ def _blocks(recording: Recording, step: _Step, micro_batch: int) -> list[dict[st
             for gradient in handed_over.get(position, ())
         ]
         events = recording.events[first:last]
-        kernels = _count_kernels(recording.kernels[first_kernel:last_kernel], micro_batch)
+        launched = recording.kernels[first_kernel:last_kernel]
+        kernels = _count_kernels(launched, chunks, micro_batch)
         if events or kernels or accumulate:
             blocks.append(
                 {
@@ -435,22 +472,37 @@ def _blocks(recording: Recording, step: _Step, micro_batch: int) -> list[dict[st
     return blocks
 
 
-def _count_kernels(kernels: list[TrackedKernel], micro_batch: int) -> list[Any]:
-    """Equal kernels of a block once: [name, dtype, flops, [bytes ...], recomputed, count]."""
+def _count_kernels(kernels: list[TrackedKernel], chunks: Chunks, micro_batch: int) -> list[Any]:
+    """Equal kernels of a block once: [name, dtype, flops, [bytes ...], recomputed, count].
+
+    One that handles a chunk of tokens has two parts more: the bytes per token of it, apart from the
+    others (its operations are per token too), and whether it stands for all chunks but the first.
+    """
     counts: dict[tuple[Any, ...], int] = {}
     for k in kernels:
-        key = (k.name, k.dtype, k.num_flops, tuple(sorted(k.tensor_bytes)), k.recomputed)
+        sizes = tuple(sorted(k.tensor_bytes))
+        key = (k.name, k.dtype, k.num_flops, sizes, k.recomputed, k.repeated)
         counts[key] = counts.get(key, 0) + 1
     encoded = []
-    for (name, dtype, flops, sizes, recomputed), count in counts.items():
-        moved: dict[tuple[int, int], int] = {}
-        for size in sizes:
-            coefficient, batch_power, rank_power = _monomial(size, micro_batch)
-            powers = batch_power, rank_power
-            moved[powers] = moved.get(powers, 0) + coefficient
-        terms = [(coefficient, i, j) for (i, j), coefficient in moved.items()]
-        encoded.append([name, dtype, _monomial(flops, micro_batch), terms, recomputed, count])
+    for (name, dtype, flops, sizes, recomputed, repeated), count in counts.items():
+        parts = [_per_row(size, chunks) for size in sizes]
+        moved = _sum_of([size for size, per_row in parts if not per_row], micro_batch)
+        flops_term = _monomial(_per_row(flops, chunks)[0], micro_batch)
+        entry = [name, dtype, flops_term, moved, recomputed, count]
+        of_chunk = [size for size, per_row in parts if per_row]
+        if of_chunk or repeated:
+            entry += [_sum_of(of_chunk, micro_batch), repeated]
+        encoded.append(entry)
     return encoded
+
+
+def _sum_of(sizes: list[int], micro_batch: int) -> list[tuple[int, int, int]]:
+    terms: dict[tuple[int, int], int] = {}
+    for size in sizes:
+        coefficient, batch_power, rank_power = _monomial(size, micro_batch)
+        powers = batch_power, rank_power
+        terms[powers] = terms.get(powers, 0) + coefficient
+    return [(coefficient, i, j) for (i, j), coefficient in terms.items()]
 
 
 __all__ = ["MICRO_BATCH", "Device", "UnsupportedModel", "trace_step"]
