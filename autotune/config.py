@@ -28,6 +28,8 @@ TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
 TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm")
 METHODS = ("full", "lora", "qlora")
 ATTENTIONS = ("eager", "sdpa")
+TRAINERS = ("transformers", "trl-sft")
+"""Transformers' Trainer, or TRL's SFTTrainer."""
 
 
 ATTENTION_PROJECTIONS = (
@@ -192,6 +194,8 @@ class TrainConfig:
     """A key of QUANTIZATIONS."""
     liger: bool = False
     """Liger's Triton kernels: norms, rotary embedding, gated MLP, and a loss that makes no logits."""
+    trainer: str = "transformers"
+    """One of TRAINERS."""
 
     @property
     def effective_batch_size(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TRAINERS, TrainConfig
 from autotune.errors import nearest
 from autotune.optimizers import OPTIMIZERS
 
@@ -245,6 +245,18 @@ KNOBS: dict[str, Knob] = {
             needs={True: "liger-kernel"},
             flag="--liger",
             summary="Liger's Triton kernels and its loss without logits.",
+        ),
+        Knob(
+            # SFTTrainer sums the loss over chunks in float32 (trl 1.16 kernels/chunked_logprob.py).
+            name="trainer",
+            tradeoff="numerics",
+            read=_one_of(TRAINERS, "trainer"),
+            default="transformers",
+            choices=TRAINERS,
+            words=lambda name: {"transformers": "Trainer", "trl-sft": "SFTTrainer"}[name],
+            needs={"trl-sft": "trl"},
+            flag="--trainer",
+            summary="Transformers' Trainer or TRL's SFTTrainer [default: transformers].",
         ),
     )
 }

@@ -30,6 +30,7 @@ class TraceSpec:
     single: bool
     """Micro-batch 1, which takes other code paths than 2 and more."""
     liger: bool = False
+    trainer: str = "transformers"
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:

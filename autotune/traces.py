@@ -94,7 +94,7 @@ def _liger_rows(num_tokens: int, num_parts: int) -> int:
     return min(1 << (-(-num_tokens // num_parts) - 1).bit_length(), num_tokens)
 
 
-_CHUNK_ROWS: dict[str, Callable[[int, int], int]] = {"liger": _liger_rows}
+_CHUNK_ROWS: dict[str, Callable[[int, int], int]] = {"liger": _liger_rows, "trl": min}
 """Tokens of a chunk, by the name of the rule: (tokens of the micro-batch, constant)."""
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from autotune.worker.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.cuda import Device
 from autotune.worker.model import UnsupportedModel
+from autotune.worker.stand_ins import replaced, taken_for_cuda
 from autotune.worker.tracker import Tracker
 
 aten = torch.ops.aten
@@ -38,8 +39,8 @@ PASSES = {
 """How often a kernel touches its tensors, where that is not once."""
 
 
-def apply(model: Any, task: str) -> None:
-    """What TrainingArguments(use_liger_kernel=True) does to a model."""
+def apply(model: Any, task: str, trainer: str) -> None:
+    """What TrainingArguments(use_liger_kernel=True) does to a model; SFTTrainer keeps its own loss."""
     if task != "causal-lm":
         raise UnsupportedModel("Liger replaces the forward pass of causal language models only")
     kind = _base(model).config.model_type
@@ -52,7 +53,8 @@ def apply(model: Any, task: str) -> None:
         ) from error
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UnsupportedModel(f"Liger has no kernels for model type {kind}")
-    apply_liger_kernel(model, None)
+    own_loss = {"fused_linear_cross_entropy": False} if trainer == "trl-sft" else None
+    apply_liger_kernel(model, own_loss)
 
 
 def _base(model: Any) -> Any:
@@ -78,18 +80,18 @@ def on_meta(tracker: Tracker, device: Device, chunks: Chunks) -> Iterator[None]:
         aten._local_scalar_dense.default: counting.answer,
     }
     loss = functools.partial(counting.run, fused.fused_linear_cross_entropy_forward)
-    replaced: list[tuple[Any, str, Any]] = [(fused, "fused_linear_cross_entropy_forward", loss)]
+    attributes: list[tuple[Any, str, Any]] = [(fused, "fused_linear_cross_entropy_forward", loss)]
     if chunks.is_symbolic:
-        replaced += [
+        attributes += [
             (fused, "triton", _ChunkSizes(fused.triton, chunks)),
             (fused, "range", chunks.over_chunks),
         ]
-    with taken_for_cuda("meta", device, launch), _replaced(replaced):
+    with as_on_cuda("meta", device, launch), replaced(attributes):
         yield
 
 
 @contextlib.contextmanager
-def taken_for_cuda(device_type: str, device: Device, launch: Callable[..., None]) -> Iterator[None]:
+def as_on_cuda(device_type: str, device: Device, launch: Callable[..., None]) -> Iterator[None]:
     """Liger takes tensors of that type for CUDA's, on that card; `launch` gets its Triton kernels.
 
     What Liger patches in Transformers is undone at the end.
@@ -102,30 +104,19 @@ def taken_for_cuda(device_type: str, device: Device, launch: Callable[..., None]
     available_impls("rope")
 
     properties = SimpleNamespace(multi_processor_count=device.num_sms)
-    replaced: list[tuple[Any, str, Any]] = [
+    attributes: list[tuple[Any, str, Any]] = [
         (jit.JITFunction, "run", launch),
         (autotuner.Autotuner, "run", lambda tuner, *args, **kw: tuner.fn.run(*args, **kw)),
         (autotuner.Heuristics, "run", lambda rules, *args, **kw: rules.fn.run(*args, **kw)),
         (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: device.compute_capability),
     ]
-    with _unpatched_afterwards(), _comparing_with(device_type), _replaced(replaced):
+    with (
+        _unpatched_afterwards(),
+        taken_for_cuda(device_type, "liger_kernel.ops"),
+        replaced(attributes),
+    ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in attributes]
-    for owner, name, value in attributes:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 def _differ(_: torch.Tensor, one: torch.Tensor) -> bool:
@@ -170,28 +161,6 @@ class _ChunkSizes:
             self._chunks.meets("liger", *self._divided)
             return CHUNK_ROWS
         return int(self._triton.next_power_of_2(number))
-
-
-@contextlib.contextmanager
-def _comparing_with(device_type: str) -> Iterator[None]:
-    """In Liger's functions the name `cuda` becomes that of another type of device."""
-    codes = {
-        function: function.__code__
-        for name, module in list(sys.modules.items())
-        if name.startswith("liger_kernel.ops.")
-        for function in vars(module).values()
-        if isinstance(function, FunctionType)
-        and function.__module__ == name
-        and "cuda" in function.__code__.co_consts
-    }
-    for function, code in codes.items():
-        names = tuple(device_type if value == "cuda" else value for value in code.co_consts)
-        function.__code__ = code.replace(co_consts=names)
-    try:
-        yield
-    finally:
-        for function, code in codes.items():
-            function.__code__ = code
 
 
 @contextlib.contextmanager

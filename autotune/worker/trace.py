@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 
 from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
-from autotune.worker import liger
+from autotune.worker import liger, sft
 from autotune.worker import model as models
 from autotune.worker.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
@@ -135,6 +135,9 @@ class _Step:
         if spec.method != "full":
             assert spec.lora_targets is not None
             self.model = models.add_adapter(self.model, self.task, spec.lora_targets, RANK)
+        if spec.trainer == "trl-sft":
+            sft.prepare(self.model, self.task, spec.method)
+        if spec.method != "full":
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     mark = ("adapter", place_of(name))
@@ -143,7 +146,7 @@ class _Step:
                         last = mark
                     self._own(parameter)
         if spec.liger:
-            liger.apply(self.model, self.task)
+            liger.apply(self.model, self.task, spec.trainer)
         if spec.activation_checkpointing:
             models.enable_checkpointing(self.model, spec)
         self.model.train()
@@ -168,13 +171,7 @@ class _Step:
         if precision.autocast:
             _wrap_forward(model, getattr(torch, precision.compute_dtype))
         self.mark("embed")
-        outputs = model(**inputs)
-        loss = outputs["loss"]
-        del outputs
-        if accepts:
-            loss *= 1  # Trainer.compute_loss: the number of processes
-        else:
-            loss = loss / 1  # Trainer.training_step: the number of micro-batches
+        loss = self._loss(inputs, accepts=accepts)
         scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
         if precision.grad_scaler:
             scaled = scaled * torch.empty((), dtype=torch.float32, device="meta")
@@ -194,6 +191,22 @@ class _Step:
         # Hooks in C++ keep what they refer to from ever being collected.
         for handle in handles:
             handle.remove()
+
+    def _loss(self, inputs: dict[str, Any], *, accepts: bool) -> torch.Tensor:
+        """Trainer.compute_loss, and what training_step divides it by."""
+        model: Any = self.model
+        if self.spec.trainer == "trl-sft":
+            num_items = inputs.pop("num_items_in_batch")
+            sft_loss: torch.Tensor = sft.loss_of(model, inputs, num_items)
+            return sft_loss
+        outputs = model(**inputs)
+        loss: torch.Tensor = outputs["loss"]
+        del outputs
+        if accepts:
+            loss *= 1  # the number of processes
+        else:
+            loss = loss / 1  # the number of micro-batches
+        return loss
 
     def _hook_gradients(self) -> list[Any]:
         return [
@@ -306,6 +319,8 @@ def _techniques(
     with contextlib.ExitStack() as stack:
         if spec.liger:
             stack.enter_context(liger.on_meta(tracker, device, chunks))
+        if spec.trainer == "trl-sft":
+            stack.enter_context(sft.on_meta(tracker, chunks))
         yield
 
 

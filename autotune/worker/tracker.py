@@ -218,7 +218,9 @@ class Tracker(TorchDispatchMode):
             moved *= 2
         elif func is not aten.nll_loss_backward.default:
             moved += tuple(_moved_bytes(t) for t in inputs)
-        dtype = str((inputs or outputs)[0].dtype)[6:]
+        # What a product adds to may be wider than what it multiplies.
+        operands = _PRODUCT_OPERANDS.get(func, 0)
+        dtype = str((args[operands] if operands else (inputs or outputs)[0]).dtype)[6:]
         recomputed = torch.is_grad_enabled() and in_backward()
         self.recording.kernels.append(
             TrackedKernel(_name(func), dtype, flops, moved, recomputed, self.is_repeated)

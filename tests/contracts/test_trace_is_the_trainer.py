@@ -110,6 +110,7 @@ class Case:
     accumulation: int = 2
     attention: str = "eager"
     liger: bool = False
+    trainer: str = "transformers"
 
     @property
     def config(self) -> transformers.PretrainedConfig:
@@ -129,6 +130,7 @@ class Case:
             attention=self.attention,
             single=self.micro_batch == 1,
             liger=self.liger,
+            trainer=self.trainer,
         )
 
 
@@ -266,7 +268,7 @@ def run_case(case: Case, folder: Path) -> Run:
     with sdpa_kernel(SDPBackend.MATH), contextlib.ExitStack() as stack:
         if case.liger:
             pytest.importorskip("liger_kernel.transformers")
-            stack.enter_context(liger.taken_for_cuda("cpu", AMPERE, lambda *_, **__: None))
+            stack.enter_context(liger.as_on_cuda("cpu", AMPERE, lambda *_, **__: None))
         return run_trainer(
             real_model(case),
             folder,
