@@ -27,7 +27,7 @@ TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
 
 TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm")
 METHODS = ("full", "lora", "qlora")
-ATTENTIONS = ("eager", "sdpa")
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 TRAINERS = ("transformers", "trl-sft")
 """Transformers' Trainer, or TRL's SFTTrainer."""
 

@@ -183,7 +183,12 @@ class Plan:
 
 
 def can_run(config: TrainConfig, backend: str) -> bool:
-    """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton."""
+    """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton.
+
+    Probes run Transformers' Trainer.
+    """
+    if config.trainer != "transformers":
+        return False
     return backend == "cuda" or not (config.activation_offloading or config.liger)
 
 

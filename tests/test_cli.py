@@ -85,6 +85,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--offload": None,
         "--attention": None,
         "--liger": None,
+        "--trainer": None,
         "--explain": False,
     },
     "gpus": {},

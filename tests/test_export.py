@@ -253,6 +253,7 @@ def test_the_recipe_of_qlora() -> None:
         "sequence_length": 512,
         "dtype": "float32",
         "attention": "eager",
+        "trainer": "transformers",
         "quantization": {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",

@@ -90,6 +90,19 @@ BREAKERS = {
     ),
     "bf16-needs-ampere": (FULL, TURING),
     "tf32-needs-ampere": (dataclasses.replace(FULL, precision="tf32"), TURING),
+    "flash-attention-computes-in-16-bits": (
+        dataclasses.replace(FULL, precision="fp32", attention="flash_attention_2"),
+        ADA,
+    ),
+    "flash-attention-needs-ampere": (
+        dataclasses.replace(FULL, precision="fp16-mixed", attention="flash_attention_2"),
+        TURING,
+    ),
+    "flash-attention-3-needs-hopper": (
+        dataclasses.replace(FULL, attention="flash_attention_3"),
+        ADA,
+    ),
+    "flex-attention-is-compiled": (dataclasses.replace(FULL, attention="flex_attention"), ADA),
     "liger-needs-ampere": (
         dataclasses.replace(FULL, precision="fp16-mixed", liger=True),
         TURING,

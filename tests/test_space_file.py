@@ -116,6 +116,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "activation_offloading": (False,),
         "attention": ("sdpa",),
         "liger": (False,),
+        "trainer": ("transformers",),
     }
     of_adapters = {"lora_rank": (16,), "lora_targets": ("all-linear",), "quantization": ("nf4",)}
     assert qlora.domains == {**full.domains, **of_adapters}

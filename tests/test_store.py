@@ -108,6 +108,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "lora_targets": "all-linear",
         "quantization": "none",
         "liger": False,
+        "trainer": "transformers",
     }
     assert study.best_trial.user_attrs["evidence"] == "predicted"
     assert TrainConfig(**study.best_trial.user_attrs["config"]) == LORA

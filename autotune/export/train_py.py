@@ -57,6 +57,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         "sequence_length": config.sequence_length,
         "dtype": precision.parameter_dtype,
         "attention": config.attention,
+        "trainer": config.trainer,
         "quantization": None
         if config.quantization == "none"
         else _quantization(config, workload.task),

@@ -38,7 +38,9 @@ def require(complaints: Sequence[str]) -> None:
 
 
 def check_backend(config: TrainConfig, backend: str) -> list[str]:
-    """What a CPU cannot do: said, not left out."""
+    """What a probe or a CPU cannot do: said, not left out."""
+    if config.trainer != "transformers":
+        return ["a probe runs Transformers' Trainer, not SFTTrainer"]
     if backend != "cpu":
         return []
     precision = PRECISIONS[config.precision]

@@ -198,14 +198,7 @@ class CudaChoices(TorchFunctionMode):
             self._device, query.dtype, size, value.shape[-1], attn_mask is not None
         )
         if kernel == "flash":
-            padding = -size % 8
-            if padding:
-                query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
-                scale = scale if scale is not None else size**-0.5
-            out = aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )[0]
-            return out[..., :size] if padding else out
+            return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
         if kernel == "math":
             return F.scaled_dot_product_attention(
                 query,
@@ -228,6 +221,27 @@ class CudaChoices(TorchFunctionMode):
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
         )[0]
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+) -> torch.Tensor:
+    """Of (batch, heads, length, size); heads are padded to a multiple of eight."""
+    size = query.shape[-1]
+    padding = -size % 8
+    if padding:
+        query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
+        scale = scale if scale is not None else size**-0.5
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return out[..., :size] if padding else out
 
 
 def _additive_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:

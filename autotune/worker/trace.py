@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 
 from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
-from autotune.worker import liger, sft
+from autotune.worker import attention, liger, sft
 from autotune.worker import model as models
 from autotune.worker.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
@@ -64,21 +64,23 @@ def trace_step(
     whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
     small = num_layers if whole else models.small_num_layers(config, spec, period)
     layers = {"traced": small, "full": num_layers, "period": period}
-    if small < num_layers:
-        model = models.build_base(models.with_layers(config, small), task, spec)
-        if not models.layer_stacks(model, small):
-            return trace_step(
-                config, task, spec, sequence_length=sequence_length, device=device, whole=True
-            )
-    else:
-        model = models.build_base(config, task, spec)
+    with attention.without_library(spec.attention):
+        if small < num_layers:
+            model = models.build_base(models.with_layers(config, small), task, spec)
+            if not models.layer_stacks(model, small):
+                return trace_step(
+                    config, task, spec, sequence_length=sequence_length, device=device, whole=True
+                )
+        else:
+            model = models.build_base(config, task, spec)
     micro_batch = 1 if spec.single else MICRO_BATCH
     workspaces = Workspaces(device.cublas_workspace_bytes)
     tracker = Tracker(
         "meta",
-        hidden_buffers=hidden_buffers,
+        hidden_buffers=attention.buffers_of(spec.attention, hidden_buffers),
         before=workspaces.before,
         decompositions=_decompositions(spec),
+        kernel_names=attention.KERNEL_NAMES.get(spec.attention),
     )
     chunks = Chunks(tracker, is_symbolic=not spec.single)
     step = _Step(model, task, spec, tracker)
@@ -317,6 +319,7 @@ def _techniques(
 ) -> Iterator[None]:
     """What libraries beside Transformers need in order to be traced."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(attention.without_library(spec.attention))
         if spec.liger:
             stack.enter_context(liger.on_meta(tracker, device, chunks))
         if spec.trainer == "trl-sft":

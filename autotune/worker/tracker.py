@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,10 +86,12 @@ class Tracker(TorchDispatchMode):
         hidden_buffers: HiddenBuffers | None = None,
         before: Callable[[Tracker, Any], None] | None = None,
         decompositions: dict[Any, Callable[..., Any]] | None = None,
+        kernel_names: Mapping[Any, str] | None = None,
     ) -> None:
         super().__init__()
         self.decompositions = decompositions or {}
         """What takes the place of an operation; NotImplemented lets it run."""
+        self._kernel_names = kernel_names or {}
         self.recording = Recording()
         self.is_repeated = False
         """Kernels belong to the chunk of tokens that stands for others."""
@@ -223,7 +225,14 @@ class Tracker(TorchDispatchMode):
         dtype = str((args[operands] if operands else (inputs or outputs)[0]).dtype)[6:]
         recomputed = torch.is_grad_enabled() and in_backward()
         self.recording.kernels.append(
-            TrackedKernel(_name(func), dtype, flops, moved, recomputed, self.is_repeated)
+            TrackedKernel(
+                self._kernel_names.get(func) or _name(func),
+                dtype,
+                flops,
+                moved,
+                recomputed,
+                self.is_repeated,
+            )
         )
         return out
 

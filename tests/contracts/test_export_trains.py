@@ -57,12 +57,15 @@ ATTENTION = dataclasses.replace(
 )
 MIXED = dataclasses.replace(FULL, precision="bf16-mixed", optimizer="adafactor")
 
+SFT = dataclasses.replace(FULL, trainer="trl-sft", activation_checkpointing=1)
+
 # name: model folder, task, configuration, further options
 RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
     "full": ("llama", "causal-lm", FULL, []),
     "full-mixed": ("llama", "causal-lm", MIXED, []),
     "full-from-config": ("llama", "causal-lm", FULL, ["--from-config"]),
     "lora": ("llama", "causal-lm", LORA, []),
+    "sft": ("llama", "causal-lm", SFT, []),
     "lora-attention": ("llama", "causal-lm", ATTENTION, []),
     "qlora": ("llama", "causal-lm", QLORA, []),
     "masked": ("bert", "masked-lm", FULL, []),
