@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from autotune import roofline
-from autotune.allocator import Tape, replay
+from autotune.allocator import EMPTY_CACHE_BYTES, Tape, replay
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.gpus import Gpu
 from autotune.optimizer_steps import (
@@ -46,6 +46,11 @@ _BREAKDOWN_OF_CATEGORY = {
     "temporary": "temporaries_bytes",
     "workspace": "workspace_bytes",
 }
+
+
+# "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
+# what giving segments back and asking for them again adds to a step that does it.
+_EMPTY_CACHE_SHARE = 0.10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +151,8 @@ class Estimator:
             return None
         accumulation = config.gradient_accumulation_steps
         steps = accumulation * micro.total_seconds + (accumulation - 1) * added.total_seconds
+        if config.torch_empty_cache_steps:
+            steps *= 1 + _EMPTY_CACHE_SHARE / config.torch_empty_cache_steps
         return StepSeconds(
             micro_step_seconds=steps / accumulation,
             optimizer_step_seconds=update.total_seconds,
@@ -164,14 +171,14 @@ class Estimator:
         trace = self._traces[spec]
         optimizer = self._update(spec, rank, config.optimizer)
         micro_sizes = trace.sizes(config.micro_batch_size, rank)
-        sizes = micro_sizes + optimizer.sizes
+        sizes = [*micro_sizes, *optimizer.sizes, EMPTY_CACHE_BYTES]
         events = self._two_steps(trace, optimizer, len(micro_sizes), config)
         result = replay(sizes, events)
         resident = result.peak_reserved_bytes + self._context_bytes
         managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)
         seconds = self.seconds(config, resident)
         flops, model_flops = self._flops(config, spec, rank)
-        categories = trace.categories + optimizer.categories
+        categories = [*trace.categories, *optimizer.categories, "temporary"]
         total, trainable = trace.num_parameters(rank)
         return Estimate(
             config=config,
@@ -213,14 +220,27 @@ class Estimator:
     def _two_steps(
         self, trace: Trace, optimizer: _OptimizerStep, offset: int, config: TrainConfig
     ) -> list[int]:
-        accumulate = trace.next if config.gradient_accumulation_steps > 1 else []
+        every, marker = config.torch_empty_cache_steps, offset + len(optimizer.sizes)
+
+        def micro_step(events: list[int], step: int, more: int = 0) -> list[int]:
+            """The Trainer empties the cache between forward and backward (training_step)."""
+            if not every or step % every:
+                return events
+            middle = trace.num_forward_events + more
+            return [*events[:middle], marker, ~marker, *events[middle:]]
+
+        is_more = config.gradient_accumulation_steps > 1
+        first_more, later_more = (
+            micro_step(trace.next, step) if is_more else [] for step in (0, 1)
+        )
         zero_grad = [~gradient for gradient in trace.gradients]
         first, later = (
             [e + offset if e >= 0 else e - offset for e in events]
             for events in (optimizer.first, optimizer.later)
         )
-        events = [*trace.setup, *trace.first, *accumulate, *first, *zero_grad]
-        return [*events, *trace.again, *accumulate, *later, *zero_grad]
+        first_step = micro_step(trace.first, 0, trace.num_forward_workspaces)
+        events = [*trace.setup, *first_step, *first_more, *first, *zero_grad]
+        return [*events, *micro_step(trace.again, 1), *later_more, *later, *zero_grad]
 
     def _paged_out_bytes(self, optimizer: _OptimizerStep, resident_bytes: int) -> int:
         """Managed state that the budget has no room for beside what torch holds."""

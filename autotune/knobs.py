@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.config import ATTENTIONS, METHODS, PRECISIONS, QUANTIZATIONS, TRAINERS, TrainConfig
+from autotune.config import (
+    ATTENTIONS,
+    COMPILE_MODES,
+    METHODS,
+    PRECISIONS,
+    QUANTIZATIONS,
+    TRAINERS,
+    TrainConfig,
+)
 from autotune.errors import nearest
 from autotune.optimizers import OPTIMIZERS
 
@@ -60,6 +68,8 @@ class Knob:
     """A value, for people."""
     arguments: Callable[[Any], dict[str, object]] | None = None
     """What a value adds to TrainingArguments, where that follows from it alone."""
+    unpredicted: frozenset[Any] = frozenset()
+    """Values whose cost only a measurement tells: no search by prediction has them."""
     needs: Mapping[Any, str] = field(default_factory=dict)
     """Library that a value needs beyond the ones autotune depends on, by pip's name for it."""
 
@@ -91,6 +101,30 @@ def _positive(value: object) -> int:
     if not 0 < value <= MAX_NUMBER:
         raise ValueError(f"must be from 1 to {MAX_NUMBER:,}")
     return value
+
+
+def _from_zero(value: object) -> int:
+    return 0 if value == 0 and not isinstance(value, bool) else _positive(value)
+
+
+def _strength(value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) else -1.0
+    except ValueError:
+        number = -1.0
+    if isinstance(value, bool) or not 0 <= number <= MAX_NUMBER:
+        raise ValueError(f"must be a number from 0 to {MAX_NUMBER:,}")
+    return number
+
+
+def _compile_arguments(mode: str) -> dict[str, object]:
+    if mode == "none":
+        return {}
+    return {
+        "torch_compile": True,
+        "torch_compile_backend": "inductor",
+        "torch_compile_mode": mode,
+    }
 
 
 def _flag(value: object) -> bool:
@@ -258,6 +292,44 @@ KNOBS: dict[str, Knob] = {
             needs={"trl-sft": "trl"},
             flag="--trainer",
             summary="Transformers' Trainer or TRL's SFTTrainer [default: transformers].",
+        ),
+        Knob(
+            name="torch_empty_cache_steps",
+            tradeoff="exact",
+            read=_from_zero,
+            default=0,
+            smallest=0,
+            usual_largest=32,
+            words=lambda every: f"cache emptied at step interval {every}" if every else "cache kept",
+            arguments=lambda every: {"torch_empty_cache_steps": every} if every else {},
+            flag="--empty-cache-steps",
+            metavar="N",
+            summary="Empty the allocator's cache in every N-th step [default: never].",
+        ),
+        Knob(
+            name="neftune_noise_alpha",
+            tradeoff="recipe",
+            read=_strength,
+            default=0.0,
+            choices=(0.0, 5.0, 10.0, 15.0),
+            is_open=True,
+            words=lambda alpha: f"NEFTune {alpha:g}" if alpha else "no NEFTune",
+            arguments=lambda alpha: {"neftune_noise_alpha": alpha} if alpha else {},
+            flag="--neftune",
+            metavar="ALPHA",
+            summary="Noise on the embeddings, of this strength [default: none].",
+        ),
+        Knob(
+            name="torch_compile",
+            tradeoff="numerics",
+            read=_one_of(("none", *COMPILE_MODES), "mode"),
+            default="none",
+            choices=("none", *COMPILE_MODES),
+            words=lambda mode: f"torch.compile ({mode})" if mode != "none" else "no torch.compile",
+            arguments=_compile_arguments,
+            unpredicted=frozenset(COMPILE_MODES),
+            flag="--compile",
+            summary="Mode of torch.compile, which is not predicted [default: none].",
         ),
     )
 }

@@ -27,15 +27,21 @@ def is_installed(library: str) -> bool:
 def of_config(config: TrainConfig) -> tuple[str, ...]:
     """What a configuration needs that is not installed, for people."""
     return tuple(
-        _said(knob, value, library)
-        for knob in KNOBS.values()
-        if (library := knob.needs.get(value := getattr(config, knob.name)))
-        and not is_installed(library)
+        said for knob in KNOBS.values() if (said := _lacks(knob, getattr(config, knob.name)))
     )
 
 
-def without_missing(space: SearchSpace) -> tuple[SearchSpace, tuple[str, ...]]:
-    """The space without what is not installed, and what that was, for people.
+def unpredicted(config: TrainConfig) -> tuple[str, ...]:
+    """What an estimate leaves aside, for people."""
+    return tuple(
+        said
+        for knob in KNOBS.values()
+        if (said := _not_predicted(knob, getattr(config, knob.name)))
+    )
+
+
+def predictable(space: SearchSpace) -> tuple[SearchSpace, tuple[str, ...]]:
+    """The space without what is not installed or not predicted, and what that was, for people.
 
     A setting that has nothing else left keeps its default.
     """
@@ -45,14 +51,25 @@ def without_missing(space: SearchSpace) -> tuple[SearchSpace, tuple[str, ...]]:
         domains: dict[str, tuple[Any, ...]] = dict(section.domains)
         for name, values in section.domains.items():
             knob = KNOBS[name]
-            missing = {v: n for v, n in knob.needs.items() if v in values and not is_installed(n)}
-            if missing:
-                left = tuple(value for value in values if value not in missing)
+            why = {
+                value: said
+                for value in values
+                if (said := _lacks(knob, value) or _not_predicted(knob, value))
+            }
+            if why:
+                left = tuple(value for value in values if value not in why)
                 domains[name] = left or (knob.default,)
-                left_out |= {_said(knob, value, need): None for value, need in missing.items()}
+                left_out |= dict.fromkeys(why.values())
         sections.append(dataclasses.replace(section, domains=domains))
     return dataclasses.replace(space, methods=tuple(sections)), tuple(left_out)
 
 
-def _said(knob: Knob, value: object, library: str) -> str:
+def _lacks(knob: Knob, value: object) -> str:
+    library = knob.needs.get(value)
+    if library is None or is_installed(library):
+        return ""
     return f"{knob.words(value)} needs: pip install {library}"
+
+
+def _not_predicted(knob: Knob, value: object) -> str:
+    return f"{knob.words(value)} is not predicted" if value in knob.unpredicted else ""

@@ -31,6 +31,8 @@ class TraceSpec:
     """Micro-batch 1, which takes other code paths than 2 and more."""
     liger: bool = False
     trainer: str = "transformers"
+    neftune_noise_alpha: float = 0.0
+    """1 for any noise."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
@@ -42,6 +44,7 @@ class TraceSpec:
         # TF32 changes the rate of a matrix product, not what is allocated or launched.
         if config.precision == "tf32":
             shared["precision"] = "fp32"
+        shared["neftune_noise_alpha"] = float(config.neftune_noise_alpha > 0)
         return cls(**shared, single=config.micro_batch_size == 1)
 
 

@@ -169,6 +169,10 @@ class Trace:
         self._categories = self._categorise(forward)
         is_workspace = self._categories[_numbers_of(self._first)] == "workspace"
         self._again = self._first[~is_workspace]
+        is_kept = self._categories[_numbers_of(forward)] == "workspace"
+        self.num_forward_workspaces = int(is_kept.sum())
+        self.num_forward_events = len(forward) - self.num_forward_workspaces
+        """How many events of `again` and of `next` come before the backward pass."""
         self._check(self._first)
         self._check(self._next)
         made = self._first[self._first >= 0]

@@ -20,7 +20,7 @@ from autotune.estimate import Estimator
 from autotune.gpus import Gpu
 from autotune.knobs import KNOBS, describe
 from autotune.models import ModelSource
-from autotune.needs import without_missing
+from autotune.needs import predictable
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Change, Counts, Estimate, Measured, Summary, TraceSpec
 from autotune.space import (
@@ -124,7 +124,7 @@ def find(
     """
     started = time.monotonic()
     num_layers = model.config.get("num_hidden_layers")
-    space, left_out = without_missing(with_attentions(space, model.attentions))
+    space, left_out = predictable(with_attentions(space, model.attentions))
     points = enumerate_configs(
         space,
         workload,

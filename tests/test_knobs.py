@@ -42,6 +42,8 @@ def test_every_listed_value_is_read_as_it_is_written(knob: Knob) -> None:
 @each_knob
 def test_what_is_no_value_is_refused(knob: Knob) -> None:
     for wrong in (None, [], {}, -1, 1.5, "no such value", "x" * 2000):
+        if wrong == 1.5 and isinstance(knob.default, float):
+            continue
         with pytest.raises(ValueError, match=r"must be|unknown"):
             knob.read(wrong)
 

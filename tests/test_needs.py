@@ -40,7 +40,7 @@ def test_libraries_are_asked_for_by_the_name_pip_has_for_them() -> None:
 @pytest.mark.usefixtures("_nothing_installed")
 @pytest.mark.parametrize("values", [(False, True), (True,)])
 def test_what_is_missing_is_left_out_and_said(values: tuple[bool, ...]) -> None:
-    left, said = needs.without_missing(space(*values))
+    left, said = needs.predictable(space(*values))
     assert left.methods[0].domains == {"precision": ("bf16-true",), "liger": (False,)}
     assert said == ("Liger kernels needs: pip install liger-kernel",)
 
@@ -54,7 +54,7 @@ def test_an_estimate_says_what_it_needs() -> None:
 
 def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needs, "is_installed", lambda _: True)
-    assert needs.without_missing(space(False, True)) == (space(False, True), ())
+    assert needs.predictable(space(False, True)) == (space(False, True), ())
 
 
 def test_what_needs_a_library_is_a_value_of_its_knob() -> None:

@@ -117,6 +117,9 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "attention": ("sdpa",),
         "liger": (False,),
         "trainer": ("transformers",),
+        "torch_empty_cache_steps": (0,),
+        "neftune_noise_alpha": (0.0,),
+        "torch_compile": ("none",),
     }
     of_adapters = {"lora_rank": (16,), "lora_targets": ("all-linear",), "quantization": ("nf4",)}
     assert qlora.domains == {**full.domains, **of_adapters}

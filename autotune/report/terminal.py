@@ -153,6 +153,10 @@ def draw_estimate(
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
     rows += [("note", f"{text}, which is not here") for text in needs.of_config(estimate.config)]
+    rows += [
+        ("note", f"{text}: the figures are those without it")
+        for text in needs.unpredicted(estimate.config)
+    ]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
     _print_rows(console, rows)
 

@@ -85,7 +85,9 @@ def on_meta(tracker: Tracker, chunks: Chunks) -> Iterator[None]:
 
     masks = _Masks(tracker)
     tracker.decompositions |= {
-        aten._local_scalar_dense.default: lambda t: t.dtype is torch.bool or 1,
+        aten._local_scalar_dense.default: lambda tensor: (
+            (tensor.dtype is torch.bool or 1) if tensor.is_meta else NotImplemented
+        ),
         aten.index.Tensor: masks.index,
         aten._index_put_impl_.default: masks.index_put,
         aten.masked_scatter_backward.default: masks.masked_scatter_backward,

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.integrations.neftune import activate_neftune
 
 from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
@@ -151,6 +152,8 @@ class _Step:
             liger.apply(self.model, self.task, spec.trainer)
         if spec.activation_checkpointing:
             models.enable_checkpointing(self.model, spec)
+        if spec.neftune_noise_alpha:
+            activate_neftune(self.model, spec.neftune_noise_alpha)
         self.model.train()
 
     def _own(self, tensor: torch.Tensor) -> None:
