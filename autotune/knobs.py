@@ -300,7 +300,9 @@ KNOBS: dict[str, Knob] = {
             default=0,
             smallest=0,
             usual_largest=32,
-            words=lambda every: f"cache emptied at step interval {every}" if every else "cache kept",
+            words=lambda every: (
+                f"cache emptied at step interval {every}" if every else "cache kept"
+            ),
             arguments=lambda every: {"torch_empty_cache_steps": every} if every else {},
             flag="--empty-cache-steps",
             metavar="N",

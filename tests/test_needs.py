@@ -60,3 +60,12 @@ def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_needs_a_library_is_a_value_of_its_knob() -> None:
     for knob in KNOBS.values():
         assert set(knob.needs) <= set(knob.choices)
+
+
+def test_what_only_a_measurement_tells_is_not_predicted() -> None:
+    section = MethodSpace(method="full", domains={"torch_compile": ("none", "default")})
+    left, said = needs.predictable(SearchSpace(name="s", description="", methods=(section,)))
+    assert left.methods[0].domains == {"torch_compile": ("none",)}
+    assert said == ("torch.compile (default) is not predicted",)
+    assert needs.unpredicted(CONFIG) == ()
+    assert needs.unpredicted(dataclasses.replace(CONFIG, torch_compile="default")) == said
