@@ -68,7 +68,7 @@ def _lacks(knob: Knob, value: object) -> str:
     library = knob.needs.get(value)
     if library is None or is_installed(library):
         return ""
-    return f"{knob.words(value)} needs: pip install {library}"
+    return f"{knob.words(value)} (needs: pip install {library})"
 
 
 def _not_predicted(knob: Knob, value: object) -> str:

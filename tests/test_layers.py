@@ -49,7 +49,16 @@ ROWS = {
 }
 """Row of each module or folder of autotune/. A new module goes here and into the tree together."""
 
-WORKER_ONLY = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl"}
+WORKER_ONLY = {
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "trl",
+    "liger_kernel",
+    "triton",
+}
 SLOW_IMPORTS = ("torch", "transformers", "optuna", "sqlalchemy", "numpy", "pydantic", "rich")
 
 

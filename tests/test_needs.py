@@ -42,14 +42,14 @@ def test_libraries_are_asked_for_by_the_name_pip_has_for_them() -> None:
 def test_what_is_missing_is_left_out_and_said(values: tuple[bool, ...]) -> None:
     left, said = needs.predictable(space(*values))
     assert left.methods[0].domains == {"precision": ("bf16-true",), "liger": (False,)}
-    assert said == ("Liger kernels needs: pip install liger-kernel",)
+    assert said == ("Liger kernels (needs: pip install liger-kernel)",)
 
 
 @pytest.mark.usefixtures("_nothing_installed")
 def test_an_estimate_says_what_it_needs() -> None:
     assert needs.of_config(CONFIG) == ()
     (said,) = needs.of_config(dataclasses.replace(CONFIG, liger=True))
-    assert said.endswith("pip install liger-kernel")
+    assert said.endswith("(needs: pip install liger-kernel)")
 
 
 def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 EFFORTS = ("quick", "normal", "thorough")
 """The keys of autotune.tune.EFFORTS, whose import is slow."""
 STUDIES = Path("studies")
-_LIBRARIES = ("autotune", "torch", "transformers", "peft", "bitsandbytes", "optuna")
+_LIBRARIES = (
+    "autotune",
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "optuna",
+    "liger-kernel",
+    "trl",
+)
 
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
 """Of timed steps per probe, at most."""

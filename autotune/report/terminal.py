@@ -152,7 +152,7 @@ def draw_estimate(
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
-    rows += [("note", f"{text}, which is not here") for text in needs.of_config(estimate.config)]
+    rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
     rows += [
         ("note", f"{text}: the figures are those without it")
         for text in needs.unpredicted(estimate.config)
