@@ -57,6 +57,10 @@ _ADDRESS_BITS = 56
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 
 
+EMPTY_CACHE_BYTES = -_BLOCK_BYTES
+"""Size of what is no tensor: where it is allocated, torch.cuda.empty_cache() runs."""
+
+
 @dataclass(slots=True)
 class Tape:
     """An ordered list of allocations and frees, built by alloc() and free()."""
@@ -208,7 +212,9 @@ def replay(
         if tensor >= 0:
             size = rounded[tensor]
             if size <= _SMALL_REQUEST_BYTES:
-                if not size:
+                if size <= 0:
+                    if size:
+                        heap.release_cached()
                     continue
                 free = small_free
                 slack = 0
@@ -258,7 +264,7 @@ def replay(
                 peak_event = position
         else:
             tensor = ~tensor
-            if not rounded[tensor]:
+            if rounded[tensor] <= 0:
                 continue
             address, end = used.pop(tensor)
             size = end - address
@@ -372,7 +378,7 @@ class _Heap:
             if self._max_split is not None:
                 self._release_oversize(size, self._max_split)
             if self.reserved_bytes > room:
-                self._release_cached()
+                self.release_cached()
                 self.num_alloc_retries += 1
                 if self.reserved_bytes > room:
                     return None
@@ -422,7 +428,7 @@ class _Heap:
             released += free[-1] >> _ADDRESS_BITS
             self._release_segment(free, free[-1] & _ADDRESS_MASK)
 
-    def _release_cached(self) -> None:
+    def release_cached(self) -> None:
         """Give back every segment that is free as a whole, or every free page of a range."""
         if self._unmapped is not None:
             for free, page, holes in zip(

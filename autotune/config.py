@@ -32,7 +32,11 @@ TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm")
 PACKABLE_TASKS = ("causal-lm", "masked-lm")
 """Their samples may be joined and cut anywhere; others have an answer each."""
 METHODS = ("full", *ADAPTERS)
-ATTENTIONS = ("eager", "sdpa")
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""torch.compile's `mode`, with Inductor (torch 2.13 torch/__init__.py)."""
+TRAINERS = ("transformers", "trl-sft")
+"""Transformers' Trainer, or TRL's SFTTrainer."""
 
 CLASSIFIER_HEADS = ("classifier", "score")
 """What PEFT trains in full beside the adapter of a classifier, and so must not be quantised
@@ -328,6 +332,16 @@ class TrainConfig:
     """A key of PARALLELISMS."""
     num_gpus: int = 1
     """The data-parallel degree."""
+    liger: bool = False
+    """Liger's Triton kernels: norms, rotary embedding, gated MLP, and a loss that makes no logits."""
+    trainer: str = "transformers"
+    """One of TRAINERS."""
+    torch_empty_cache_steps: int = 0
+    """0: never; n: the allocator's cache is emptied in every n-th step, before the backward pass."""
+    neftune_noise_alpha: float = 0.0
+    """0: none; else noise of that strength is added to the embeddings."""
+    torch_compile: str = "none"
+    """none, or one of COMPILE_MODES."""
 
     @property
     def effective_batch_size(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from autotune import roofline
-from autotune.allocator import Tape, replay
+from autotune.allocator import EMPTY_CACHE_BYTES, Tape, replay
 from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.gpus import Gpu
 from autotune.optimizer_steps import (
@@ -48,6 +48,11 @@ _BREAKDOWN_OF_CATEGORY = {
     "temporary": "temporaries_bytes",
     "workspace": "workspace_bytes",
 }
+
+
+# "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
+# what giving segments back and asking for them again adds to a step that does it.
+_EMPTY_CACHE_SHARE = 0.10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +179,8 @@ class Estimator:
             return None
         accumulation = config.gradient_accumulation_steps
         steps = accumulation * micro.total_seconds + (accumulation - 1) * added.total_seconds
+        if config.torch_empty_cache_steps:
+            steps *= 1 + _EMPTY_CACHE_SHARE / config.torch_empty_cache_steps
         alone = StepSeconds(
             micro_step_seconds=steps / accumulation,
             optimizer_step_seconds=update.total_seconds,
@@ -231,14 +238,14 @@ class Estimator:
             tape, events = self._two_fused_steps(trace, OPTIMIZERS[config.optimizer], config)
         else:
             tape, events = self._two_steps(trace, optimizer, len(micro_sizes), config)
-        sizes = micro_sizes + tape.sizes
+        sizes = [*micro_sizes, *tape.sizes, EMPTY_CACHE_BYTES]
         result = replay(sizes, events)
         outside = self._outside_bytes(spec)
         resident = result.peak_reserved_bytes + outside
         managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)
         seconds = self.seconds(config, resident)
         flops, model_flops = self._flops(config, spec, rank)
-        categories = trace.categories + tape.categories
+        categories = [*trace.categories, *tape.categories, "temporary"]
         total, trainable = trace.num_parameters(rank)
         state = StateBytes(
             parameters_bytes=_sum_of(sizes, categories, trace.setup, "parameter"),
@@ -316,7 +323,22 @@ class Estimator:
     def _two_steps(
         self, trace: Trace | RankTrace, optimizer: _OptimizerStep, offset: int, config: TrainConfig
     ) -> tuple[Tape, list[int]]:
-        accumulate = trace.next if config.gradient_accumulation_steps > 1 else []
+        every, marker = config.torch_empty_cache_steps, offset + len(optimizer.tape.sizes)
+
+        def micro_step(events: list[int], step: int, *, is_first: bool = False) -> list[int]:
+            """The Trainer empties the cache between forward and backward (training_step)."""
+            if not every or step % every:
+                return events
+            assert isinstance(trace, Trace)  # A rule: on one GPU only.
+            middle = trace.num_forward_events
+            if is_first:
+                middle += trace.num_forward_workspaces
+            return [*events[:middle], marker, ~marker, *events[middle:]]
+
+        is_more = config.gradient_accumulation_steps > 1
+        first_more, later_more = (
+            micro_step(trace.next, step) if is_more else [] for step in (0, 1)
+        )
         zero_grad = [~gradient for gradient in trace.gradients]
         first, later = (
             [e + offset if e >= 0 else e - offset for e in events]
@@ -325,8 +347,9 @@ class Estimator:
         done = [~number for number in trace.step_buffers]
         first = [*trace.step_buffers, *first, *done, *zero_grad]
         later = [*trace.step_buffers, *later, *done, *zero_grad]
-        events = [*trace.setup, *trace.first, *accumulate, *first]
-        return optimizer.tape, [*events, *trace.again, *accumulate, *later]
+        first_step = micro_step(trace.first, 0, is_first=True)
+        events = [*trace.setup, *first_step, *first_more, *first]
+        return optimizer.tape, [*events, *micro_step(trace.again, 1), *later_more, *later]
 
     def _two_fused_steps(
         self, trace: Trace, row: Optimizer, config: TrainConfig
@@ -437,20 +460,18 @@ class Estimator:
         self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
     ) -> roofline.StepTime | None:
         tf32 = PRECISIONS[precision].tf32
-        trace = self._traces[spec]
-        flops = trace.flops.at(micro_batch, rank).tolist()
-        moved = trace.moved.at(micro_batch, rank).tolist()
         kernels = []
-        for k, num_flops, bytes_moved in zip(trace.kernels, flops, moved, strict=True):
+        for launch in self._traces[spec].launches(micro_batch, rank):
+            k = launch.kernel
             kind = "copy_host" if k.name == "copy_host" else roofline.kind_of(k.name)
             kernels.append(
                 roofline.Kernel(
                     name=k.name,
                     kind=kind,
                     dtype=_rate_dtype(k.dtype, tf32=tf32) if kind == "matmul" else k.dtype,
-                    flops=num_flops,
-                    bytes_moved=bytes_moved,
-                    count=k.count,
+                    flops=launch.flops,
+                    bytes_moved=launch.bytes_moved,
+                    count=launch.count,
                 )
             )
         return self._time(kernels)
@@ -474,13 +495,11 @@ class Estimator:
 
     def _flops(self, config: TrainConfig, spec: TraceSpec, rank: int) -> tuple[float, float]:
         """(all, without recomputation) of one optimizer step."""
-        trace = self._traces[spec]
-        total = model = 0
-        flops_of_each = trace.flops.at(config.micro_batch_size, rank).tolist()
-        for kernel, each in zip(trace.kernels, flops_of_each, strict=True):
-            flops = kernel.count * each
+        total = model = 0.0
+        for launch in self._traces[spec].launches(config.micro_batch_size, rank):
+            flops = launch.count * launch.flops
             total += flops
-            model += 0 if kernel.recomputed else flops
+            model += 0 if launch.kernel.recomputed else flops
         accumulation = config.gradient_accumulation_steps
         return float(total * accumulation), float(model * accumulation)
 

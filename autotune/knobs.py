@@ -16,10 +16,12 @@ from typing import Any
 from autotune.adapters import ADAPTERS, LORA_VARIANTS, peft_words, read_peft
 from autotune.config import (
     ATTENTIONS,
+    COMPILE_MODES,
     METHODS,
     PARALLELISMS,
     PRECISIONS,
     QUANTIZATIONS,
+    TRAINERS,
     TrainConfig,
 )
 from autotune.errors import nearest
@@ -71,6 +73,10 @@ class Knob:
     """A value, as its option takes it."""
     arguments: Callable[[Any], dict[str, object]] | None = None
     """What a value adds to TrainingArguments, where that follows from it alone."""
+    unpredicted: frozenset[Any] = frozenset()
+    """Values whose cost only a measurement tells: no search by prediction has them."""
+    needs: Mapping[Any, str] = field(default_factory=dict)
+    """Library that a value needs beyond the ones autotune depends on, by pip's name for it."""
     is_file: bool = False
     """The command line names a YAML file that holds the value."""
 
@@ -112,6 +118,30 @@ def _positive(value: object) -> int:
     if not 0 < value <= MAX_NUMBER:
         raise ValueError(f"must be from 1 to {MAX_NUMBER:,}")
     return value
+
+
+def _from_zero(value: object) -> int:
+    return 0 if value == 0 and not isinstance(value, bool) else _positive(value)
+
+
+def _strength(value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) else -1.0
+    except ValueError:
+        number = -1.0
+    if isinstance(value, bool) or not 0 <= number <= MAX_NUMBER:
+        raise ValueError(f"must be a number from 0 to {MAX_NUMBER:,}")
+    return number
+
+
+def _compile_arguments(mode: str) -> dict[str, object]:
+    if mode == "none":
+        return {}
+    return {
+        "torch_compile": True,
+        "torch_compile_backend": "inductor",
+        "torch_compile_mode": mode,
+    }
 
 
 def _flag(value: object) -> bool:
@@ -220,7 +250,8 @@ KNOBS: dict[str, Knob] = {
             read=_one_of(ATTENTIONS, "attention"),
             default="sdpa",
             choices=ATTENTIONS,
-            words=lambda name: f"{name} attention",
+            words=lambda name: name if name.endswith(("2", "3")) else f"{name} attention",
+            needs={"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"},
             flag="--attention",
             summary="[default: sdpa, where the model has it]",
         ),
@@ -322,6 +353,72 @@ KNOBS: dict[str, Knob] = {
             flag="--peft",
             metavar="FILE",
             summary="Fields of any PeftConfig as YAML or JSON, peft_type among them: method peft.",
+        ),
+        Knob(
+            # Its loss sums the head's gradient over chunks in the dtype of the weight, and its norms
+            # and gated MLPs round at other places (liger-kernel 0.8.5 ops/).
+            name="liger",
+            tradeoff="numerics",
+            read=_flag,
+            default=False,
+            choices=(False, True),
+            words=lambda on: "Liger kernels" if on else "no Liger kernels",
+            arguments=lambda on: {"use_liger_kernel": True} if on else {},
+            needs={True: "liger-kernel"},
+            flag="--liger",
+            summary="Liger's Triton kernels and its loss without logits.",
+        ),
+        Knob(
+            # SFTTrainer sums the loss over chunks in float32 (trl 1.16 kernels/chunked_logprob.py).
+            name="trainer",
+            tradeoff="numerics",
+            read=_one_of(TRAINERS, "trainer"),
+            default="transformers",
+            choices=TRAINERS,
+            words=lambda name: {"transformers": "Trainer", "trl-sft": "SFTTrainer"}[name],
+            needs={"trl-sft": "trl"},
+            flag="--trainer",
+            summary="Transformers' Trainer or TRL's SFTTrainer [default: transformers].",
+        ),
+        Knob(
+            name="torch_empty_cache_steps",
+            tradeoff="exact",
+            read=_from_zero,
+            default=0,
+            smallest=0,
+            usual_largest=32,
+            words=lambda every: (
+                f"cache emptied at step interval {every}" if every else "cache kept"
+            ),
+            arguments=lambda every: {"torch_empty_cache_steps": every} if every else {},
+            flag="--empty-cache-steps",
+            metavar="N",
+            summary="Empty the allocator's cache in every N-th step [default: never].",
+        ),
+        Knob(
+            name="neftune_noise_alpha",
+            tradeoff="recipe",
+            read=_strength,
+            default=0.0,
+            choices=(0.0, 5.0, 10.0, 15.0),
+            is_open=True,
+            words=lambda alpha: f"NEFTune {alpha:g}" if alpha else "no NEFTune",
+            arguments=lambda alpha: {"neftune_noise_alpha": alpha} if alpha else {},
+            flag="--neftune",
+            metavar="ALPHA",
+            summary="Noise on the embeddings, of this strength [default: none].",
+        ),
+        Knob(
+            name="torch_compile",
+            tradeoff="numerics",
+            read=_one_of(("none", *COMPILE_MODES), "mode"),
+            default="none",
+            choices=("none", *COMPILE_MODES),
+            words=lambda mode: f"torch.compile ({mode})" if mode != "none" else "no torch.compile",
+            arguments=_compile_arguments,
+            unpredicted=frozenset(COMPILE_MODES),
+            flag="--compile",
+            summary="Mode of torch.compile, which is not predicted [default: none].",
         ),
     )
 }

@@ -87,7 +87,7 @@ class RankTrace:
         )
         self._extra = _Tensors(len(trace.template))
         self._own_sizes = functools.cache(self._work_out_sizes)
-        self.kernels, self.flops, self.moved = trace.kernels, trace.flops, trace.moved
+        self.launches = trace.launches
         self.workspaces = trace.workspaces
         self._replaced: dict[int, Size] = {}
         self._buffers: list[int] = []

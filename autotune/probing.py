@@ -257,8 +257,15 @@ class Plan:
 
 
 def can_run(config: TrainConfig, backend: str) -> bool:
-    """Whether a probe of it makes sense there: a CPU has no device memory to offload from."""
-    only_cuda = config.activation_offloading or OPTIMIZERS[config.optimizer].only_cuda
+    """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton.
+
+    Probes run Transformers' Trainer.
+    """
+    if config.trainer != "transformers":
+        return False
+    only_cuda = (
+        config.activation_offloading or config.liger or OPTIMIZERS[config.optimizer].only_cuda
+    )
     return backend == "cuda" or not only_cuda
 
 

@@ -38,6 +38,10 @@ class TraceSpec:
     lora_variant: str = "plain"
     num_virtual_tokens: int | None = None
     peft: str | None = None
+    liger: bool = False
+    trainer: str = "transformers"
+    neftune_noise_alpha: float = 0.0
+    """1 for any noise."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
@@ -57,6 +61,7 @@ class TraceSpec:
         # rsLoRA multiplies by another number.
         if config.lora_variant == "rslora":
             shared["lora_variant"] = "plain"
+        shared["neftune_noise_alpha"] = float(config.neftune_noise_alpha > 0)
         return cls(**shared, single=config.micro_batch_size == 1)
 
 
@@ -537,6 +542,8 @@ class Summary:
     counts: Counts
     invalid_by_rule: dict[str, int]
     elapsed_seconds: float
+    left_out: tuple[str, ...] = ()
+    """Values of the space whose library is not installed, and how to install it."""
     measured: Measured | None = None
     """What probes found; `best` is then the prediction for the measured winner."""
 
@@ -585,5 +592,6 @@ class Summary:
             ],
             "counts": dataclasses.asdict(self.counts),
             "invalid_by_rule": self.invalid_by_rule,
+            "left_out": list(self.left_out),
             "elapsed_seconds": self.elapsed_seconds,
         }

@@ -30,6 +30,7 @@ from autotune.optimizers import OPTIMIZERS, not_installed
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units.
 _AMPERE = (8, 0)
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
+_FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,6 +240,38 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, context: PRECISIONS[c.precision].tf32 and _lacks_ampere(context),
     ),
     Rule(
+        name="flash-attention-computes-in-16-bits",
+        reason="FlashAttention has kernels for float16 and bfloat16 only",
+        breaks=lambda c, _: (
+            c.attention in _FLASH and PRECISIONS[c.precision].compute_dtype == "float32"
+        ),
+    ),
+    Rule(
+        # Dao-AILab/flash-attention, README: Ampere, Ada, Hopper.
+        name="flash-attention-needs-ampere",
+        reason="FlashAttention 2 needs compute capability 8.0",
+        breaks=lambda c, context: c.attention == "flash_attention_2" and _lacks_ampere(context),
+    ),
+    Rule(
+        # The same, FlashAttention-3: H100 and H800.
+        name="flash-attention-3-needs-hopper",
+        reason="FlashAttention 3 is written for compute capability 9.0 alone",
+        breaks=lambda c, context: (
+            c.attention == "flash_attention_3" and context.compute_capability not in (None, (9, 0))
+        ),
+    ),
+    Rule(
+        name="flex-attention-is-compiled",
+        reason="flex_attention's kernels are made by torch.compile: what they keep is not predicted",
+        breaks=lambda c, _: c.attention == "flex_attention",
+    ),
+    Rule(
+        # Triton's README, supported hardware.
+        name="liger-needs-ampere",
+        reason="Liger's kernels are Triton's, which needs compute capability 8.0",
+        breaks=lambda c, context: c.liger and _lacks_ampere(context),
+    ),
+    Rule(
         name="fp16-weights-cannot-train",
         reason="gradients in float16 cannot be unscaled: only a frozen base may be float16",
         breaks=lambda c, _: c.precision == "fp16-autocast" and c.method == "full",
@@ -260,6 +293,19 @@ RULES: tuple[Rule, ...] = (
         "layer-wise ones",
         breaks=lambda c, _: (
             bool(OPTIMIZERS[c.optimizer].updates) and c.gradient_accumulation_steps > 1
+        ),
+    ),
+    Rule(
+        name="one-gpu-only",
+        reason="on several GPUs neither Liger, SFTTrainer, NEFTune nor an emptied cache is modelled",
+        breaks=lambda c, _: (
+            c.parallelism != "none"
+            and bool(
+                c.liger
+                or c.trainer != "transformers"
+                or c.neftune_noise_alpha
+                or c.torch_empty_cache_steps
+            )
         ),
     ),
     Rule(

@@ -52,6 +52,22 @@ class TracedKernel:
     recomputed: bool
     """Part of activation checkpointing's second forward pass."""
     count: int
+    chunk_moved: tuple[Term, ...] | None = None
+    """Not None: handles a chunk of tokens, `flops` per token of it. Bytes per token of it."""
+    repeated: bool = False
+    """Launched for each chunk but the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel at one micro-batch and rank."""
+
+    kernel: TracedKernel
+    flops: float
+    """Of one launch."""
+    bytes_moved: float
+    """Of one launch."""
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +101,18 @@ def _embedding_partials(numbers: Sequence[int]) -> int:
 
 
 _RULES = {"embedding": _embedding_partials}
+
+
+def _liger_rows(num_tokens: int, num_parts: int) -> int:
+    """Tokens of a chunk of Liger's fused loss: as many as make its logits as large as its input.
+
+    liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: chunk_size.
+    """
+    return min(1 << (-(-num_tokens // num_parts) - 1).bit_length(), num_tokens)
+
+
+_CHUNK_ROWS: dict[str, Callable[[int, int], int]] = {"liger": _liger_rows, "trl": min}
+"""Tokens of a chunk, by the name of the rule: (tokens of the micro-batch, constant)."""
 
 
 def is_setup(phase: str) -> bool:
@@ -137,6 +165,8 @@ class Trace:
         self._tensors: list[dict[str, Any]] = answer["tensors"]
         self._rules = [(i, t["rule"]) for i, t in enumerate(self._tensors) if "rule" in t]
         self._terms = Terms([tensor["size"] for tensor in self._tensors])
+        self._chunks: tuple[str, Term, int] | None = answer.get("chunks")
+        self._chunked = [i for i, tensor in enumerate(self._tensors) if tensor.get("chunked")]
         copies = _Copies(self._tensors, blocks, layers)
         self._template = copies.template
 
@@ -171,6 +201,10 @@ class Trace:
         self._categories = self._categorise(forward)
         is_workspace = self._categories[_numbers_of(self._first)] == "workspace"
         self._again = self._first[~is_workspace]
+        is_kept = self._categories[_numbers_of(forward)] == "workspace"
+        self.num_forward_workspaces = int(is_kept.sum())
+        self.num_forward_events = len(forward) - self.num_forward_workspaces
+        """How many events of `again` and of `next` come before the backward pass."""
         self._check(self._first)
         self._check(self._next)
         made = self._first[self._first >= 0]
@@ -284,7 +318,43 @@ class Trace:
         traced = self._terms.at(micro_batch, rank)
         for index, (name, *terms) in self._rules:
             traced[index] = _RULES[name]([evaluate(t, micro_batch, rank) for t in terms])
+        if self._chunked:
+            traced[self._chunked] *= self._chunk_rows(micro_batch)[0]
         return traced
+
+    def _chunk_rows(self, micro_batch: int) -> tuple[int, int]:
+        """(tokens of a chunk, tokens of the micro-batch)."""
+        assert self._chunks is not None
+        name, tokens, constant = self._chunks
+        num_tokens = evaluate(tokens, micro_batch, 1)
+        return _CHUNK_ROWS[name](num_tokens, constant), num_tokens
+
+    def launches(self, micro_batch: int, rank: int) -> list[Launch]:
+        """The kernels of a micro-step."""
+        flops = self.flops.at(micro_batch, rank).tolist()
+        moved = self.moved.at(micro_batch, rank).tolist()
+        return [
+            Launch(kernel, num_flops, bytes_moved, kernel.count)
+            if kernel.chunk_moved is None
+            else self._per_chunk(kernel, num_flops, bytes_moved, micro_batch, rank)
+            for kernel, num_flops, bytes_moved in zip(self.kernels, flops, moved, strict=True)
+        ]
+
+    def _per_chunk(
+        self, kernel: TracedKernel, flops: int, bytes_moved: float, micro_batch: int, rank: int
+    ) -> Launch:
+        """Its launches. The last chunk has fewer tokens than the others: their mean."""
+        rows, num_tokens = self._chunk_rows(micro_batch)
+        num_chunks = -(-num_tokens // rows)
+        mean_rows = num_tokens / num_chunks
+        assert kernel.chunk_moved is not None
+        per_row = sum(evaluate(term, micro_batch, rank) for term in kernel.chunk_moved)
+        return Launch(
+            kernel,
+            flops * mean_rows,
+            bytes_moved + per_row * mean_rows,
+            kernel.count * (num_chunks - 1 if kernel.repeated else 1),
+        )
 
     def trainable(self, rank: int) -> list[TensorSpec]:
         """Trainable parameters in the model's order."""
@@ -578,14 +648,25 @@ def _count_kernels(blocks: Iterable[Mapping[str, Any]], layers: _Layers) -> list
         if is_setup(block["phase"]):
             continue
         copies = layers.copies(block["layer"])
-        for name, dtype, flops, moved, recomputed, count in block["kernels"]:
-            key = (name, dtype, tuple(flops), tuple(map(tuple, moved)), recomputed)
+        for name, dtype, flops, moved, recomputed, count, *chunked in block["kernels"]:
+            chunk_moved, repeated = (
+                (tuple(map(tuple, chunked[0])), chunked[1]) if chunked else (None, False)
+            )
+            terms = tuple(map(tuple, moved))
+            key = (name, dtype, tuple(flops), terms, recomputed, chunk_moved, repeated)
             counts[key] = counts.get(key, 0) + count * copies
     return [
         TracedKernel(
-            name=name, dtype=dtype, flops=flops, moved=moved, recomputed=recomputed, count=count
+            name=name,
+            dtype=dtype,
+            flops=flops,
+            moved=moved,
+            recomputed=recomputed,
+            count=count,
+            chunk_moved=chunk_moved,
+            repeated=repeated,
         )
-        for (name, dtype, flops, moved, recomputed), count in counts.items()
+        for (name, dtype, flops, moved, recomputed, chunk_moved, repeated), count in counts.items()
     ]
 
 

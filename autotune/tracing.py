@@ -59,6 +59,7 @@ def trace_all(
         "sequence_length": sequence_length,
         "compute_capability": list(gpu.compute_capability),
         "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
+        "num_sms": gpu.num_sms,
     }
     run = run_many if server is None else functools.partial(_run_forked, server)
     specs = set(specs)

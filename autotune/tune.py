@@ -20,6 +20,7 @@ from autotune.estimate import Estimator, least_bytes
 from autotune.gpus import Gpu
 from autotune.knobs import KNOBS, REQUIRED, describe
 from autotune.models import ModelSource
+from autotune.needs import predictable
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Change, Counts, Estimate, Measured, Summary, TraceSpec
 from autotune.space import (
@@ -132,10 +133,9 @@ def find(
     """
     started = time.monotonic()
     num_layers = model.config.get("num_hidden_layers")
+    space, left_out = predictable(with_attentions(space, model.attentions))
     points = enumerate_configs(
-        for_gpus(
-            with_batchings(with_attentions(space, model.attentions), workload), workload.num_gpus
-        ),
+        for_gpus(with_batchings(space, workload), workload.num_gpus),
         workload,
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=gpu.compute_capability,
@@ -216,6 +216,7 @@ def find(
             replayed=candidates.num_replayed,
         ),
         invalid_by_rule=points.invalid,
+        left_out=left_out,
         elapsed_seconds=time.monotonic() - started,
     )
     return Found(

@@ -236,7 +236,12 @@ def synthetic(family: str, seed: int, *, crossed: float = 0.0) -> Table:
 
 
 def _shares(values: Sequence[str | bool | float | None]) -> list[np.ndarray[Any, Any]]:
-    """How much of each hidden factor of a knob a candidate has: its value's; a number's, in part."""
+    """How much of each hidden factor of a knob a candidate has: its value's; a number's, in part.
+
+    A knob that all share has none, so that a new one leaves the tables as they were.
+    """
+    if len(set(values)) == 1:
+        return []
     if any(isinstance(value, float) for value in values):
         numbers = np.array([float(value or 0) for value in values])
         return [numbers / numbers.max()]

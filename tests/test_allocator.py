@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from autotune.allocator import (
     CATEGORIES,
+    EMPTY_CACHE_BYTES,
     AllocatorSettings,
     Replay,
     Tape,
@@ -736,3 +737,16 @@ def test_speed() -> None:
         replay(tape.sizes, tape.events)
         best = min(best, time.perf_counter() - start)
     assert best < 0.1
+
+
+def test_emptying_the_cache_gives_back_segments_that_are_free_as_a_whole() -> None:
+    """Two segments of 32 MiB and one of 2 MiB: one of the large ones is free when it is emptied."""
+    sizes = [32 * MIB, 32 * MIB, 512, 64 * MIB, EMPTY_CACHE_BYTES]
+    events = [0, 1, 2, ~0]
+    kept = replay(sizes, [*events, 3])
+    emptied = replay(sizes, [*events, 4, ~4, 3])
+    assert kept.peak_reserved_bytes == (32 + 32 + 2 + 64) * MIB
+    assert emptied.peak_reserved_bytes == (32 + 2 + 64) * MIB
+    assert emptied.final_reserved_bytes == emptied.peak_reserved_bytes
+    assert emptied.peak_allocated_bytes == kept.peak_allocated_bytes
+    assert emptied.num_alloc_retries == 0

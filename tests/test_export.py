@@ -313,6 +313,7 @@ def test_the_recipe_of_qlora() -> None:
         "num_processes": None,
         "dtype": "float32",
         "attention": "eager",
+        "trainer": "transformers",
         "quantization": {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",

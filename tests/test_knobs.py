@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from autotune.config import METHODS, TrainConfig
+from autotune.export.training_args import installed_fields
 from autotune.knobs import KNOBS, REQUIRED, Knob, describe
 
 CONFIG = TrainConfig(
@@ -42,6 +43,8 @@ def test_every_listed_value_is_read_as_it_is_written(knob: Knob) -> None:
 @each_knob
 def test_what_is_no_value_is_refused(knob: Knob) -> None:
     for wrong in (None, [], {}, -1, 1.5, "no such value", "x" * 2000):
+        if wrong == 1.5 and isinstance(knob.default, float):
+            continue
         with pytest.raises(ValueError, match=r"must be|unknown"):
             knob.read(wrong)
 
@@ -52,6 +55,19 @@ def test_a_change_can_be_said(knob: Knob) -> None:
     said = [knob.words(value) for value in values]
     assert all(said)
     assert len(set(said)) == len(said)
+
+
+@each_knob
+def test_what_goes_to_the_trainer_is_known_there(knob: Knob) -> None:
+    """The plain value adds nothing, so that what older versions lack is asked of none."""
+    if knob.arguments is None:
+        return
+    fields = installed_fields()
+    assert fields is not None
+    assert knob.arguments(knob.default) == {}
+    for value in [value for value in knob.choices or (1, 7) if value != knob.default]:
+        assert set(knob.arguments(value)) <= fields
+        assert knob.arguments(value)
 
 
 def test_what_is_left_out_of_a_space_is_plain() -> None:

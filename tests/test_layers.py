@@ -33,6 +33,7 @@ ROWS = {
     "results": 3,
     "space": 3,
     "space_file": 3,
+    "needs": 3,
     "traces": 3,
     "shards": 3,
     "parallel": 3,
@@ -62,7 +63,16 @@ ROWS = {
 }
 """Row of each module or folder of autotune/. A new module goes here and into the tree together."""
 
-WORKER_ONLY = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl"}
+WORKER_ONLY = {
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "trl",
+    "liger_kernel",
+    "triton",
+}
 SLOW_IMPORTS = ("torch", "transformers", "optuna", "sqlalchemy", "numpy", "pydantic", "rich")
 
 

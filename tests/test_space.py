@@ -104,6 +104,23 @@ BREAKERS = {
     ),
     "bf16-needs-ampere": (FULL, TURING),
     "tf32-needs-ampere": (dataclasses.replace(FULL, precision="tf32"), TURING),
+    "flash-attention-computes-in-16-bits": (
+        dataclasses.replace(FULL, precision="fp32", attention="flash_attention_2"),
+        ADA,
+    ),
+    "flash-attention-needs-ampere": (
+        dataclasses.replace(FULL, precision="fp16-mixed", attention="flash_attention_2"),
+        TURING,
+    ),
+    "flash-attention-3-needs-hopper": (
+        dataclasses.replace(FULL, attention="flash_attention_3"),
+        ADA,
+    ),
+    "flex-attention-is-compiled": (dataclasses.replace(FULL, attention="flex_attention"), ADA),
+    "liger-needs-ampere": (
+        dataclasses.replace(FULL, precision="fp16-mixed", liger=True),
+        TURING,
+    ),
     "fp16-weights-cannot-train": (dataclasses.replace(FULL, precision="fp16-autocast"), TURING),
     "optimizer-is-installed": (
         dataclasses.replace(FULL, optimizer="lion_8bit"),
@@ -111,6 +128,7 @@ BREAKERS = {
     ),
     "optimizer-needs-full": (dataclasses.replace(LORA, optimizer="apollo_adamw"), ADA),
     "backward-update-needs-accumulation-1": (dataclasses.replace(FULL, optimizer="lomo"), ADA),
+    "one-gpu-only": (dataclasses.replace(ON_TWO, liger=True), ADA),
     "whole-matrix-optimizers-need-one-gpu": (
         dataclasses.replace(ON_TWO, parallelism="ddp", optimizer="galore_adamw"),
         ADA,

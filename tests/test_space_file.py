@@ -120,6 +120,11 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "attention": ("sdpa",),
         "batching": ("packed",),
         "parallelism": ("none",),
+        "liger": (False,),
+        "trainer": ("transformers",),
+        "torch_empty_cache_steps": (0,),
+        "neftune_noise_alpha": (0.0,),
+        "torch_compile": ("none",),
     }
     of_adapters = {
         "lora_rank": (16,),

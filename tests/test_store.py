@@ -110,6 +110,11 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "quantization": "none",
         "batching": "packed",
         "parallelism": "none",
+        "liger": False,
+        "trainer": "transformers",
+        "torch_empty_cache_steps": 0,
+        "neftune_noise_alpha": 0.0,
+        "torch_compile": "none",
     }
     assert study.best_trial.user_attrs["evidence"] == "predicted"
     assert TrainConfig(**study.best_trial.user_attrs["config"]) == LORA

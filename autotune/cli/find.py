@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 EFFORTS = ("quick", "normal", "thorough")
 """The keys of autotune.tune.EFFORTS, whose import is slow."""
 STUDIES = Path("studies")
-_LIBRARIES = ("autotune", "torch", "transformers", "peft", "optuna")
+_LIBRARIES = ("autotune", "torch", "transformers", "peft", "optuna", "liger-kernel", "trl")
 """And those of the optimizers, bitsandbytes among them."""
 
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}

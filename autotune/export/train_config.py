@@ -108,6 +108,8 @@ def _problem(key: str, value: object, annotation: str) -> str | None:
     """What is wrong with the value, if anything."""
     allowed = annotation.split(" | ")
     kind = "None" if value is None else type(value).__name__
+    if kind == "int" and "float" in allowed:
+        kind = "float"
     if kind not in allowed:
         return f"is of type {kind} and should be {' or '.join(allowed)}"
     choices = _choices(key)

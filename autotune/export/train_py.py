@@ -59,6 +59,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         "num_processes": None if config.parallelism == "none" else config.num_gpus,
         "dtype": precision.parameter_dtype,
         "attention": config.attention,
+        "trainer": config.trainer,
         "quantization": None
         if config.quantization == "none"
         else _quantization(config, workload.task),

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 
 name = "training-args"
@@ -78,6 +79,9 @@ def training_arguments(
         if config.activation_offloading:
             choices["offload"] = True
         arguments[options] = choices
+    for knob in KNOBS.values():
+        if knob.arguments is not None:
+            arguments |= knob.arguments(getattr(config, knob.name))
     return arguments
 
 

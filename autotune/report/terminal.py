@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from autotune import needs
 from autotune.config import TRADEOFF_CLASSES
 from autotune.gpus import Gpu
 from autotune.knobs import describe
@@ -59,6 +60,7 @@ def draw_summary(
                 f"{counts.feasible:,}, in {format_seconds(summary.elapsed_seconds)}",
             ),
             *([("data", words.data(summary.workload))] if summary.workload.lengths else []),
+            *(("left out", text) for text in summary.left_out),
         ],
     )
     console.print()
@@ -159,6 +161,11 @@ def draw_estimate(
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
+    rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
+    rows += [
+        ("note", f"{text}: the figures are those without it")
+        for text in needs.unpredicted(estimate.config)
+    ]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
     _print_rows(console, rows)
 

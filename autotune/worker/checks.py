@@ -37,7 +37,9 @@ def require(complaints: Sequence[str]) -> None:
 
 
 def check_backend(config: TrainConfig, backend: str) -> list[str]:
-    """What a CPU cannot do: said, not left out."""
+    """What a probe or a CPU cannot do: said, not left out."""
+    if config.trainer != "transformers":
+        return ["a probe runs Transformers' Trainer, not SFTTrainer"]
     if backend != "cpu":
         return []
     precision = PRECISIONS[config.precision]
@@ -48,6 +50,8 @@ def check_backend(config: TrainConfig, backend: str) -> list[str]:
         complaints.append("activation offloading needs a CUDA device")
     if OPTIMIZERS[config.optimizer].only_cuda:
         complaints.append(f"{config.optimizer} needs a CUDA device")
+    if config.liger:
+        complaints.append("Liger's kernels need a CUDA device")
     return complaints
 
 
@@ -135,7 +139,8 @@ class FirstStep:
     """Watches one micro-step of a model; `close` takes the hooks away."""
 
     def __init__(self, model: Any, device_type: str) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self._modules = list(model.modules())
+        self._layers = [m for m in self._modules if isinstance(m, GradientCheckpointingLayer)]
         self._recomputed: set[int] = set()
         self._autocast: list[torch.dtype | None] = []
         self._device_type = device_type
@@ -169,7 +174,19 @@ class FirstStep:
             handle.remove()
 
     def complaints(self, config: TrainConfig) -> list[str]:
-        return [*self._check_checkpointing(config), *self._check_autocast(config)]
+        return [
+            *self._check_checkpointing(config),
+            *self._check_autocast(config),
+            *self._check_liger(config),
+        ]
+
+    def _check_liger(self, config: TrainConfig) -> list[str]:
+        """Liger binds functions of its own to modules, and the Trainer asks it to as training begins."""
+        functions = [getattr(m.forward, "__func__", m.forward) for m in self._modules]
+        num_patched = sum(f.__module__.startswith("liger_kernel.") for f in functions)
+        if bool(num_patched) == config.liger:
+            return []
+        return [f"{num_patched} modules have Liger's kernels"]
 
     def _check_checkpointing(self, config: TrainConfig) -> list[str]:
         every = config.activation_checkpointing

@@ -165,13 +165,14 @@ def accepts_loss_kwargs(model: Any) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
-def small_num_layers(config: PretrainedConfig, period: int) -> int:
+def small_num_layers(config: PretrainedConfig, spec: TraceSpec, period: int) -> int:
     """Layers enough for a first, a repeating and a last period; all of them where that saves nothing.
 
-    One more where the first layers make what the others share (T5's position bias): the copies of
-    the second then take what they refer to from the third, which must not be the last.
+    One more where the copies of the second take what they refer to from the third, which must not
+    be the last: where the first layers make what the others share (T5's position bias), and where a
+    layer's gradient arrives when the one below has begun (that of Liger's first norm).
     """
-    num_periods = 4 if config.is_encoder_decoder else 3
+    num_periods = 4 if config.is_encoder_decoder or spec.liger else 3
     small = num_periods * period + config.num_hidden_layers % period
     return min(small, config.num_hidden_layers)
 

@@ -24,13 +24,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.integrations.neftune import activate_neftune
 
 from autotune.adapters import ADAPTERS
 from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
-from autotune.worker import adapters, quantize
+from autotune.worker import adapters, attention, liger, quantize, sft
 from autotune.worker import model as models
 from autotune.worker.adapters import RANK
+from autotune.worker.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
 from autotune.worker.model import UnsupportedModel
 from autotune.worker.tracker import Recording, TrackedKernel, Tracker, in_backward
@@ -64,26 +66,29 @@ def trace_step(
     # Checkpointed layers of T5 hand the gradient of their common position bias around.
     whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
     whole = whole or (spec.method in ADAPTERS and not ADAPTERS[spec.method].repeats)
-    small = num_layers if whole else models.small_num_layers(config, period)
+    small = num_layers if whole else models.small_num_layers(config, spec, period)
     layers = {"traced": small, "full": num_layers, "period": period}
-    if small < num_layers:
-        model = models.build_base(models.with_layers(config, small), task, spec)
-        if not models.layer_stacks(model, small):
-            return trace_step(
-                config, task, spec, sequence_length=sequence_length, device=device, whole=True
-            )
-    else:
-        model = models.build_base(config, task, spec)
+    with attention.without_library(spec.attention):
+        if small < num_layers:
+            model = models.build_base(models.with_layers(config, small), task, spec)
+            if not models.layer_stacks(model, small):
+                return trace_step(
+                    config, task, spec, sequence_length=sequence_length, device=device, whole=True
+                )
+        else:
+            model = models.build_base(config, task, spec)
     micro_batch = 1 if spec.single else MICRO_BATCH
     workspaces = Workspaces(device.cublas_workspace_bytes)
     tracker = Tracker(
         "meta",
-        hidden_buffers=hidden_buffers,
+        hidden_buffers=attention.buffers_of(spec.attention, hidden_buffers),
         before=workspaces.before,
         decompositions={} if spec.quantization == "none" else quantize.decompositions(),
+        kernel_names=attention.KERNEL_NAMES.get(spec.attention),
     )
+    chunks = Chunks(tracker, is_symbolic=not spec.single)
     step = _Step(model, task, spec, tracker)
-    with _trace_settings(tracker):
+    with _trace_settings(tracker), _techniques(spec, tracker, device, chunks):
         try:
             step.set_up()
             with cuda_choices(device):
@@ -97,7 +102,7 @@ def trace_step(
             ) from error
     if not step.gradients:
         raise UnsupportedModel("nothing that trains gets a gradient")
-    return _encode(step, workspaces, micro_batch, layers)
+    return _encode(step, workspaces, chunks, micro_batch, layers)
 
 
 class _Step:
@@ -141,9 +146,16 @@ class _Step:
         if spec.method in ADAPTERS:
             rank = RANK if ADAPTERS[spec.method].scales else None
             self.model = adapters.add_adapter(self.model, self.task, spec, rank)
+        if spec.trainer == "trl-sft":
+            sft.prepare(self.model, self.task, spec.method)
+        if spec.method in ADAPTERS:
             self._own_new("adapter", place_of)
+        if spec.liger:
+            liger.apply(self.model, self.task, spec.trainer)
         if spec.activation_checkpointing:
             models.enable_checkpointing(self.model, spec)
+        if spec.neftune_noise_alpha:
+            activate_neftune(self.model, spec.neftune_noise_alpha)
         self.model.train()
         precision = PRECISIONS[spec.precision]
         if precision.autocast:
@@ -193,13 +205,7 @@ class _Step:
         for number, stack in enumerate(models.layer_stacks(model, num_layers)):
             handles += self._hook_layers(number, stack)
         self.mark("embed")
-        outputs = model(**inputs)
-        loss = outputs["loss"]
-        del outputs
-        if accepts:
-            loss *= 1  # Trainer.compute_loss: the number of processes
-        else:
-            loss = loss / 1  # Trainer.training_step: the number of micro-batches
+        loss = self._loss(inputs, accepts=accepts)
         scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
         if precision.grad_scaler:
             scaled = scaled * torch.empty((), dtype=torch.float32, device="meta")
@@ -219,6 +225,22 @@ class _Step:
         # Hooks in C++ keep what they refer to from ever being collected.
         for handle in handles:
             handle.remove()
+
+    def _loss(self, inputs: dict[str, Any], *, accepts: bool) -> torch.Tensor:
+        """Trainer.compute_loss, and what training_step divides it by."""
+        model: Any = self.model
+        if self.spec.trainer == "trl-sft":
+            num_items = inputs.pop("num_items_in_batch")
+            sft_loss: torch.Tensor = sft.loss_of(model, inputs, num_items)
+            return sft_loss
+        outputs = model(**inputs)
+        loss: torch.Tensor = outputs["loss"]
+        del outputs
+        if accepts:
+            loss *= 1  # the number of processes
+        else:
+            loss = loss / 1  # the number of micro-batches
+        return loss
 
     def _hook_gradients(self) -> list[Any]:
         return [
@@ -321,6 +343,20 @@ def _wrap_forward(model: Any, dtype: torch.dtype) -> None:
 
 
 @contextlib.contextmanager
+def _techniques(
+    spec: TraceSpec, tracker: Tracker, device: Device, chunks: Chunks
+) -> Iterator[None]:
+    """What libraries beside Transformers need in order to be traced."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attention.without_library(spec.attention))
+        if spec.liger:
+            stack.enter_context(liger.on_meta(tracker, device, chunks))
+        if spec.trainer == "trl-sft":
+            stack.enter_context(sft.on_meta(tracker, chunks))
+        yield
+
+
+@contextlib.contextmanager
 def _trace_settings(tracker: Tracker) -> Iterator[None]:
     """Offloading parks tensors without a host copy; nothing is collected at a random moment."""
     import transformers.modeling_utils as modeling_utils
@@ -380,10 +416,14 @@ def _monomial(number: int, micro_batch: int) -> tuple[int, int, int]:
 
 
 def _encode(
-    step: _Step, workspaces: Workspaces, micro_batch: int, layers: dict[str, int]
+    step: _Step,
+    workspaces: Workspaces,
+    chunks: Chunks,
+    micro_batch: int,
+    layers: dict[str, int],
 ) -> dict[str, Any]:
     recording = step.tracker.recording
-    blocks = _blocks(recording, step, micro_batch)
+    blocks = _blocks(recording, step, chunks, micro_batch)
     vocabulary = getattr(step.model.config, "vocab_size", -1)
     decayed = models.decayed_parameters(step.model)
     embeddings = {
@@ -392,7 +432,10 @@ def _encode(
     linears = models.linear_weights(step.model)
     tensors: list[Any] = []
     for index, tensor in enumerate(recording.tensors):
-        entry: dict[str, Any] = {"size": _monomial(tensor.size_bytes, micro_batch)}
+        size_bytes, per_row = _per_row(tensor.size_bytes, chunks)
+        entry: dict[str, Any] = {"size": _monomial(size_bytes, micro_batch)}
+        if per_row:
+            entry["chunked"] = True
         if index in step.parameters:
             entry["category"] = "parameter"
             parameter = step.parameters[index]
@@ -413,12 +456,23 @@ def _encode(
             name, *numbers = tensor.rule
             entry["rule"] = [name, *(_monomial(n, micro_batch) for n in numbers)]
         tensors.append(entry)
-    return {
+    answer = {
         "layers": layers,
         "tensors": tensors,
         "blocks": blocks,
         "parameters": _count_parameters(step.model),
     }
+    if chunks.is_symbolic and chunks.rule is not None:
+        name, num_tokens, constant = chunks.rule
+        answer["chunks"] = [name, _monomial(num_tokens, micro_batch), constant]
+    return answer
+
+
+def _per_row(number: int, chunks: Chunks) -> tuple[int, bool]:
+    """Of what is as large as a chunk of tokens, the part of one token."""
+    if number and chunks.rule is not None and chunks.is_symbolic and number % CHUNK_ROWS == 0:
+        return number // CHUNK_ROWS, True
+    return number, False
 
 
 def _count_parameters(model: nn.Module) -> dict[str, Any]:
@@ -437,7 +491,9 @@ def _count_parameters(model: nn.Module) -> dict[str, Any]:
     return {str(layer): entry for layer, entry in counted.items()}
 
 
-def _blocks(recording: Recording, step: _Step, micro_batch: int) -> list[dict[str, Any]]:
+def _blocks(
+    recording: Recording, step: _Step, chunks: Chunks, micro_batch: int
+) -> list[dict[str, Any]]:
     marks = recording.marks
     ends = [*((m[0], m[1]) for m in marks[1:]), (len(recording.events), len(recording.kernels))]
     handed_over = step.handed_over
@@ -450,7 +506,8 @@ def _blocks(recording: Recording, step: _Step, micro_batch: int) -> list[dict[st
             for gradient in handed_over.get(position, ())
         ]
         events = recording.events[first:last]
-        kernels = _count_kernels(recording.kernels[first_kernel:last_kernel], micro_batch)
+        launched = recording.kernels[first_kernel:last_kernel]
+        kernels = _count_kernels(launched, chunks, micro_batch)
         if events or kernels or accumulate:
             blocks.append(
                 {
@@ -464,22 +521,37 @@ def _blocks(recording: Recording, step: _Step, micro_batch: int) -> list[dict[st
     return blocks
 
 
-def _count_kernels(kernels: list[TrackedKernel], micro_batch: int) -> list[Any]:
-    """Equal kernels of a block once: [name, dtype, flops, [bytes ...], recomputed, count]."""
+def _count_kernels(kernels: list[TrackedKernel], chunks: Chunks, micro_batch: int) -> list[Any]:
+    """Equal kernels of a block once: [name, dtype, flops, [bytes ...], recomputed, count].
+
+    One that handles a chunk of tokens has two parts more: the bytes per token of it, apart from the
+    others (its operations are per token too), and whether it stands for all chunks but the first.
+    """
     counts: dict[tuple[Any, ...], int] = {}
     for k in kernels:
-        key = (k.name, k.dtype, k.num_flops, tuple(sorted(k.tensor_bytes)), k.recomputed)
+        sizes = tuple(sorted(k.tensor_bytes))
+        key = (k.name, k.dtype, k.num_flops, sizes, k.recomputed, k.repeated)
         counts[key] = counts.get(key, 0) + 1
     encoded = []
-    for (name, dtype, flops, sizes, recomputed), count in counts.items():
-        moved: dict[tuple[int, int], int] = {}
-        for size in sizes:
-            coefficient, batch_power, rank_power = _monomial(size, micro_batch)
-            powers = batch_power, rank_power
-            moved[powers] = moved.get(powers, 0) + coefficient
-        terms = [(coefficient, i, j) for (i, j), coefficient in moved.items()]
-        encoded.append([name, dtype, _monomial(flops, micro_batch), terms, recomputed, count])
+    for (name, dtype, flops, sizes, recomputed, repeated), count in counts.items():
+        parts = [_per_row(size, chunks) for size in sizes]
+        moved = _sum_of([size for size, per_row in parts if not per_row], micro_batch)
+        flops_term = _monomial(_per_row(flops, chunks)[0], micro_batch)
+        entry = [name, dtype, flops_term, moved, recomputed, count]
+        of_chunk = [size for size, per_row in parts if per_row]
+        if of_chunk or repeated:
+            entry += [_sum_of(of_chunk, micro_batch), repeated]
+        encoded.append(entry)
     return encoded
+
+
+def _sum_of(sizes: list[int], micro_batch: int) -> list[tuple[int, int, int]]:
+    terms: dict[tuple[int, int], int] = {}
+    for size in sizes:
+        coefficient, batch_power, rank_power = _monomial(size, micro_batch)
+        powers = batch_power, rank_power
+        terms[powers] = terms.get(powers, 0) + coefficient
+    return [(coefficient, i, j) for (i, j), coefficient in terms.items()]
 
 
 __all__ = ["MICRO_BATCH", "Device", "UnsupportedModel", "trace_step"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,8 @@ class TrackedKernel:
     tensor_bytes: tuple[int, ...]
     recomputed: bool
     """Launched by activation checkpointing's second forward pass."""
+    repeated: bool = False
+    """Launched for each chunk of tokens but the first (autotune.worker.chunks)."""
 
 
 @dataclass(slots=True)
@@ -84,10 +86,15 @@ class Tracker(TorchDispatchMode):
         hidden_buffers: HiddenBuffers | None = None,
         before: Callable[[Tracker, Any], None] | None = None,
         decompositions: dict[Any, Callable[..., Any]] | None = None,
+        kernel_names: Mapping[Any, str] | None = None,
     ) -> None:
         super().__init__()
-        self._decompositions = decompositions or {}
+        self.decompositions = decompositions or {}
+        """What takes the place of an operation; NotImplemented lets it run."""
+        self._kernel_names = kernel_names or {}
         self.recording = Recording()
+        self.is_repeated = False
+        """Kernels belong to the chunk of tokens that stands for others."""
         self._device_type = device_type
         self._hidden_buffers = hidden_buffers
         self._before = before
@@ -176,12 +183,14 @@ class Tracker(TorchDispatchMode):
         if self._pending_mark is not None:
             self.recording.mark(self._pending_mark)
             self._pending_mark = None
-        if func is aten._local_scalar_dense.default and args[0].device.type == "meta":
-            return _answer(args[0])
-        decomposition = self._decompositions.get(func)
+        decomposition = self.decompositions.get(func)
         if decomposition is not None:
             with self:
-                return decomposition(*args, **kwargs)
+                answer = decomposition(*args, **kwargs)
+            if answer is not NotImplemented:
+                return answer
+        if func is aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return _answer(args[0])
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -215,10 +224,31 @@ class Tracker(TorchDispatchMode):
             moved *= 2
         elif func is not aten.nll_loss_backward.default:
             moved += tuple(_moved_bytes(t) for t in inputs)
-        dtype = str((inputs or outputs)[0].dtype)[6:]
+        # What a product adds to may be wider than what it multiplies.
+        operands = _PRODUCT_OPERANDS.get(func, 0)
+        dtype = str((args[operands] if operands else (inputs or outputs)[0]).dtype)[6:]
         recomputed = torch.is_grad_enabled() and in_backward()
-        self.recording.kernels.append(TrackedKernel(_name(func), dtype, flops, moved, recomputed))
+        self.recording.kernels.append(
+            TrackedKernel(
+                self._kernel_names.get(func) or _name(func),
+                dtype,
+                flops,
+                moved,
+                recomputed,
+                self.is_repeated,
+            )
+        )
         return out
+
+    def record_kernel(self, name: str, arguments: Any, *, passes: int = 1) -> None:
+        """A kernel that is no operation of PyTorch's, and touches its tensors so many times."""
+        tensors = [t for t in _tensors(arguments) if t.device.type == self._device_type]
+        moved = tuple(passes * _moved_bytes(t) for t in tensors)
+        recomputed = torch.is_grad_enabled() and in_backward()
+        dtype = str(tensors[0].dtype)[6:]
+        self.recording.kernels.append(
+            TrackedKernel(name, dtype, 0, moved, recomputed, self.is_repeated)
+        )
 
 
 _ELEMENTWISE = {
@@ -278,8 +308,11 @@ def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
 
 _PRODUCT_OPERANDS = {
     aten.mm.default: 0,
+    aten.mm.out: 0,
     aten.bmm.default: 0,
     aten.addmm.default: 1,
+    aten.addmm.out: 1,
+    aten.addmm.dtype_out: 1,
     aten.baddbmm.default: 1,
     aten._int_mm.default: 0,
 }

@@ -60,6 +60,7 @@ PADDED = dataclasses.replace(FULL, batching="padded")
 GROUPED = dataclasses.replace(FULL, batching="grouped")
 MIXED = dataclasses.replace(FULL, precision="bf16-mixed", optimizer="adafactor")
 
+SFT = dataclasses.replace(FULL, trainer="trl-sft", activation_checkpointing=1)
 ADAPTED = dataclasses.replace(LORA, lora_rank=None, lora_targets=None, activation_checkpointing=0)
 LINEAR = dataclasses.replace(ADAPTED, lora_rank=4, lora_targets="all-linear")
 TOKENS = dataclasses.replace(ADAPTED, num_virtual_tokens=4)
@@ -111,6 +112,7 @@ RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
     "full-mixed": ("llama", "causal-lm", MIXED, []),
     "full-from-config": ("llama", "causal-lm", FULL, ["--from-config"]),
     "lora": ("llama", "causal-lm", LORA, []),
+    "sft": ("llama", "causal-lm", SFT, []),
     "lora-attention": ("llama", "causal-lm", ATTENTION, []),
     "qlora": ("llama", "causal-lm", QLORA, []),
     "padded": ("llama", "causal-lm", PADDED, []),

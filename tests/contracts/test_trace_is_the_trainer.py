@@ -11,6 +11,7 @@ autocast (the CPU's list leaves softmax, layer_norm and gelu in bfloat16).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ from autotune.optimizer_steps import write_clip
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
+from autotune.worker import liger
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module
 from autotune.worker.cuda import Device
@@ -57,6 +59,9 @@ DIFFERENCES = {
     "(an allocator cannot tell either)",
     "norm's partial sums": "made by CUDA's _foreach_norm only: left out of the prediction",
     "empty tensors": "a literal of no elements is made on the CPU first: what has no bytes is left out",
+    "strength of the noise": "five numbers that NEFTune makes on the CPU even when the model is on a "
+    "GPU, before all other numbers of a micro-step: left out of the real run",
+    "liger": "its Python code runs, its Triton kernels are not launched: a CPU has none",
     "step counts": "on the CPU even when the parameters are on a GPU: left out of the real run",
 }
 """What a GPU does and a CPU does not, or the other way round; and how the comparison undoes it."""
@@ -113,6 +118,9 @@ class Case:
     """PEFT's own configuration of the adapter; None: LoRA on every linear layer."""
     decompositions: Any = None
     """Operations that the real run computes as CUDA does."""
+    liger: bool = False
+    trainer: str = "transformers"
+    neftune_noise_alpha: float = 0.0
 
     @property
     def config(self) -> transformers.PretrainedConfig:
@@ -131,6 +139,9 @@ class Case:
             "activation_offloading": False,
             "attention": self.attention,
             "single": self.micro_batch == 1,
+            "liger": self.liger,
+            "trainer": self.trainer,
+            "neftune_noise_alpha": float(self.neftune_noise_alpha > 0),
         }
         return TraceSpec(**{**fields, **self.settings})
 
@@ -153,6 +164,17 @@ CASES = {
     "gpt_neox full bf16-mixed": Case(
         architecture="gpt_neox", precision="bf16-mixed", accumulation=1
     ),
+    "llama neftune": Case(architecture="llama", neftune_noise_alpha=5.0),
+    "llama lora neftune": Case(
+        architecture="llama", method="lora", precision="fp32", neftune_noise_alpha=5.0
+    ),
+    "llama liger": Case(architecture="llama", liger=True),
+    "llama liger micro-batch 1": Case(architecture="llama", micro_batch=1, liger=True),
+    "llama liger lora checkpointed": Case(
+        architecture="llama", method="lora", checkpointing=1, liger=True
+    ),
+    "llama liger many layers": Case(architecture="llama", num_layers=8, liger=True),
+    "qwen2 liger": Case(architecture="qwen2", micro_batch=3, accumulation=1, liger=True),
     "bert full": Case(architecture="bert", task="masked-lm"),
     "bert lora fp32 checkpointed": Case(
         architecture="bert", task="masked-lm", method="lora", precision="fp32", checkpointing=1
@@ -181,15 +203,20 @@ def _no_hidden_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
 
 
+# Compute capability 7.5: sdpa in bfloat16 takes the math kernel. With Liger 8.0, for its way of summing
+# the head's gradient.
+TURING = Device(compute_capability=(7, 5), cublas_workspace_bytes=1)
+AMPERE = Device(compute_capability=(8, 0), cublas_workspace_bytes=1)
+
+
 def traced(case: Case, *, whole: bool = False) -> tuple[Trace, set[int]]:
     """The trace, through JSON as the worker sends it, and the numbers of the batch's tensors."""
-    # Compute capability 7.5: sdpa in bfloat16 takes the math kernel.
     answer = trace_module.trace_step(
         case.config,
         case.task,
         case.spec,
         sequence_length=SEQUENCE_LENGTH,
-        device=Device(compute_capability=(7, 5), cublas_workspace_bytes=1),
+        device=AMPERE if case.liger else TURING,
         whole=whole,
     )
     trace = Trace(json.loads(json.dumps(answer)))
@@ -224,6 +251,12 @@ def real_sizes(run: Run) -> list[int]:
     ]
 
 
+def without_noise_strength(run: Run, events: list[int]) -> list[int]:
+    """DIFFERENCES: strength of the noise."""
+    numbers = [event for event in events if event >= 0 and run.tensors[event].shape == ()]
+    return [event for event in events if max(event, ~event) not in numbers[:5]]
+
+
 def frees_in_no_order(events: Events) -> Events:
     """DIFFERENCES: autocast cache."""
     return [
@@ -249,12 +282,19 @@ def real_model(case: Case) -> Any:
 
 def run_case(case: Case, folder: Path) -> Run:
     arguments: dict[str, Any] = {"bf16": PRECISIONS[case.precision].autocast}
+    if case.neftune_noise_alpha:
+        arguments["neftune_noise_alpha"] = case.neftune_noise_alpha
+    if case.liger:
+        arguments["use_liger_kernel"] = True
     if case.checkpointing:
         arguments["activation_checkpointing"] = True
         arguments["activation_checkpointing_kwargs"] = {"use_reentrant": False}
         if case.checkpointing > 1:
             arguments["activation_checkpointing_kwargs"]["every_n_layers"] = case.checkpointing
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), contextlib.ExitStack() as stack:
+        if case.liger:
+            pytest.importorskip("liger_kernel.transformers")
+            stack.enter_context(liger.as_on_cuda("cpu", AMPERE, lambda *_, **__: None))
         return run_trainer(
             real_model(case),
             folder,
@@ -277,8 +317,10 @@ def assert_as_traced(case: Case, folder: Path) -> None:
     trace, batch = traced(case)
     sizes = real_sizes(run)
     for number, window in enumerate(run.micro_steps):
-        has_bytes = [e for e in run.window(window) if sizes[max(e, ~e)]]
-        real = canonical(has_bytes, sizes)
+        events = [e for e in run.window(window) if sizes[max(e, ~e)]]
+        if case.neftune_noise_alpha:
+            events = without_noise_strength(run, events)
+        real = canonical(events, sizes)
         expected = predicted(case, trace, batch, is_first=number % case.accumulation == 0)
         if PRECISIONS[case.precision].autocast:
             real, expected = frees_in_no_order(real), frees_in_no_order(expected)

@@ -7,13 +7,14 @@ one per Trainer.training_step and one per clipping, optimizer step and zero_grad
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from autotune.worker.tracker import TrackedTensor, Tracker
 
@@ -89,20 +90,24 @@ def run_trainer(
     micro_batch_size: int,
     accumulation: int,
     decompositions: dict[Any, Any] | None = None,
+    trainer_class: Any = Trainer,
+    arguments_class: Any = TrainingArguments,
+    make_dataset: Callable[[list[Any]], Any] = list,
+    more: Mapping[str, Any] = {},
     **arguments: Any,
 ) -> Run:
     """Two optimizer steps of the real Trainer with AdamW, its kernels foreach as on CUDA.
 
-    `decompositions`: operations that are computed by others, as in a trace.
+    `decompositions`: operations that are computed by others, as in a trace. `more`: what another class of
+    Trainer wants beside Trainer's arguments.
     """
-    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     tracker = NamingTracker("cpu", decompositions)
     recording = tracker.recording
     run = Run(model, recording.tensors, recording.events, tracker.made_by)
     clipping_began = 0
 
-    class Watched(Trainer):
+    class Watched(trainer_class):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             first = len(recording.events)
             loss = super().training_step(*args, **kwargs)
@@ -129,7 +134,7 @@ def run_trainer(
 
     trainer = Watched(
         model=model,
-        args=TrainingArguments(
+        args=arguments_class(
             output_dir=str(folder),
             per_device_train_batch_size=micro_batch_size,
             gradient_accumulation_steps=accumulation,
@@ -143,8 +148,11 @@ def run_trainer(
             dataloader_pin_memory=False,
             **arguments,
         ),
-        train_dataset=samples(NUM_STEPS * accumulation * micro_batch_size, sequence_length, task),
+        train_dataset=make_dataset(
+            samples(NUM_STEPS * accumulation * micro_batch_size, sequence_length, task)
+        ),
         callbacks=[Ended()],
+        **more,
     )
     # A storage must die with its last reference, not when the collector comes by.
     gc.collect()

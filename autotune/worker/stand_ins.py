@@ -1,0 +1,47 @@
+"""Changing what other libraries' modules hold, for as long as a trace takes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+
+@contextlib.contextmanager
+def replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """(module or class, name, value): set, and set back afterwards."""
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in attributes]
+    for owner, name, value in attributes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def taken_for_cuda(device_type: str, package: str) -> Iterator[None]:
+    """In a package's functions the name `cuda`, that they compare a device's with, becomes another."""
+    codes = {
+        function: function.__code__
+        for name, module in list(sys.modules.items())
+        if name.startswith(f"{package}.")
+        for function in vars(module).values()
+        if isinstance(function, FunctionType)
+        and function.__module__ == name
+        and "cuda" in function.__code__.co_consts
+    }
+    for function, code in codes.items():
+        names = tuple(device_type if value == "cuda" else value for value in code.co_consts)
+        function.__code__ = code.replace(co_consts=names)
+    try:
+        yield
+    finally:
+        for function, code in codes.items():
+            function.__code__ = code

@@ -1,0 +1,117 @@
+"""A real SFTTrainer of TRL on the CPU, against the trace of the same step on `meta`.
+
+As in test_trace_is_the_trainer.py, allocations and frees must agree one by one, but for its DIFFERENCES
+and these: TRL takes its way for CUDA on both sides, whose Triton kernels are not launched; the places
+that a mask becomes are a buffer inside an operation; float32 throughout, as the product that sums
+16-bit factors in float32 is CUDA's alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_trace_is_the_trainer import Case, canonical, predicted, real_model, traced
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from trainer_step import run_trainer
+
+from autotune.worker import sft
+from autotune.worker import trace as trace_module
+
+trl = pytest.importorskip("trl")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
+    # TRL's collator, of rows that are tensors already.
+    pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning"),
+]
+
+CASES = {
+    "full": Case(architecture="llama", precision="fp32"),
+    "full micro-batch 1": Case(architecture="llama", precision="fp32", micro_batch=1),
+    "tied head": Case(architecture="qwen2", precision="fp32", micro_batch=3, accumulation=1),
+    "lora checkpointed": Case(
+        architecture="llama", method="lora", precision="fp32", checkpointing=1
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_hidden_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
+    monkeypatch.setattr(sft, "places_of", lambda _: ())
+
+
+@contextlib.contextmanager
+def way_of_cuda() -> Iterator[None]:
+    kernels = importlib.import_module("trl.kernels.chunked_logprob")
+    utils = importlib.import_module("trl.trainer.utils")
+    with sft.as_on_cuda(kernels, utils, lambda *_: None), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{number}": number for number in range(512)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="w1", pad_token="w2"
+    )
+
+
+def dataset(rows: list[dict[str, torch.Tensor]]) -> Any:
+    from datasets import Dataset
+
+    plain = [{name: column.tolist() for name, column in row.items()} for row in rows]
+    return Dataset.from_list(plain).with_format("torch")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> None:
+    case = dataclasses.replace(CASES[name], trainer="trl-sft")
+    arguments: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False}
+    if case.checkpointing:
+        arguments["gradient_checkpointing"] = True
+        arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    with way_of_cuda():
+        run = run_trainer(
+            real_model(case),
+            tmp_path,
+            case.task,
+            sequence_length=32,
+            micro_batch_size=case.micro_batch,
+            accumulation=case.accumulation,
+            trainer_class=trl.SFTTrainer,
+            arguments_class=trl.SFTConfig,
+            make_dataset=dataset,
+            more={"processing_class": tokenizer()},
+            dataset_kwargs={"skip_prepare_dataset": True},
+            **arguments,
+        )
+    trace, batch = traced(case)
+    sizes = [tensor.size_bytes for tensor in run.tensors]
+    for number, window in enumerate(run.micro_steps):
+        real = canonical(run.window(window), sizes)
+        expected = predicted(case, trace, batch, is_first=number % case.accumulation == 0)
+        assert real == expected, f"micro-step {number}"
+    assert len(run.micro_steps) == 2 * case.accumulation
+
+
+def test_the_loss_makes_no_logits() -> None:
+    """Trainer's logits, their float32 copy and its gradient: 128 tokens of 512 words."""
+    case = Case(architecture="llama", micro_batch=4)
+    peaks = []
+    for kind in ("transformers", "trl-sft"):
+        trace, _ = traced(dataclasses.replace(case, trainer=kind))
+        logits = {n for n, c in enumerate(trace.categories) if c == "logits"}
+        peaks.append(len(logits))
+    assert peaks[0] > 0
+    assert peaks[1] == 0

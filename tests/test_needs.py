@@ -1,0 +1,71 @@
+"""What is not installed is left out of a search by name, and nothing else is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autotune import needs
+from autotune.config import TrainConfig
+from autotune.knobs import KNOBS
+from autotune.space import MethodSpace, SearchSpace
+
+CONFIG = TrainConfig(
+    method="full",
+    micro_batch_size=1,
+    gradient_accumulation_steps=8,
+    sequence_length=1024,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+
+
+def space(*values: bool) -> SearchSpace:
+    domains = {"precision": ("bf16-true",), "liger": values}
+    section = MethodSpace(method="full", domains=domains)
+    return SearchSpace(name="space", description="", methods=(section,))
+
+
+@pytest.fixture
+def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "is_installed", lambda _: False)
+
+
+def test_libraries_are_asked_for_by_the_name_pip_has_for_them() -> None:
+    assert needs.is_installed("torch")
+    assert not needs.is_installed("no-such-library")
+
+
+@pytest.mark.usefixtures("_nothing_installed")
+@pytest.mark.parametrize("values", [(False, True), (True,)])
+def test_what_is_missing_is_left_out_and_said(values: tuple[bool, ...]) -> None:
+    left, said = needs.predictable(space(*values))
+    assert left.methods[0].domains == {"precision": ("bf16-true",), "liger": (False,)}
+    assert said == ("Liger kernels (needs: pip install liger-kernel)",)
+
+
+@pytest.mark.usefixtures("_nothing_installed")
+def test_an_estimate_says_what_it_needs() -> None:
+    assert needs.of_config(CONFIG) == ()
+    (said,) = needs.of_config(dataclasses.replace(CONFIG, liger=True))
+    assert said.endswith("(needs: pip install liger-kernel)")
+
+
+def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "is_installed", lambda _: True)
+    assert needs.predictable(space(False, True)) == (space(False, True), ())
+
+
+def test_what_needs_a_library_is_a_value_of_its_knob() -> None:
+    for knob in KNOBS.values():
+        assert set(knob.needs) <= set(knob.choices)
+
+
+def test_what_only_a_measurement_tells_is_not_predicted() -> None:
+    section = MethodSpace(method="full", domains={"torch_compile": ("none", "default")})
+    left, said = needs.predictable(SearchSpace(name="s", description="", methods=(section,)))
+    assert left.methods[0].domains == {"torch_compile": ("none",)}
+    assert said == ("torch.compile (default) is not predicted",)
+    assert needs.unpredicted(CONFIG) == ()
+    assert needs.unpredicted(dataclasses.replace(CONFIG, torch_compile="default")) == said
