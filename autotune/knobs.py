@@ -217,6 +217,7 @@ KNOBS: dict[str, Knob] = {
             tradeoff="",
             read=_optimizer,
             choices=tuple(OPTIMIZERS),
+            needs={row.name: row.needs for row in OPTIMIZERS.values() if row.needs},
             flag="--optimizer",
             metavar="NAME",
             summary="An `optim` value of TrainingArguments [default: adamw_torch_fused].",

@@ -7,14 +7,19 @@ step can be traced without the library.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Collection
 from importlib import metadata
 from typing import Any
 
-from autotune.config import TrainConfig
-from autotune.knobs import KNOBS, Knob
+from autotune.config import METHODS, TrainConfig
+from autotune.knobs import KNOBS, REQUIRED, Knob
 from autotune.space import SearchSpace
 
+_NOT_PREDICTED = "not predicted"
 
+
+@functools.cache
 def is_installed(library: str) -> bool:
     """By pip's name for it."""
     try:
@@ -27,49 +32,56 @@ def is_installed(library: str) -> bool:
 def of_config(config: TrainConfig) -> tuple[str, ...]:
     """What a configuration needs that is not installed, for people."""
     return tuple(
-        said for knob in KNOBS.values() if (said := _lacks(knob, getattr(config, knob.name)))
+        f"{knob.words(value)} ({reason})"
+        for knob in KNOBS.values()
+        if (reason := _lacks(knob, value := getattr(config, knob.name)))
     )
 
 
 def unpredicted(config: TrainConfig) -> tuple[str, ...]:
     """What an estimate leaves aside, for people."""
     return tuple(
-        said
+        knob.words(value)
         for knob in KNOBS.values()
-        if (said := _not_predicted(knob, getattr(config, knob.name)))
+        if (value := getattr(config, knob.name)) in knob.unpredicted
     )
 
 
-def predictable(space: SearchSpace) -> tuple[SearchSpace, tuple[str, ...]]:
-    """The space without what is not installed or not predicted, and what that was, for people.
+def predictable(
+    space: SearchSpace, methods: Collection[str] = METHODS
+) -> tuple[SearchSpace, tuple[str, ...]]:
+    """The space without what is not installed or not predicted, and what of these methods' that was.
 
-    A setting that has nothing else left keeps its default.
+    A setting that has nothing else left keeps its default; a section that must name it goes.
     """
-    left_out: dict[str, None] = {}
+    left_out: dict[str, dict[str, None]] = {}
     sections = []
     for section in space.methods:
+        if section.method not in methods:
+            continue
         domains: dict[str, tuple[Any, ...]] = dict(section.domains)
         for name, values in section.domains.items():
             knob = KNOBS[name]
-            why = {
-                value: said
-                for value in values
-                if (said := _lacks(knob, value) or _not_predicted(knob, value))
-            }
+            why = {value: reason for value in values if (reason := _reason(knob, value))}
             if why:
                 left = tuple(value for value in values if value not in why)
-                domains[name] = left or (knob.default,)
-                left_out |= dict.fromkeys(why.values())
-        sections.append(dataclasses.replace(section, domains=domains))
-    return dataclasses.replace(space, methods=tuple(sections)), tuple(left_out)
+                default = () if knob.default is REQUIRED else (knob.default,)
+                domains[name] = left or default
+            for value, reason in why.items():
+                left_out.setdefault(reason, {})[knob.words(value)] = None
+        if all(domains.values()):
+            sections.append(dataclasses.replace(section, domains=domains))
+    said = tuple(f"{', '.join(words)} ({reason})" for reason, words in left_out.items())
+    return dataclasses.replace(space, methods=tuple(sections)), said
+
+
+def _reason(knob: Knob, value: object) -> str:
+    """Why a search leaves the value out; empty where it does not."""
+    if value in knob.unpredicted:
+        return _NOT_PREDICTED
+    return _lacks(knob, value)
 
 
 def _lacks(knob: Knob, value: object) -> str:
     library = knob.needs.get(value)
-    if library is None or is_installed(library):
-        return ""
-    return f"{knob.words(value)} (needs: pip install {library})"
-
-
-def _not_predicted(knob: Knob, value: object) -> str:
-    return f"{knob.words(value)} is not predicted" if value in knob.unpredicted else ""
+    return "" if library is None or is_installed(library) else f"needs: pip install {library}"

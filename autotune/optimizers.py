@@ -7,9 +7,7 @@ OPTIMIZERS and LEFT_OUT together are transformers.training_args.OptimizerNames
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.allocator import Tape
@@ -71,10 +69,6 @@ class Optimizer:
         """What the package is imported as; empty where none is needed."""
         return _MODULES.get(self.needs) or self.needs.replace("-", "_")
 
-    @property
-    def is_installed(self) -> bool:
-        return not self.needs or _is_found(self.module)
-
     def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
         """Of all its updates in a step."""
         if not self.updates:
@@ -89,11 +83,6 @@ class Optimizer:
 
 
 _MODULES = {"torch-optimi": "optimi"}
-
-
-@functools.cache
-def _is_found(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 _TORCH_ADAMW = "torch 2.13 optim/adam.py, transformers 5.23 trainer_optimizer.py"
@@ -449,16 +438,6 @@ LEFT_OUT: dict[str, str] = {
     "on beside a learning rate, and GaLore's Adafactor refuses that",
 }
 """Values of OptimizerNames that have no row, and why."""
-
-
-def not_installed(names: Iterable[str]) -> dict[str, list[str]]:
-    """Of these optimizers those whose package is missing, by package."""
-    missing: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):
-        row = OPTIMIZERS[name]
-        if not row.is_installed:
-            missing.setdefault(row.needs, []).append(name)
-    return missing
 
 
 def state_bytes(name: str, specs: Sequence[TensorSpec]) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from autotune.config import (
     Workload,
 )
 from autotune.knobs import KNOBS
-from autotune.optimizers import OPTIMIZERS, not_installed
+from autotune.optimizers import OPTIMIZERS
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units.
 _AMPERE = (8, 0)
@@ -122,8 +122,6 @@ class Context:
     compute_capability: tuple[int, int] | None = None
     precisions: tuple[str, ...] = ()
     """What the space offers to this method."""
-    missing: frozenset[str] = frozenset()
-    """Packages that are not installed: a search proposes nothing that cannot run here."""
     max_sequence_length: int | None = None
     """Tokens that the model has learned positions for."""
 
@@ -277,11 +275,6 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.precision == "fp16-autocast" and c.method == "full",
     ),
     Rule(
-        name="optimizer-is-installed",
-        reason="the optimizer's package is not installed here",
-        breaks=lambda c, context: OPTIMIZERS[c.optimizer].needs in context.missing,
-    ),
-    Rule(
         name="optimizer-needs-full",
         reason="GaLore, APOLLO and LOMO save on whole weight matrices: an adapter has little to save",
         breaks=lambda c, _: OPTIMIZERS[c.optimizer].only_full and c.method != "full",
@@ -401,7 +394,6 @@ def enumerate_configs(
             num_layers=num_layers,
             compute_capability=compute_capability,
             precisions=section.domains["precision"],
-            missing=frozenset(not_installed(section.domains["optimizer"])),
             max_sequence_length=max_sequence_length,
         )
         for config in _points(section, workload):

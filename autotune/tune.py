@@ -133,7 +133,7 @@ def find(
     """
     started = time.monotonic()
     num_layers = model.config.get("num_hidden_layers")
-    space, left_out = predictable(with_attentions(space, model.attentions))
+    space, left_out = predictable(with_attentions(space, model.attentions), workload.methods)
     points = enumerate_configs(
         for_gpus(with_batchings(space, workload), workload.num_gpus),
         workload,

@@ -400,22 +400,6 @@ def test_what_a_prediction_cannot_confirm_is_said(main: Main, asked: list[dict[s
     assert main(*FIND).err == ""
 
 
-def test_what_is_not_installed_is_left_out_and_named(
-    main: Main, asked: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("autotune.optimizers._is_found", lambda module: module != "lomo_optim")
-    space = tmp_path / "mine.yaml"
-    space.write_text(
-        "methods: {full: {micro_batch_size: [32], precision: [bf16-true], "
-        "optimizer: [adalomo, sgd, lomo, galore_adamw]}}"
-    )
-    ran = main(*FIND, "--space", str(space))
-    assert ran.code == 0
-    assert "left out of the search: adalomo, lomo. They need: pip install lomo-optim" in ran.err
-    # Of methods that are not searched nothing is said.
-    assert main(*FIND, "--space", str(space), "--method", "lora").err == ""
-
-
 def test_an_encoder_takes_as_many_tokens_as_it_has_positions(
     main: Main, asked: list[dict[str, Any]]
 ) -> None:

@@ -66,6 +66,30 @@ def test_what_only_a_measurement_tells_is_not_predicted() -> None:
     section = MethodSpace(method="full", domains={"torch_compile": ("none", "default")})
     left, said = needs.predictable(SearchSpace(name="s", description="", methods=(section,)))
     assert left.methods[0].domains == {"torch_compile": ("none",)}
-    assert said == ("torch.compile (default) is not predicted",)
+    assert said == ("torch.compile (default) (not predicted)",)
     assert needs.unpredicted(CONFIG) == ()
-    assert needs.unpredicted(dataclasses.replace(CONFIG, torch_compile="default")) == said
+    assert needs.unpredicted(dataclasses.replace(CONFIG, torch_compile="default")) == (
+        "torch.compile (default)",
+    )
+
+
+@pytest.mark.usefixtures("_nothing_installed")
+def test_values_that_lack_the_same_are_said_together() -> None:
+    domains = {"optimizer": ("adalomo", "sgd", "lomo"), "liger": (False, True)}
+    section = MethodSpace(method="full", domains=domains)
+    space = SearchSpace(name="s", description="", methods=(section,))
+    left, said = needs.predictable(space)
+    assert left.methods[0].domains == {"optimizer": ("sgd",), "liger": (False,)}
+    assert said == (
+        "adalomo, lomo (needs: pip install lomo-optim)",
+        "Liger kernels (needs: pip install liger-kernel)",
+    )
+    assert needs.predictable(space, ("lora",))[1] == ()
+
+
+@pytest.mark.usefixtures("_nothing_installed")
+def test_a_section_that_has_no_optimizer_left_goes() -> None:
+    section = MethodSpace(method="full", domains={"optimizer": ("lomo",)})
+    left, said = needs.predictable(SearchSpace(name="s", description="", methods=(section,)))
+    assert left.methods == ()
+    assert said == ("lomo (needs: pip install lomo-optim)",)

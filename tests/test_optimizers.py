@@ -7,7 +7,7 @@ import pytest
 from autotune.allocator import Tape, replay
 from autotune.config import TRADEOFF_CLASSES
 from autotune.optimizer_steps import TensorSpec
-from autotune.optimizers import OPTIMIZERS, Optimizer, not_installed, state_bytes
+from autotune.optimizers import OPTIMIZERS, Optimizer, state_bytes
 
 BIG = TensorSpec(shape=(1000, 1000), dtype="bfloat16")
 """A million elements: quantised under 8-bit optimizers, paged under paged ones."""
@@ -81,14 +81,6 @@ def test_polyglot_ko_adamw_state_in_16_bits() -> None:
     adapters = TensorSpec(shape=(1_572_864,), dtype="float16")
     assert round(state_bytes("adamw_torch", [everything])[0] / 2**30, 3) == 4.961
     assert round(state_bytes("adamw_torch", [adapters])[0] / 2**30, 3) == 0.006
-
-
-def test_a_missing_package_is_named_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.optimizers._is_found", lambda module: module != "optimi")
-    names = ["stable_adamw", "sgd", "galore_adamw", "stable_adamw"]
-    assert not_installed(names) == {"torch-optimi": ["stable_adamw"]}
-    assert not OPTIMIZERS["stable_adamw"].is_installed
-    assert OPTIMIZERS["adamw_torch"].is_installed
 
 
 def test_rows_are_keyed_by_their_own_name() -> None:

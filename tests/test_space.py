@@ -122,10 +122,6 @@ BREAKERS = {
         TURING,
     ),
     "fp16-weights-cannot-train": (dataclasses.replace(FULL, precision="fp16-autocast"), TURING),
-    "optimizer-is-installed": (
-        dataclasses.replace(FULL, optimizer="lion_8bit"),
-        dataclasses.replace(ADA, missing=frozenset({"bitsandbytes"})),
-    ),
     "optimizer-needs-full": (dataclasses.replace(LORA, optimizer="apollo_adamw"), ADA),
     "backward-update-needs-accumulation-1": (dataclasses.replace(FULL, optimizer="lomo"), ADA),
     "one-gpu-only": (dataclasses.replace(ON_TWO, liger=True), ADA),
@@ -173,7 +169,6 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
         (dataclasses.replace(FULL, activation_checkpointing=16), ADA),
         (dataclasses.replace(FULL, activation_checkpointing=1, activation_offloading=True), ADA),
         (FULL, dataclasses.replace(ADA, compute_capability=(8, 0))),
-        (FULL, dataclasses.replace(ADA, missing=frozenset({"bitsandbytes"}))),
         (dataclasses.replace(FULL, optimizer="apollo_adamw"), ADA),
         (dataclasses.replace(WHOLE_BATCH, optimizer="lomo"), ADA),
         (dataclasses.replace(LORA, optimizer="stable_adamw"), ADA),

@@ -20,7 +20,6 @@ from autotune.cli.options import (
 )
 from autotune.cli.output import print_json, say
 from autotune.config import METHODS, Workload
-from autotune.optimizers import not_installed
 
 
 @click.command()
@@ -96,8 +95,6 @@ def estimate(
         cache = inputs.generation(source, config, batch_size=batch, context=context)
     elif batch or context:
         say("note: --batch and --context are of the key-value cache: --kv-cache shows it.")
-    for package in not_installed([config.optimizer]):
-        say(f"note: {config.optimizer} is not installed here. It needs: pip install {package}")
     spec = TraceSpec.of(config)
     with progress_on_stderr(quiet=as_json) as progress:
         traces = trace_all(

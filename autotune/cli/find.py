@@ -31,7 +31,7 @@ from autotune.errors import (
     WorkerError,
 )
 from autotune.knobs import KNOBS
-from autotune.optimizers import OPTIMIZERS, not_installed
+from autotune.optimizers import OPTIMIZERS
 from autotune.results import BACKENDS
 from autotune.space import with_peft
 
@@ -190,10 +190,6 @@ def find(
     )
     if base_config is not None:
         inputs.check_rules(base_config, workload, card, source, what=f"The configuration of {base}")
-    sections = [section for section in search_space.methods if section.method in workload.methods]
-    offered = (name for section in sections for name in section.domains["optimizer"])
-    for package, names in not_installed(offered).items():
-        say(f"note: left out of the search: {', '.join(names)}. They need: pip install {package}")
     with progress_on_stderr(quiet=as_json) as progress:
         found = tune.find(
             source,

@@ -11,6 +11,7 @@ from autotune.cli.options import COUNT, LENGTH, is_given, knob_options
 from autotune.cli.output import print_json
 from autotune.config import METHODS, TASKS
 from autotune.errors import ConfigError
+from autotune.needs import predictable
 from autotune.space import with_peft
 
 WHATS = ("sequence-length", "micro-batch", "lora-rank", "model", "gpu")
@@ -96,7 +97,7 @@ def maximum(
     length = seq_len or 1024
     if source is not None and what != "sequence-length":
         length = inputs.possible_length(source, length, is_given=seq_len is not None)
-    searched = space_file.load(space_name)
+    searched, _ = predictable(space_file.load(space_name))
     if settings["peft"] is not None:
         searched = with_peft(searched, settings.pop("peft"))
         methods = ("peft",)
