@@ -409,6 +409,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
             needs="torch-optimi",
             class_name="StableAdamW",
             moments=2,
+            # Where Triton is installed it is taken, whatever the device (optimi 0.3, stableadamw.py).
+            only_cuda=True,
             algorithm=StableAdamW(),
             state_note="the rounding error of 16-bit weights is kept too",
             summary="AdamW with Adafactor's clipping; 16-bit weights keep their rounding error too",

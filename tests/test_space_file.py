@@ -19,7 +19,17 @@ from autotune.space import SearchSpace, enumerate_configs, for_gpus
 from autotune.space_file import MAX_FILE_BYTES, available, load
 
 SHIPPED = (
-    *("default", "everything", "full", "long-context", "lora", "multi-gpu", "qlora", "quick"),
+    *(
+        "adapters",
+        "default",
+        "everything",
+        "full",
+        "long-context",
+        "lora",
+        "multi-gpu",
+        "qlora",
+        "quick",
+    ),
     *("same-recipe", "small-gpu"),
 )
 

@@ -33,6 +33,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from autotune.gpus import detect
@@ -81,6 +82,9 @@ def import_libraries() -> None:
         import torch._dynamo  # noqa: F401
         from transformers import Trainer  # noqa: F401
 
+        with contextlib.suppress(ImportError):
+            import lomo_optim  # noqa: F401  accelerate imports it in the first backward pass
+
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
@@ -98,21 +102,29 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _capability_without_cuda() -> Iterator[None]:
-    """Have NVML say what bitsandbytes asks torch as it is imported, which would initialise CUDA.
+    """Have NVML say what libraries ask torch as they are imported, which would initialise CUDA.
 
-    It asks for the compute capability of every card (0.50, cuda_specs.py) and shows it in its
-    diagnostics only. Where NVML knows no card, torch's function is left as it is.
+    bitsandbytes asks for the compute capability of every card (0.50, cuda_specs.py) and shows it in
+    its diagnostics only; torchao, which Transformers imports where it is installed, asks whether a
+    card is good enough for Triton (torch 2.13, utils/_triton.py). Where NVML knows no card, torch's
+    functions are left as they are.
     """
     import torch
+    from torch._dynamo.device_interface import CudaInterface
 
     capabilities = [gpu.compute_capability for gpu in detect() if gpu.compute_capability]
-    ask_cuda = torch.cuda.get_device_capability
+    ask_capability = torch.cuda.get_device_capability
+    ask_properties = CudaInterface.Worker.get_device_properties
     if capabilities:
-        torch.cuda.get_device_capability = lambda device=None: max(capabilities)
+        major, minor = max(capabilities)
+        known = SimpleNamespace(major=major, minor=minor)
+        torch.cuda.get_device_capability = lambda device=None: (major, minor)
+        CudaInterface.Worker.get_device_properties = staticmethod(lambda device=None: known)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.cuda.get_device_capability = ask_cuda
+        torch.cuda.get_device_capability = ask_capability
+        CudaInterface.Worker.get_device_properties = staticmethod(ask_properties)  # type: ignore[method-assign]
 
 
 def _take_control() -> tuple[int, int]:

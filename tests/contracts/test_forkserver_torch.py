@@ -133,14 +133,22 @@ with server._environment(server._IMPORT_ENVIRONMENT):
 
 touched = []
 
-def touch(name):
+class Properties:
+    major, minor = 9, 0
+
+def touch(name, answer):
     def act(*arguments):
         touched.append(name)
-        return (9, 0)
+        return answer
     return act
 
-for name in ("_lazy_init", "get_device_capability", "get_device_properties", "current_device"):
-    setattr(torch.cuda, name, touch(name))
+for name, answer in (
+    ("_lazy_init", None),
+    ("get_device_capability", (9, 0)),
+    ("get_device_properties", Properties),
+    ("current_device", 0),
+):
+    setattr(torch.cuda, name, touch(name, answer))
 def is_available():
     if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") != "1":
         touched.append("cuInit")
@@ -165,10 +173,14 @@ print(json.dumps({"touched": sorted(set(touched)), "state": server._state(),
 
 
 @pytest.mark.parametrize(
-    ("machine", "touched"), [("card", []), ("none", ["get_device_capability"])]
+    ("machine", "touched"),
+    [
+        ("card", []),
+        ("none", ["current_device", "get_device_capability", "get_device_properties"]),
+    ],
 )
 def test_imports_leave_cuda_alone(tmp_path: Path, machine: str, touched: list[str]) -> None:
-    """Only where NVML knows no card does bitsandbytes reach the driver: the test can fail."""
+    """Only where NVML knows no card do bitsandbytes and torchao reach the driver: it can fail."""
     script = tmp_path / "act.py"
     script.write_text(ACT)
     acted = subprocess.run(
