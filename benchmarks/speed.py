@@ -44,6 +44,10 @@ COMMANDS = {
         target_seconds=10.0,
     ),
     "find": Command(arguments=("find", "--model", MODEL, "--gpu", CARD), target_seconds=15.0),
+    "everything": Command(
+        arguments=("find", "--model", MODEL, "--gpu", CARD, "--space", "everything"),
+        target_seconds=60.0,
+    ),
 }
 TARGET_CONFIG_SECONDS = 1e-3
 

@@ -20,6 +20,7 @@ from autotune.estimate import Estimator
 from autotune.gpus import Gpu, find_gpu
 from autotune.knobs import KNOBS, METHOD_WORDS, Knob, describe
 from autotune.models import ModelSource, resolve
+from autotune.optimizers import OPTIMIZERS
 from autotune.results import Estimate, TraceSpec
 from autotune.space import Context, broken_rules, tradeoff_class
 from autotune.tracing import trace_all
@@ -27,8 +28,16 @@ from autotune.units import GIB
 
 MICRO_BATCH = 4
 EFFECTIVE_BATCH = 16
-SAMPLES = {"activation_checkpointing": (1, 2), "lora_rank": (8, 64), "micro_batch_size": (1, 8)}
+SAMPLES = {
+    "activation_checkpointing": (1, 2),
+    "neftune_noise_alpha": (5.0,),
+    "torch_empty_cache_steps": (1,),
+    "lora_rank": (8, 64),
+    "micro_batch_size": (1, 8),
+}
 """Values of the knobs that are numbers."""
+NOT_COMPARED = ("batching", "peft", "parallelism")
+"""These need a dataset, a file, several GPUs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,16 +90,23 @@ def changes_of(
 ) -> Iterator[tuple[str, TrainConfig, TrainConfig]]:
     """(words, base, the same with one setting changed)."""
     for method, base in bases.items():
-        if method != "full":
+        if method not in ("full", "peft"):
             yield METHOD_WORDS[method], bases["full"], base
     for knob in KNOBS.values():
-        base = bases[knob.methods[0]]
+        if knob.name in NOT_COMPARED:
+            continue
+        plain = bases["qlora" if knob.name == "quantization" else knob.methods[0]]
         for value in SAMPLES.get(knob.name, knob.choices):
-            if value == getattr(base, knob.name):
+            base = plain
+            if knob.name == "optimizer" and OPTIMIZERS[str(value)].updates:
+                # Each of these updates in the backward pass, so that there is nothing to accumulate.
+                base = dataclasses.replace(plain, gradient_accumulation_steps=1)
+            if value == getattr(base, knob.name) or value in knob.unpredicted:
                 continue
             changed = changed_to(base, knob, value)
             context = Context(
-                effective_batch_size=EFFECTIVE_BATCH, compute_capability=card.compute_capability
+                effective_batch_size=base.effective_batch_size,
+                compute_capability=card.compute_capability,
             )
             if not broken_rules(changed, context):
                 yield knob.words(value), base, changed
@@ -100,7 +116,7 @@ def changed_to(base: TrainConfig, knob: Knob, value: object) -> TrainConfig:
     changed = dataclasses.replace(base, **{knob.name: value})
     if knob.name == "activation_offloading":  # of what checkpointing keeps
         changed = dataclasses.replace(changed, activation_checkpointing=1)
-    accumulation = EFFECTIVE_BATCH // changed.micro_batch_size
+    accumulation = base.effective_batch_size // changed.micro_batch_size
     return dataclasses.replace(changed, gradient_accumulation_steps=accumulation)
 
 
