@@ -389,6 +389,39 @@ def test_the_textbook_knows_every_optimizer(
     assert why_gradients in lines["gradients"].why
 
 
+@pytest.mark.parametrize(
+    ("times", "why"),
+    [(1 / 4, "each of 4 GPUs keeps its part"), (1.5, "copies that zero2 keeps"), (1, "")],
+)
+def test_the_textbook_knows_what_several_gpus_make_of_a_state(times: float, why: str) -> None:
+    # 1.5 B weights in 2 bytes, and twice that of moments.
+    state = StateBytes(
+        parameters_bytes=int(times * 3_000_000_000),
+        gradients_bytes=int(times * 3_000_000_000),
+        optimizer_state_bytes=int(times * 6_000_000_000),
+        optimizer_state_managed_bytes=0,
+    )
+    of_each = PerGpu(
+        num_gpus=4,
+        parallelism="zero2",
+        parameters_bytes=state.parameters_bytes,
+        gradients_bytes=state.gradients_bytes,
+        optimizer_state_bytes=state.optimizer_state_bytes,
+        gathered_bytes=0,
+        buffers_bytes=0,
+        host_bytes=0,
+        sent_bytes_per_step=0,
+        communication_seconds=None,
+    )
+    config = dataclasses.replace(answers.BASE, parallelism="zero2", num_gpus=4)
+    lines = {
+        line.name: line for line in explain(answers.estimate(config, state=state, per_gpu=of_each))
+    }
+    assert lines["weights"].why.startswith(why)
+    assert lines["optimizer"].why.startswith(why)
+    assert bool(lines["weights"].why) == bool(why)
+
+
 def test_the_explanation_is_drawn_with_every_line() -> None:
     file = io.StringIO()
     lines = explain(answers.estimate())

@@ -127,9 +127,20 @@ def _same(state_bytes: int, textbook_bytes: int) -> bool:
     return abs(state_bytes - textbook_bytes) <= max(0.002 * textbook_bytes, 4096)
 
 
+def _why_shared(estimate: Estimate, textbook_bytes: int, state_bytes: int) -> str:
+    """What several GPUs make of a state; empty where it is one GPU's, or whole on each."""
+    if estimate.per_gpu is None or _same(state_bytes, textbook_bytes):
+        return ""
+    if state_bytes > textbook_bytes:
+        return f"copies that {estimate.config.parallelism} keeps to exchange or to update"
+    return f"each of {estimate.per_gpu.num_gpus} GPUs keeps its part"
+
+
 def _why_weights(estimate: Estimate, textbook_bytes: int) -> str:
     if _same(estimate.state.parameters_bytes, textbook_bytes):
         return ""
+    if shared := _why_shared(estimate, textbook_bytes, estimate.state.parameters_bytes):
+        return shared
     if estimate.config.quantization != "none":
         return "embeddings, norms and head are not quantised; scales; adapters in float32"
     if estimate.config.method != "full":
@@ -138,6 +149,8 @@ def _why_weights(estimate: Estimate, textbook_bytes: int) -> str:
 
 
 def _why_gradients(estimate: Estimate, textbook_bytes: int) -> str:
+    if shared := _why_shared(estimate, textbook_bytes, estimate.state.gradients_bytes):
+        return shared
     if not _same(estimate.state.gradients_bytes, textbook_bytes):
         return "adapters are in float32" if estimate.config.method != "full" else "shared weights"
     if estimate.breakdown.gradients_bytes < 0.9 * estimate.state.gradients_bytes:
@@ -154,6 +167,8 @@ def _why_optimizer(estimate: Estimate, textbook_bytes: int) -> str:
         return f"{kind}, in managed memory outside of torch"
     if _same(state.optimizer_state_bytes, textbook_bytes):
         return ""
+    if shared := _why_shared(estimate, textbook_bytes, state.optimizer_state_bytes):
+        return shared
     if row.state_note:
         return row.state_note
     if estimate.config.method != "full" or row.state_format == "32bit":
