@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,17 +23,23 @@ _MEGA_BATCHES = 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Tokens per sample, after truncation."""
+    """Tokens per sample."""
 
     num_samples: int
     num_tokens: int
-    """Of all samples: what one epoch trains on."""
+    """Of all samples, whole: what an epoch of packed batches trains on."""
+    num_kept_tokens: int
+    """Of all samples, each cut off: what an epoch of other batches trains on."""
     percentiles: tuple[int, ...]
-    """101 of them, from the shortest sample to the longest."""
+    """101 of them, cut off, from the shortest sample to the longest."""
 
     @property
     def longest(self) -> int:
         return self.percentiles[-1]
+
+    def tokens_per_epoch(self, batching: str) -> int:
+        """A stream of tokens is cut into blocks whole; samples of their own lose what is too long."""
+        return self.num_tokens if batching == "packed" else self.num_kept_tokens
 
     @classmethod
     def of(
@@ -47,21 +52,15 @@ class Lengths:
         """
         import numpy as np
 
-        lengths = np.repeat(list(counts), list(counts.values())).clip(max=limit)
+        whole = np.repeat(list(counts), list(counts.values()))
+        lengths = whole.clip(max=limit)
         percentiles = np.percentile(lengths, range(100), method="nearest").tolist()
         return cls(
             num_samples=num_samples,
-            num_tokens=round(float(lengths.mean()) * num_samples),
+            num_tokens=round(float(whole.mean()) * num_samples),
+            num_kept_tokens=round(float(lengths.mean()) * num_samples),
             percentiles=(*percentiles, min(longest, limit)),
         )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Lengths:
-        """What dataclasses.asdict made of one, perhaps by way of JSON."""
-        known = {field.name: values[field.name] for field in dataclasses.fields(cls)}
-        percentiles = known.pop("percentiles")
-        assert isinstance(percentiles, (list, tuple))
-        return cls(**known, percentiles=tuple(percentiles))  # type: ignore[arg-type]
 
 
 @functools.cache

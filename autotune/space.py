@@ -80,6 +80,12 @@ def with_batchings(space: SearchSpace, workload: Workload) -> SearchSpace:
     return dataclasses.replace(space, methods=tuple(sections))
 
 
+def may_pack(space: SearchSpace, task: str) -> bool:
+    """Whether a search of it offers packed batches, whose blocks may be longer than any sample."""
+    offered = (section.domains.get("batching", ("packed",)) for section in space.methods)
+    return usual_batching(task) == "packed" and any("packed" in names for names in offered)
+
+
 def usual_batching(task: str) -> str:
     """How samples of a task are put together where nothing else is asked for."""
     return "packed" if task in PACKABLE_TASKS else "padded"

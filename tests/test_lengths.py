@@ -25,7 +25,11 @@ def share(lengths: Lengths, batching: str, micro_batch_size: int, accumulation: 
 
 def test_samples_are_counted_and_cut_off() -> None:
     lengths = Lengths.of({10: 90, 50: 9, 400: 1}, 100, num_samples=100, longest=400)
-    assert lengths.num_tokens == 90 * 10 + 9 * 50 + 100
+    assert lengths.num_tokens == 90 * 10 + 9 * 50 + 400
+    assert lengths.num_kept_tokens == 90 * 10 + 9 * 50 + 100
+    # Only a stream of blocks has use for what is cut off.
+    assert lengths.tokens_per_epoch("packed") == lengths.num_tokens
+    assert lengths.tokens_per_epoch("padded") == lengths.num_kept_tokens
     assert (lengths.percentiles[0], lengths.percentiles[50], lengths.longest) == (10, 10, 100)
     assert len(lengths.percentiles) == 101
 
@@ -62,11 +66,6 @@ def test_grouping_pads_next_to_nothing_where_the_dataset_is_large() -> None:
     # With samples for one mega-batch of one step only, sorted all the same.
     few = dataclasses.replace(uniform, num_samples=16)
     assert 0.75 < share(few, "grouped", 2) < share(uniform, "grouped", 2)
-
-
-def test_lengths_survive_json() -> None:
-    stored = json.loads(json.dumps(dataclasses.asdict(HALF_AND_HALF)))
-    assert Lengths.from_dict(stored) == HALF_AND_HALF
 
 
 def test_a_workload_without_a_dataset_pads_nothing() -> None:

@@ -15,11 +15,13 @@ from autotune.cli.options import (
     LENGTH,
     is_given,
     knob_options,
+    longest_batch,
     read_lengths,
     workload_options,
 )
 from autotune.cli.output import print_json, say
 from autotune.config import METHODS, Workload
+from autotune.space import usual_batching
 
 
 @click.command()
@@ -73,7 +75,9 @@ def estimate(
     lengths = None
     if dataset is not None:
         lengths = read_lengths(dataset, source, length, text_field=text_field, tokenizer=tokenizer)
-        length = lengths.longest
+        task_batching = usual_batching(task or source.task)
+        packs = given.get("batching", task_batching) == "packed"
+        length = longest_batch(lengths, length, packs=packs)
     workload = Workload(
         model=source.name,
         task=task or source.task,

@@ -17,6 +17,7 @@ from autotune.cli.options import (
     KnobType,
     command_line,
     is_given,
+    longest_batch,
     possible_length,
     read_lengths,
     workload_options,
@@ -33,7 +34,7 @@ from autotune.errors import (
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import BACKENDS
-from autotune.space import with_peft
+from autotune.space import may_pack, with_peft
 
 if TYPE_CHECKING:
     from autotune.models import ModelSource
@@ -175,7 +176,8 @@ def find(
     lengths = None
     if dataset is not None:
         lengths = read_lengths(dataset, source, length, text_field=text_field, tokenizer=tokenizer)
-        length = lengths.longest
+        packs = may_pack(search_space, task or source.task)
+        length = longest_batch(lengths, length, packs=packs)
         if base_config is not None:
             base_config = dataclasses.replace(base_config, sequence_length=length)
     workload = Workload(

@@ -138,18 +138,21 @@ def is_given(context: click.Context, name: str) -> bool:
 def read_lengths(
     dataset: Path, source: ModelSource, length: int, *, text_field: str, tokenizer: str | None
 ) -> Lengths:
-    """Of the dataset's samples, cut off at `length`; says so where the longest is shorter."""
+    """Of the dataset's samples, cut off at `length`."""
     from autotune import dataset as datasets
 
-    lengths = datasets.read_lengths(
-        dataset,
-        text_field=text_field,
-        tokenizer=tokenizer or source.folder_or_id,
-        sequence_length=length,
+    folder_or_id = tokenizer or source.folder_or_id
+    return datasets.read_lengths(
+        dataset, text_field=text_field, tokenizer=folder_or_id, sequence_length=length
     )
-    if lengths.longest < length:
-        say(f"note: no sample has more than {lengths.longest} tokens: that is the sequence length.")
-    return lengths
+
+
+def longest_batch(lengths: Lengths, length: int, *, packs: bool) -> int:
+    """The sequence length of the worst batch; says so where it is shorter than what was asked for."""
+    if packs or lengths.longest == length:
+        return length
+    say(f"note: no sample has more than {lengths.longest} tokens: that is the sequence length.")
+    return lengths.longest
 
 
 def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:

@@ -110,7 +110,7 @@ def data(workload: Workload) -> str:
     return (
         f"{lengths.num_samples:,} samples, {format_count(lengths.num_tokens)} tokens: "
         f"{lengths.num_tokens / lengths.num_samples:,.0f} on average, {lengths.percentiles[50]:,} in the "
-        f"middle, at most {lengths.longest:,}"
+        f"middle, at most {lengths.longest:,} after cutting off"
     )
 
 
@@ -119,7 +119,7 @@ def epoch(summary: Summary) -> str:
     lengths, best = summary.workload.lengths, summary.best
     assert lengths is not None
     assert best.tokens_per_second is not None
-    seconds = lengths.num_tokens / best.tokens_per_second
+    seconds = lengths.tokens_per_epoch(best.config.batching) / best.tokens_per_second
     padding = 100 * (1 - best.useful_share)
     return f"{format_seconds(seconds)} for all samples; {padding:.0f} % of a batch is padding"
 

@@ -53,7 +53,8 @@ def read(folder: Path, name: str, **changes: Any) -> Lengths:
 def test_samples_are_counted_as_the_tokenizer_cuts_them(folder: Path, name: str) -> None:
     lengths = read(folder, name)
     assert (lengths.num_samples, lengths.longest) == (360, 100)
-    assert lengths.num_tokens == 40 * (36 + 100)
+    assert lengths.num_tokens == 40 * (36 + 120)
+    assert lengths.num_kept_tokens == 40 * (36 + 100)
     assert lengths.percentiles[50] == 5
 
 
@@ -107,12 +108,12 @@ def test_padding_is_what_transformers_own_sampler_leaves(
     ) == pytest.approx(sum(sizes) / padded, rel=0.02)
 
 
-def find(folder: Path, *more: str) -> dict[str, Any]:
+def find(folder: Path, *more: str, batchings: str = "packed, padded, grouped") -> dict[str, Any]:
     space = folder / "space.yaml"
     space.write_text(
         "methods:\n  full:\n    micro_batch_size: [1, 2, 8]\n    precision: [bf16-true]\n"
         "    optimizer: [adamw_torch_fused]\n    attention: [eager]\n"
-        "    batching: [packed, padded, grouped]\n",
+        f"    batching: [{batchings}]\n",
         encoding="utf-8",
     )
     arguments = (
@@ -134,8 +135,13 @@ def find(folder: Path, *more: str) -> dict[str, Any]:
 
 
 def test_find_counts_no_padding_and_takes_the_longest_sample_for_the_worst(folder: Path) -> None:
-    found = find(folder, "--gpu", "rtx-4070", "--dataset", "data.jsonl")
-    assert found["workload"]["sequence_length"] == 120
+    asked = ("--gpu", "rtx-4070", "--dataset", "data.jsonl")
+    padded = find(folder, *asked, batchings="padded, grouped")
+    assert padded["workload"]["sequence_length"] == 120
+    assert padded["counts"]["enumerated"] == 6
+    found = find(folder, *asked)
+    # A block of a stream may be longer than any sample.
+    assert found["workload"]["sequence_length"] == 200
     assert found["workload"]["lengths"]["num_samples"] == 360
     # One sample of nine is thirty times as long: what is padded to it is mostly padding.
     assert found["best"]["useful_share"] > 0.9
@@ -150,7 +156,7 @@ def test_a_measured_answer_counts_no_padding_either(folder: Path) -> None:
     )
     best = found["measured"]["best"]
     config = best["config"]
-    tokens = config["micro_batch_size"] * config["gradient_accumulation_steps"] * 120
+    tokens = config["micro_batch_size"] * config["gradient_accumulation_steps"] * 200
     step_seconds = (
         config["gradient_accumulation_steps"] * best["micro_step_seconds"]
         + best["optimizer_step_seconds"]
