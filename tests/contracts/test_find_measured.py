@@ -140,7 +140,8 @@ def test_the_study_holds_what_was_measured_only(folder: Path, answer: dict[str, 
     for trial in stepwise:
         assert len(trial.intermediate_values) == trial.user_attrs["measurement"]["num_steps"]
     speeds = [t.value for t in study.trials if t.state is TrialState.COMPLETE]
-    assert max(speeds) * 0.9 <= answer["measured"]["best"]["tokens_per_second"] <= max(speeds)
+    # Which of them wins is tests/test_probing.py's: on a busy machine a confirmation may decide.
+    assert answer["measured"]["best"]["tokens_per_second"] in speeds
 
 
 def test_asked_again_nothing_is_measured_again(folder: Path, answer: dict[str, Any]) -> None:
