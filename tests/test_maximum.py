@@ -67,9 +67,10 @@ def test_the_answer_is_drawn_first_and_all_of_it_is_predicted(main: Main) -> Non
         *("--multiple-of", "32", "--checkpointing", "full", "--no-offload"),
     )
     assert code == 0, err
-    assert "PREDICTED, not measured" in out.splitlines()[0]
-    assert "answer   256 tokens: the longest sequence that fits, in steps of 32" in out
-    said = " ".join(out.split())
+    said = " ".join(out.split())  # where a line breaks depends on how long the model's path is
+    head, answer, _ = said.partition(" answer 256 tokens: the longest sequence that fits, in steps of")
+    assert answer
+    assert "PREDICTED, not measured" in head
     assert "Memory does not end it: the model's configuration has positions for no more." in said
     assert "check autotune estimate --model" in said
     assert "checkpoint every layer" in said
