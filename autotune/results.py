@@ -567,6 +567,7 @@ class Summary:
             "evidence": self.evidence,
             "measured": None if self.measured is None else self.measured.to_dict(),
             "workload": self.workload.to_dict(),
+            "extra_arguments": self.workload.extra,
             "gpu": self.gpu,
             "gpu_reason": self.gpu_reason,
             "memory_budget_bytes": budget,

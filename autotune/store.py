@@ -89,7 +89,8 @@ def open_study(
     """Open the study of that name, or create it; use as `with open_study(...) as study:`.
 
     The workload, card, command and library versions of the run that creates a study are kept as
-    its user attributes. Problems of the database inside the `with` block are translated as well.
+    its user attributes; the extra arguments are those of the latest run. Problems of the database
+    inside the `with` block are translated as well.
 
     Raises ConfigError when the study belongs to another workload or card, and StorageError for
     everything that the database refuses.
@@ -112,6 +113,8 @@ def open_study(
                 for key, value in {"schema_version": SCHEMA_VERSION, **details, **identity}.items():
                     study.set_user_attr(key, value)
             _check_identity(study, identity)
+            if study.user_attrs.get("extra_arguments", {}) != workload.extra:
+                study.set_user_attr("extra_arguments", workload.extra)
             yield study
         finally:
             storage.remove_session()

@@ -157,7 +157,8 @@ def find(
     if peft is not None:
         search_space = with_peft(search_space, peft)
         methods = (*methods, "peft")
-    base_config = None if base is None else read_train_config(base)
+    base_run = None if base is None else read_train_config(base)
+    base_config = None if base_run is None else base_run.config
     source = resolve(model)
     if base_config is not None:
         num_gpus = inputs.agreed(
@@ -189,6 +190,7 @@ def find(
         methods=tuple(dict.fromkeys(methods)) or METHODS,
         memory_budget_bytes=budget_bytes,
         num_gpus=num_gpus,
+        extra_arguments="{}" if base_run is None else base_run.extra_arguments,
     )
     if base_config is not None:
         inputs.check_rules(base_config, workload, card, source, what=f"The configuration of {base}")

@@ -60,6 +60,7 @@ def draw_summary(
                 f"{counts.feasible:,}, in {format_seconds(summary.elapsed_seconds)}",
             ),
             *([("data", words.data(summary.workload))] if summary.workload.lengths else []),
+            *([("carried", words.carried(summary.workload))] if summary.workload.extra else []),
             *(("left out", text) for text in summary.left_out),
         ],
     )
