@@ -100,7 +100,13 @@ def _embedding_partials(numbers: Sequence[int]) -> int:
     return 0 if indices <= 3072 else row_bytes * (indices // 10 + min(indices, rows))
 
 
-_RULES = {"embedding": _embedding_partials}
+def _near(numbers: Sequence[int]) -> int:
+    """A tensor that is one longer or shorter than a size that is a term: (size, bytes each, +1 or -1)."""
+    size, item_bytes, beyond = numbers
+    return (size + beyond) * item_bytes
+
+
+_RULES = {"embedding": _embedding_partials, "near": _near}
 
 
 def _liger_rows(num_tokens: int, num_parts: int) -> int:
