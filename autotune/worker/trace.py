@@ -103,7 +103,9 @@ def trace_step(
                 step.settle(micro_batch, sequence_length)
             with cuda_choices(device), tracker:
                 step.forward_backward(micro_batch, sequence_length, small)
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
+        ) as error:  # fmt: skip
             raise UnsupportedModel(
                 f"its training step cannot be run without data ({type(error).__name__}: "
                 f"{models.first_line(error)})"
