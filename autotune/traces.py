@@ -171,7 +171,7 @@ class Trace:
         self._tensors: list[dict[str, Any]] = answer["tensors"]
         self._rules = [(i, t["rule"]) for i, t in enumerate(self._tensors) if "rule" in t]
         self._terms = Terms([tensor["size"] for tensor in self._tensors])
-        self._chunks: tuple[str, Term, int] | None = answer.get("chunks")
+        self._chunks: tuple[str, Term, int, int] | None = answer.get("chunks")
         self._chunked = [i for i, tensor in enumerate(self._tensors) if tensor.get("chunked")]
         copies = _Copies(self._tensors, blocks, layers)
         self._template = copies.template
@@ -331,8 +331,8 @@ class Trace:
     def _chunk_rows(self, micro_batch: int) -> tuple[int, int]:
         """(tokens of a chunk, tokens of the micro-batch)."""
         assert self._chunks is not None
-        name, tokens, constant = self._chunks
-        num_tokens = evaluate(tokens, micro_batch, 1)
+        name, tokens, beyond, constant = self._chunks
+        num_tokens = evaluate(tokens, micro_batch, 1) + beyond
         return _CHUNK_ROWS[name](num_tokens, constant), num_tokens
 
     def launches(self, micro_batch: int, rank: int) -> list[Launch]:

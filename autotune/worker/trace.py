@@ -453,6 +453,10 @@ class _Symbols:
         base, factor, _ = self._near_term(number)
         return _monomial(base * factor, self.micro_batch)
 
+    def beyond(self, number: int) -> int:
+        """How much more the number is than its term; it has no factors beside."""
+        return self._near_term(number)[2]
+
     def rule(self, number: int) -> list[Any] | None:
         """How to work out exactly a number that is no term."""
         base, factor, beyond = self._near_term(number)
@@ -533,7 +537,7 @@ def _encode(
     }
     if chunks.is_symbolic and chunks.rule is not None:
         name, num_tokens, constant = chunks.rule
-        answer["chunks"] = [name, symbols.term(num_tokens), constant]
+        answer["chunks"] = [name, symbols.term(num_tokens), symbols.beyond(num_tokens), constant]
     return answer
 
 
