@@ -191,7 +191,6 @@ CASES = {
     ),
     "llama liger many layers": Case(architecture="llama", num_layers=8, liger=True),
     "qwen2 liger": Case(architecture="qwen2", micro_batch=3, accumulation=1, liger=True),
-    "llama padded eager": Case(architecture="llama", batching="padded"),
     "llama padded sdpa": Case(architecture="llama", attention="sdpa", batching="padded"),
     "llama padded flash": Case(architecture="llama", attention=FLASH_2, batching="padded"),
     "llama padded flash checkpointed": Case(
@@ -209,6 +208,9 @@ CASES = {
         checkpointing=1,
         micro_batch=3,
         batching="padding-free",
+    ),
+    "llama padding-free liger": Case(
+        architecture="llama", attention=FLASH_2, liger=True, batching="padding-free"
     ),
     "bert padded": Case(architecture="bert", task="masked-lm", attention="sdpa", batching="padded"),
     "bert padded flash": Case(
