@@ -164,6 +164,8 @@ def check_rules(
         compute_capability=card.compute_capability,
         max_sequence_length=source.max_sequence_length,
         weight_decay=workload.decays,
+        head_size=source.head_size,
+        task=workload.task,
     )
     rules = broken_rules(config, context)
     if rules:
