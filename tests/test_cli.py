@@ -18,13 +18,13 @@ import optuna
 import pytest
 
 from autotune import cli, tune
-from autotune.cli import find
 from autotune.cli.options import KnobType
 from autotune.config import METHODS
 from autotune.errors import StorageError
 from autotune.export import train_config
 from autotune.knobs import KNOBS
 from autotune.models import ModelSource
+from autotune.options import EFFORTS
 from autotune.tune import Found
 
 ROOT = Path(__file__).parents[1]
@@ -237,7 +237,7 @@ def test_a_peft_config_of_a_file(main: Main, asked: list[dict[str, Any]], tmp_pa
 
 
 def test_the_efforts_are_those_of_the_search() -> None:
-    assert tuple(tune.EFFORTS) == find.EFFORTS
+    assert tuple(tune.EFFORTS) == EFFORTS
 
 
 def test_help_is_quick_and_names_every_command(tmp_path: Path) -> None:
@@ -432,6 +432,21 @@ def test_a_base_lends_what_was_not_typed(
     assert asked[0]["base"].sequence_length == 2048
     assert asked[0]["workload"].sequence_length == 2048
     assert asked[0]["workload"].effective_batch_size == 16
+
+
+def test_what_the_base_sets_beside_goes_through(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = base_file(tmp_path)
+    content = path.read_text(encoding="utf-8")
+    path.write_text(f"{content}extra_arguments:\n  learning_rate: 2e-4\n", encoding="utf-8")
+    ran = main(*FIND, "--base", str(path), "--out", "out")
+    assert ran.code == 0
+    assert asked[0]["workload"].extra == {"learning_rate": 0.0002}
+    path.write_text(f"{content}extra_arguments:\n  optim: sgd\n", encoding="utf-8")
+    ran = main(*FIND, "--base", str(path), "--out", "out")
+    assert ran.code == 2
+    assert "extra_arguments.optim is decided by config.optimizer" in " ".join(ran.err.split())
 
 
 def test_a_base_for_other_work_is_refused(
