@@ -6,6 +6,7 @@ SCHEMA_VERSION is written into every file and checked on reading; a newer file i
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +158,11 @@ class Estimate:
     """None: there is one GPU. Memory, FLOPs and mfu above are those of each; tokens of all."""
 
     @property
+    def is_bound(self) -> bool:
+        """The figures are eager's: what torch.compile saves is not predicted."""
+        return self.config.is_compiled
+
+    @property
     def overlapped_step_seconds(self) -> float | None:
         """The step if all communication overlapped with kernels: a lower bound of step_seconds."""
         seconds = self.step_seconds
@@ -186,6 +192,7 @@ class Estimate:
             "gpu": self.gpu,
             "memory_budget_bytes": budget_bytes,
             "fits": self.peak_device_bytes <= budget_bytes,
+            "bounded_by_eager": self.is_bound,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "nontorch_bytes": self.nontorch_bytes,
@@ -285,6 +292,9 @@ class Measurement:
     excess_bytes: int | None = None
     """Outcome oom: at least so much was lacking."""
     loss_is_finite: bool | None = None
+    cold_start_seconds: float | None = None
+    """What the first steps took beyond as many steady ones: kernels loaded, graphs compiled. On the
+    CPU what watches memory slows them too. None: not recorded."""
     elapsed_seconds: float = 0.0
     """Of the whole probe, set-up included."""
     useful_share: float = 1.0
@@ -343,7 +353,16 @@ class Measurement:
 
     @property
     def tokens_per_second(self) -> float | None:
+        """Of steady steps."""
         return _tokens_per_second(self)
+
+    def tokens_per_second_over(self, num_steps: int | None) -> float | None:
+        """Of a run of so many optimizer steps, its cold start included; None: of steady steps."""
+        steady, seconds = self.tokens_per_second, self.step_seconds
+        if num_steps is None or steady is None or seconds is None:
+            return steady
+        steady_seconds = num_steps * seconds
+        return steady * steady_seconds / ((self.cold_start_seconds or 0.0) + steady_seconds)
 
     def to_dict(self) -> dict[str, object]:
         """A JSON line of `studies/<device>/`; measurement_from_dict reads it back."""
@@ -451,6 +470,14 @@ class Measured:
     """Of the winner; None where it was skipped. Where it does not fit, its problem is not the winner's."""
     rejected: tuple[Measurement, ...] = ()
     """Confirmations of faster ones that failed; `problem` says why."""
+    train_steps: int | None = None
+    """Optimizer steps of the run that cold starts were weighed against; None: steady speed decided."""
+    eager: Measurement | None = None
+    """The fastest that was not compiled, by steady speed."""
+    compiled: Measurement | None = None
+    """The fastest that was; None where none ran within the budget."""
+    num_compiled: int = 0
+    """Compiled configurations that were measured, whatever came of it."""
 
     @property
     def final(self) -> Measurement:
@@ -462,6 +489,27 @@ class Measured:
     @property
     def is_confirmed(self) -> bool:
         return self.final is self.confirmation
+
+    @property
+    def tokens_per_second_over_run(self) -> float | None:
+        """Of the winner, over `train_steps`."""
+        return self.final.tokens_per_second_over(self.train_steps)
+
+    @property
+    def compile_pays_after_steps(self) -> int | None:
+        """Optimizer steps after which the compiled one has made up for its cold start.
+
+        None where it is no faster, or one of the two was not measured.
+        """
+        if self.eager is None or self.compiled is None:
+            return None
+        eager_seconds, compiled_seconds = _useful_step(self.eager), _useful_step(self.compiled)
+        if eager_seconds <= compiled_seconds:
+            return None
+        late_seconds = (self.compiled.cold_start_seconds or 0) - (
+            self.eager.cold_start_seconds or 0
+        )
+        return max(math.ceil(late_seconds / (eager_seconds - compiled_seconds)), 0)
 
     @property
     def speedup(self) -> float | None:
@@ -485,7 +533,19 @@ class Measured:
             "confirmed": self.is_confirmed,
             "confirmation": None if self.confirmation is None else _with_sums(self.confirmation),
             "rejected": [_with_sums(measurement) for measurement in self.rejected],
+            "train_steps": self.train_steps,
+            "tokens_per_second_over_run": self.tokens_per_second_over_run,
+            "num_compiled": self.num_compiled,
+            "eager": None if self.eager is None else _with_sums(self.eager),
+            "compiled": None if self.compiled is None else _with_sums(self.compiled),
+            "compile_pays_after_steps": self.compile_pays_after_steps,
         }
+
+
+def _useful_step(measurement: Measurement) -> float:
+    """Seconds for a step's worth of tokens that are no padding."""
+    assert measurement.step_seconds is not None
+    return measurement.step_seconds / measurement.useful_share
 
 
 def _with_sums(measurement: Measurement) -> dict[str, object]:

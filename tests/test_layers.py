@@ -45,6 +45,7 @@ ROWS = {
     "store": 4,
     "dataset": 5,
     "cases": 5,
+    "compiled": 5,
     "estimate": 5,
     "inverse": 5,
     "probing": 5,

@@ -23,7 +23,7 @@ from autotune.cli.options import (
     workload_options,
 )
 from autotune.cli.output import explain, print_json, say
-from autotune.config import METHODS, TRADEOFF_CLASSES, Workload
+from autotune.config import COMPILE_MODES, METHODS, TRADEOFF_CLASSES, Workload
 from autotune.errors import (
     AutotuneError,
     ConfigError,
@@ -100,6 +100,20 @@ CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
     help="Optimizer steps of the measured winner's confirmation, 0 for none [default: 50 on cuda, 10 "
     "on cpu].",
 )
+@click.option(
+    KNOBS["torch_compile"].flag,
+    "compile_mode",
+    type=click.Choice(COMPILE_MODES),
+    help="Compile the best few with torch.compile in this mode, too: only a measurement tells what that "
+    "is worth [default: as the space says].",
+)
+@click.option(
+    "--train-steps",
+    type=COUNT,
+    metavar="N",
+    help="Optimizer steps of the run, which a cold start has to pay for itself in [default: an epoch of "
+    "the --dataset; without one, steady speed decides].",
+)
 @click.option("--study", metavar="NAME", help="Name in the database [default: by the workload].")
 @click.option(
     "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
@@ -136,9 +150,11 @@ def find(
     as_json: bool,
     backend: str,
     confirm_steps: int | None,
+    compile_mode: str | None,
+    train_steps: int | None,
 ) -> None:
     """Find the fastest configuration that fits, and write it as files that a trainer loads."""
-    from autotune import inputs, space_file, tune
+    from autotune import compiled, inputs, space_file, tune
     from autotune.export.train_config import read_train_config
     from autotune.models import resolve
     from autotune.report.progress import progress_on_stderr
@@ -157,6 +173,8 @@ def find(
     if peft is not None:
         search_space = with_peft(search_space, peft)
         methods = (*methods, "peft")
+    if compile_mode is not None:
+        search_space = compiled.with_mode(search_space, compile_mode)
     base_config = None if base is None else read_train_config(base)
     source = resolve(model)
     if base_config is not None:
@@ -223,6 +241,7 @@ def find(
                 backend=measure_on,
                 effort=effort,
                 confirm_steps=CONFIRM_STEPS[measure_on] if confirm_steps is None else confirm_steps,
+                train_steps=train_steps or tune.steps_per_epoch(found.summary),
                 study=study or measured_name,
                 storage=storage,
                 command=command_line(context),
@@ -233,8 +252,10 @@ def find(
             if backend != "auto":
                 raise
             say(f"note: nothing could be measured, so the answer is predicted. {error}")
-    elif confirm_steps is not None:
-        say("note: --confirm-steps says nothing to a prediction: --backend cuda or cpu measures.")
+    else:
+        for option, value in (("--confirm-steps", confirm_steps), ("--train-steps", train_steps)):
+            if value is not None:
+                say(f"note: {option} says nothing to a prediction: --backend cuda or cpu measures.")
     _deliver(
         found,
         study=study or default_name,
@@ -253,6 +274,7 @@ def _measure(
     backend: str,
     effort: str,
     confirm_steps: int,
+    train_steps: int | None,
     study: str,
     storage: str,
     command: str,
@@ -282,6 +304,8 @@ def _measure(
             budget_bytes=workload.memory_budget_bytes,
             max_probes=tune.EFFORTS[effort].max_probes,
             confirm_steps=confirm_steps,
+            train_steps=train_steps,
+            variants=lambda e: [v for v in found.variants(e) if probing.can_run(v.config, backend)],
         )
         with (
             store.open_study(
