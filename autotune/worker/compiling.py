@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _EventType
+from torch._inductor.runtime import runtime_utils
 from torch.profiler import ProfilerActivity
 
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -21,9 +22,14 @@ def cold_caches(folder: str) -> Iterator[None]:
     """Have what is compiled cached in the folder: nothing is there before, and nothing stays."""
     before = {name: os.environ.get(name) for name in _CACHES}
     os.environ.update({name: str(Path(folder) / part) for name, part in _CACHES.items()})
+    # Where precompiled C++ headers go, whatever the variables say: codecache.py asks as it is imported,
+    # which the first compilation does.
+    default_cache_dir = runtime_utils.default_cache_dir
+    runtime_utils.default_cache_dir = lambda: str(Path(folder) / "default")
     try:
         yield
     finally:
+        runtime_utils.default_cache_dir = default_cache_dir
         for name, value in before.items():
             os.environ.pop(name)
             if value is not None:
