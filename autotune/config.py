@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
+from autotune import typed
 from autotune.adapters import ADAPTERS
 from autotune.lengths import Lengths, useful_share
 
@@ -376,3 +378,18 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
+
+
+def workload_from_dict(values: Any) -> Workload:
+    """Read Workload.to_dict back, from JSON as well. Raises ValueError, which names the field."""
+    fields = dict(typed.mapping(values, "workload"))
+    methods = fields.get("methods")
+    if not isinstance(methods, list | tuple) or not set(methods) <= set(METHODS):
+        raise ValueError(f"workload.methods is {typed.shown(methods)}")
+    fields["methods"] = tuple(methods)
+    if fields.get("lengths") is not None:
+        lengths = dict(typed.mapping(fields["lengths"], "workload.lengths"))
+        lengths["percentiles"] = tuple(lengths.get("percentiles") or ())
+        fields["lengths"] = typed.record(Lengths, lengths, "workload.lengths")
+    workload: Workload = typed.record(Workload, fields, "workload")
+    return workload

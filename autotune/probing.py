@@ -39,7 +39,6 @@ from autotune.results import (
     STOP_FILE,
     Estimate,
     Fingerprint,
-    Measured,
     Measurement,
     ProbeSpec,
     fingerprint_from_dict,
@@ -47,6 +46,7 @@ from autotune.results import (
 )
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.store import parameter_distributions
+from autotune.summary import Measured
 from autotune.trials import Watch, close_interrupted, tell, told_when_interrupted, watched
 from autotune.tune import NOISE
 from autotune.winner import (

@@ -6,13 +6,12 @@ SCHEMA_VERSION is written into every file and checked on reading; a newer file i
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from autotune import typed
 from autotune.adapters import ADAPTERS
-from autotune.config import PARALLELISMS, TrainConfig, Workload
+from autotune.config import PARALLELISMS, TrainConfig
 from autotune.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -207,6 +206,7 @@ class Estimate:
             "tokens_per_second": self.tokens_per_second,
             "useful_share": self.useful_share,
             "flops_per_step": self.flops_per_step,
+            "model_flops_per_step": self.model_flops_per_step,
             "mfu": self.mfu,
             "bound": self.bound,
             "per_gpu": None
@@ -434,224 +434,33 @@ def _tokens_per_second(timed: Estimate | Measurement) -> float | None:
     return timed.useful_share * timed.config.tokens_per_step / seconds
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
-    """What became of the points of the space."""
-
-    enumerated: int
-    invalid: int
-    """Dropped by a rule of the space."""
-    unsupported: int
-    """The model cannot be traced that way (no activation checkpointing, say)."""
-    predicted_oom: int
-    """Live tensors alone pass the budget, or a replay did."""
-    feasible: int
-    """The rest: those that could win were replayed, the others were not excluded."""
-    replayed: int
+_SUMS = (
+    "memory_budget_bytes",
+    "fits",
+    "bounded_by_eager",
+    "peak_device_bytes",
+    "headroom_bytes",
+    "step_seconds",
+    "tokens_per_second",
+)
+"""What Estimate.to_dict works out, and reading does again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """What probes found, and the confirmation of the winner."""
-
-    best: Measurement
-    """The winner's probe."""
-    predicted: Estimate
-    """Of the same configuration."""
-    baseline: Measurement | None
-    """The base, measured on the same machine."""
-    num_run: int
-    num_reused: int
-    """Taken from the table of probes."""
-    num_tied: int
-    """Others within the noise of the best."""
-    outcomes: dict[str, int]
-    confirmation: Measurement | None = None
-    """Of the winner; None where it was skipped. Where it does not fit, its problem is not the winner's."""
-    rejected: tuple[Measurement, ...] = ()
-    """Confirmations of faster ones that failed; `problem` says why."""
-    train_steps: int | None = None
-    """Optimizer steps of the run that cold starts were weighed against; None: steady speed decided."""
-    eager: Measurement | None = None
-    """The fastest that was not compiled, by steady speed."""
-    compiled: Measurement | None = None
-    """The fastest that was; None where none ran within the budget."""
-    num_compiled: int = 0
-    """Compiled configurations that were measured, whatever came of it."""
-
-    @property
-    def final(self) -> Measurement:
-        """What is told of the winner: its confirmation, else its probe."""
-        if self.confirmation is None or not self.confirmation.fits:
-            return self.best
-        return self.confirmation
-
-    @property
-    def is_confirmed(self) -> bool:
-        return self.final is self.confirmation
-
-    @property
-    def tokens_per_second_over_run(self) -> float | None:
-        """Of the winner, over `train_steps`."""
-        return self.final.tokens_per_second_over(self.train_steps)
-
-    @property
-    def compile_pays_after_steps(self) -> int | None:
-        """Optimizer steps after which the compiled one has made up for its cold start.
-
-        None where it is no faster, or one of the two was not measured.
-        """
-        if self.eager is None or self.compiled is None:
-            return None
-        eager_seconds, compiled_seconds = _useful_step(self.eager), _useful_step(self.compiled)
-        if eager_seconds <= compiled_seconds:
-            return None
-        late_seconds = (self.compiled.cold_start_seconds or 0) - (
-            self.eager.cold_start_seconds or 0
+def estimate_from_dict(values: Any) -> Estimate:
+    """Read Estimate.to_dict back. Raises ValueError, which names the field, for what is none."""
+    given = typed.mapping(values, "it")
+    fields = {name: value for name, value in given.items() if name not in _SUMS}
+    fields["config"] = typed.record(TrainConfig, fields.get("config"), "config")
+    for name, kind in (
+        ("breakdown", Breakdown),
+        ("state", StateBytes),
+        ("parameters", ParameterCount),
+    ):
+        fields[name] = typed.record(kind, fields.get(name), name)
+    if fields.get("per_gpu") is not None:
+        per_gpu = typed.mapping(fields["per_gpu"], "per_gpu")
+        fields["per_gpu"] = typed.record(
+            PerGpu, {k: v for k, v in per_gpu.items() if k != "overlapped_step_seconds"}, "per_gpu"
         )
-        return max(math.ceil(late_seconds / (eager_seconds - compiled_seconds)), 0)
-
-    @property
-    def speedup(self) -> float | None:
-        """Measured over measured; None where the base did not run within the budget."""
-        if self.baseline is None or not self.baseline.fits:
-            return None
-        best, base = self.final.tokens_per_second, self.baseline.tokens_per_second
-        return None if best is None or base is None else best / base
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "best": _with_sums(self.best),
-            "baseline": None if self.baseline is None else _with_sums(self.baseline),
-            "speedup": self.speedup,
-            "predicted_tokens_per_second": self.predicted.tokens_per_second,
-            "predicted_peak_device_bytes": self.predicted.peak_device_bytes,
-            "num_run": self.num_run,
-            "num_reused": self.num_reused,
-            "num_tied": self.num_tied,
-            "outcomes": self.outcomes,
-            "confirmed": self.is_confirmed,
-            "confirmation": None if self.confirmation is None else _with_sums(self.confirmation),
-            "rejected": [_with_sums(measurement) for measurement in self.rejected],
-            "train_steps": self.train_steps,
-            "tokens_per_second_over_run": self.tokens_per_second_over_run,
-            "num_compiled": self.num_compiled,
-            "eager": None if self.eager is None else _with_sums(self.eager),
-            "compiled": None if self.compiled is None else _with_sums(self.compiled),
-            "compile_pays_after_steps": self.compile_pays_after_steps,
-        }
-
-
-def _useful_step(measurement: Measurement) -> float:
-    """Seconds for a step's worth of tokens that are no padding."""
-    assert measurement.step_seconds is not None
-    return measurement.step_seconds / measurement.useful_share
-
-
-def _with_sums(measurement: Measurement) -> dict[str, object]:
-    return {
-        **measurement.to_dict(),
-        "peak_device_bytes": measurement.peak_device_bytes,
-        "step_seconds": measurement.step_seconds,
-        "tokens_per_second": measurement.tokens_per_second,
-        "fits": measurement.fits,
-        "problem": measurement.problem,
-    }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """The answer with one setting changed."""
-
-    setting: str
-    """A field of TrainConfig, or `memory_budget_bytes`."""
-    value: object
-    estimate: Estimate
-    fits: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
-    """The numbers of an answer: what the terminal draws and `find --json` prints.
-
-    All are predicted but those of `measured`.
-    """
-
-    workload: Workload
-    gpu: str
-    gpu_reason: str
-    """Why this card: named, found here, or planned for."""
-    space: str
-    allow: str
-    """Highest trade-off class that the answer may be of."""
-    widened: bool
-    """`allow` was raised because nothing of a lower class fits."""
-    best: Estimate
-    best_class: str
-    base: TrainConfig
-    """What classes and speed-up are measured against."""
-    baseline: Estimate | None
-    """The base as it fits; None when it does not fit at any micro-batch."""
-    best_by_class: dict[str, Estimate]
-    tied: tuple[Estimate, ...]
-    """Others within the noise of the best, best first."""
-    changes: tuple[Change, ...]
-    """The answer with one setting put back to the base's."""
-    more_memory: Change | None
-    """The fastest with 2 GB more."""
-    counts: Counts
-    invalid_by_rule: dict[str, int]
-    elapsed_seconds: float
-    left_out: tuple[str, ...] = ()
-    """Values of the space whose library is not installed, and how to install it."""
-    measured: Measured | None = None
-    """What probes found; `best` is then the prediction for the measured winner."""
-
-    @property
-    def evidence(self) -> str:
-        return "predicted" if self.measured is None else "measured"
-
-    @property
-    def speedup(self) -> float | None:
-        """Predicted speed over the baseline's; None without a baseline."""
-        if self.baseline is None:
-            return None
-        best, base = self.best.tokens_per_second, self.baseline.tokens_per_second
-        return None if best is None or base is None else best / base
-
-    def to_dict(self) -> dict[str, object]:
-        """The object of `find --json`, its `files` aside."""
-        budget = self.workload.memory_budget_bytes
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "evidence": self.evidence,
-            "measured": None if self.measured is None else self.measured.to_dict(),
-            "workload": self.workload.to_dict(),
-            "gpu": self.gpu,
-            "gpu_reason": self.gpu_reason,
-            "memory_budget_bytes": budget,
-            "space": self.space,
-            "allow": self.allow,
-            "widened": self.widened,
-            "best": {**self.best.to_dict(budget), "class": self.best_class},
-            "base": self.base.to_dict(),
-            "baseline": None if self.baseline is None else self.baseline.to_dict(budget),
-            "speedup": self.speedup,
-            "best_by_class": {k: e.to_dict(budget) for k, e in self.best_by_class.items()},
-            "tied": [e.to_dict(budget) for e in self.tied],
-            "changes": [
-                {
-                    "setting": change.setting,
-                    "value": change.value,
-                    "fits": change.fits,
-                    "peak_device_bytes": change.estimate.peak_device_bytes,
-                    "tokens_per_second": change.estimate.tokens_per_second,
-                    "config": change.estimate.config.to_dict(),
-                }
-                for change in [*self.changes, *([self.more_memory] if self.more_memory else [])]
-            ],
-            "counts": dataclasses.asdict(self.counts),
-            "invalid_by_rule": self.invalid_by_rule,
-            "left_out": list(self.left_out),
-            "elapsed_seconds": self.elapsed_seconds,
-        }
+    estimate: Estimate = typed.record(Estimate, fields, "")
+    return estimate

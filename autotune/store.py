@@ -31,7 +31,7 @@ from autotune.config import (
     TrainConfig,
     Workload,
 )
-from autotune.errors import ConfigError, StorageError
+from autotune.errors import ConfigError, StorageError, nearest
 from autotune.knobs import KNOBS, Knob
 from autotune.results import SCHEMA_VERSION, Estimate
 from autotune.units import GIB
@@ -113,6 +113,52 @@ def open_study(
                     study.set_user_attr(key, value)
             _check_identity(study, identity)
             yield study
+        finally:
+            storage.remove_session()
+            storage.engine.dispose()
+
+
+@contextlib.contextmanager
+def existing_study(url: str, name: str) -> Iterator[optuna.Study]:
+    """Open a study that `open_study` has made; use as `with existing_study(...) as study:`.
+
+    Nothing is created. Raises ConfigError for a name that is not there or is not autotune's, and
+    StorageError for a database that is not there and everything that it refuses.
+    """
+    import optuna
+
+    with existing_storage(url) as storage:
+        names = optuna.get_all_study_names(storage)
+        if name not in names:
+            raise ConfigError(
+                f"There is no study {name[:MAX_NAME_CHARS]!r} in {url.rpartition('@')[2]}",
+                remedy=nearest(name[:MAX_NAME_CHARS], names)
+                if names
+                else "Run `autotune find` first",
+            )
+        study = optuna.load_study(storage=storage, study_name=name)
+        _check_schema(study)
+        yield study
+
+
+@contextlib.contextmanager
+def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
+    """The database at that URL, which is not created. Raises StorageError."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    parsed = parse_url(url)
+    path = parsed.database or ""
+    is_file = parsed.get_backend_name() == "sqlite" and path not in ("", ":memory:")
+    if is_file and not path.startswith("file:") and not Path(path).exists():
+        raise StorageError(
+            f"There is no database {parsed}",
+            remedy="Run `autotune find` first, or name another with --storage",
+        )
+    with explained(parsed):
+        storage = _open_storage(parsed)
+        try:
+            yield storage
         finally:
             storage.remove_session()
             storage.engine.dispose()
@@ -319,17 +365,7 @@ def _driver_message(error: BaseException) -> str:
 
 def _check_identity(study: optuna.Study, wanted: dict[str, Any]) -> None:
     """Raise ConfigError when the study was made for something else than `wanted`."""
-    stored = study.user_attrs
-    if not {"schema_version", "workload", "gpu"}.issubset(stored):
-        raise ConfigError(
-            f'The study "{study.study_name}" was not made by autotune',
-            remedy="Choose another name with --study",
-        )
-    if stored["schema_version"] > SCHEMA_VERSION:
-        raise StorageError(
-            f'The study "{study.study_name}" was written by a newer autotune',
-            remedy="Update autotune, or choose another name with --study",
-        )
+    stored = _check_schema(study)
     before = {**stored["workload"], "gpu": stored["gpu"]}
     now = {**wanted["workload"], "gpu": wanted["gpu"]}
     differences = [
@@ -343,6 +379,22 @@ def _check_identity(study: optuna.Study, wanted: dict[str, Any]) -> None:
             why="; ".join(differences),
             remedy="Choose another name with --study",
         )
+
+
+def _check_schema(study: optuna.Study) -> dict[str, Any]:
+    """The study's attributes. Raises ConfigError for a stranger's, StorageError for a newer one."""
+    stored = study.user_attrs
+    if not {"schema_version", "workload", "gpu"}.issubset(stored):
+        raise ConfigError(
+            f'The study "{study.study_name}" was not made by autotune',
+            remedy="Choose another name with --study",
+        )
+    if stored["schema_version"] > SCHEMA_VERSION:
+        raise StorageError(
+            f'The study "{study.study_name}" was written by a newer autotune',
+            remedy="Update autotune, or choose another name with --study",
+        )
+    return stored
 
 
 def _attributes(estimate: Estimate) -> dict[str, Any]:

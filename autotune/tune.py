@@ -24,7 +24,7 @@ from autotune.knobs import KNOBS, REQUIRED, describe
 from autotune.models import ModelSource
 from autotune.needs import NOT_PREDICTED, predictable
 from autotune.optimizers import OPTIMIZERS
-from autotune.results import Change, Counts, Estimate, Measured, Summary, TraceSpec
+from autotune.results import Estimate, TraceSpec
 from autotune.space import (
     Context,
     SearchSpace,
@@ -35,6 +35,15 @@ from autotune.space import (
     usual_batching,
     with_attentions,
     with_batchings,
+)
+from autotune.summary import (
+    MORE_MEMORY,
+    TRAINER_DEFAULTS,
+    USERS_BASE,
+    Change,
+    Counts,
+    Measured,
+    Summary,
 )
 from autotune.tracing import trace_all
 from autotune.units import format_bytes
@@ -223,6 +232,7 @@ def find(
         invalid_by_rule=points.invalid,
         left_out=left_out,
         elapsed_seconds=time.monotonic() - started,
+        base_name=TRAINER_DEFAULTS if base is None else USERS_BASE,
     )
     return Found(
         summary=summary,
@@ -488,7 +498,7 @@ def _more_memory(
     fastest = roomier.fastest(wanted)
     if fastest is None or _speed(fastest) < _speed(best) * (1 + NOISE):
         return None
-    return Change(setting="memory_budget_bytes", value=budget, estimate=fastest, fits=True)
+    return Change(setting=MORE_MEMORY, value=budget, estimate=fastest, fits=True)
 
 
 def _nothing_fits(

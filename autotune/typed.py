@@ -40,7 +40,8 @@ def shown(value: object) -> str:
 def _require(value: object, annotation: str, name: str) -> None:
     allowed = [part.partition("[")[0] for part in annotation.split(" | ")]
     found = "None" if value is None else type(value).__name__
-    if found not in allowed and not (found == "int" and "float" in allowed):
+    is_any = "object" in allowed
+    if not is_any and found not in allowed and not (found == "int" and "float" in allowed):
         raise ValueError(f"{name} is {shown(value)} and should be of type {' or '.join(allowed)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value}")

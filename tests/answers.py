@@ -8,13 +8,14 @@ from typing import Any
 from autotune.config import TrainConfig, Workload
 from autotune.results import (
     Breakdown,
-    Change,
-    Counts,
     Estimate,
+    Fingerprint,
+    Measurement,
     ParameterCount,
+    ProbeSpec,
     StateBytes,
-    Summary,
 )
+from autotune.summary import Change, Counts, Measured, Summary
 from autotune.tune import Found
 from autotune.units import GIB
 
@@ -90,6 +91,45 @@ def estimate(
         "bound": None if step_seconds is None else "compute",
     }
     return Estimate(**values | changed)
+
+
+def measurement(
+    *, confirm_steps: int = 0, step_seconds: float = 10.0, **changed: Any
+) -> Measurement:
+    values: dict[str, Any] = {
+        "config": CONFIG,
+        "spec": ProbeSpec(
+            task="causal-lm",
+            backend="cuda",
+            memory_budget_bytes=BUDGET_BYTES,
+            max_seconds=20.0,
+            confirm_steps=confirm_steps,
+        ),
+        "fingerprint": Fingerprint(
+            device="NVIDIA RTX 4070", driver="580", cuda="13.0", versions=(), allocator=""
+        ),
+        "outcome": "ok",
+        "message": "",
+        "micro_step_seconds": 0.0,
+        "optimizer_step_seconds": step_seconds,
+        "spread": 0.004,
+        "peak_reserved_bytes": 9 * GIB,
+        "nontorch_bytes": GIB,
+    }
+    return Measurement(**values | changed)
+
+
+def measured(**changed: Any) -> Measured:
+    values: dict[str, Any] = {
+        "best": measurement(),
+        "predicted": estimate(),
+        "baseline": measurement(config=BASE, step_seconds=10.0),
+        "num_run": 6,
+        "num_reused": 0,
+        "num_tied": 0,
+        "outcomes": {"ok": 5},
+    }
+    return Measured(**values | changed)
 
 
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=BUDGET_BYTES)

@@ -11,8 +11,9 @@ import pytest
 from autotune import compiled
 from autotune.config import TrainConfig
 from autotune.report import words
-from autotune.results import Fingerprint, Measured, Measurement, ProbeSpec, measurement_from_dict
+from autotune.results import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.space import MethodSpace, SearchSpace
+from autotune.summary import Measured
 
 EAGER = TrainConfig(
     method="full",

@@ -68,7 +68,9 @@ def test_the_answer_is_drawn_first_and_all_of_it_is_predicted(main: Main) -> Non
     )
     assert code == 0, err
     said = " ".join(out.split())  # where a line breaks depends on how long the model's path is
-    head, answer, _ = said.partition(" answer 256 tokens: the longest sequence that fits, in steps of")
+    head, answer, _ = said.partition(
+        " answer 256 tokens: the longest sequence that fits, in steps of"
+    )
     assert answer
     assert "PREDICTED, not measured" in head
     assert "Memory does not end it: the model's configuration has positions for no more." in said

@@ -21,8 +21,9 @@ from autotune.isolate import WorkerEnd
 from autotune.models import resolve
 from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Plan, Prober, search
-from autotune.results import Estimate, Fingerprint, Measured, Measurement, ProbeSpec
+from autotune.results import Estimate, Fingerprint, Measurement, ProbeSpec
 from autotune.store import CONSTRAINT, open_study
+from autotune.summary import Measured
 
 BUDGET_BYTES = 10**9
 SPEC = ProbeSpec(task="causal-lm", backend="cpu", memory_budget_bytes=BUDGET_BYTES, max_seconds=1.0)

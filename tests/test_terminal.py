@@ -9,7 +9,6 @@ import os
 import pty
 import re
 from pathlib import Path
-from typing import Any
 
 import answers
 import pytest
@@ -19,14 +18,10 @@ from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
 from autotune.results import (
     Estimate,
-    Fingerprint,
-    Measured,
-    Measurement,
     PerGpu,
-    ProbeSpec,
     StateBytes,
-    Summary,
 )
+from autotune.summary import USERS_BASE, Summary
 from autotune.units import GIB
 
 
@@ -72,52 +67,13 @@ def test_the_answer_says_everything_on_one_screen() -> None:
         assert part in shown
 
 
-def measurement(
-    *, confirm_steps: int = 0, step_seconds: float = 10.0, **changed: Any
-) -> Measurement:
-    values: dict[str, Any] = {
-        "config": answers.CONFIG,
-        "spec": ProbeSpec(
-            task="causal-lm",
-            backend="cuda",
-            memory_budget_bytes=answers.BUDGET_BYTES,
-            max_seconds=20.0,
-            confirm_steps=confirm_steps,
-        ),
-        "fingerprint": Fingerprint(
-            device="NVIDIA RTX 4070", driver="580", cuda="13.0", versions=(), allocator=""
-        ),
-        "outcome": "ok",
-        "message": "",
-        "micro_step_seconds": 0.0,
-        "optimizer_step_seconds": step_seconds,
-        "spread": 0.004,
-        "peak_reserved_bytes": 9 * GIB,
-        "nontorch_bytes": GIB,
-    }
-    return Measurement(**values | changed)
-
-
-def measured(**changed: Any) -> Measured:
-    values: dict[str, Any] = {
-        "best": measurement(),
-        "predicted": answers.estimate(),
-        "baseline": measurement(config=answers.BASE, step_seconds=10.0),
-        "num_run": 6,
-        "num_reused": 0,
-        "num_tied": 0,
-        "outcomes": {"ok": 5},
-    }
-    return Measured(**values | changed)
-
-
 def test_what_was_measured_is_beside_what_was_predicted() -> None:
     # 32 x 1024 tokens in 8.192 s, at the end of a longer run than the probe's; the base has 8 x 1024.
-    confirmation = measurement(confirm_steps=50, step_seconds=8.192)
-    failed = measurement(
+    confirmation = answers.measurement(confirm_steps=50, step_seconds=8.192)
+    failed = answers.measurement(
         config=answers.ADAPTER, confirm_steps=50, outcome="oom", message="out of memory"
     )
-    found = measured(confirmation=confirmation, rejected=(failed,))
+    found = answers.measured(confirmation=confirmation, rejected=(failed,))
     shown = one_line(drawn(answers.summary(measured=found, tied=(), changes=())))
     for part in (
         "MEASURED on NVIDIA RTX 4070.",
@@ -134,11 +90,11 @@ def test_what_was_measured_is_beside_what_was_predicted() -> None:
 
 
 def test_a_winner_that_was_not_confirmed_is_said_to_be_none() -> None:
-    shown = one_line(drawn(answers.summary(measured=measured(), tied=(), changes=())))
+    shown = one_line(drawn(answers.summary(measured=answers.measured(), tied=(), changes=())))
     assert "3,277 tokens/s" in shown
     assert "not confirmed: --confirm-steps 0" in shown
-    full = measurement(confirm_steps=50, outcome="full_disk", message="no room")
-    found = measured(confirmation=full)
+    full = answers.measurement(confirm_steps=50, outcome="full_disk", message="no room")
+    found = answers.measured(confirmation=full)
     shown = one_line(drawn(answers.summary(measured=found, tied=(), changes=())))
     assert "3,277 tokens/s" in shown
     assert "not confirmed: no room" in shown
@@ -156,7 +112,7 @@ def test_an_answer_that_is_the_base_claims_no_gain() -> None:
 
 def test_a_base_of_the_user_is_called_so() -> None:
     file = io.StringIO()
-    terminal.draw_summary(answers.summary(), file, base_name="your base's settings")
+    terminal.draw_summary(answers.summary(base_name=USERS_BASE), file)
     assert "of your base's settings (full" in one_line(file.getvalue())
     assert "Trainer" not in file.getvalue()
 

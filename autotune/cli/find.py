@@ -262,7 +262,6 @@ def find(
         storage=storage,
         folder=out or STUDIES / (default_name if study is None else store.slug(study)),
         command=command_line(context),
-        base_name="the Trainer's defaults" if base is None else "your base's settings",
         as_json=as_json,
     )
 
@@ -336,19 +335,19 @@ def _deliver(
     storage: str,
     folder: Path,
     command: str,
-    base_name: str,
     as_json: bool,
 ) -> None:
     """Show the answer, write its files, record what was considered.
 
     What cannot be written is said after the answer, which is not lost by it.
     """
+    from autotune import studies
     from autotune.export import export_files, export_paths, exporters_for
     from autotune.report import terminal
 
     summary = found.summary
     if not as_json:
-        terminal.draw_summary(summary, sys.stdout, base_name=base_name)
+        terminal.draw_summary(summary, sys.stdout)
         sys.stdout.flush()
     places = export_paths(folder, exporters_for(summary.best.config))
     result = {**summary.to_dict(), "files": [str(path) for path in places]}
@@ -374,6 +373,7 @@ def _deliver(
                 store.record_estimates(
                     opened, found.considered, budget_bytes=summary.workload.memory_budget_bytes
                 )
+            opened.set_user_attr(studies.RESULT, result)
     except (ConfigError, StorageError) as error:
         problems.append(error)
         study = ""

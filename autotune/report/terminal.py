@@ -20,7 +20,8 @@ from autotune.knobs import describe
 from autotune.report import words
 from autotune.report.explain import Line
 from autotune.report.words import printable
-from autotune.results import Estimate, Measured, Summary
+from autotune.results import Estimate
+from autotune.summary import Measured, Summary
 from autotune.units import GIB, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -36,13 +37,8 @@ Row = tuple[str, str] | tuple[str, str, str]
 """Label, text, and perhaps a style."""
 
 
-def draw_summary(
-    summary: Summary, file: TextIO, *, base_name: str = "the Trainer's defaults"
-) -> None:
-    """The answer of a search: what it is, why it is that one, and what else there is.
-
-    `base_name`: what to call the configuration that the answer is compared with, in the plural.
-    """
+def draw_summary(summary: Summary, file: TextIO) -> None:
+    """The answer of a search: what it is, why it is that one, and what else there is."""
     best, counts = summary.best, summary.counts
     budget_bytes = summary.workload.memory_budget_bytes
     console = _console(file)
@@ -67,7 +63,7 @@ def draw_summary(
     rows: list[Row] = [("answer", describe(best.config), "bold green")]
     if summary.measured is not None:
         found = summary.measured
-        versus = words.against_measured_baseline(found, base_name)
+        versus = words.against_measured_baseline(found, summary.base_name)
         rows += [
             (
                 "measured",
@@ -82,7 +78,7 @@ def draw_summary(
             ("", "What follows is predicted."),
         ]
     rows += [
-        ("speed", f"{words.speed(best)}; {words.against_baseline(summary, base_name)}"),
+        ("speed", f"{words.speed(best)}; {words.against_baseline(summary)}"),
         ("step", words.step(best)),
         *([("epoch", words.epoch(summary))] if summary.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),

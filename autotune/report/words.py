@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from autotune.config import TrainConfig, Workload
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
-from autotune.results import Change, Estimate, Measured, Measurement, Summary
+from autotune.results import Estimate, Measurement
+from autotune.summary import Change, Measured, Summary
 from autotune.tune import MORE_MEMORY_BYTES, NOISE
 from autotune.units import GIB, format_bytes, format_count, format_seconds
 
@@ -166,17 +167,17 @@ def step(estimate: Estimate) -> str:
     )
 
 
-def against_baseline(summary: Summary, base_name: str) -> str:
+def against_baseline(summary: Summary) -> str:
     """The speed-up over the base, or that there is none to speak of."""
     baseline = summary.baseline
     if baseline is None:
-        return f"{base_name} ({describe_base(summary.base)}) fit at no micro-batch"
+        return f"{summary.base_name} ({describe_base(summary.base)}) fit at no micro-batch"
     if baseline.config == summary.best.config:
-        return f"{base_name}, at the largest micro-batch that fits"
+        return f"{summary.base_name}, at the largest micro-batch that fits"
     assert baseline.tokens_per_second is not None
     assert summary.speedup is not None
     return (
-        f"{summary.speedup:.2f} x the {baseline.tokens_per_second:,.0f} of {base_name} "
+        f"{summary.speedup:.2f} x the {baseline.tokens_per_second:,.0f} of {summary.base_name} "
         f"({describe_base(baseline.config)}, micro-batch {baseline.config.micro_batch_size})"
     )
 

@@ -1,0 +1,325 @@
+"""The numbers of an answer: what the terminal, the report and `find --json` show, and a study keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from autotune import typed
+from autotune.config import TrainConfig, Workload, workload_from_dict
+from autotune.results import (
+    SCHEMA_VERSION,
+    Estimate,
+    Measurement,
+    estimate_from_dict,
+    measurement_from_dict,
+)
+
+MORE_MEMORY = "memory_budget_bytes"
+"""The `setting` of the Change that is no field of TrainConfig."""
+TRAINER_DEFAULTS = "the Trainer's defaults"
+USERS_BASE = "your base's settings"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """What became of the points of the space."""
+
+    enumerated: int
+    invalid: int
+    """Dropped by a rule of the space."""
+    unsupported: int
+    """The model cannot be traced that way (no activation checkpointing, say)."""
+    predicted_oom: int
+    """Live tensors alone pass the budget, or a replay did."""
+    feasible: int
+    """The rest: those that could win were replayed, the others were not excluded."""
+    replayed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What probes found, and the confirmation of the winner."""
+
+    best: Measurement
+    """The winner's probe."""
+    predicted: Estimate
+    """Of the same configuration."""
+    baseline: Measurement | None
+    """The base, measured on the same machine."""
+    num_run: int
+    num_reused: int
+    """Taken from the table of probes."""
+    num_tied: int
+    """Others within the noise of the best."""
+    outcomes: dict[str, int]
+    confirmation: Measurement | None = None
+    """Of the winner; None where it was skipped. Where it does not fit, its problem is not the winner's."""
+    rejected: tuple[Measurement, ...] = ()
+    """Confirmations of faster ones that failed; `problem` says why."""
+    train_steps: int | None = None
+    """Optimizer steps of the run that cold starts were weighed against; None: steady speed decided."""
+    eager: Measurement | None = None
+    """The fastest that was not compiled, by steady speed."""
+    compiled: Measurement | None = None
+    """The fastest that was; None where none ran within the budget."""
+    num_compiled: int = 0
+    """Compiled configurations that were measured, whatever came of it."""
+
+    @property
+    def final(self) -> Measurement:
+        """What is told of the winner: its confirmation, else its probe."""
+        if self.confirmation is None or not self.confirmation.fits:
+            return self.best
+        return self.confirmation
+
+    @property
+    def is_confirmed(self) -> bool:
+        return self.final is self.confirmation
+
+    @property
+    def tokens_per_second_over_run(self) -> float | None:
+        """Of the winner, over `train_steps`."""
+        return self.final.tokens_per_second_over(self.train_steps)
+
+    @property
+    def compile_pays_after_steps(self) -> int | None:
+        """Optimizer steps after which the compiled one has made up for its cold start.
+
+        None where it is no faster, or one of the two was not measured.
+        """
+        if self.eager is None or self.compiled is None:
+            return None
+        eager_seconds, compiled_seconds = _useful_step(self.eager), _useful_step(self.compiled)
+        if eager_seconds <= compiled_seconds:
+            return None
+        cold_seconds = [m.cold_start_seconds or 0.0 for m in (self.eager, self.compiled)]
+        late_seconds = cold_seconds[1] - cold_seconds[0]
+        return max(math.ceil(late_seconds / (eager_seconds - compiled_seconds)), 0)
+
+    @property
+    def speedup(self) -> float | None:
+        """Measured over measured; None where the base did not run within the budget."""
+        if self.baseline is None or not self.baseline.fits:
+            return None
+        best, base = self.final.tokens_per_second, self.baseline.tokens_per_second
+        return None if best is None or base is None else best / base
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "best": _with_sums(self.best),
+            "baseline": None if self.baseline is None else _with_sums(self.baseline),
+            "speedup": self.speedup,
+            "predicted_tokens_per_second": self.predicted.tokens_per_second,
+            "predicted_peak_device_bytes": self.predicted.peak_device_bytes,
+            "num_run": self.num_run,
+            "num_reused": self.num_reused,
+            "num_tied": self.num_tied,
+            "outcomes": self.outcomes,
+            "confirmed": self.is_confirmed,
+            "confirmation": None if self.confirmation is None else _with_sums(self.confirmation),
+            "rejected": [_with_sums(measurement) for measurement in self.rejected],
+            "train_steps": self.train_steps,
+            "tokens_per_second_over_run": self.tokens_per_second_over_run,
+            "num_compiled": self.num_compiled,
+            "eager": None if self.eager is None else _with_sums(self.eager),
+            "compiled": None if self.compiled is None else _with_sums(self.compiled),
+            "compile_pays_after_steps": self.compile_pays_after_steps,
+        }
+
+
+def _useful_step(measurement: Measurement) -> float:
+    """Seconds for a step's worth of tokens that are no padding."""
+    assert measurement.step_seconds is not None
+    return measurement.step_seconds / measurement.useful_share
+
+
+def _with_sums(measurement: Measurement) -> dict[str, object]:
+    return {
+        **measurement.to_dict(),
+        "peak_device_bytes": measurement.peak_device_bytes,
+        "step_seconds": measurement.step_seconds,
+        "tokens_per_second": measurement.tokens_per_second,
+        "fits": measurement.fits,
+        "problem": measurement.problem,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """The answer with one setting changed."""
+
+    setting: str
+    """A field of TrainConfig, or `memory_budget_bytes`."""
+    value: object
+    estimate: Estimate
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """The numbers of an answer: what the terminal draws and `find --json` prints.
+
+    All are predicted but those of `measured`.
+    """
+
+    workload: Workload
+    gpu: str
+    gpu_reason: str
+    """Why this card: named, found here, or planned for."""
+    space: str
+    allow: str
+    """Highest trade-off class that the answer may be of."""
+    widened: bool
+    """`allow` was raised because nothing of a lower class fits."""
+    best: Estimate
+    best_class: str
+    base: TrainConfig
+    """What classes and speed-up are measured against."""
+    baseline: Estimate | None
+    """The base as it fits; None when it does not fit at any micro-batch."""
+    best_by_class: dict[str, Estimate]
+    tied: tuple[Estimate, ...]
+    """Others within the noise of the best, best first."""
+    changes: tuple[Change, ...]
+    """The answer with one setting put back to the base's."""
+    more_memory: Change | None
+    """The fastest with 2 GB more."""
+    counts: Counts
+    invalid_by_rule: dict[str, int]
+    elapsed_seconds: float
+    left_out: tuple[str, ...] = ()
+    """Values of the space whose library is not installed, and how to install it."""
+    measured: Measured | None = None
+    """What probes found; `best` is then the prediction for the measured winner."""
+    base_name: str = TRAINER_DEFAULTS
+    """What the base is called, in the plural."""
+
+    @property
+    def evidence(self) -> str:
+        return "predicted" if self.measured is None else "measured"
+
+    @property
+    def speedup(self) -> float | None:
+        """Predicted speed over the baseline's; None without a baseline."""
+        if self.baseline is None:
+            return None
+        best, base = self.best.tokens_per_second, self.baseline.tokens_per_second
+        return None if best is None or base is None else best / base
+
+    def to_dict(self) -> dict[str, object]:
+        """The object of `find --json`, its `files` aside."""
+        budget = self.workload.memory_budget_bytes
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "evidence": self.evidence,
+            "measured": None if self.measured is None else self.measured.to_dict(),
+            "workload": self.workload.to_dict(),
+            "gpu": self.gpu,
+            "gpu_reason": self.gpu_reason,
+            "memory_budget_bytes": budget,
+            "space": self.space,
+            "allow": self.allow,
+            "widened": self.widened,
+            "best": {**self.best.to_dict(budget), "class": self.best_class},
+            "base": self.base.to_dict(),
+            "baseline": None if self.baseline is None else self.baseline.to_dict(budget),
+            "speedup": self.speedup,
+            "best_by_class": {k: e.to_dict(budget) for k, e in self.best_by_class.items()},
+            "tied": [e.to_dict(budget) for e in self.tied],
+            "changes": [
+                {
+                    **change.estimate.to_dict(budget),
+                    "setting": change.setting,
+                    "value": change.value,
+                    "fits": change.fits,
+                }
+                for change in [*self.changes, *([self.more_memory] if self.more_memory else [])]
+            ],
+            "counts": dataclasses.asdict(self.counts),
+            "invalid_by_rule": self.invalid_by_rule,
+            "left_out": list(self.left_out),
+            "base_name": self.base_name,
+            "elapsed_seconds": self.elapsed_seconds,
+        }
+
+
+_SUMS = ("schema_version", "evidence", "memory_budget_bytes", "speedup", "files")
+"""What Summary.to_dict and the writing of files add, and reading does not need."""
+_MEASURED_SUMS = (
+    "speedup",
+    "predicted_tokens_per_second",
+    "predicted_peak_device_bytes",
+    "confirmed",
+    "tokens_per_second_over_run",
+    "compile_pays_after_steps",
+)
+_MEASUREMENT_SUMS = ("peak_device_bytes", "step_seconds", "tokens_per_second", "fits", "problem")
+
+
+def summary_from_dict(values: Any) -> Summary:
+    """Read Summary.to_dict back, from JSON as well. Raises ValueError, which names the field."""
+    given = typed.mapping(values, "it")
+    try:
+        if given.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {typed.shown(given.get('schema_version'))}")
+        fields = {name: value for name, value in given.items() if name not in _SUMS}
+        best = dict(typed.mapping(fields.get("best"), "best"))
+        fields["best_class"] = best.pop("class", None)
+        fields["best"] = estimate_from_dict(best)
+        fields["workload"] = workload_from_dict(fields.get("workload"))
+        fields["base"] = typed.record(TrainConfig, fields.get("base"), "base")
+        fields["counts"] = typed.record(Counts, fields.get("counts"), "counts")
+        if fields.get("baseline") is not None:
+            fields["baseline"] = estimate_from_dict(fields["baseline"])
+        by_class = typed.mapping(fields.get("best_by_class"), "best_by_class")
+        fields["best_by_class"] = {k: estimate_from_dict(v) for k, v in by_class.items()}
+        fields["tied"] = tuple(map(estimate_from_dict, _list(fields, "tied")))
+        fields["left_out"] = tuple(_list(fields, "left_out"))
+        changes = [_change(values) for values in _list(fields, "changes")]
+        fields["changes"] = tuple(c for c in changes if c.setting != MORE_MEMORY)
+        fields["more_memory"] = next((c for c in changes if c.setting == MORE_MEMORY), None)
+        if fields.get("measured") is not None:
+            fields["measured"] = _measured(fields["measured"], fields["best"])
+        summary: Summary = typed.record(Summary, fields, "")
+    except ValueError as error:
+        raise ValueError(f"this is no answer of autotune: {error}") from error
+    return summary
+
+
+def _list(fields: dict[str, Any], name: str) -> list[Any]:
+    values = fields.get(name)
+    if not isinstance(values, list):
+        raise ValueError(f"{name} is {typed.shown(values)} and should be a list")
+    return values
+
+
+def _change(values: Any) -> Change:
+    given = typed.mapping(values, "changes")
+    own = ("setting", "value", "fits")
+    estimate = estimate_from_dict({k: v for k, v in given.items() if k not in own})
+    fields = {k: v for k, v in given.items() if k in own} | {"estimate": estimate}
+    change: Change = typed.record(Change, fields, "changes")
+    return change
+
+
+def _measured(values: Any, predicted: Estimate) -> Measured:
+    fields = {
+        name: value
+        for name, value in typed.mapping(values, "measured").items()
+        if name not in _MEASURED_SUMS
+    }
+    for name in ("best", "baseline", "confirmation", "eager", "compiled"):
+        if fields.get(name) is not None:
+            fields[name] = _measurement(fields[name])
+    fields["rejected"] = tuple(map(_measurement, _list(fields, "rejected")))
+    fields["predicted"] = predicted
+    measured: Measured = typed.record(Measured, fields, "measured")
+    return measured
+
+
+def _measurement(values: Any) -> Measurement:
+    given = typed.mapping(values, "a measurement")
+    return measurement_from_dict({k: v for k, v in given.items() if k not in _MEASUREMENT_SUMS})

@@ -1,0 +1,114 @@
+"""An answer read back is the answer: through JSON, and through the database."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import answers
+import pytest
+
+from autotune import studies
+from autotune.errors import ConfigError, StorageError
+from autotune.lengths import Lengths
+from autotune.results import PerGpu
+from autotune.store import existing_study, open_study
+from autotune.summary import summary_from_dict
+
+LENGTHS = Lengths(
+    num_samples=3, num_tokens=60, num_kept_tokens=50, percentiles=tuple(range(10, 111))
+)
+PER_GPU = PerGpu(
+    num_gpus=2,
+    parallelism="ddp",
+    parameters_bytes=1,
+    gradients_bytes=2,
+    optimizer_state_bytes=3,
+    gathered_bytes=4,
+    buffers_bytes=5,
+    host_bytes=6,
+    sent_bytes_per_step=7,
+    communication_seconds=0.5,
+)
+CASES: dict[str, dict[str, Any]] = {
+    "predicted": {},
+    "nothing else": {"tied": (), "changes": (), "more_memory": None, "baseline": None},
+    "dataset": {"workload": dataclasses.replace(answers.WORKLOAD, lengths=LENGTHS)},
+    "several GPUs": {
+        "workload": dataclasses.replace(answers.WORKLOAD, num_gpus=2),
+        "best": answers.estimate(per_gpu=PER_GPU),
+        "left_out": ("galore: pip install galore-torch",),
+    },
+    "unknown speed": {"tied": (answers.estimate(step_seconds=None),)},
+    "measured with torch.compile": {
+        "measured": answers.measured(
+            train_steps=100,
+            eager=answers.measurement(cold_start_seconds=0.5),
+            compiled=answers.measurement(step_seconds=1.0, cold_start_seconds=30.0),
+            num_compiled=2,
+        ),
+    },
+    "measured": {
+        "measured": answers.measured(
+            confirmation=answers.measurement(confirm_steps=50),
+            rejected=(answers.measurement(outcome="oom", micro_step_seconds=None),),
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_read_back_is_equal(name: str) -> None:
+    summary = answers.summary(**CASES[name])
+    text = json.dumps(summary.to_dict() | {"files": ["train.py"]}, allow_nan=False)
+    assert summary_from_dict(json.loads(text)) == summary
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("best", "config", "micro_batch_size"), "4", "config.micro_batch_size is '4'"),
+        (("best", "breakdown"), None, "breakdown is None"),
+        (("workload", "methods"), ["magic"], "workload.methods is ['magic']"),
+        (("counts", "replayed"), float("nan"), "counts.replayed is nan"),
+        (("tied",), {}, "tied is {}"),
+        (("schema_version",), 2, "schema_version is 2"),
+        (("surprise",), 1, "surprise is unknown"),
+    ],
+)
+def test_garbage_is_named(place: tuple[str, ...], value: object, said: str) -> None:
+    values: Any = answers.summary().to_dict()
+    inner = values
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(ValueError, match="this is no answer of autotune") as caught:
+        summary_from_dict(values)
+    assert said in str(caught.value)
+
+
+def test_a_study_keeps_its_answer(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/studies.db"
+    summary = answers.summary()
+    with pytest.raises(StorageError, match="There is no database"):
+        studies.load(url, "one")
+    assert not list(tmp_path.iterdir())
+    with open_study(
+        url, "one", workload=answers.WORKLOAD, gpu=summary.gpu, command="autotune find --model X"
+    ) as study:
+        pass
+    with pytest.raises(ConfigError, match=r"holds no answer.*autotune find --model X"):
+        studies.load(url, "one")
+    with existing_study(url, "one") as study:
+        study.set_user_attr(studies.RESULT, summary.to_dict())
+    stored = studies.load(url, "one")
+    assert stored.summary == summary
+    assert stored.command == "autotune find --model X"
+    with pytest.raises(ConfigError, match=r'There is no study.*Did you mean "one"'):
+        studies.load(url, "onee")
+    with existing_study(url, "one") as study:
+        study.set_user_attr(studies.RESULT, {"schema_version": 1})
+    with pytest.raises(StorageError, match="cannot be read"):
+        studies.load(url, "one")
