@@ -270,6 +270,13 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.attention == "flex_attention",
     ),
     Rule(
+        name="prefetch-needs-workers",
+        reason="without workers there is nobody to load a batch beforehand",
+        breaks=lambda c, _: (
+            c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers
+        ),
+    ),
+    Rule(
         name="compile-backend-needs-compile",
         reason="a backend of torch.compile says nothing where nothing is compiled",
         breaks=lambda c, _: c.torch_compile_backend != "inductor" and not c.is_compiled,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune import typed
-from autotune.config import TrainConfig, Workload, workload_from_dict
+from autotune.config import LOADER_SETTINGS, TrainConfig, Workload, workload_from_dict
+from autotune.loading import LoaderTimes, loader_times_from_dict
 from autotune.results import (
     SCHEMA_VERSION,
     Estimate,
@@ -196,6 +197,16 @@ class Summary:
     """What probes found; `best` is then the prediction for the measured winner."""
     base_name: str = TRAINER_DEFAULTS
     """What the base is called, in the plural."""
+    loader: LoaderTimes | None = None
+    """The loader of the measured answer's train.py; None: it was not timed."""
+
+    @property
+    def exported(self) -> TrainConfig:
+        """The answer with loader settings: those that were timed, or the base's."""
+        if self.loader is not None:
+            return self.loader.apply(self.best.config)
+        of_base = {name: getattr(self.base, name) for name in LOADER_SETTINGS}
+        return dataclasses.replace(self.best.config, **of_base)
 
     @property
     def evidence(self) -> str:
@@ -242,6 +253,7 @@ class Summary:
             "invalid_by_rule": self.invalid_by_rule,
             "left_out": list(self.left_out),
             "base_name": self.base_name,
+            "loader": None if self.loader is None else self.loader.to_dict(),
             "elapsed_seconds": self.elapsed_seconds,
         }
 
@@ -281,6 +293,8 @@ def summary_from_dict(values: Any) -> Summary:
         changes = [_change(values) for values in _list(fields, "changes")]
         fields["changes"] = tuple(c for c in changes if c.setting != MORE_MEMORY)
         fields["more_memory"] = next((c for c in changes if c.setting == MORE_MEMORY), None)
+        if fields.get("loader") is not None:
+            fields["loader"] = loader_times_from_dict(fields["loader"])
         if fields.get("measured") is not None:
             fields["measured"] = _measured(fields["measured"], fields["best"])
         summary: Summary = typed.record(Summary, fields, "")

@@ -24,6 +24,7 @@ ROWS = {
     "gpus": 2,
     "knobs": 2,
     "lengths": 2,
+    "loading": 3,
     "kv_cache": 2,
     "nvml": 2,
     "models": 2,

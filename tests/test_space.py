@@ -117,6 +117,7 @@ BREAKERS = {
         ADA,
     ),
     "flex-attention-is-compiled": (dataclasses.replace(FULL, attention="flex_attention"), ADA),
+    "prefetch-needs-workers": (dataclasses.replace(FULL, dataloader_prefetch_factor=4), ADA),
     "compile-backend-needs-compile": (
         dataclasses.replace(FULL, torch_compile_backend="aot_eager"),
         ADA,

@@ -37,6 +37,7 @@ from autotune.results import BACKENDS
 from autotune.space import may_pack, with_peft
 
 if TYPE_CHECKING:
+    from autotune.dataset import Dataset
     from autotune.models import ModelSource
     from autotune.tune import Found
 
@@ -155,6 +156,7 @@ def find(
 ) -> None:
     """Find the fastest configuration that fits, and write it as files that a trainer loads."""
     from autotune import compiled, inputs, space_file, tune
+    from autotune.dataset import Dataset
     from autotune.export.train_config import read_train_config
     from autotune.models import resolve
     from autotune.report.progress import progress_on_stderr
@@ -234,6 +236,10 @@ def find(
         measure_on = backend if backend in BACKENDS else None
     if measure_on is not None:
         measured_name = f"{default_name}-measured"
+        if train_steps is None and (train_steps := tune.steps_per_epoch(found.summary)) is not None:
+            say(
+                f"note: the run is taken to be an epoch of the dataset: --train-steps {train_steps}."
+            )
         try:
             found = _measure(
                 found,
@@ -241,7 +247,14 @@ def find(
                 backend=measure_on,
                 effort=effort,
                 confirm_steps=CONFIRM_STEPS[measure_on] if confirm_steps is None else confirm_steps,
-                train_steps=train_steps or tune.steps_per_epoch(found.summary),
+                train_steps=train_steps,
+                data=None
+                if dataset is None
+                else Dataset(
+                    path=dataset,
+                    text_field=text_field,
+                    tokenizer=tokenizer or source.folder_or_id,
+                ),
                 study=study or measured_name,
                 storage=storage,
                 command=command_line(context),
@@ -274,6 +287,7 @@ def _measure(
     effort: str,
     confirm_steps: int,
     train_steps: int | None,
+    data: Dataset | None,
     study: str,
     storage: str,
     command: str,
@@ -281,6 +295,7 @@ def _measure(
 ) -> Found:
     """Probe the candidates, confirm the winner. Nothing measured is ever lost."""
     from autotune import probing, tune
+    from autotune.dataset import time_loaders
     from autotune.forkserver import ForkServer
     from autotune.probes import open_probes
     from autotune.report.progress import confirmation_on_stderr, probes_on_stderr
@@ -325,7 +340,16 @@ def _measure(
                 on_probe=probes_on_stderr(quiet=quiet),
                 on_confirm=confirmation_on_stderr(quiet=quiet),
             )
-    return dataclasses.replace(found, summary=tune.with_measured(summary, measured))
+        loader = None
+        if data is not None:
+            try:
+                loader = time_loaders(server, data, workload, measured.best)
+            except WorkerError as error:
+                say(
+                    f"note: the loader was not timed: it stays as {summary.base_name} have it. {error}"
+                )
+    answer = tune.with_measured(summary, measured)
+    return dataclasses.replace(found, summary=dataclasses.replace(answer, loader=loader))
 
 
 def _deliver(
@@ -349,13 +373,13 @@ def _deliver(
     if not as_json:
         terminal.draw_summary(summary, sys.stdout)
         sys.stdout.flush()
-    places = export_paths(folder, exporters_for(summary.best.config))
+    places = export_paths(folder, exporters_for(summary.exported))
     result = {**summary.to_dict(), "files": [str(path) for path in places]}
     problems: list[AutotuneError] = []
     files: list[Path] = []
     try:
         files = export_files(
-            folder, workload=summary.workload, config=summary.best.config, result=result
+            folder, workload=summary.workload, config=summary.exported, result=result
         )
     except StorageError as error:
         problems.append(error)

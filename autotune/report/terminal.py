@@ -74,6 +74,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
             *(("rejected", words.rejected(failed)) for failed in found.rejected),
             ("run", words.run(found)),
             *([("compile", words.compilation(found))] if found.num_compiled else []),
+            ("loader", words.loader(summary)),
             ("probes", words.probes(found)),
             ("", "What follows is predicted."),
         ]
@@ -83,6 +84,8 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
         *([("epoch", words.epoch(summary))] if summary.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
     ]
+    if summary.measured is None and summary.workload.lengths is not None:
+        rows.append(("loader", words.loader(summary)))
     rows += words.of_each_gpu(best)
     if summary.measured is None:
         rows.append(("why", words.why(summary)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autotune.config import TrainConfig, Workload
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
+from autotune.loading import LoaderTime
 from autotune.results import Estimate, Measurement
 from autotune.summary import Change, Measured, Summary
 from autotune.tune import MORE_MEMORY_BYTES, NOISE
@@ -70,6 +71,33 @@ def run(found: Measured) -> str:
     if found.train_steps is None:
         return f"steady speed decides, beside {cold}: --train-steps weighs it"
     return f"{found.tokens_per_second_over_run:,.0f} tokens/s over {found.train_steps:,} steps, with {cold}"
+
+
+def loader(summary: Summary) -> str:
+    """The loader's settings and what decided them; or that they are the base's, and why."""
+    timed = summary.loader
+    if timed is None:
+        why = "timed with --dataset only" if summary.workload.lengths is None else "not timed"
+        if summary.measured is None:
+            why = "timed beside measured steps only"
+        return f"as {summary.base_name} have it: {why}"
+    chosen, needed = timed.chosen, timed.micro_step_seconds
+    verdict = "keeps up" if chosen.keeps_up(needed) else "the step waits for it"
+    said = f"{_loader_settings(chosen)}: {_batch_time(chosen)}, {verdict}"
+    said += f"; a micro-step takes {format_seconds(needed)}"
+    others = [f"{_loader_settings(t)} {_batch_time(t)}" for t in timed.times if t != chosen]
+    return said + (f"; timed too: {', '.join(others)}" if others else "")
+
+
+def _loader_settings(time: LoaderTime) -> str:
+    workers = {0: "no workers", 1: "1 worker"}.get(time.num_workers, f"{time.num_workers} workers")
+    ahead = f" with {time.prefetch_factor} batches ready" if time.prefetch_factor else ""
+    pinned = {True: ", pinned memory", False: ", memory not pinned", None: ""}[time.pin_memory]
+    return workers + ahead + pinned
+
+
+def _batch_time(time: LoaderTime) -> str:
+    return f"{format_seconds(time.batch_seconds)} a batch"
 
 
 def compilation(found: Measured) -> str:

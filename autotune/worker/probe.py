@@ -54,6 +54,9 @@ from autotune.worker.steps import (
 
 MAX_WARM_UP_STEPS = 8
 """[judgement] Reserved bytes grow in the first two steps, seldom in a third."""
+MIN_COMPILED_WARM_UP_STEPS = 3
+"""CUDA graphs run once, are recorded the second time and replayed from the third on
+(torch 2.13 torch/_inductor/cudagraph_trees.py)."""
 MIN_TIMED_STEPS = 3
 """Fewer say nothing of their spread."""
 NUM_STEPS_BEFORE_EVALUATION = 2
@@ -345,6 +348,8 @@ class _Watch(TrainerCallback):
             if self._num_steps == NUM_STEPS_BEFORE_EVALUATION:
                 confirm.save_checkpoint(self._trainer)
         is_steady = self.memory.settle(optimizer, self._num_steps)
+        if self.config.is_compiled and self._num_steps < MIN_COMPILED_WARM_UP_STEPS:
+            is_steady = False
         if is_steady or self._num_steps == MAX_WARM_UP_STEPS:
             self._is_timing = True
             self._timing_began = time.perf_counter()

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from autotune.config import TrainConfig
 from autotune.forkserver import ForkServer
@@ -140,6 +144,16 @@ def test_a_model_that_was_not_compiled_is_noticed() -> None:
     assert checks.check_compiled(object(), EAGER) == []
 
 
+def make_tokenizer(folder: Path) -> None:
+    """One that knows a word."""
+    folder.mkdir(exist_ok=True)
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "word": 1}, "[UNK]"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[UNK]"
+    ).save_pretrained(folder)
+
+
 SPACE = """
 name: tiny
 description: a few points
@@ -155,15 +169,18 @@ methods:
 """
 
 
-@pytest.mark.slow  # 12 s
-def test_find_measures_a_compiled_variant_and_weighs_its_cold_start(tmp_path: Path) -> None:
+@pytest.mark.slow  # 15 s
+def test_find_measures_a_compiled_variant_and_times_the_loader(tmp_path: Path) -> None:
     model = {**MODEL, "num_hidden_layers": 4, "architectures": ["LlamaForCausalLM"]}
-    (tmp_path / "tiny").mkdir()
+    make_tokenizer(tmp_path / "tiny")
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(model), encoding="utf-8")
     (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
+    rows = [json.dumps({"prose": "word " * count}) for count in range(1, 65)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows), encoding="utf-8")
     arguments = (
         "find --model tiny --backend cpu --gpu-mem 50MB --space space.yaml --method full --seq-len 64 "
-        "--effective-batch 4 --confirm-steps 0 --train-steps 2 --json"
+        "--effective-batch 4 --confirm-steps 0 --train-steps 2 --dataset data.jsonl --text-field prose "
+        "--out out --json"
     )
     ran = subprocess.run(
         [sys.executable, "-m", "autotune", *arguments.split()],
@@ -187,3 +204,11 @@ def test_find_measures_a_compiled_variant_and_weighs_its_cold_start(tmp_path: Pa
     assert found["train_steps"] == 2
     assert found["tokens_per_second_over_run"] < found["eager"]["tokens_per_second"]
     assert not [text for text in answer["left_out"] if "torch.compile" in text]
+    # Collating four samples takes a fraction of a millisecond.
+    timed = answer["loader"]
+    assert timed["times"][0]["num_workers"] == 0
+    assert 0 < timed["times"][0]["batch_seconds"] < 0.1
+    assert timed["times"][0]["num_batches"] >= 30
+    assert timed["chosen"] in timed["times"]
+    written = json.loads((tmp_path / "out" / "training_args.json").read_text(encoding="utf-8"))
+    assert written.get("dataloader_num_workers", 0) == timed["chosen"]["num_workers"]
