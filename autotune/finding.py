@@ -91,7 +91,8 @@ def find(
         methods = (*methods, "peft")
     if options.compile_mode is not None:
         space = compiled.with_mode(space, options.compile_mode)
-    base = None if options.base is None else read_train_config(options.base)
+    run = None if options.base is None else read_train_config(options.base)
+    base = None if run is None else run.config
     source = resolve(options.model)
     num_gpus, length, batch = options.num_gpus, options.seq_len, options.effective_batch
     if base is not None:
@@ -123,6 +124,7 @@ def find(
         methods=tuple(dict.fromkeys(methods)) or METHODS,
         memory_budget_bytes=budget_bytes,
         num_gpus=num_gpus,
+        extra_arguments="{}" if run is None else run.extra_arguments,
     )
     if base is not None:
         what = f"The configuration of {options.base}"

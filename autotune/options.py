@@ -29,7 +29,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "seq_len": (1, 10_000_000),
     "effective_batch": (1, 1_000_000),
     "confirm_steps": (0, 1_000_000),
-    "train_steps": (1, 1_000_000_000),
+    "train_steps": (1, 1_000_000),
 }
 _TEXTS = ("model", "gpu", "gpu_mem", "text_field", "tokenizer", "peft", "space", "study")
 
