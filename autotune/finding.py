@@ -15,11 +15,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import export, inputs, probing, space_file, store, studies, tune
+from autotune import compiled, export, inputs, probing, space_file, store, studies, tune
 from autotune.config import METHODS, Workload
+from autotune.dataset import Dataset, time_loaders
 from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageError, WorkerError
 from autotune.export.train_config import read_train_config
 from autotune.forkserver import ForkServer
+from autotune.loading import LoaderTimes
 from autotune.models import ModelSource, resolve
 from autotune.optimizers import OPTIMIZERS
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
@@ -27,7 +29,7 @@ from autotune.probes import open_probes
 from autotune.report.progress import SILENT, Listener
 from autotune.results import BACKENDS, ProbeSpec
 from autotune.space import may_pack, with_peft
-from autotune.summary import Summary
+from autotune.summary import Measured, Summary
 from autotune.tune import Found
 
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
@@ -87,6 +89,8 @@ def find(
     if options.peft is not None:
         space = with_peft(space, options.peft)
         methods = (*methods, "peft")
+    if options.compile_mode is not None:
+        space = compiled.with_mode(space, options.compile_mode)
     run = None if options.base is None else read_train_config(options.base)
     base = None if run is None else run.config
     source = resolve(options.model)
@@ -165,10 +169,15 @@ def find(
             if options.backend != "auto":
                 raise
             listener.note(f"nothing could be measured, so the answer is predicted. {error}")
-    elif options.confirm_steps is not None:
-        listener.note(
-            "--confirm-steps says nothing to a prediction: --backend cuda or cpu measures."
-        )
+    else:
+        for option, value in (
+            ("--confirm-steps", options.confirm_steps),
+            ("--train-steps", options.train_steps),
+        ):
+            if value is not None:
+                listener.note(
+                    f"{option} says nothing to a prediction: --backend cuda or cpu measures."
+                )
     return Answer(
         found=found,
         study=options.study or name,
@@ -201,7 +210,11 @@ def _measure(
     """Probe the candidates, confirm the winner. Nothing measured is ever lost."""
     summary = found.summary
     workload = summary.workload
-    confirm_steps = options.confirm_steps
+    confirm_steps, train_steps = options.confirm_steps, options.train_steps
+    if train_steps is None and (train_steps := tune.steps_per_epoch(summary)) is not None:
+        listener.note(
+            f"the run is taken to be an epoch of the dataset: --train-steps {train_steps}."
+        )
     spec = ProbeSpec(
         task=workload.task,
         backend=backend,
@@ -217,6 +230,8 @@ def _measure(
             budget_bytes=workload.memory_budget_bytes,
             max_probes=tune.EFFORTS[options.effort].max_probes,
             confirm_steps=CONFIRM_STEPS[backend] if confirm_steps is None else confirm_steps,
+            train_steps=train_steps,
+            variants=lambda e: [v for v in found.variants(e) if probing.can_run(v.config, backend)],
         )
         with (
             store.open_study(
@@ -237,7 +252,34 @@ def _measure(
                 on_probe=listener.on_probe,
                 on_confirm=listener.on_confirm,
             )
-    return dataclasses.replace(found, summary=tune.with_measured(summary, measured))
+        answer = dataclasses.replace(
+            tune.with_measured(summary, measured),
+            loader=_time_loaders(server, source, options, workload, measured, listener),
+        )
+    return dataclasses.replace(found, summary=answer)
+
+
+def _time_loaders(
+    server: ForkServer,
+    source: ModelSource,
+    options: FindOptions,
+    workload: Workload,
+    measured: Measured,
+    listener: Listener,
+) -> LoaderTimes | None:
+    """None without a dataset; and where it fails, for that costs nobody the answer."""
+    if options.dataset is None:
+        return None
+    data = Dataset(
+        path=options.dataset,
+        text_field=options.text_field,
+        tokenizer=options.tokenizer or source.folder_or_id,
+    )
+    try:
+        return time_loaders(server, data, workload, measured.best)
+    except WorkerError as error:
+        listener.note(f"the loader was not timed, and its settings stay. {error}")
+        return None
 
 
 def deliver(
@@ -245,7 +287,7 @@ def deliver(
 ) -> Delivered:
     """Write the answer's files into a folder and record it in its study, where they are given."""
     summary = answer.summary
-    config = summary.best.config
+    config = summary.exported
     places = [] if folder is None else export.export_paths(folder, export.exporters_for(config))
     result = {**summary.to_dict(), "files": [str(path) for path in places]}
     problems: list[AutotuneError] = []

@@ -16,7 +16,8 @@ from autotune.config import METHODS, TrainConfig
 from autotune.knobs import KNOBS, REQUIRED, Knob
 from autotune.space import SearchSpace
 
-_NOT_PREDICTED = "not predicted"
+NOT_PREDICTED = "not predicted"
+"""Why a search by prediction leaves a value out."""
 
 
 @functools.cache
@@ -78,7 +79,7 @@ def predictable(
 def _reason(knob: Knob, value: object) -> str:
     """Why a search leaves the value out; empty where it does not."""
     if value in knob.unpredicted:
-        return _NOT_PREDICTED
+        return NOT_PREDICTED
     return _lacks(knob, value)
 
 

@@ -309,6 +309,26 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        name="prefetch-needs-workers",
+        reason="without workers there is nobody to load a batch beforehand",
+        breaks=lambda c, _: (
+            c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers
+        ),
+    ),
+    Rule(
+        name="compile-backend-needs-compile",
+        reason="a backend of torch.compile says nothing where nothing is compiled",
+        breaks=lambda c, _: c.torch_compile_backend != "inductor" and not c.is_compiled,
+    ),
+    Rule(
+        # torch 2.13 torch/__init__.py: other backends are handed the mode, and have none.
+        name="compile-modes-are-inductors",
+        reason="torch.compile's modes are Inductor's: another backend has only default",
+        breaks=lambda c, _: (
+            c.torch_compile_backend != "inductor" and c.torch_compile not in ("none", "default")
+        ),
+    ),
+    Rule(
         # Triton's README, supported hardware.
         name="liger-needs-ampere",
         reason="Liger's kernels are Triton's, which needs compute capability 8.0",

@@ -75,6 +75,20 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     help="Optimizer steps of the measured winner's confirmation, 0 for none [default: 50 on cuda, 10 "
     "on cpu].",
 )
+@click.option(
+    KNOBS["torch_compile"].flag,
+    "compile_mode",
+    type=click.Choice(CHOICES["compile_mode"]),
+    help="Compile the best few with torch.compile in this mode, too: only a measurement tells what that "
+    "is worth [default: as the space says].",
+)
+@click.option(
+    "--train-steps",
+    type=COUNT,
+    metavar="N",
+    help="Optimizer steps of the run, which a cold start has to pay for itself in [default: an epoch of "
+    "the --dataset; without one, steady speed decides].",
+)
 @click.option("--study", metavar="NAME", help="Name in the database [default: by the workload].")
 @click.option(
     "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
