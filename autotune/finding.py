@@ -87,7 +87,8 @@ def find(
     if options.peft is not None:
         space = with_peft(space, options.peft)
         methods = (*methods, "peft")
-    base = None if options.base is None else read_train_config(options.base)
+    run = None if options.base is None else read_train_config(options.base)
+    base = None if run is None else run.config
     source = resolve(options.model)
     num_gpus, length, batch = options.num_gpus, options.seq_len, options.effective_batch
     if base is not None:
@@ -119,6 +120,7 @@ def find(
         methods=tuple(dict.fromkeys(methods)) or METHODS,
         memory_budget_bytes=budget_bytes,
         num_gpus=num_gpus,
+        extra_arguments="{}" if run is None else run.extra_arguments,
     )
     if base is not None:
         what = f"The configuration of {options.base}"

@@ -182,6 +182,9 @@ def check_rules(
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=card.compute_capability,
         max_sequence_length=source.max_sequence_length,
+        weight_decay=workload.decays,
+        head_size=source.head_size,
+        task=workload.task,
     )
     rules = broken_rules(config, context)
     if rules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +162,16 @@ class Summary:
         return "predicted" if self.measured is None else "measured"
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """Of the answer, as `evidence` says."""
+        return (self.best if self.measured is None else self.measured.final).tokens_per_second
+
+    @property
+    def peak_device_bytes(self) -> int | None:
+        """Of the answer, as `evidence` says."""
+        return (self.best if self.measured is None else self.measured.final).peak_device_bytes
+
+    @property
     def speedup(self) -> float | None:
         """Predicted speed over the baseline's; None without a baseline."""
         if self.baseline is None:
@@ -176,6 +187,7 @@ class Summary:
             "evidence": self.evidence,
             "measured": None if self.measured is None else self.measured.to_dict(),
             "workload": self.workload.to_dict(),
+            "extra_arguments": self.workload.extra,
             "gpu": self.gpu,
             "gpu_reason": self.gpu_reason,
             "memory_budget_bytes": budget,
@@ -226,7 +238,11 @@ def summary_from_dict(values: Any) -> Summary:
         best = dict(typed.mapping(fields.get("best"), "best"))
         fields["best_class"] = best.pop("class", None)
         fields["best"] = estimate_from_dict(best)
-        fields["workload"] = workload_from_dict(fields.get("workload"))
+        # Answers of before there were any have none.
+        extra = typed.mapping(fields.pop("extra_arguments", {}), "extra_arguments")
+        fields["workload"] = dataclasses.replace(
+            workload_from_dict(fields.get("workload")), extra_arguments=json.dumps(extra)
+        )
         fields["base"] = typed.record(TrainConfig, fields.get("base"), "base")
         fields["counts"] = typed.record(Counts, fields.get("counts"), "counts")
         if fields.get("baseline") is not None:

@@ -32,9 +32,13 @@ def model_name(name: str) -> str:
 
 def exact_size(size_bytes: int) -> str:
     """`12 GB = 11.18 GiB`: as it may have been typed, and as everything else is printed."""
-    if size_bytes % 10**9 == 0:
-        return f"{size_bytes // 10**9} GB = {size_bytes / GIB:.2f} GiB"
-    return f"{size_bytes / GIB:.2f} GiB"
+    size = f"{size_bytes / GIB:.2f} GiB"
+    return size if size_bytes % 10**9 else f"{short_size(size_bytes)} = {size}"
+
+
+def short_size(size_bytes: int) -> str:
+    """`12 GB` where it was typed so, else `11.18 GiB`."""
+    return format_bytes(size_bytes) if size_bytes % 10**9 else f"{size_bytes // 10**9} GB"
 
 
 def speed(estimate: Estimate) -> str:
@@ -113,6 +117,11 @@ def data(workload: Workload) -> str:
         f"{lengths.num_tokens / lengths.num_samples:,.0f} on average, {lengths.percentiles[50]:,} in the "
         f"middle, at most {lengths.longest:,} after cutting off"
     )
+
+
+def carried(workload: Workload) -> str:
+    """What the user has set and no setting decides."""
+    return f"{', '.join(map(printable, workload.extra))}: untouched, as your base has them"
 
 
 def epoch(summary: Summary) -> str:
