@@ -15,13 +15,15 @@ import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from autotune.api import Result
 from autotune.config import TrainConfig
+from autotune.units import GIB
 from autotune.worker.callback import WatchCallback
 from autotune.worker.fingerprint import cpu_name
 from autotune.worker.pace import NUM_WARM_UP_STEPS, Pace
+from autotune.worker.steps import CpuClock
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
@@ -213,8 +215,46 @@ def test_trl_trains_with_it(tmp_path: Path) -> None:
         processing_class=tokens,
         callbacks=[watch],
     ).train()
+    # Nothing differs: the rows were cut beforehand.
     assert "slower than measured" in watch.lines[1]
     assert f"{NUM_STEPS} steps" in watch.lines[-1]
+
+
+def test_memory_beyond_the_plan_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the counters of a card that is not here."""
+    reserved = {"peak": 3 * GIB, "now": 3 * GIB}
+    for name, fake in {
+        "max_memory_reserved": lambda _: reserved["peak"],
+        "memory_reserved": lambda _: reserved["now"],
+        "mem_get_info": lambda _: (2 * GIB, 12 * GIB),
+        "memory_stats": lambda _: {},
+        "get_device_name": lambda _: "NVIDIA L4",
+        "synchronize": lambda _: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr("autotune.worker.callback.CudaClock", CpuClock)
+    result = answer(step_seconds=1.0, device="NVIDIA L4")
+    measured = result.summary.measured
+    assert measured is not None
+    assert measured.best.peak_reserved_bytes == 9 * GIB
+    watch = result.callback(say=lambda _: None)
+    arguments = result.training_arguments(output_dir="out", report_to=[])
+    monkeypatch.setattr(type(arguments), "device", torch.device("cuda", 0))
+    state, control = TrainerState(), TrainerControl()
+    watch.on_train_begin(arguments, state, control, model=torch.nn.Linear(1, 1))
+    watch.on_step_end(arguments, state, control)
+    assert len(watch.lines) == 1
+    # Within five per cent, then beyond.
+    for peak in (9.4, 9.9, 10.8):
+        reserved["peak"] = int(peak * GIB)
+        watch.on_step_end(arguments, state, control)
+    watch.on_train_end(arguments, state, control)
+    _, more, end = watch.lines
+    assert more == (
+        "autotune: more memory than measured: 9.90 GiB reserved at the peak, 9.00 GiB measured (+10 %); "
+        "2.00 GiB of 12.00 GiB are free. Likely cause: unknown"
+    )
+    assert "10.80 GiB reserved (+20 %): not as planned" in end
 
 
 class Ticks:

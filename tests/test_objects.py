@@ -20,7 +20,7 @@ from autotune.adapters import ADAPTERS, read_peft
 from autotune.api import Result
 from autotune.config import COMPILE_MODES, TrainConfig
 from autotune.errors import ConfigError
-from autotune.export import training_args
+from autotune.export import extra_arguments, training_args
 from autotune.knobs import KNOBS
 
 pytestmark = [
@@ -57,7 +57,7 @@ ITS_OWN = {
     "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
     "gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode",
     "neftune_noise_alpha", "train_sampling_strategy", "torch_empty_cache_steps",
-    "max_length", "packing", "packing_strategy",
+    "max_length", "packing", "packing_strategy", "padding_free",
 }  # fmt: skip
 
 
@@ -81,6 +81,13 @@ def test_new_arguments_are_those_of_the_file(name: str, tmp_path: Path) -> None:
     assert (changed.learning_rate, changed.per_device_train_batch_size) == (1e-3, 3)
     with pytest.raises(ConfigError, match=r"no field learning_rates. Did you mean \"learning_rate"):
         answer.training_arguments(learning_rates=1e-3)
+
+
+def test_what_a_base_had_set_is_carried() -> None:
+    extra = dataclasses.replace(answers.WORKLOAD, extra_arguments='{"learning_rate": 0.003}')
+    answer = Result(summary=answers.summary(best=answers.estimate(FULL), workload=extra))
+    assert answer.training_arguments().learning_rate == 0.003
+    assert answer.training_arguments(learning_rate=0.1).learning_rate == 0.1
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, SFTConfig])
@@ -123,6 +130,7 @@ def test_what_a_knob_turns_on_is_turned_off_by_an_answer_without_it() -> None:
         if knob.arguments is not None:
             for value in (*knob.choices, 3):
                 assert set(knob.arguments(value)) <= set(off), knob.name
+    assert set(training_args._OFF) <= set(extra_arguments.DECIDED)
     compiled = dataclasses.replace(FULL, torch_compile=COMPILE_MODES[0])
     assert training_args.decided_arguments(compiled, fields)["torch_compile"] is True
 
