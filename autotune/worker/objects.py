@@ -27,9 +27,14 @@ from autotune.worker import model as models
 ONLY_CUDA = ("fp16", "tf32", "use_liger_kernel")
 """TrainingArguments that mean nothing without a CUDA device, or are refused there."""
 
+OF_DATASET = ("max_length", "packing", "packing_strategy")
+"""SFTConfig's fields that say how TRL prepares the dataset."""
 
-def training_arguments(config: TrainConfig, overrides: Mapping[str, Any]) -> TrainingArguments:
-    """New arguments: what was decided, the overrides over it, the class's defaults elsewhere.
+
+def training_arguments(
+    config: TrainConfig, extra: Mapping[str, object], overrides: Mapping[str, Any]
+) -> TrainingArguments:
+    """New arguments: a workload's extra ones, what was decided, the overrides; else the defaults.
 
     An SFTConfig for a configuration of TRL's trainer. Raises ConfigError for an unknown override.
     """
@@ -43,7 +48,7 @@ def training_arguments(config: TrainConfig, overrides: Mapping[str, Any]) -> Tra
         if name not in known:
             raise ConfigError(f"{kind.__name__} has no field {name[:40]}", nearest(name, known))
     # One that the user sets is the user's, and not taken away where there is no CUDA device.
-    decided = {**keyword_arguments(config, known), **decided_arguments(config, known)}
+    decided = {**keyword_arguments(config, known, extra), **decided_arguments(config, known)}
     return kind(**{**_for_this_machine(decided, overrides), **overrides})
 
 
@@ -60,6 +65,9 @@ def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArgume
 def differences(config: TrainConfig, arguments: TrainingArguments) -> dict[str, tuple[Any, Any]]:
     """Of each decided field that says otherwise: (what it says, what was decided)."""
     wanted = decided_arguments(config, field_names(type(arguments)))
+    if (getattr(arguments, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+        # The rows are cut already, and TRL does not ask how.
+        wanted = {name: value for name, value in wanted.items() if name not in OF_DATASET}
     if arguments.device.type != "cuda":
         wanted = _without_cuda(wanted)
     found = {}
