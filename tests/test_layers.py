@@ -45,6 +45,7 @@ ROWS = {
     "probes": 4,
     "store": 4,
     "studies": 4,
+    "bases": 5,
     "dataset": 5,
     "cases": 5,
     "estimate": 5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import sys
 from pathlib import Path
@@ -37,6 +38,9 @@ from autotune.results import BACKENDS
 from autotune.space import may_pack, with_peft
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autotune.export import Exporter
     from autotune.models import ModelSource
     from autotune.tune import Found
 
@@ -52,7 +56,7 @@ CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
 
 
 @click.command()
-@workload_options
+@functools.partial(workload_options, requires_model=False)
 @click.option(
     "--backend",
     type=click.Choice(("auto", "predict", *BACKENDS)),
@@ -86,7 +90,8 @@ CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
     "--base",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="train_config.yaml to improve on [default: TrainingArguments' defaults].",
+    help="The file to improve on: train_config.yaml, axolotl's, LLaMA-Factory's, TRL's or "
+    "TrainingArguments [default: TrainingArguments' defaults].",
 )
 @click.option(
     "--effort",
@@ -114,7 +119,7 @@ CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
 def find(
     context: click.Context,
     *,
-    model: str,
+    model: str | None,
     task: str | None,
     gpu: str | None,
     gpu_mem: str | None,
@@ -138,8 +143,8 @@ def find(
     confirm_steps: int | None,
 ) -> None:
     """Find the fastest configuration that fits, and write it as files that a trainer loads."""
-    from autotune import inputs, space_file, tune
-    from autotune.export.train_config import read_train_config
+    from autotune import bases, inputs, space_file, tune
+    from autotune.export import exporters_for
     from autotune.models import resolve
     from autotune.report.progress import progress_on_stderr
 
@@ -157,8 +162,14 @@ def find(
     if peft is not None:
         search_space = with_peft(search_space, peft)
         methods = (*methods, "peft")
-    base_config = None if base is None else read_train_config(base)
+    run = None
+    if base is not None:
+        run = bases.read_run(base, seq_len=seq_len, num_gpus=num_gpus, note=_note)
+        model = model or run.model
+    if model is None:
+        raise click.MissingParameter(ctx=context, param=context.command.params[0])
     source = resolve(model)
+    base_config = None if run is None else run.config
     if base_config is not None:
         num_gpus = inputs.agreed(
             "--num-gpus", num_gpus, base_config.num_gpus, is_given=is_given(context, "num_gpus")
@@ -180,6 +191,10 @@ def find(
         length = longest_batch(lengths, length, packs=packs)
         if base_config is not None:
             base_config = dataclasses.replace(base_config, sequence_length=length)
+    if run is not None and base_config is not None:
+        search_space, base_config = bases.searched(
+            search_space, run, base_config, task or source.task, has_lengths=lengths is not None
+        )
     workload = Workload(
         model=source.name,
         task=task or source.task,
@@ -192,6 +207,12 @@ def find(
     )
     if base_config is not None:
         inputs.check_rules(base_config, workload, card, source, what=f"The configuration of {base}")
+    if backend == "auto":
+        is_here = gpu_reason.startswith(inputs.FOUND) and num_gpus == 1
+        measure_on = "cuda" if is_here else None
+    else:
+        measure_on = backend if backend in BACKENDS else None
+    is_elsewhere = measure_on is None and run is not None and run.target is not None
     with progress_on_stderr(quiet=as_json) as progress:
         found = tune.find(
             source,
@@ -201,6 +222,7 @@ def find(
             gpu_reason=gpu_reason,
             allow=allow,
             base=base_config,
+            has=base_config if is_elsewhere else None,
             effort=effort,
             progress=progress,
         )
@@ -209,11 +231,6 @@ def find(
     default_name = store.default_study_name(workload, gpu=None if is_planned else card.name)
     if peft is not None:
         default_name += f"-{hashlib.sha256(peft.encode()).hexdigest()[:6]}"
-    if backend == "auto":
-        is_here = gpu_reason.startswith(inputs.FOUND) and num_gpus == 1
-        measure_on = "cuda" if is_here else None
-    else:
-        measure_on = backend if backend in BACKENDS else None
     if measure_on is not None:
         measured_name = f"{default_name}-measured"
         try:
@@ -235,14 +252,26 @@ def find(
             say(f"note: nothing could be measured, so the answer is predicted. {error}")
     elif confirm_steps is not None:
         say("note: --confirm-steps says nothing to a prediction: --backend cuda or cpu measures.")
+    folder = out or STUDIES / (default_name if study is None else store.slug(study))
+    answer = found.summary.best.config
+    exporters = exporters_for(answer)
+    if base is not None and run is not None and base_config is not None:
+        exporters = bases.with_edited(exporters, base, folder, run, base_config)
     _deliver(
         found,
         study=study or default_name,
         storage=storage,
-        folder=out or STUDIES / (default_name if study is None else store.slug(study)),
+        folder=folder,
+        exporters=exporters,
         command=command_line(context),
         as_json=as_json,
     )
+    if base is not None and run is not None and base_config is not None:
+        bases.note_changes(base, run, base_config, answer, _note)
+
+
+def _note(text: str) -> None:
+    say(f"note: {text}")
 
 
 def _measure(
@@ -310,6 +339,7 @@ def _deliver(
     study: str,
     storage: str,
     folder: Path,
+    exporters: Sequence[Exporter],
     command: str,
     as_json: bool,
 ) -> None:
@@ -318,20 +348,24 @@ def _deliver(
     What cannot be written is said after the answer, which is not lost by it.
     """
     from autotune import studies
-    from autotune.export import export_files, export_paths, exporters_for
+    from autotune.export import export_files, export_paths
     from autotune.report import terminal
 
     summary = found.summary
     if not as_json:
         terminal.draw_summary(summary, sys.stdout)
         sys.stdout.flush()
-    places = export_paths(folder, exporters_for(summary.best.config))
+    places = export_paths(folder, exporters)
     result = {**summary.to_dict(), "files": [str(path) for path in places]}
     problems: list[AutotuneError] = []
     files: list[Path] = []
     try:
         files = export_files(
-            folder, workload=summary.workload, config=summary.best.config, result=result
+            folder,
+            workload=summary.workload,
+            config=summary.best.config,
+            result=result,
+            exporters=exporters,
         )
     except StorageError as error:
         problems.append(error)
