@@ -161,7 +161,8 @@ class _Text:
             self.pieces.append((end, end, f",{gap or ' '}{entry}"))
             return
         if mapping.flow_style:
-            raise _NotHereError
+            self.pieces.append((end, end, f", {name}: {self.said(new)}"))
+            return
         line_end = self.line_end(end)
         newline = "\r\n" if "\r\n" in self.text else "\n"
         indent = " " * key.start_mark.column
