@@ -13,19 +13,24 @@ from autotune.export.edit import edited
 from autotune.export.read import BaseRun, EditedBase, changes, read_base
 from autotune.space import SearchSpace, around, usual_batching
 
-Note = Callable[[str], None]
 
-
-def read_run(path: Path, *, seq_len: int, num_gpus: int, note: Note) -> BaseRun:
+def read_run(
+    path: Path,
+    *,
+    seq_len: int | None,
+    num_gpus: int,
+    usual_length: int,
+    note: Callable[[str], None],
+) -> BaseRun:
     """The run of the file. Another trainer's says nothing of GPUs, and perhaps nothing of the length
     of a sequence: then these are taken."""
-    run = read_base(path, sequence_length=seq_len)
+    run = read_base(path, sequence_length=seq_len or usual_length)
     if run.target is None:
         return run
     for words in run.notes:
         note(f"{path.name}: {words}.")
-    if not run.has_length:
-        note(f"{path.name} does not say how long a sequence is: --seq-len {seq_len} is taken.")
+    if not run.has_length and seq_len is None:
+        note(f"{path.name} does not say how long a sequence is: --seq-len {usual_length} is taken.")
     parallelism = "ddp" if num_gpus > 1 else "none"
     config = dataclasses.replace(run.config, num_gpus=num_gpus, parallelism=parallelism)
     return dataclasses.replace(run, config=config)
@@ -46,35 +51,39 @@ def searched(
 
 
 def with_edited(
-    exporters: Sequence[Exporter], path: Path, folder: Path, run: BaseRun, base: TrainConfig
+    exporters: Sequence[Exporter], folder: Path, run: BaseRun, base: TrainConfig
 ) -> tuple[Exporter, ...]:
     """The exporters, and the user's file among them: in the place of ours if it has that name."""
     if run.target is None:
         return tuple(exporters)
-    name = path.name
-    if (folder / name).resolve() == path.resolve():
-        name = f"{path.stem}.answer{path.suffix}"  # theirs is never written over
+    name = run.path.name
+    if (folder / name).resolve() == run.path.resolve():
+        name = f"{run.path.stem}.answer{run.path.suffix}"  # theirs is never written over
     copy = EditedBase(run=run, base=base, filename=name)
     return (*(each for each in exporters if each.filename != name), copy)
 
 
-def note_changes(
-    path: Path, run: BaseRun, base: TrainConfig, answer: TrainConfig, note: Note
-) -> None:
-    """Say what the user's file has other than before, and what could not be said in it."""
+def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
+    """What the user's file has other than before, and what could not be said in it, in words."""
     if run.target is None:
-        return
+        return []
     made = changes(run, base, answer)
     _, keeps_comments = edited(run.text, made)
     words = ", ".join(
         f"{change.key} gone" if change.value is None else f"{change.key}: {_shown(change.value)}"
         for change in made
     )
-    note(f"your {path.name} is written beside the other files, with {words or 'no change'}.")
+    notes = [
+        f"your {run.path.name} is written beside the other files, with {words or 'no change'}."
+    ]
     if not keeps_comments:
-        note(f"its comments are lost: {path.name} has YAML that cannot be edited in place.")
-    for word in mapping.unsaid(run.target, answer):
-        note(f"{run.target.name} has no key for {word}.")
+        notes.append(
+            f"its comments are lost: {run.path.name} has YAML that is not edited in place."
+        )
+    notes += [
+        f"{run.target.name} has no key for {word}." for word in mapping.unsaid(run.target, answer)
+    ]
+    return notes
 
 
 def _shown(value: object) -> str:

@@ -44,6 +44,7 @@ class Reader:
 class BaseRun:
     """What the user trains with so far."""
 
+    path: Path
     config: TrainConfig
     """On one GPU, unless the file is ours."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -99,7 +100,7 @@ def read_base(path: Path, *, sequence_length: int = 1024) -> BaseRun:
     if isinstance(content, dict) and "config" not in content:
         reader = next((each for each in READERS if each.recognise(content)), None)
     if reader is None or content is None:
-        return BaseRun(config=train_config.from_yaml(text, source=str(path)), text=text)
+        return BaseRun(path=path, config=train_config.from_yaml(text, source=str(path)), text=text)
     target = reader.target
     values, problems = read(target, content)
     if problems:
@@ -114,6 +115,7 @@ def read_base(path: Path, *, sequence_length: int = 1024) -> BaseRun:
     known |= {target.model_key, *target.renamed, *target.flags}
     model = content.get(target.model_key) if target.model_key else None
     return BaseRun(
+        path=path,
         config=config,
         extra={key: value for key, value in content.items() if key not in known},
         model=model if isinstance(model, str) else None,
