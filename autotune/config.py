@@ -7,6 +7,7 @@ categorical setting once; every other module asks them.
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,10 +273,26 @@ class Workload:
     """Alike, in one machine."""
     lengths: Lengths | None = None
     """Of the dataset's samples; None: every sample is as long as the sequence."""
+    extra_arguments: str = "{}"
+    """TrainingArguments that no setting decides, as export.extra_arguments reads them: a JSON object
+    that exports carry. A step does not depend on it."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The extra arguments by name."""
+        values: dict[str, Any] = json.loads(self.extra_arguments)
+        return values
+
+    @property
+    def decays(self) -> bool:
+        """Whether there is weight decay, which some optimizers need memory for."""
+        return bool(self.extra.get("weight_decay"))
 
     def to_dict(self) -> dict[str, object]:
-        """As it is stored and shown; without what there is not: a dataset, several GPUs."""
+        """As it is stored and shown; without what there is not (a dataset, several GPUs) and without
+        the extra arguments, which make no other workload."""
         values = dataclasses.asdict(self)
+        del values["extra_arguments"]
         if self.lengths is None:
             del values["lengths"]
         if self.num_gpus == 1:

@@ -134,6 +134,7 @@ def find(
         methods=tuple(dict.fromkeys(methods)) or METHODS,
         memory_budget_bytes=budget_bytes,
         num_gpus=num_gpus,
+        extra_arguments="{}" if run is None else run.extra_arguments,
     )
     if base is not None:
         what = f"The configuration of {options.base}"

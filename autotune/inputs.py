@@ -163,6 +163,7 @@ def check_rules(
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=card.compute_capability,
         max_sequence_length=source.max_sequence_length,
+        weight_decay=workload.decays,
     )
     rules = broken_rules(config, context)
     if rules:

@@ -165,6 +165,8 @@ class Context:
     """What the space offers to this method."""
     max_sequence_length: int | None = None
     """Tokens that the model has learned positions for."""
+    weight_decay: bool = False
+    """The user has set one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,6 +318,15 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.precision == "fp16-autocast" and c.method == "full",
     ),
     Rule(
+        # torch 2.13 optim/sgd.py, adagrad.py, rmsprop.py: _foreach_add of gradients and parameters.
+        name="weight-decay-copies-gradients",
+        reason="with weight decay torch's SGD, Adagrad and RMSprop copy all gradients, which is not "
+        "modelled",
+        breaks=lambda c, context: (
+            context.weight_decay and c.optimizer in ("sgd", "adagrad", "rmsprop")
+        ),
+    ),
+    Rule(
         name="optimizer-needs-full",
         reason="GaLore, APOLLO and LOMO save on whole weight matrices: an adapter has little to save",
         breaks=lambda c, _: OPTIMIZERS[c.optimizer].only_full and c.method != "full",
@@ -436,6 +447,7 @@ def enumerate_configs(
             compute_capability=compute_capability,
             precisions=section.domains["precision"],
             max_sequence_length=max_sequence_length,
+            weight_decay=workload.decays,
         )
         for config in _points(section, workload):
             num_enumerated += 1

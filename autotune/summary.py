@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +177,7 @@ class Summary:
             "evidence": self.evidence,
             "measured": None if self.measured is None else self.measured.to_dict(),
             "workload": self.workload.to_dict(),
+            "extra_arguments": self.workload.extra,
             "gpu": self.gpu,
             "gpu_reason": self.gpu_reason,
             "memory_budget_bytes": budget,
@@ -226,7 +228,11 @@ def summary_from_dict(values: Any) -> Summary:
         best = dict(typed.mapping(fields.get("best"), "best"))
         fields["best_class"] = best.pop("class", None)
         fields["best"] = estimate_from_dict(best)
-        fields["workload"] = workload_from_dict(fields.get("workload"))
+        # Answers of before there were any have none.
+        extra = typed.mapping(fields.pop("extra_arguments", {}), "extra_arguments")
+        fields["workload"] = dataclasses.replace(
+            workload_from_dict(fields.get("workload")), extra_arguments=json.dumps(extra)
+        )
         fields["base"] = typed.record(TrainConfig, fields.get("base"), "base")
         fields["counts"] = typed.record(Counts, fields.get("counts"), "counts")
         if fields.get("baseline") is not None:

@@ -447,6 +447,7 @@ def _changes(
     context = Context(
         effective_batch_size=workload.effective_batch_size,
         compute_capability=gpu.compute_capability,
+        weight_decay=workload.decays,
     )
     changes = []
     for setting in KNOBS:

@@ -434,6 +434,21 @@ def test_a_base_lends_what_was_not_typed(
     assert asked[0]["workload"].effective_batch_size == 16
 
 
+def test_what_the_base_sets_beside_goes_through(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = base_file(tmp_path)
+    content = path.read_text(encoding="utf-8")
+    path.write_text(f"{content}extra_arguments:\n  learning_rate: 2e-4\n", encoding="utf-8")
+    ran = main(*FIND, "--base", str(path), "--out", "out")
+    assert ran.code == 0
+    assert asked[0]["workload"].extra == {"learning_rate": 0.0002}
+    path.write_text(f"{content}extra_arguments:\n  optim: sgd\n", encoding="utf-8")
+    ran = main(*FIND, "--base", str(path), "--out", "out")
+    assert ran.code == 2
+    assert "extra_arguments.optim is decided by config.optimizer" in " ".join(ran.err.split())
+
+
 def test_a_base_for_other_work_is_refused(
     main: Main, asked: list[dict[str, Any]], tmp_path: Path
 ) -> None:

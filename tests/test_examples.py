@@ -49,7 +49,7 @@ def test_the_space_for_a_card_without_bfloat16_has_only_valid_points() -> None:
 
 
 def test_the_run_to_compare_with_is_read() -> None:
-    base = read_train_config(EXAMPLES / "my-run.yaml")
+    base = read_train_config(EXAMPLES / "my-run.yaml").config
     assert (base.method, base.lora_rank, base.effective_batch_size) == ("lora", 32, 32)
 
 

@@ -122,6 +122,10 @@ BREAKERS = {
         TURING,
     ),
     "fp16-weights-cannot-train": (dataclasses.replace(FULL, precision="fp16-autocast"), TURING),
+    "weight-decay-copies-gradients": (
+        dataclasses.replace(FULL, optimizer="sgd"),
+        dataclasses.replace(ADA, weight_decay=True),
+    ),
     "optimizer-needs-full": (dataclasses.replace(LORA, optimizer="apollo_adamw"), ADA),
     "backward-update-needs-accumulation-1": (dataclasses.replace(FULL, optimizer="lomo"), ADA),
     "one-gpu-only": (dataclasses.replace(ON_TWO, liger=True), ADA),

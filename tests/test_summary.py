@@ -36,6 +36,11 @@ CASES: dict[str, dict[str, Any]] = {
     "predicted": {},
     "nothing else": {"tied": (), "changes": (), "more_memory": None, "baseline": None},
     "dataset": {"workload": dataclasses.replace(answers.WORKLOAD, lengths=LENGTHS)},
+    "extra arguments": {
+        "workload": dataclasses.replace(
+            answers.WORKLOAD, extra_arguments='{"seed": 7, "learning_rate": 0.001}'
+        )
+    },
     "several GPUs": {
         "workload": dataclasses.replace(answers.WORKLOAD, num_gpus=2),
         "best": answers.estimate(per_gpu=PER_GPU),

@@ -271,6 +271,20 @@ TARGET = Target(
         "selective_checkpointing": "keeps attention's outputs",
         "batch_flattening": "joins the samples of a batch",
     },
+    has_own_names=True,
+    arguments={
+        "adam_beta1": "adam_beta1",
+        "adam_beta2": "adam_beta2",
+        "adam_epsilon": "adam_epsilon",
+        "learning_rate": "learning_rate",
+        "lr_scheduler": "lr_scheduler_type",
+        "max_grad_norm": "max_grad_norm",
+        "max_steps": "max_steps",
+        "num_epochs": "num_train_epochs",
+        "seed": "seed",
+        "warmup_steps": "warmup_steps",
+        "weight_decay": "weight_decay",
+    },
     caveats=(
         (
             lambda config: config.method == "full" and config.attention in ("eager", "sdpa"),
@@ -285,16 +299,13 @@ TARGET = Target(
     ),
 )  # fmt: skip
 
-_YOURS = """\
-# Yours: what is trained on, and how.
-datasets:
-  - path: data.jsonl
-    ds_type: json
-    type: completion
-learning_rate: 5.0e-05
-num_epochs: 3
-output_dir: ./output
-"""
+_YOURS = {
+    "datasets": [{"path": "data.jsonl", "ds_type": "json", "type": "completion"}],
+    "learning_rate": 5e-05,
+    "num_epochs": 3,
+    "output_dir": "./output",
+}
+"""For the user to fill in, where no base has said it."""
 
 
 def applies(config: TrainConfig) -> bool:
@@ -308,8 +319,7 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A YAML file for `axolotl train`; the data and the learning rate in it are to be filled in."""
-    keys = keys_of(TARGET, config)
+    keys = {"base_model": workload.model, **keys_of(TARGET, config)}
     if config.lora_rank is not None:
         keys |= {"lora_alpha": 2 * config.lora_rank, "lora_dropout": 0.0}
-    head = {"base_model": workload.model}
-    return as_yaml(TARGET, config, {**head, **keys}, evidence=result["evidence"]) + _YOURS
+    return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

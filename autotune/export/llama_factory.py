@@ -259,15 +259,15 @@ TARGET = Target(
     },
 )  # fmt: skip
 
-_YOURS = """\
-# Yours: what is trained on, and how.
-do_train: true
-dataset: my_dataset  # of data/dataset_info.json
-template: default
-learning_rate: 5.0e-05
-num_train_epochs: 3.0
-output_dir: ./output
-"""
+_YOURS = {
+    "do_train": True,
+    "dataset": "my_dataset",
+    "template": "default",
+    "learning_rate": 5e-05,
+    "num_train_epochs": 3.0,
+    "output_dir": "./output",
+}
+"""For the user to fill in, where no base has said it: a name of data/dataset_info.json, ..."""
 
 
 def applies(config: TrainConfig) -> bool:
@@ -281,8 +281,7 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A YAML file for `llamafactory-cli train`; the data and the learning rate are to be filled in."""
-    keys = keys_of(TARGET, config)
+    keys = {"model_name_or_path": workload.model, **keys_of(TARGET, config)}
     if config.lora_rank is not None:
         keys |= {"lora_alpha": 2 * config.lora_rank}
-    head = {"model_name_or_path": workload.model}
-    return as_yaml(TARGET, config, {**head, **keys}, evidence=result["evidence"]) + _YOURS
+    return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

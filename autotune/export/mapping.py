@@ -82,6 +82,11 @@ class Target:
     """Keys that, switched on, make another run of it, and why that is not predicted."""
     unpredicted: Mapping[str, str] = field(default_factory=dict)
     """Keys that, switched on, change memory or speed as no prediction does, and how."""
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """Its keys for TrainingArguments that no setting decides, where they have other names; else
+    what is a field of that class is one."""
+    has_own_names: bool = False
+    """Only `arguments` are TrainingArguments: another key of such a name is something else."""
     caveats: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = ()
     """Where the trainer does what was not predicted, whatever its file says."""
 

@@ -16,6 +16,7 @@ from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import axolotl, huggingface, llama_factory, train_config
 from autotune.export.edit import Change, edited, parsed
+from autotune.export.extra_arguments import DECIDED, read_extra_arguments
 from autotune.export.mapping import (
     Row,
     Target,
@@ -27,6 +28,7 @@ from autotune.export.mapping import (
     value_at,
 )
 from autotune.export.text import caveats_of
+from autotune.export.training_args import installed_fields
 from autotune.units import MIB
 
 MAX_FILE_BYTES = MIB
@@ -47,6 +49,8 @@ class BaseRun:
     path: Path
     config: TrainConfig
     """On one GPU, unless the file is ours."""
+    extra_arguments: str = "{}"
+    """As Workload has them."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     """Settings that it does not decide."""
     model: str | None = None
@@ -100,9 +104,17 @@ def read_base(path: Path, *, sequence_length: int = 1024) -> BaseRun:
     if isinstance(content, dict) and "config" not in content:
         reader = next((each for each in READERS if each.recognise(content)), None)
     if reader is None or content is None:
-        return BaseRun(path=path, config=train_config.from_yaml(text, source=str(path)), text=text)
+        ours = train_config.from_yaml(text, source=str(path))
+        return BaseRun(
+            path=path, config=ours.config, extra_arguments=ours.extra_arguments, text=text
+        )
     target = reader.target
     values, problems = read(target, content)
+    extra_arguments = "{}"
+    try:
+        extra_arguments = read_extra_arguments(arguments_of(target, content))
+    except ValueError as error:
+        problems.append(str(error).replace("extra_arguments.", ""))
     if problems:
         raise ConfigError(
             f"{path} cannot be used ({target.name})",
@@ -117,6 +129,7 @@ def read_base(path: Path, *, sequence_length: int = 1024) -> BaseRun:
     return BaseRun(
         path=path,
         config=config,
+        extra_arguments=extra_arguments,
         extra={key: value for key, value in content.items() if key not in known},
         model=model if isinstance(model, str) else None,
         notes=(*notes(target, content), *caveats_of(target, config)),
@@ -124,6 +137,16 @@ def read_base(path: Path, *, sequence_length: int = 1024) -> BaseRun:
         has_length=has_length,
         text=text,
     )
+
+
+def arguments_of(target: Target, content: Mapping[str, Any]) -> dict[str, Any]:
+    """TrainingArguments in the file that no setting decides."""
+    fields = installed_fields() or ()
+    found = {theirs: content[key] for key, theirs in target.arguments.items() if key in content}
+    if not target.has_own_names:
+        found |= {key: value for key, value in content.items() if key in fields}
+    decided = {*DECIDED, *target.renamed, *target.flags}
+    return {key: value for key, value in found.items() if key not in decided and value is not None}
 
 
 def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[Change]:

@@ -1,4 +1,4 @@
-"""What a written configuration file opens with, and its keys as YAML."""
+"""Another trainer's file as text: what it does not carry, the settings, and what is the user's."""
 
 from __future__ import annotations
 
@@ -10,23 +10,40 @@ from autotune.export.mapping import Target, unsaid
 
 
 def as_yaml(
-    target: Target, config: TrainConfig, keys: Mapping[str, Any], *, evidence: object
+    target: Target,
+    config: TrainConfig,
+    keys: Mapping[str, Any],
+    yours: Mapping[str, Any],
+    *,
+    extra: Mapping[str, Any],
+    evidence: object,
 ) -> str:
-    """Comments that say what the file does not carry, then the keys that are not off anyway."""
+    """Comments, then the keys that are not off anyway, then the user's own.
+
+    `extra` are TrainingArguments that no setting decides: in the target's words, or named in a
+    comment.
+    """
     import yaml
 
+    names = {argument: key for key, argument in target.arguments.items()}
+    carried = {
+        names.get(name, name): value
+        for name, value in extra.items()
+        if name in names or not target.has_own_names
+    }
+    lost = [name for name in extra if names.get(name, name) not in carried]
     lines = [f"For {target.name} ({target.source}), written by autotune: {evidence}."]
-    lines += [
-        f"Not carried, {target.name} has no key for it: {words}" for words in unsaid(target, config)
-    ]
+    lines += [f"Not carried: {words}" for words in (*unsaid(target, config), *lost)]
     lines += caveats_of(target, config)
-    kept = {
+    comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+    settings = {
         key: value
         for key, value in keys.items()
         if value is not None and (value or target.defaults.get(key))
     }
-    comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
-    return f"{comments}\n{yaml.safe_dump(nested(kept), sort_keys=False)}\n"
+    users = {key: value for key, value in {**yours, **carried}.items() if key not in settings}
+    parts = (yaml.safe_dump(nested(part), sort_keys=False) for part in (settings, users))
+    return f"{comments}\n" + "\n# Yours: what is trained on, and how.\n".join(parts)
 
 
 def caveats_of(target: Target, config: TrainConfig) -> list[str]:

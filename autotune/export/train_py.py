@@ -65,7 +65,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         else _quantization(config, workload.task),
         "adapter": peft_fields(config) if config.method in ADAPTERS else None,
         # The newest names; the program translates them where it runs.
-        "training_arguments": training_arguments(config),
+        "training_arguments": training_arguments(config, extra=workload.extra),
     }
 
 

@@ -1,6 +1,7 @@
 """training_args.json: keyword arguments of `transformers.TrainingArguments`.
 
-Holds what autotune decides and nothing else: learning rate, epochs and logging stay the user's.
+Holds what autotune decides, and what the user has set beside it (extra_arguments): learning rate,
+epochs and logging stay the user's.
 The names are those of the installed version. It is asked without being imported (7 s, and torch
 belongs into the worker): the class's fields are read from the syntax tree of its source file.
 """
@@ -13,6 +14,7 @@ import importlib.util
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
 from autotune.knobs import KNOBS
@@ -32,25 +34,31 @@ _OLD_CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
     """A JSON object for `TrainingArguments(**json.load(file))` of the installed version."""
-    return json.dumps(training_arguments(config, installed_fields()), indent=2) + "\n"
+    return (
+        json.dumps(training_arguments(config, installed_fields(), workload.extra), indent=2) + "\n"
+    )
 
 
 def training_arguments(
-    config: TrainConfig, fields: Collection[str] | None = None
+    config: TrainConfig,
+    fields: Collection[str] | None = None,
+    extra: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, object]:
     """The keyword arguments. `fields` are those of the class at hand; None means the newest names.
 
-    `max_grad_norm` is Trainer's default, written out because clipping's memory was predicted.
+    `extra` are a Workload's, over which goes what a setting decides. `max_grad_norm` is Trainer's
+    default, written out because clipping's memory was predicted.
     `tf32` needs an Ampere card or later, as TrainingArguments itself says when it is loaded.
     """
     precision = PRECISIONS[config.precision]
     arguments: dict[str, object] = {
         "output_dir": OUTPUT_FOLDER,
+        "max_grad_norm": 1.0,
+        **extra,
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "optim": config.optimizer,
         **dict(OPTIMIZERS[config.optimizer].arguments),
-        "max_grad_norm": 1.0,
         "bf16": precision.autocast and precision.compute_dtype == "bfloat16",
         "fp16": precision.autocast and precision.compute_dtype == "float16",
     }
@@ -86,23 +94,25 @@ def training_arguments(
 
 
 @functools.cache
-def installed_fields() -> frozenset[str] | None:
-    """Field names of the installed TrainingArguments; None when Transformers is not installed."""
+def installed_fields() -> Mapping[str, str] | None:
+    """Fields of the installed TrainingArguments and their annotations; None without Transformers."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return None
     return fields_of(Path(spec.origin).with_name("training_args.py").read_text(encoding="utf-8"))
 
 
-def fields_of(source: str) -> frozenset[str]:
-    """Names that the body of class TrainingArguments annotates."""
+def fields_of(source: str) -> Mapping[str, str]:
+    """Names that the body of class TrainingArguments annotates, and as what."""
     (body,) = (
         node.body
         for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
     )
-    return frozenset(
-        node.target.id
-        for node in body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    return MappingProxyType(
+        {
+            node.target.id: ast.unparse(node.annotation)
+            for node in body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
     )

@@ -56,6 +56,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
                 f"{counts.feasible:,}, in {format_seconds(summary.elapsed_seconds)}",
             ),
             *([("data", words.data(summary.workload))] if summary.workload.lengths else []),
+            *([("carried", words.carried(summary.workload))] if summary.workload.extra else []),
             *(("left out", text) for text in summary.left_out),
         ],
     )

@@ -115,6 +115,11 @@ def data(workload: Workload) -> str:
     )
 
 
+def carried(workload: Workload) -> str:
+    """What the user has set and no setting decides."""
+    return f"{', '.join(map(printable, workload.extra))}: untouched, as your base has them"
+
+
 def epoch(summary: Summary) -> str:
     """Predicted time for all of the dataset, and how much of it goes into padding."""
     lengths, best = summary.workload.lengths, summary.best
