@@ -56,6 +56,11 @@ class Row:
     def choice_for(self, values: tuple[Any, ...]) -> Choice | None:
         return next((choice for choice in self.choices if choice.ours == values), None)
 
+    def choice_said(self, values: tuple[Any, ...]) -> Choice | None:
+        """The choice for the values, or what is nearest to them."""
+        nearest = self.nearest.get(values, self.nearest.get((), ()))
+        return self.choice_for(values) or self.choice_for(nearest)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
@@ -152,9 +157,7 @@ def keys_of(target: Target, config: TrainConfig) -> dict[str, Any]:
             keys |= row.say(getattr(config, row.ours[0]))
             continue
         values = tuple(getattr(config, name) for name in row.ours)
-        choice = row.choice_for(values) or row.choice_for(
-            row.nearest.get(values, row.nearest.get((), ()))
-        )
+        choice = row.choice_said(values)
         if choice is not None:
             lists = {key: [entry] for key, entry in choice.within.items()}
             keys |= {**choice.theirs, **choice.beside, **lists}

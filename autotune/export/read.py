@@ -201,9 +201,14 @@ def _text_of(path: Path) -> str:
 
 
 def _differs(row: Row, base: TrainConfig, answer: TrainConfig) -> bool:
+    """Whether the file would say the answer's settings otherwise than the base's."""
     if base.method not in row.methods:
         return True
-    return any(getattr(base, name) != getattr(answer, name) for name in row.ours)
+    of_base, of_answer = (
+        tuple(getattr(config, name) for name in row.ours) for config in (base, answer)
+    )
+    said = row.choice_said(of_answer)
+    return of_base != (of_answer if said is None else said.ours)
 
 
 def _of_row(
@@ -213,7 +218,7 @@ def _of_row(
     wanted: Mapping[str, Any],
     current: Mapping[str, Any],
 ) -> list[Change]:
-    choice = row.choice_for(tuple(getattr(answer, name) for name in row.ours))
+    choice = row.choice_said(tuple(getattr(answer, name) for name in row.ours))
     beside = {} if choice is None else choice.beside
     within = {} if choice is None else choice.within
     made = []
