@@ -18,13 +18,15 @@ def read_run(
     path: Path,
     *,
     seq_len: int | None,
+    methods: Sequence[str] = (),
     num_gpus: int,
     usual_length: int,
     note: Callable[[str], None],
 ) -> BaseRun:
     """The run of the file. Another trainer's says nothing of GPUs, and perhaps nothing of the length
-    of a sequence: then these are taken."""
-    run = read_base(path, sequence_length=seq_len or usual_length)
+    of a sequence or the method: then these are taken."""
+    method = methods[0] if len(methods) == 1 else "full"
+    run = read_base(path, sequence_length=seq_len or usual_length, method=method)
     if run.target is None:
         return run
     for words in run.notes:

@@ -96,6 +96,7 @@ def find(
         run = bases.read_run(
             options.base,
             seq_len=options.seq_len,
+            methods=methods,
             num_gpus=options.num_gpus or 1,
             usual_length=SEQUENCE_LENGTH,
             note=listener.note,

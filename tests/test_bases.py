@@ -30,6 +30,16 @@ def test_gpus_are_those_that_were_named() -> None:
     assert config.effective_batch_size == 2 * 8 * 4
 
 
+def test_a_method_that_the_file_leaves_open_is_searched() -> None:
+    run, _ = read("training_arguments.yaml")
+    space, _ = bases.searched(
+        space_file.load("default"), run, run.config, "causal-lm", has_lengths=False
+    )
+    assert [section.method for section in space.methods] == ["full", "lora", "qlora"]
+    # But attention is not, which the file says nothing of either.
+    assert {section.domains["attention"] for section in space.methods} == {("sdpa",)}
+
+
 def test_a_length_that_no_file_has_is_said() -> None:
     run, notes = read("training_arguments.yaml")
     assert run.config.sequence_length == 1024

@@ -95,6 +95,39 @@ def test_the_length_of_a_sequence_is_given_where_no_file_has_it() -> None:
     assert read_base(BASES / "axolotl.yaml", sequence_length=4096).has_length
 
 
+def test_the_method_is_given_where_no_file_has_it() -> None:
+    run = read_base(BASES / "training_arguments.yaml", method="qlora")
+    assert run.config == dataclasses.replace(
+        ARGUMENTS, method="qlora", quantization="nf4", lora_rank=16, lora_targets="all-linear"
+    )
+    assert read_base(BASES / "sft.yaml", method="full").config == SFT
+
+
+def test_what_no_setting_decides_goes_into_other_exports() -> None:
+    def arguments(name: str) -> dict[str, Any]:
+        read: dict[str, Any] = json.loads(read_base(BASES / name).extra_arguments)
+        return read
+
+    assert arguments("axolotl.yaml") == {
+        "learning_rate": 2e-4,
+        "lr_scheduler_type": "cosine",
+        "num_train_epochs": 3,
+    }
+    given = {"output_dir": "out/nightly", "learning_rate": 5e-05, "save_steps": 500}
+    assert arguments("training_arguments.yaml") == given
+    assert arguments("training_arguments.json") == given
+    assert arguments("sft.yaml") == {"learning_rate": 2e-4}
+    assert arguments("llama_factory.yaml") == {
+        "ddp_timeout": 180000000,
+        "do_train": True,
+        "learning_rate": 1e-4,
+        "logging_steps": 10,
+        "lr_scheduler_type": "cosine",
+        "num_train_epochs": 3.0,
+        "output_dir": "saves/qwen/lora/sft",
+    }
+
+
 def test_ours_is_read_as_ever(tmp_path: Path) -> None:
     path = tmp_path / "train_config.yaml"
     text = train_config.write(workload=WORKLOAD, config=AXOLOTL, result={"evidence": "predicted"})
@@ -117,7 +150,7 @@ def again(text: str, name: str) -> TrainConfig:
     target = FILES[name][1]
     values, problems = read(target, yaml.safe_load(text))
     assert problems == []
-    return TrainConfig(**{"sequence_length": 1024, **values})
+    return TrainConfig(**{"sequence_length": 1024, "method": "full", **values})
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -118,15 +118,16 @@ TRAINING_ARGUMENTS = Target(
         *_SHARED,
     ),
     defaults=_DEFAULTS,
-    fixed={"method": "full", "quantization": "none", "trainer": "transformers"},
+    fixed={"trainer": "transformers"},
+    elsewhere=("method", "quantization", "lora_rank", "lora_targets", "lora_variant"),
     renamed=_RENAMED,
     flags=_FLAGS,
     refused=_REFUSED,
     caveats=(
         (
             lambda _: True,
-            "TrainingArguments name neither model, method nor attention: a full fine-tune with sdpa "
-            "is taken",
+            "TrainingArguments name neither method nor attention: --method, or a full fine-tune, and "
+            "sdpa are taken",
         ),
     ),
 )

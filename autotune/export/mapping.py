@@ -77,6 +77,8 @@ class Target:
     model_key: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings that every file of this trainer has, by what it is."""
+    elsewhere: tuple[str, ...] = ()
+    """Settings that are made outside the file, which leaves them open."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Older name of a key -> the one in `rows`. A file keeps to the name it has."""
     flags: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
@@ -149,6 +151,10 @@ def value_at(content: Mapping[str, Any], path: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+def entries(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def keys_of(target: Target, config: TrainConfig) -> dict[str, Any]:
     """The target's keys that say the configuration, or what is nearest, those at their default too."""
     keys: dict[str, Any] = {}
@@ -182,7 +188,7 @@ def unsaid(target: Target, config: TrainConfig) -> tuple[str, ...]:
     words += [
         _words(name, config)
         for name, value in target.fixed.items()
-        if name != "method" and getattr(config, name) != value
+        if getattr(config, name) != value
     ]
     return tuple(words)
 
@@ -190,8 +196,8 @@ def unsaid(target: Target, config: TrainConfig) -> tuple[str, ...]:
 def says_method(target: Target, method: str) -> bool:
     """Whether the target trains that way at all."""
     row = target.rows[0]
-    if row.ours[0] != "method":
-        return bool(target.fixed.get("method", method) == method)
+    if "method" in target.elsewhere:
+        return True
     return any(choice.ours[0] == method for choice in row.choices)
 
 
@@ -199,6 +205,8 @@ def allows(target: Target, method: str, name: str, value: object) -> bool:
     """Whether the target can be told the setting's value, alone or with some value of another."""
     if not says_method(target, method):
         return False
+    if name in target.elsewhere:
+        return True
     if name in target.fixed:
         return bool(value == target.fixed[name])
     rows = [row for row in _rows(target, method) if name in row.ours]
@@ -282,7 +290,7 @@ def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any
             raise ValueError(f"{key} {error}") from error
     for choice in row.choices:
         if all(same(said[key], value) for key, value in choice.theirs.items()) and all(
-            entry in (said[key] or ()) for key, entry in choice.within.items()
+            entry in entries(said[key]) for key, entry in choice.within.items()
         ):
             return choice.ours
     raise ValueError(_unknown(row, said, content))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.config import TrainConfig, Workload
+from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import axolotl, huggingface, llama_factory, train_config
 from autotune.export.edit import Change, edited, parsed
@@ -20,6 +20,7 @@ from autotune.export.extra_arguments import DECIDED, read_extra_arguments
 from autotune.export.mapping import (
     Row,
     Target,
+    entries,
     in_current_words,
     keys_of,
     notes,
@@ -29,6 +30,7 @@ from autotune.export.mapping import (
 )
 from autotune.export.text import caveats_of
 from autotune.export.training_args import installed_fields
+from autotune.knobs import KNOBS, REQUIRED
 from autotune.units import MIB
 
 MAX_FILE_BYTES = MIB
@@ -88,8 +90,8 @@ READERS: tuple[Reader, ...] = (
 """The first that recognises a file reads it."""
 
 
-def read_base(path: Path, *, sequence_length: int = 1024) -> BaseRun:
-    """The run of a file. `sequence_length` is for formats that say nothing of it.
+def read_base(path: Path, *, sequence_length: int = 1024, method: str = "full") -> BaseRun:
+    """The run of a file. `sequence_length` and `method` are for formats that say nothing of them.
 
     Raises ConfigError, which names every problem with its key.
     """
@@ -122,7 +124,8 @@ def read_base(path: Path, *, sequence_length: int = 1024) -> BaseRun:
             remedy="Change or take out what is named",
         )
     has_length = "sequence_length" in values
-    config = TrainConfig(**{"sequence_length": sequence_length, **values})
+    of_method = {} if "method" in values else _settings_of(method)
+    config = TrainConfig(**{"sequence_length": sequence_length, **of_method, **values})
     known = {key.split(".")[0] for row in target.rows for key in row.keys}
     known |= {target.model_key, *target.renamed, *target.flags}
     model = content.get(target.model_key) if target.model_key else None
@@ -185,6 +188,19 @@ class EditedBase:
         return text
 
 
+def _settings_of(method: str) -> dict[str, Any]:
+    """The method, and what only some methods have."""
+    return {
+        "method": method,
+        **{
+            knob.name: default
+            for knob in KNOBS.values()
+            if method in knob.methods != METHODS
+            and (default := knob.default_for(method)) is not REQUIRED
+        },
+    }
+
+
 def _text_of(path: Path) -> str:
     try:
         with path.open("rb") as file:
@@ -223,7 +239,7 @@ def _of_row(
     within = {} if choice is None else choice.within
     made = []
     for key, entry in within.items():
-        listed = value_at(current, key) or []
+        listed = entries(value_at(current, key))
         if entry not in listed:
             made.append(Change(key=key, value=[*listed, entry], after=row.keys))
     for key in (*row.keys, *beside):
