@@ -140,6 +140,7 @@ FROZEN: dict[str, dict[str, Any]] = {
     "gpus": {},
     "models": {},
     "spaces": {},
+    "studies": {},
 }
 
 
