@@ -119,6 +119,41 @@ def with_peft(space: SearchSpace, peft: str) -> SearchSpace:
     return dataclasses.replace(space, methods=tuple(sections.values()))
 
 
+def around(
+    space: SearchSpace, base: TrainConfig, allows: Callable[[str, str, Any], bool]
+) -> SearchSpace:
+    """The space as far as `allows` (method, setting, value) goes, with the base's own values in it.
+
+    What the space does not vary stays as the base has it. A method that is left with no value for
+    one of its settings goes.
+    """
+    sections = []
+    for section in space.methods:
+        domains = {
+            name: _around(section, name, base, functools.partial(allows, section.method, name))
+            for name, knob in KNOBS.items()
+            if section.method in knob.methods
+            and (name in section.domains or getattr(base, name) is not None)
+        }
+        if all(domains.values()):
+            sections.append(dataclasses.replace(section, domains=domains))
+    return dataclasses.replace(space, methods=tuple(sections))
+
+
+def _around(
+    section: MethodSpace, name: str, base: TrainConfig, allows: Callable[[Any], bool]
+) -> tuple[Any, ...]:
+    of_base = getattr(base, name)
+    values = section.domains.get(name, ())
+    if section.method == base.method or not values:
+        values = tuple(dict.fromkeys((*values, of_base)))
+    return (
+        tuple(filter(allows, values))
+        or tuple(filter(allows, (of_base,)))
+        or tuple(filter(allows, KNOBS[name].choices))
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
     """What a rule may ask beyond the TrainConfig. None: not known, the rule lets pass."""

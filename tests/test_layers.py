@@ -47,6 +47,7 @@ ROWS = {
     "probes": 4,
     "store": 4,
     "studies": 4,
+    "bases": 5,
     "dataset": 5,
     "cases": 5,
     "compiled": 5,
