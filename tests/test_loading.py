@@ -65,6 +65,8 @@ def test_what_takes_least_of_the_machine_is_timed_first() -> None:
     assert [s["num_workers"] for s in settings] == [0, 1, 2, 4, 4]
     assert [s["prefetch_factor"] for s in settings] == [None, 2, 2, 2, 4]
     assert {s["pin_memory"] for s in settings} == {None}
+    kept = settings_to_time(6, has_cuda=False, least_workers=1)
+    assert [s["num_workers"] for s in kept] == [1, 2, 4, 4]
     with_card = list(settings_to_time(1000, has_cuda=True))
     assert [s["pin_memory"] for s in with_card[:4]] == [False, True, False, True]
     assert max(s["num_workers"] for s in with_card) == 16
