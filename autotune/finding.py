@@ -15,11 +15,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import compiled, export, inputs, probing, space_file, store, studies, tune
+from autotune import (
+    bases,
+    compiled,
+    export,
+    inputs,
+    probing,
+    space_file,
+    store,
+    studies,
+    tune,
+)
 from autotune.config import METHODS, Workload
 from autotune.dataset import Dataset, time_loaders
 from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageError, WorkerError
-from autotune.export.train_config import read_train_config
+from autotune.export.read import BaseRun
 from autotune.forkserver import ForkServer
 from autotune.loading import LoaderTimes
 from autotune.models import ModelSource, resolve
@@ -48,6 +58,8 @@ class Answer:
     study: str
     folder_name: str
     """The study's name, as a folder may have it."""
+    run: BaseRun | None = None
+    """What the user trains with so far."""
 
     @property
     def summary(self) -> Summary:
@@ -65,6 +77,8 @@ class Delivered:
     """Empty where none was kept."""
     problems: list[AutotuneError]
     """What could not be written; the answer is not lost by it."""
+    notes: tuple[str, ...] = ()
+    """What was changed in the user's own file, in words."""
 
 
 def find(
@@ -91,9 +105,18 @@ def find(
         methods = (*methods, "peft")
     if options.compile_mode is not None:
         space = compiled.with_mode(space, options.compile_mode)
-    run = None if options.base is None else read_train_config(options.base)
+    run = None
+    if options.base is not None:
+        run = bases.read_run(
+            options.base,
+            seq_len=options.seq_len,
+            methods=methods,
+            num_gpus=options.num_gpus or 1,
+            usual_length=SEQUENCE_LENGTH,
+            note=listener.note,
+        )
     base = None if run is None else run.config
-    source = resolve(options.model)
+    source = resolve(_model_of(options, run))
     num_gpus, length, batch = options.num_gpus, options.seq_len, options.effective_batch
     if base is not None:
         num_gpus = inputs.agreed("--num-gpus", num_gpus, base.num_gpus)
@@ -115,6 +138,8 @@ def find(
         length = inputs.longest_batch(lengths, length, packs=packs, note=listener.note)
         if base is not None:
             base = dataclasses.replace(base, sequence_length=length)
+    if run is not None and base is not None:
+        space, base = bases.searched(space, run, base, task, has_lengths=lengths is not None)
     workload = Workload(
         model=source.name,
         task=task,
@@ -129,6 +154,12 @@ def find(
     if base is not None:
         what = f"The configuration of {options.base}"
         inputs.check_rules(base, workload, card, source, what=what)
+    if options.backend == "auto":
+        is_here = gpu_reason.startswith(inputs.FOUND) and num_gpus == 1
+        measure_on = "cuda" if is_here else None
+    else:
+        measure_on = options.backend if options.backend in BACKENDS else None
+    trains_elsewhere = measure_on is None and run is not None and run.target is not None
     with listener.searching() as progress:
         found = tune.find(
             source,
@@ -138,6 +169,7 @@ def find(
             gpu_reason=gpu_reason,
             allow=options.allow,
             base=base,
+            has=base if trains_elsewhere else None,
             effort=options.effort,
             progress=progress,
         )
@@ -146,11 +178,6 @@ def find(
     name = store.default_study_name(workload, gpu=None if is_planned else card.name)
     if options.peft is not None:
         name += f"-{hashlib.sha256(options.peft.encode()).hexdigest()[:6]}"
-    if options.backend == "auto":
-        is_here = gpu_reason.startswith(inputs.FOUND) and num_gpus == 1
-        measure_on = "cuda" if is_here else None
-    else:
-        measure_on = options.backend if options.backend in BACKENDS else None
     if measure_on is not None:
         measured_name = f"{name}-measured"
         try:
@@ -182,7 +209,19 @@ def find(
         found=found,
         study=options.study or name,
         folder_name=name if options.study is None else store.slug(options.study),
+        run=run,
     )
+
+
+def _model_of(options: FindOptions, run: BaseRun | None) -> str:
+    model = options.model or (None if run is None else run.model)
+    if model is None:
+        raise ConfigError(
+            "There is no model",
+            why="No file that names one was given" if run is None else f"{run.path} names none",
+            remedy="Give --model with a Hub id, a folder or a config.json (autotune models)",
+        )
+    return model
 
 
 def _possible_length(source: ModelSource, length: int | None, note: Callable[[str], None]) -> int:
@@ -286,17 +325,27 @@ def deliver(
     answer: Answer, *, folder: Path | None, storage: str | None, command: str = ""
 ) -> Delivered:
     """Write the answer's files into a folder and record it in its study, where they are given."""
-    summary = answer.summary
+    summary, run = answer.summary, answer.run
     config = summary.exported
-    places = [] if folder is None else export.export_paths(folder, export.exporters_for(config))
+    exporters = export.exporters_for(config)
+    if run is not None and folder is not None:
+        exporters = bases.with_edited(exporters, folder, run, summary.base)
+    places = [] if folder is None else export.export_paths(folder, exporters)
     result = {**summary.to_dict(), "files": [str(path) for path in places]}
     problems: list[AutotuneError] = []
     files: list[Path] = []
+    notes: tuple[str, ...] = ()
     if folder is not None:
         try:
             files = export.export_files(
-                folder, workload=summary.workload, config=config, result=result
+                folder,
+                workload=summary.workload,
+                config=config,
+                result=result,
+                exporters=exporters,
             )
+            if run is not None:
+                notes = tuple(bases.changed(run, summary.base, config))
         except StorageError as error:
             problems.append(error)
     study = ""
@@ -306,7 +355,7 @@ def deliver(
             study = answer.study
         except (ConfigError, StorageError) as error:
             problems.append(error)
-    return Delivered(result=result, files=files, study=study, problems=problems)
+    return Delivered(result=result, files=files, study=study, problems=problems, notes=notes)
 
 
 def _record(answer: Answer, result: dict[str, Any], *, storage: str, command: str) -> None:

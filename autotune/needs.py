@@ -49,11 +49,12 @@ def unpredicted(config: TrainConfig) -> tuple[str, ...]:
 
 
 def predictable(
-    space: SearchSpace, methods: Collection[str] = METHODS
+    space: SearchSpace, methods: Collection[str] = METHODS, *, has: TrainConfig | None = None
 ) -> tuple[SearchSpace, tuple[str, ...]]:
     """The space without what is not installed or not predicted, and what of these methods' that was.
 
-    A setting that has nothing else left keeps its default; a section that must name it goes.
+    A setting that has nothing else left keeps its default; a section that must name it goes. What
+    `has` needs is taken for installed: it trains somewhere already.
     """
     left_out: dict[str, dict[str, None]] = {}
     sections = []
@@ -63,7 +64,12 @@ def predictable(
         domains: dict[str, tuple[Any, ...]] = dict(section.domains)
         for name, values in section.domains.items():
             knob = KNOBS[name]
-            why = {value: reason for value in values if (reason := _reason(knob, value))}
+            why = {
+                value: reason
+                for value in values
+                if (reason := _reason(knob, value))
+                and not (has is not None and value == getattr(has, name))
+            }
             if why:
                 left = tuple(value for value in values if value not in why)
                 default = () if knob.default is REQUIRED else (knob.default,)

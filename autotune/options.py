@@ -41,7 +41,8 @@ class FindOptions:
     Making one raises ConfigError for a value outside CHOICES and RANGES.
     """
 
-    model: str
+    model: str | None = None
+    """None: the base's."""
     task: str | None = None
     gpu: str | None = None
     gpu_mem: str | None = None
@@ -88,7 +89,7 @@ class FindOptions:
                 )
         for name in _TEXTS:
             value = getattr(self, name)
-            if not isinstance(value, str) and not (value is None and name != "model"):
+            if not isinstance(value, str) and value is not None:
                 raise ConfigError(
                     f"{name} is {str(value)[:40]}",
                     why=f"It should be a text, not {type(value).__name__}",

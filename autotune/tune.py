@@ -135,25 +135,30 @@ def find(
     gpu_reason: str = "",
     allow: str | None = None,
     base: TrainConfig | None = None,
+    has: TrainConfig | None = None,
     effort: str = "normal",
     progress: Progress = lambda *_: None,
 ) -> Found:
     """Answer a workload by prediction.
 
     `allow` None: numerics, raised to recipe where nothing else fits. `base` None: default_base.
+    What `has` needs is taken for installed.
     Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
     HardwareError for a card whose speed is unknown.
     """
     started = time.monotonic()
     num_layers = model.config.get("num_hidden_layers")
     ways_to_compile = compiled.settings_of(space)
-    space, left_out = predictable(with_attentions(space, model.attentions), workload.methods)
+    space, left_out = predictable(
+        with_attentions(space, model.attentions), workload.methods, has=has
+    )
     points = enumerate_configs(
         for_gpus(with_batchings(space, workload), workload.num_gpus),
         workload,
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=gpu.compute_capability,
         max_sequence_length=model.max_sequence_length,
+        head_size=model.head_size,
     )
     if not points.configs:
         raise ConfigError(
@@ -469,6 +474,7 @@ def _changes(
         effective_batch_size=workload.effective_batch_size,
         compute_capability=gpu.compute_capability,
         weight_decay=workload.decays,
+        task=workload.task,
     )
     changes = []
     for setting in KNOBS:
