@@ -64,7 +64,7 @@ class Result:
     @property
     def config(self) -> TrainConfig:
         """The configuration: every setting that was decided."""
-        return self.summary.best.config
+        return self.summary.exported
 
     @property
     def workload(self) -> Workload:

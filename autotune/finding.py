@@ -306,8 +306,8 @@ def _time_loaders(
     measured: Measured,
     listener: Listener,
 ) -> LoaderTimes | None:
-    """None without a dataset; and where it fails, for that costs nobody the answer."""
-    if options.dataset is None:
+    """None without a dataset, and where the user has decided; where it fails that costs no answer."""
+    if options.dataset is None or workload.sets_loader:
         return None
     data = Dataset(
         path=options.dataset,
