@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from autotune import waterfall
 from autotune.config import METHODS, TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.details import Details
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator, least_bytes
 from autotune.gpus import Gpu
@@ -83,6 +85,8 @@ class Found:
     considered: tuple[Estimate, ...]
     pool: Callable[[], tuple[Estimate, ...]]
     """Makes the candidates for probes, fastest first; costs a replay each."""
+    details: Callable[[Summary], Details]
+    """What a report draws of an answer of this search: ten replays or so."""
 
 
 Progress = Callable[[str, int, int], None]
@@ -233,6 +237,29 @@ def find(
         summary=summary,
         considered=candidates.considered(EFFORTS[effort].num_recorded),
         pool=lambda: candidates.pool(candidates.at_most(chosen), POOL_SIZE),
+        details=functools.partial(
+            _details, estimator, baselines[-1], _context(workload, gpu), candidates.priced
+        ),
+    )
+
+
+def _details(
+    estimator: Estimator,
+    smallest_base: TrainConfig,
+    context: Context,
+    priced: Callable[[], list[tuple[float, int]]],
+    summary: Summary,
+) -> Details:
+    """From the base that fits, else from its smallest micro-batch."""
+    baseline = smallest_base if summary.baseline is None else summary.baseline.config
+    base = baseline if estimator.supports(baseline) else None
+    return waterfall.details(estimator, base, summary.best.config, context, priced())
+
+
+def _context(workload: Workload, gpu: Gpu) -> Context:
+    return Context(
+        effective_batch_size=workload.effective_batch_size,
+        compute_capability=gpu.compute_capability,
     )
 
 
@@ -295,6 +322,10 @@ class Candidates:
     def num_possible(self) -> int:
         """Configurations whose live tensors alone fit."""
         return len(self._ranked)
+
+    def priced(self) -> list[tuple[float, int]]:
+        """(tokens per second, device bytes at least) of each, fastest first."""
+        return [(speed, self._estimator.floor_bytes(config)) for speed, config in self._ranked]
 
     @property
     def num_replayed(self) -> int:
@@ -440,10 +471,7 @@ def _changes(
     estimator: Estimator, best: Estimate, base: TrainConfig, workload: Workload, gpu: Gpu
 ) -> tuple[Change, ...]:
     """The answer with one setting put back to the base's, where that is valid and was traced."""
-    context = Context(
-        effective_batch_size=workload.effective_batch_size,
-        compute_capability=gpu.compute_capability,
-    )
+    context = _context(workload, gpu)
     changes = []
     for setting in KNOBS:
         if setting == "micro_batch_size":
