@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune import store
+from autotune.cli import report
 from autotune.cli.options import (
     COUNT,
     KnobType,
@@ -350,6 +351,10 @@ def _deliver(
                     opened, found.considered, budget_bytes=summary.workload.memory_budget_bytes
                 )
             opened.set_user_attr(studies.RESULT, result)
+            opened.set_user_attr(studies.DETAILS, found.details(summary).to_dict())
+            page = report.page_of(opened) if files else None
+        if page is not None:
+            files.append(report.write_page(folder, page))
     except (ConfigError, StorageError) as error:
         problems.append(error)
         study = ""
