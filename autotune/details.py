@@ -13,7 +13,10 @@ from autotune import typed
 
 MAX_POINTS = 200
 """Of a Timeline: more than a chart has room for, and few enough for a row of a database (64 KiB)."""
+MIN_POINTS_OF_PHASE = 16
+"""Where it has as many events: a short phase is to be seen."""
 MAX_PRICED = 600
+"""Points of the space."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ import numpy as np
 from autotune import roofline
 from autotune.allocator import CATEGORIES, EMPTY_CACHE_BYTES, Tape, replay
 from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig
-from autotune.details import MAX_POINTS, Timeline
+from autotune.details import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
 from autotune.gpus import Gpu
 from autotune.optimizer_steps import (
     StepCost,
@@ -443,7 +443,8 @@ class Estimator:
         totals, kept, phases = running.sum(axis=0), list[int](), dict[str, int]()
         for part, start, end in drawn:
             phases[part.phase] = len(kept)
-            num_points = max(1, (MAX_POINTS - len(drawn)) * (end - start) // num_events)
+            shared = MAX_POINTS - MIN_POINTS_OF_PHASE * len(drawn)
+            num_points = MIN_POINTS_OF_PHASE + shared * (end - start) // num_events
             for stretch in np.array_split(np.arange(start, end), min(num_points, end - start)):
                 has_peak = stretch[0] <= peak_event <= stretch[-1]
                 kept.append(peak_event if has_peak else int(stretch[totals[stretch].argmax()]))

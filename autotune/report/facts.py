@@ -121,22 +121,42 @@ def _memory(summary: Summary) -> Tile:
 
 def _against_base(summary: Summary) -> Tile:
     found = summary.measured
-    speedup = summary.speedup if found is None else found.speedup
-    note = (
-        words.against_baseline(summary)
-        if found is None
-        else words.against_measured_baseline(found, summary.base_name)
-    )
-    if speedup is not None:
-        note = note.partition(" x ")[2] or note
-    has_figure = speedup is not None
+    if found is None:
+        note, speedup, baseline = (
+            words.against_baseline(summary),
+            summary.speedup,
+            None if summary.baseline is None else summary.baseline.config,
+        )
+    else:
+        note, speedup, baseline = (
+            words.against_measured_baseline(found, summary.base_name),
+            found.speedup,
+            None if found.baseline is None else found.baseline.config,
+        )
+    label, figure, unit, evidence = f"Against {summary.base_name}", "", "", ""
+    if baseline == summary.best.config:
+        figure = "the same"
+    elif speedup is not None:
+        figure, unit = f"{speedup:.2f}", "\N{MULTIPLICATION SIGN} as fast"
+        evidence, note = summary.evidence, note.partition(" x ")[2]
+    elif baseline is None:
+        label = sentence(summary.base_name)
+        figure, evidence = "does not fit", "predicted"
+    else:
+        label = sentence(summary.base_name)
+        figure, evidence = "did not run", "measured"
     return Tile(
-        label=f"Against {summary.base_name}",
-        figure=f"{speedup:.2f}" if has_figure else "\N{EN DASH}",
-        unit="\N{MULTIPLICATION SIGN} as fast" if has_figure else "",
-        evidence=summary.evidence if has_figure else "",
+        label=label,
+        figure=figure,
+        unit=unit,
+        evidence=evidence,
         note=printable(note),
     )
+
+
+def sentence(text: str) -> str:
+    """With a capital at its start."""
+    return text[:1].upper() + text[1:]
 
 
 def size_words(summary: Summary) -> str:
@@ -160,7 +180,7 @@ def bars(data: ReportData) -> tuple[Bar, ...]:
             measured_bytes=None if found is None else found.final.peak_device_bytes,
         )
     ]
-    label = summary.base_name[0].upper() + summary.base_name[1:]
+    label = sentence(summary.base_name)
     if summary.baseline is not None:
         baseline = None if found is None else found.baseline
         drawn.append(

@@ -115,7 +115,9 @@ def memory_over_step(timeline: Timeline, budget_bytes: int, top_bytes: int, unit
             "hovermode": "x unified",
             "showlegend": False,
             "shapes": [*shapes, _horizontal(budget_bytes / unit_bytes)],
-            "annotations": [_budget_label(budget_bytes, unit, x=1, xref="paper", xanchor="right")],
+            "annotations": [
+                _budget_label(budget_bytes, unit, x=0.01, xref="paper", xanchor="left")
+            ],
             "xaxis": {
                 "tickvals": [(a + b) / 2 for a, b in zip(starts, ends, strict=True)],
                 "ticktext": [_PHASE_WORDS.get(name, name) for name in timeline.phases],
@@ -253,7 +255,8 @@ def _predicted_against_measured(
     column: str, unit: Unit, rows: list[int], values: list[float]
 ) -> Figure:
     """Points of the diagonal were predicted right. `values`: all that is to be seen, of both axes."""
-    low, high = 0.95 * min(values), 1.05 * max(values)
+    margin = 0.06 * (max(values) - min(values)) or 0.05 * max(values)
+    low, high = min(values) - margin, max(values) + margin
     diagonal = {
         "type": "scatter",
         "mode": "lines",

@@ -35,7 +35,7 @@ def draw(data: ReportData) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"size": format_bytes, "speed": lambda value: f"{value:,.0f}"}
-    scripts = [_plotly(), _own("page.js")]
+    scripts = [_own("page.js"), _plotly()]
     summary, answer = data.answer.summary, data.answer
     drawn = figures.all_figures(data)
     return environment.from_string(_own("page.html.j2")).render(
@@ -55,6 +55,7 @@ def draw(data: ReportData) -> str:
         summary=summary,
         size=facts.size_words(summary),
         answer_parts=facts.config_parts(summary.best.config),
+        base_title=facts.sentence(summary.base_name),
         tiles=facts.tiles(summary),
         bars=facts.bars(data),
         widest_bytes=max(

@@ -60,8 +60,8 @@
         align: "left",
       },
       margin: { l: 52, r: 14, t: 22, b: 40 },
-      xaxis: { ...axis, ...given.xaxis },
-      yaxis: { ...axis, ...given.yaxis },
+      xaxis: { ...axis, ...given.xaxis, title: { ...given.xaxis.title, font: { size: 12.5 } } },
+      yaxis: { ...axis, ...given.yaxis, title: { ...given.yaxis.title, font: { size: 12.5 } } },
     };
     const settings = { displayModeBar: false, responsive: true, scrollZoom: false };
     return Plotly.react(place, figure.data.map((trace) => colored(pointed(trace))), layout, settings).then(() => {
@@ -81,7 +81,8 @@
     },
     { rootMargin: "300px" },
   );
-  places.forEach((place) => near.observe(place));
+  // plotly.js stands behind this script, so that the page answers before it is read.
+  addEventListener("DOMContentLoaded", () => places.forEach((place) => near.observe(place)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
     places.filter((place) => place.dataset.drawn).forEach(draw),
   );
@@ -181,6 +182,10 @@
     box.scrollTop = 0;
     render(true);
   };
+  const headHeight = box.querySelector("thead").offsetHeight;
+  if (headHeight + count * ROW_HEIGHT < box.clientHeight) {
+    box.style.height = `${headHeight + count * ROW_HEIGHT + box.offsetHeight - box.clientHeight}px`;
+  }
 
   box.querySelector("thead").addEventListener("click", (event) => {
     const column = event.target.closest("button")?.dataset.sort;
