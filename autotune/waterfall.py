@@ -67,6 +67,7 @@ def _changes(base: TrainConfig, answer: TrainConfig) -> list[Changes]:
         if getattr(answer, field.name) != getattr(base, field.name)
     }
     together = [{"micro_batch_size", "gradient_accumulation_steps"}, {"parallelism", "num_gpus"}]
+    together.append({"torch_compile", "torch_compile_backend"})
     if "method" in differing:
         of_method = {knob.name for knob in KNOBS.values() if set(knob.methods) != set(METHODS)}
         together.append({"method", *of_method})

@@ -12,8 +12,6 @@ from autotune import store
 from autotune.cli.output import print_json
 
 if TYPE_CHECKING:
-    import optuna
-
     from autotune.report.data import ReportData
 
 FILENAME = "report.html"
@@ -82,28 +80,3 @@ def _print(data: ReportData, format_name: str) -> None:
         print_json(data.to_dict())
     else:
         sys.stdout.write(_text(data, format_name))
-
-
-MAX_TRIALS_OF_FIND = 1000
-"""`find` writes the report of a study of so many trials: about half a second."""
-
-
-def page_of(study: optuna.Study) -> str | None:
-    """The HTML of an open study; None where its trials are too many to be read in passing."""
-    from autotune.report import html
-    from autotune.report.data import collect
-    from autotune.studies import answer_of
-
-    trials = study.get_trials(deepcopy=False)
-    if len(trials) > MAX_TRIALS_OF_FIND:
-        return None
-    return html.draw(collect(answer_of(study), trials))
-
-
-def write_page(folder: Path, page: str) -> Path:
-    """The page among the files of an answer. Raises StorageError."""
-    from autotune.report.files import write
-
-    path = folder / FILENAME
-    write(path, page)
-    return path

@@ -1,6 +1,7 @@
 """training_args.json: keyword arguments of `transformers.TrainingArguments`.
 
-Holds what autotune decides and nothing else: learning rate, epochs and logging stay the user's.
+Holds what autotune decides, and what the user has set beside it (extra_arguments): learning rate,
+epochs and logging stay the user's.
 The names are those of the installed version. It is asked without being imported (7 s, and torch
 belongs into the worker): the class's fields are read from the syntax tree of its source file.
 """
@@ -13,8 +14,10 @@ import importlib.util
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.config import LOADER_SETTINGS, PARALLELISMS, PRECISIONS, TrainConfig, Workload
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 
@@ -24,6 +27,22 @@ filename = "training_args.json"
 OUTPUT_FOLDER = "output"
 """`output_dir` until the user names another."""
 
+_USERS = ("output_dir", "max_grad_norm")
+"""Written out in the files, and never changed in arguments that somebody has."""
+_OFF: dict[str, object] = {
+    "torch_compile": False,
+    "torch_compile_backend": None,
+    "torch_compile_mode": None,
+    "use_liger_kernel": False,
+    "neftune_noise_alpha": None,
+    "torch_empty_cache_steps": None,
+    "train_sampling_strategy": "random",
+    "group_by_length": False,
+    "activation_checkpointing_kwargs": None,
+    "gradient_checkpointing_kwargs": None,
+}
+"""What `training_arguments` leaves out where a configuration does without."""
+
 _GROUPING: dict[str, object] = {"train_sampling_strategy": "group_by_length"}
 _OLD_GROUPING: dict[str, object] = {"group_by_length": True}
 _CHECKPOINTING = ("activation_checkpointing", "activation_checkpointing_kwargs")
@@ -32,25 +51,31 @@ _OLD_CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
     """A JSON object for `TrainingArguments(**json.load(file))` of the installed version."""
-    return json.dumps(training_arguments(config, installed_fields()), indent=2) + "\n"
+    return (
+        json.dumps(training_arguments(config, installed_fields(), workload.extra), indent=2) + "\n"
+    )
 
 
 def training_arguments(
-    config: TrainConfig, fields: Collection[str] | None = None
+    config: TrainConfig,
+    fields: Collection[str] | None = None,
+    extra: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, object]:
     """The keyword arguments. `fields` are those of the class at hand; None means the newest names.
 
-    `max_grad_norm` is Trainer's default, written out because clipping's memory was predicted.
+    `extra` are a Workload's, over which goes what a setting decides. `max_grad_norm` is Trainer's
+    default, written out because clipping's memory was predicted.
     `tf32` needs an Ampere card or later, as TrainingArguments itself says when it is loaded.
     """
     precision = PRECISIONS[config.precision]
     arguments: dict[str, object] = {
         "output_dir": OUTPUT_FOLDER,
+        "max_grad_norm": 1.0,
+        **extra,
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "optim": config.optimizer,
         **dict(OPTIMIZERS[config.optimizer].arguments),
-        "max_grad_norm": 1.0,
         "bf16": precision.autocast and precision.compute_dtype == "bfloat16",
         "fp16": precision.autocast and precision.compute_dtype == "float16",
     }
@@ -82,27 +107,56 @@ def training_arguments(
     for knob in KNOBS.values():
         if knob.arguments is not None:
             arguments |= knob.arguments(getattr(config, knob.name))
+    for name in LOADER_SETTINGS:
+        value = getattr(config, name)
+        # Trainer's own are left out. False, which equals 0, is none of them.
+        if value is not None and (name, value) != ("dataloader_num_workers", 0):
+            arguments[name] = value
     return arguments
 
 
+def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:
+    """What arguments that somebody has must say to be this configuration: off included, no more.
+
+    `fields` are those of their class; an SFTConfig's say how the dataset is cut, too.
+    """
+    newest = "activation_checkpointing" in fields
+    alias = "gradient_checkpointing" if newest else "activation_checkpointing"
+    known = [name for name in fields if not name.startswith(alias)]
+    decided = {name: value for name, value in _OFF.items() if name in known}
+    decided |= training_arguments(config, fields)
+    for name in _USERS:
+        del decided[name]
+    if "padding_free" in fields:
+        decided["padding_free"] = config.batching == "padding-free"
+    if "packing" in fields:
+        decided |= {"max_length": config.sequence_length, "packing": config.batching == "packed"}
+        if config.batching == "packed":
+            # One stream cut into blocks: what was priced. TRL's own default joins samples unpadded.
+            decided["packing_strategy"] = "wrapped"
+    return decided
+
+
 @functools.cache
-def installed_fields() -> frozenset[str] | None:
-    """Field names of the installed TrainingArguments; None when Transformers is not installed."""
+def installed_fields() -> Mapping[str, str] | None:
+    """Fields of the installed TrainingArguments and their annotations; None without Transformers."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return None
     return fields_of(Path(spec.origin).with_name("training_args.py").read_text(encoding="utf-8"))
 
 
-def fields_of(source: str) -> frozenset[str]:
-    """Names that the body of class TrainingArguments annotates."""
+def fields_of(source: str) -> Mapping[str, str]:
+    """Names that the body of class TrainingArguments annotates, and as what."""
     (body,) = (
         node.body
         for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
     )
-    return frozenset(
-        node.target.id
-        for node in body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    return MappingProxyType(
+        {
+            node.target.id: ast.unparse(node.annotation)
+            for node in body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
     )
