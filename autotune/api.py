@@ -203,6 +203,8 @@ def find(
     base: StrPath | None = None,
     effort: str = "normal",
     confirm_steps: int | None = None,
+    compile: str | None = None,  # noqa: A002  # the name of the option
+    train_steps: int | None = None,
     study: str | None = None,
     storage: str | None = None,
     out: StrPath | None = None,
@@ -240,6 +242,8 @@ def find(
         base=None if base is None else Path(base),
         effort=effort,
         confirm_steps=confirm_steps,
+        compile_mode=compile,
+        train_steps=train_steps,
         study=study,
     )
     command = _command(given)
