@@ -253,6 +253,17 @@ def test_training_arguments_keep_the_names_they_have() -> None:
     ]
 
 
+def test_the_loader_is_the_users_until_its_time_was_measured() -> None:
+    text = "base_model: x\ndataloader_num_workers: 8\n"
+    assert read(axolotl.TARGET, yaml.safe_load(text))[0].get("dataloader_num_workers") is None
+    assert diff("axolotl.yaml", micro_batch_size=4)[1] == "+ micro_batch_size: 4"
+    run = read_base(BASES / "axolotl.yaml")
+    answer = dataclasses.replace(run.config, dataloader_num_workers=4, dataloader_pin_memory=False)
+    edited = EditedBase(run=run, base=run.config, filename="mine.yaml")
+    written = yaml.safe_load(edited.write(workload=WORKLOAD, config=answer, result={}))
+    assert (written["dataloader_num_workers"], written["dataloader_pin_memory"]) == (4, False)
+
+
 def test_json_stays_json() -> None:
     assert diff("training_arguments.json", micro_batch_size=8, neftune_noise_alpha=5.0) == [
         '-   "per_device_train_batch_size": 2,',

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import COMPILE_MODES, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import (
+    COMPILE_BACKENDS,
+    COMPILE_MODES,
+    LOADER_SETTINGS,
+    QUANTIZATIONS,
+    TrainConfig,
+    Workload,
+)
 from autotune.export.deepspeed_json import filename as deepspeed_filename
 from autotune.export.mapping import (
     Choice,
@@ -21,6 +28,7 @@ from autotune.export.mapping import (
     module_names,
     of_key,
     of_values,
+    said_only,
     says_method,
     targets_of,
     unsaid,
@@ -165,8 +173,22 @@ TARGET = Target(
         choices(
             ("batching",),
             Choice(ours=("packed",), theirs={"sample_packing": True, "group_by_length": False}),
-            Choice(ours=("grouped",), theirs={"sample_packing": False, "group_by_length": True}),
-            Choice(ours=("padded",), theirs={"sample_packing": False, "group_by_length": False}),
+            *(
+                Choice(
+                    ours=(batching,),
+                    theirs={
+                        "sample_packing": False,
+                        "group_by_length": batching == "grouped",
+                        "batch_flattening": flattening,
+                    },
+                )
+                for batching, flattening in (
+                    ("grouped", False),
+                    ("padded", False),
+                    ("padding-free", True),
+                    ("padded", "auto"),  # on with FlashAttention and more than one sample
+                )
+            ),
         ),
         choices(
             ("liger",),
@@ -199,6 +221,15 @@ TARGET = Target(
                 for switch in (True, "auto")
             ),
         ),
+        choices(
+            ("torch_compile_backend",),
+            Choice(ours=("inductor",), theirs={"torch_compile_backend": None}),
+            *(
+                Choice(ours=(backend,), theirs={"torch_compile_backend": backend})
+                for backend in COMPILE_BACKENDS
+            ),
+        ),
+        *said_only(*LOADER_SETTINGS),
         # ddp is how it is launched.
         choices(
             ("parallelism",),
@@ -221,6 +252,7 @@ TARGET = Target(
         "tf32": "auto",
         "attn_implementation": "sdpa",  # none is named to Transformers, which takes it
         "torch_compile_mode": "default",
+        "dataloader_pin_memory": True,
         "gradient_checkpointing_kwargs.use_reentrant": True,
         _DOUBLE: True,
         _CODES: "nf4",
@@ -269,7 +301,6 @@ TARGET = Target(
         "flash_attn_cross_entropy": "is another kernel for the loss",
         "tiled_mlp": "computes the MLP in pieces",
         "selective_checkpointing": "keeps attention's outputs",
-        "batch_flattening": "joins the samples of a batch",
     },
     has_own_names=True,
     arguments={

@@ -8,6 +8,7 @@ Keys below others are written with dots: `bnb_config_kwargs.bnb_4bit_quant_type`
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,17 @@ def of_key(name: str, key: str | None = None, **more: Any) -> Row:
         hear=lambda said: said[key],
         **more,
     )
+
+
+def said_only(*names: str) -> tuple[Row, ...]:
+    """Settings that are said by the same name where they were chosen, and left to the user else."""
+    return tuple(
+        Row(ours=(name,), keys=(name,), say=functools.partial(_by_its_name, name)) for name in names
+    )
+
+
+def _by_its_name(name: str, value: Any) -> dict[str, Any]:
+    return {name: value}
 
 
 def of_values(name: str, key: str, values: Mapping[Any, Any], **more: Any) -> Row:
@@ -232,6 +244,8 @@ def read(target: Target, content: Mapping[str, Any]) -> tuple[dict[str, Any], li
         if method is None and row.methods != METHODS:
             continue
         if method is not None and method not in row.methods:
+            continue
+        if row.say is not None and row.hear is None:
             continue
         try:
             read_values = _read_row(target, row, content)

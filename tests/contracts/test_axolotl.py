@@ -53,8 +53,14 @@ CONFIGS = {
     "attention": dataclasses.replace(LORA, attention="flash_attention_2"),
     "liger": dataclasses.replace(LORA, liger=True),
     "padded": dataclasses.replace(LORA, batching="padded"),
+    "padding-free": dataclasses.replace(
+        LORA, batching="padding-free", attention="flash_attention_2"
+    ),
     "grouped": dataclasses.replace(LORA, batching="grouped"),
     "compiled": dataclasses.replace(LORA, torch_compile="reduce-overhead"),
+    "compiled by another": dataclasses.replace(
+        LORA, torch_compile="default", torch_compile_backend="aot_eager"
+    ),
     "noise": dataclasses.replace(LORA, neftune_noise_alpha=5.0, torch_empty_cache_steps=4),
     "galore": dataclasses.replace(FULL, optimizer="galore_adamw"),
     "schedule-free": dataclasses.replace(FULL, optimizer="schedule_free_adamw"),
@@ -142,11 +148,11 @@ def test_weights_are_loaded_in_the_predicted_dtype(name: str, asked: dict[str, A
 
 def test_the_defaults_are_its_own(asked: dict[str, Any]) -> None:
     table = {key: value for key, value in axolotl.TARGET.defaults.items() if "." not in key}
-    # None of the schema, which leaves both to Transformers and torch.
-    assert (table.pop("attn_implementation"), table.pop("torch_compile_mode")) == (
-        "sdpa",
-        "default",
-    )
+    # None in the schema, which leaves them to Transformers and torch.
+    left = {"attn_implementation": "sdpa", "torch_compile_mode": "default"}
+    left["dataloader_pin_memory"] = True
+    assert {key: table.pop(key) for key in left} == left
+    assert not any(asked["defaults"][key] for key in left)
     assert table == {key: asked["defaults"][key] for key in table}
     keys = {key for row in axolotl.TARGET.rows for key in row.keys if "." not in key}
     left_out = {key: asked["defaults"][key] for key in keys - set(axolotl.TARGET.defaults)}

@@ -61,6 +61,9 @@ CONFIGS = {
     "padded": dataclasses.replace(LORA, batching="padded"),
     "grouped": dataclasses.replace(LORA, batching="grouped"),
     "compiled": dataclasses.replace(LORA, torch_compile="max-autotune"),
+    "compiled by another": dataclasses.replace(
+        LORA, torch_compile="default", torch_compile_backend="aot_eager"
+    ),
     "noise": dataclasses.replace(LORA, neftune_noise_alpha=5.0, torch_empty_cache_steps=4),
     "galore": dataclasses.replace(FULL, optimizer="galore_adamw"),
     "schedule-free": dataclasses.replace(FULL, optimizer="schedule_free_adamw"),
