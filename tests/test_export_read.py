@@ -305,7 +305,8 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
         "unknown optimizer 'adamw_tortch'. Did you mean",
         "micro_batch_size must be a whole number, not the text 'lots'",
         "attn_implementation: xformers is not predicted",
-        "gradient_checkpointing: true, activation_offloading: true is not predicted together",
+        "gradient_checkpointing: true, activation_offloading: true is not predicted together; "
+        "activation_offloading: false or activation_offloading: hidden_states would be",
     ):
         assert words in said
 
@@ -334,6 +335,18 @@ def test_a_degree_of_one_is_no_parallelism(tmp_path: Path) -> None:
 def test_what_no_prediction_has_is_noted() -> None:
     notes = read_base(BASES / "axolotl.yaml").notes
     assert any(note.startswith("lora_dropout: 0.05 keeps a mask") for note in notes)
+    assert not any(note.startswith("plugins") for note in notes)
+
+
+def test_another_plugin_than_ligers_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    plugins = "plugins: [axolotl.integrations.liger.LigerPlugin, my.Plugin]\n"
+    path.write_text(f"base_model: x\nadapter: lora\n{plugins}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"lora_r is missing; lora_target_linear is missing"):
+        read_base(path)
+    path.write_text(f"base_model: x\n{plugins}", encoding="utf-8")
+    (note,) = (note for note in read_base(path).notes if note.startswith("plugins"))
+    assert note == "plugins: my.Plugin may change the model, which is not predicted"
 
 
 def test_of_two_formats_that_could_be_meant_the_first_reads() -> None:

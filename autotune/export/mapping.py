@@ -271,10 +271,24 @@ def in_current_words(target: Target, content: Mapping[str, Any]) -> dict[str, An
 
 def notes(target: Target, content: Mapping[str, Any]) -> tuple[str, ...]:
     """What in the file changes memory or speed and is in no prediction."""
-    return tuple(
-        f"{key}: {_shown(value_at(content, key))} {words}"
-        for key, words in target.unpredicted.items()
-        if _is_on(content, key)
+    ours = {
+        (key, entry)
+        for row in target.rows
+        for choice in row.choices
+        for key, entry in choice.within.items()
+    }
+    added = {
+        key: [entry for entry in entries(content.get(key)) if (key, entry) not in ours]
+        for key in dict.fromkeys(key for key, _ in ours)
+    }
+    switched = {key: value_at(content, key) for key in target.unpredicted if _is_on(content, key)}
+    return (
+        *(f"{key}: {_shown(value)} {target.unpredicted[key]}" for key, value in switched.items()),
+        *(
+            f"{key}: {_shown(', '.join(map(str, left)))} may change the model, which is not predicted"
+            for key, left in added.items()
+            if left
+        ),
     )
 
 
@@ -326,7 +340,18 @@ def _unknown(row: Row, said: Mapping[str, Any], content: Mapping[str, Any]) -> s
     if len(row.keys) == 1:
         (value,) = said.values()
         return f"{shown} is not predicted. {nearest(str(value)[:80], known)}"
-    return f"{shown} is not predicted together"
+    instead = _one_step_away(row, said)
+    return f"{shown} is not predicted together{f'; {instead} would be' if instead else ''}"
+
+
+def _one_step_away(row: Row, said: Mapping[str, Any]) -> str:
+    """What is predicted and differs in one key."""
+    steps: dict[str, None] = {}
+    for choice in row.choices:
+        differing = [key for key, value in choice.theirs.items() if not same(said[key], value)]
+        if len(differing) == 1 and choice.theirs[differing[0]] is not None:
+            steps[f"{differing[0]}: {_shown(choice.theirs[differing[0]])}"] = None
+    return " or ".join(list(steps)[:3])
 
 
 def _is_said_somehow(row: Row, name: str, config: TrainConfig) -> bool:
