@@ -38,7 +38,7 @@ from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
 from autotune.probes import open_probes
 from autotune.report.progress import SILENT, Listener
 from autotune.results import BACKENDS, ProbeSpec
-from autotune.space import may_pack, with_peft
+from autotune.space import AMPERE, may_pack, with_peft
 from autotune.summary import Measured, Summary
 from autotune.tune import Found
 
@@ -112,6 +112,7 @@ def find(
             seq_len=options.seq_len,
             methods=methods,
             num_gpus=options.num_gpus or 1,
+            has_bf16=(card.compute_capability or AMPERE) >= AMPERE,
             usual_length=SEQUENCE_LENGTH,
             note=listener.note,
         )

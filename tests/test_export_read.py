@@ -311,6 +311,16 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
         assert words in said
 
 
+def test_a_problem_is_said_once_and_by_the_key_that_the_file_has(tmp_path: Path) -> None:
+    said = refusal(
+        tmp_path, "base_model: x\nadapter: lora\nlora_r: 8\nlora_target_modules: 'a.*'\n"
+    )
+    assert "lora_target_modules must be all-linear, attention, or module names" in said
+    assert "lora_target_linear" not in said
+    said = refusal(tmp_path, "base_model: x\ndeepspeed: zero3.json\n")
+    assert said.count("deepspeed") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -68,7 +68,7 @@ def _hear_targets(said: Mapping[str, Any]) -> str:
     if said["lora_target_linear"]:
         return "all-linear"
     if said["lora_target_modules"] is None:
-        raise ValueError("is off, and lora_target_modules is missing")
+        raise ValueError("is off: name lora_target_modules, or switch it on")
     return targets_of(said["lora_target_modules"])
 
 
@@ -89,6 +89,7 @@ TARGET = Target(
     name="axolotl",
     source="axolotl 0.19.0",
     model_key="base_model",
+    auto_bf16="bf16",
     rows=(
         choices(
             ("method", "quantization"),
@@ -284,9 +285,9 @@ TARGET = Target(
         "qat": "adds quantisation to the step",
         "unfrozen_parameters": "trains a part of the weights",
         "layer_offloading": "moves weights from and to host memory",
-        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus",
-        "fsdp_config": "shares the run among GPUs, which is read from no file: give --num-gpus",
-        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus",
+        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+        "fsdp_config": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
         "tensor_parallel_size": "shares the run among GPUs as no prediction does",
         "context_parallel_size": "shares the run among GPUs as no prediction does",
         "float16": "loads float16 weights without autocast",

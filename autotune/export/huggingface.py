@@ -103,8 +103,8 @@ _RENAMED = {
 }
 _FLAGS = {"group_by_length": ("train_sampling_strategy", "group_by_length")}
 _REFUSED = {
-    "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus",
-    "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus",
+    "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+    "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
     "parallelism_config": "shares the run among GPUs as no prediction does",
     "auto_find_batch_size": "leaves the batch size open",
 }

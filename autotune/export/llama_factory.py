@@ -266,8 +266,8 @@ TARGET = Target(
         "shift_attn": "is another attention",
         "mixture_of_depths": "is another model",
         "adapter_name_or_path": "starts from adapters, which may be merged",
-        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus",
-        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus",
+        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
     },
     unpredicted={
         "lora_dropout": "keeps a mask and a copy of each adapter's input",

@@ -78,6 +78,8 @@ class Target:
     model_key: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings that every file of this trainer has, by what it is."""
+    auto_bf16: str = ""
+    """Key whose `auto`, its default, is float16 on a card without bfloat16."""
     elsewhere: tuple[str, ...] = ()
     """Settings that are made outside the file, which leaves them open."""
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -238,14 +240,16 @@ def read(target: Target, content: Mapping[str, Any]) -> tuple[dict[str, Any], li
     """(our settings, every problem with its key). Where there are problems, settings are missing."""
     content = in_current_words(target, content)
     values: dict[str, Any] = dict(target.fixed)
-    problems = [f"{key}: {why}" for key, why in target.refused.items() if _is_on(content, key)]
+    refused = {key for key in target.refused if _is_on(content, key)}
+    problems = [f"{key}: {why}" for key, why in target.refused.items() if key in refused]
     for row in target.rows:
         method = values.get("method")
         if method is None and row.methods != METHODS:
             continue
         if method is not None and method not in row.methods:
             continue
-        if row.say is not None and row.hear is None:
+        is_only_said = row.say is not None and row.hear is None
+        if is_only_said or refused.intersection(row.keys):
             continue
         try:
             read_values = _read_row(target, row, content)
@@ -306,7 +310,8 @@ def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any
     said = {key: value_at(content, key, target.defaults.get(key)) for key in row.keys}
     if row.hear is not None:
         (name,) = row.ours
-        key = row.keys[0]
+        in_file = (key for key in row.keys if value_at(content, key) is not None)
+        key = next(in_file, row.keys[0])
         if all(value is None for value in said.values()) and not _may_be_off(name):
             raise ValueError(f"{key} is missing")
         knob = KNOBS.get(name)
