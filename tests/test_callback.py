@@ -16,6 +16,7 @@ from datasets import Dataset
 from fake_nvml import fake_nvml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from autotune.api import Result
@@ -194,8 +195,11 @@ def test_a_step_after_an_evaluation_or_a_checkpoint_does_not_count(tmp_path: Pat
 
 
 def test_trl_trains_with_it(tmp_path: Path) -> None:
+    """An SFTConfig of the user's, a dataset of texts, TRL's own preparation of them."""
     trl = pytest.importorskip("trl")
-    config = dataclasses.replace(CONFIG, trainer="trl-sft")
+    config = dataclasses.replace(
+        CONFIG, method="lora", trainer="trl-sft", lora_rank=4, lora_targets="all-linear"
+    )
     summary = answer(step_seconds=1e-6).summary
     measured = summary.measured
     assert measured is not None
@@ -203,32 +207,40 @@ def test_trl_trains_with_it(tmp_path: Path) -> None:
     best = dataclasses.replace(summary.best, config=config)
     measured = dataclasses.replace(measured, best=seen, predicted=best)
     result = Result(summary=dataclasses.replace(summary, best=best, measured=measured))
-    arguments = result.training_arguments(
+    mine = trl.SFTConfig(
         output_dir=str(tmp_path),
         max_steps=NUM_STEPS,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
-        dataset_kwargs={"skip_prepare_dataset": True},
+        use_cpu=True,
+        bf16=False,
     )
-    assert type(arguments) is trl.SFTConfig
-    words = {f"w{number}": number for number in range(512)}
+    words = [f"w{number}" for number in range(510)]
+    ids = {word: number for number, word in enumerate(["<pad>", "<eos>", *words])}
+    plain = Tokenizer(WordLevel(ids, unk_token="w0"))
+    plain.pre_tokenizer = WhitespaceSplit()
     tokens = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
-        eos_token="w1",
-        pad_token="w2",
+        tokenizer_object=plain, eos_token="<eos>", pad_token="<pad>"
     )
     watch = result.callback(window_steps=WINDOW, say=lambda _: None)
-    trl.SFTTrainer(
+    trainer = trl.SFTTrainer(
         model=model(),
-        args=arguments,
-        train_dataset=Dataset.from_list(rows()),
+        args=result.apply(mine),
+        train_dataset=Dataset.from_dict({"text": [" ".join(words)] * 4}),
         processing_class=tokens,
+        peft_config=result.lora_config(),
         callbacks=[watch],
-    ).train()
-    # Nothing differs: the rows were cut beforehand.
-    assert "slower than measured" in watch.lines[1]
-    assert f"{NUM_STEPS} steps" in watch.lines[-1]
+    )
+    trainer.train()
+    # 4 texts of 510 words and an end, as one stream cut into blocks.
+    assert len(trainer.train_dataset) == 4 * 511 // LENGTH + 1
+    begin, slower, end = watch.lines
+    assert "the plan is" in begin
+    assert "slower than measured" in slower
+    assert "batches" not in slower
+    assert f"{NUM_STEPS} steps" in end
+    assert watch._largest_batch == (2, LENGTH)
 
 
 class Card:
