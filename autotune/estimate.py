@@ -551,6 +551,8 @@ def _rate_dtype(dtype: str, *, tf32: bool) -> str:
     """
     if dtype == "int8":
         return "float16"
+    if dtype.startswith("float8"):  # e4m3 by e4m3 or by e5m2, at one rate
+        return "float8"
     return "tf32" if tf32 and dtype == "float32" else dtype
 
 

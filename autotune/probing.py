@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.config import TrainConfig
+from autotune.config import PRECISIONS, TrainConfig
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
@@ -264,7 +264,10 @@ def can_run(config: TrainConfig, backend: str) -> bool:
     if config.trainer != "transformers":
         return False
     only_cuda = (
-        config.activation_offloading or config.liger or OPTIMIZERS[config.optimizer].only_cuda
+        config.activation_offloading
+        or config.liger
+        or PRECISIONS[config.precision].fp8
+        or OPTIMIZERS[config.optimizer].only_cuda
     )
     return backend == "cuda" or not only_cuda
 

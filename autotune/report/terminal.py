@@ -89,6 +89,8 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
         rows.append(("", "Nothing of a lower class fits, so another recipe was allowed."))
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
+    if note := words.unfused_casts(best.config):
+        rows.append(("note", note))
     if summary.tied:
         rows.append(("tied", words.tied(summary)))
     _print_rows(console, rows)
@@ -158,6 +160,8 @@ def draw_estimate(
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
+    if note := words.unfused_casts(estimate.config):
+        rows.append(("note", note))
     rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
     rows += [
         ("note", f"{text}: the figures are those without it")
