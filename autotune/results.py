@@ -42,6 +42,8 @@ class TraceSpec:
     trainer: str = "transformers"
     neftune_noise_alpha: float = 0.0
     """1 for any noise."""
+    batching: str = "packed"
+    """padded: some places hold no token, and the mask says so; padding-free; packed: neither."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
@@ -64,6 +66,11 @@ class TraceSpec:
         if config.lora_variant == "rslora":
             shared["lora_variant"] = "plain"
         shared["neftune_noise_alpha"] = float(config.neftune_noise_alpha > 0)
+        if config.batching == "grouped":
+            shared["batching"] = "padded"
+        # A sample alone is padded to its own length.
+        if config.micro_batch_size == 1 and shared["batching"] == "padded":
+            shared["batching"] = "packed"
         return cls(**shared, single=config.micro_batch_size == 1)
 
 

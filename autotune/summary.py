@@ -162,6 +162,16 @@ class Summary:
         return "predicted" if self.measured is None else "measured"
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """Of the answer, as `evidence` says."""
+        return (self.best if self.measured is None else self.measured.final).tokens_per_second
+
+    @property
+    def peak_device_bytes(self) -> int | None:
+        """Of the answer, as `evidence` says."""
+        return (self.best if self.measured is None else self.measured.final).peak_device_bytes
+
+    @property
     def speedup(self) -> float | None:
         """Predicted speed over the baseline's; None without a baseline."""
         if self.baseline is None:

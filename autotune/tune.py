@@ -149,6 +149,7 @@ def find(
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=gpu.compute_capability,
         max_sequence_length=model.max_sequence_length,
+        head_size=model.head_size,
     )
     if not points.configs:
         raise ConfigError(
@@ -444,6 +445,7 @@ def _changes(
         effective_batch_size=workload.effective_batch_size,
         compute_capability=gpu.compute_capability,
         weight_decay=workload.decays,
+        task=workload.task,
     )
     changes = []
     for setting in KNOBS:

@@ -18,13 +18,13 @@ import optuna
 import pytest
 
 from autotune import cli, tune
-from autotune.cli import find
 from autotune.cli.options import KnobType
 from autotune.config import METHODS
 from autotune.errors import StorageError
 from autotune.export import train_config
 from autotune.knobs import KNOBS
 from autotune.models import ModelSource
+from autotune.options import EFFORTS
 from autotune.tune import Found
 
 ROOT = Path(__file__).parents[1]
@@ -140,6 +140,7 @@ FROZEN: dict[str, dict[str, Any]] = {
     "gpus": {},
     "models": {},
     "spaces": {},
+    "studies": {},
 }
 
 
@@ -236,7 +237,7 @@ def test_a_peft_config_of_a_file(main: Main, asked: list[dict[str, Any]], tmp_pa
 
 
 def test_the_efforts_are_those_of_the_search() -> None:
-    assert tuple(tune.EFFORTS) == find.EFFORTS
+    assert tuple(tune.EFFORTS) == EFFORTS
 
 
 def test_help_is_quick_and_names_every_command(tmp_path: Path) -> None:

@@ -116,6 +116,25 @@ BREAKERS = {
         dataclasses.replace(FULL, attention="flash_attention_3"),
         ADA,
     ),
+    "flash-attention-heads-up-to-256": (
+        dataclasses.replace(FULL, attention="flash_attention_2"),
+        dataclasses.replace(ADA, head_size=320),
+    ),
+    "padding-free-needs-flash-attention": (dataclasses.replace(FULL, batching="padding-free"), ADA),
+    "padding-free-is-for-causal-lm": (
+        dataclasses.replace(FULL, batching="padding-free", attention="flash_attention_2"),
+        dataclasses.replace(ADA, task="masked-lm"),
+    ),
+    "padding-free-without-prompts": (
+        dataclasses.replace(
+            FULL,
+            method="prompt_tuning",
+            num_virtual_tokens=20,
+            batching="padding-free",
+            attention="flash_attention_2",
+        ),
+        ADA,
+    ),
     "flex-attention-is-compiled": (dataclasses.replace(FULL, attention="flex_attention"), ADA),
     "liger-needs-ampere": (
         dataclasses.replace(FULL, precision="fp16-mixed", liger=True),
@@ -183,6 +202,14 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
         (dataclasses.replace(FULL, activation_checkpointing=1, activation_offloading=True), ADA),
         (FULL, dataclasses.replace(ADA, compute_capability=(8, 0))),
         (dataclasses.replace(FULL, optimizer="apollo_adamw"), ADA),
+        (
+            dataclasses.replace(FULL, batching="padding-free", attention="flash_attention_2"),
+            dataclasses.replace(ADA, head_size=256, task="causal-lm"),
+        ),
+        (
+            dataclasses.replace(FULL, attention="flash_attention_3"),
+            dataclasses.replace(ADA, compute_capability=(9, 0)),
+        ),
         (dataclasses.replace(WHOLE_BATCH, optimizer="lomo"), ADA),
         (dataclasses.replace(LORA, optimizer="stable_adamw"), ADA),
         (dataclasses.replace(FULL, precision="fp16-mixed"), TURING),

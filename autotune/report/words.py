@@ -32,9 +32,13 @@ def model_name(name: str) -> str:
 
 def exact_size(size_bytes: int) -> str:
     """`12 GB = 11.18 GiB`: as it may have been typed, and as everything else is printed."""
-    if size_bytes % 10**9 == 0:
-        return f"{size_bytes // 10**9} GB = {size_bytes / GIB:.2f} GiB"
-    return f"{size_bytes / GIB:.2f} GiB"
+    size = f"{size_bytes / GIB:.2f} GiB"
+    return size if size_bytes % 10**9 else f"{short_size(size_bytes)} = {size}"
+
+
+def short_size(size_bytes: int) -> str:
+    """`12 GB` where it was typed so, else `11.18 GiB`."""
+    return format_bytes(size_bytes) if size_bytes % 10**9 else f"{size_bytes // 10**9} GB"
 
 
 def speed(estimate: Estimate) -> str:
@@ -161,11 +165,11 @@ def describe_base(config: TrainConfig) -> str:
     return f"{METHOD_WORDS[config.method]}, {config.precision}, {config.optimizer}"
 
 
-def memory(estimate: Estimate, budget_bytes: int) -> str:
-    """What is alive at the peak; the parts add up to the peak on the device."""
+def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
+    """What is alive at the peak, in bytes; the parts add up to the peak on the device."""
     parts = estimate.breakdown
     paged = bool(estimate.state.optimizer_state_managed_bytes)
-    rows = [
+    return [
         ("weights", parts.parameters_bytes),
         ("gradients", parts.gradients_bytes),
         ("optimizer", parts.optimizer_state_bytes),
@@ -175,7 +179,14 @@ def memory(estimate: Estimate, budget_bytes: int) -> str:
         ("cached", estimate.peak_reserved_bytes - estimate.peak_allocated_bytes),
         ("paged state, CUDA" if paged else "CUDA", estimate.nontorch_bytes),
     ]
-    parted = [f"{name} {size_bytes / GIB:.1f}".replace(" ", GLUE) for name, size_bytes in rows]
+
+
+def memory(estimate: Estimate, budget_bytes: int) -> str:
+    """The parts of the peak in one line."""
+    parted = [
+        f"{name} {size_bytes / GIB:.1f}".replace(" ", GLUE)
+        for name, size_bytes in memory_parts(estimate)
+    ]
     listed = f"{GLUE}| ".join(parted)
     used, of = estimate.peak_device_bytes / GIB, budget_bytes / GIB
     return f"{used:.1f} of {of:.1f} GiB  {listed}"

@@ -24,13 +24,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    PretrainedConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_callback import PrinterCallback
 
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.export.training_args import environment, installed_fields, training_arguments
 from autotune.out_of_memory import excess_bytes, says_out_of_memory
-from autotune.results import Measurement, ProbeSpec
+from autotune.results import Measurement, ProbeSpec, TraceSpec
 from autotune.worker import checks, confirm, fp8
 from autotune.worker import model as models
 from autotune.worker.build import build
@@ -169,15 +175,23 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
 class _Rows(torch.utils.data.Dataset):
     """Samples of random token ids at full length, as the exported train.py makes them.
 
-    In NumPy's arrays: on the CPU a tensor would count as memory of the device.
+    In NumPy's arrays: on the CPU a tensor would count as memory of the device. Where a trace has
+    padding, the last place of each holds no token.
     """
 
     def __init__(
-        self, config: PretrainedConfig, task: str, sequence_length: int, num_rows: int, kept: int
+        self,
+        config: PretrainedConfig,
+        task: str,
+        train_config: TrainConfig,
+        num_rows: int,
+        kept: int,
     ) -> None:
         random = np.random.default_rng(0)
         vocabulary = config.get_text_config().vocab_size or 1
+        sequence_length = train_config.sequence_length
         self._task = task
+        self._batching = TraceSpec.of(train_config).batching
         self._num_rows = num_rows
         self._token_ids = random.integers(vocabulary, size=(kept, sequence_length))
         self._classes = random.integers(config.num_labels or 1, size=kept)
@@ -193,14 +207,19 @@ class _Rows(torch.utils.data.Dataset):
             raise IndexError(index)  # The end, for who iterates: a sampler that groups by length.
         index %= len(self._token_ids)
         row = self._token_ids[index]
-        if self._task == "causal-lm":
+        if self._task == "causal-lm" and self._batching != "padded":
             return {"input_ids": row, "labels": row}
         labels: Any = row
         if self._task == "sequence-classification":
             labels = int(self._classes[index])
         elif self._task == "masked-lm":
             labels = np.where(self._is_masked[index], row, -100)
-        return {"input_ids": row, "attention_mask": np.ones_like(row), "labels": labels}
+        mask = np.ones_like(row)
+        if self._batching == "padded":
+            mask[-1] = 0
+            if self._task != "sequence-classification":
+                labels = np.where(mask, labels, -100)
+        return {"input_ids": row, "attention_mask": mask, "labels": labels}
 
 
 class _Watch(TrainerCallback):
@@ -240,15 +259,21 @@ class _Watch(TrainerCallback):
             model.config.pad_token_id = 0  # Decoders ask where a padded row ends.
         micro_batch = self.config.micro_batch_size
         num_rows = arguments.max_steps * arguments.gradient_accumulation_steps * micro_batch
-        sequence_length = self.config.sequence_length
-        rows = _Rows(hf_config, self.spec.task, sequence_length, num_rows, kept=2 * micro_batch)
+        rows = _Rows(hf_config, self.spec.task, self.config, num_rows, kept=2 * micro_batch)
         if self.spec.confirm_steps:
             num_rows = confirm.NUM_EVALUATION_BATCHES * micro_batch
             self._evaluation_rows = _Rows(
-                hf_config, self.spec.task, sequence_length, num_rows, kept=num_rows
+                hf_config, self.spec.task, self.config, num_rows, kept=num_rows
             )
+        collator = None
+        if self.config.batching == "padding-free":
+            collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
         self._trainer = _WatchedTrainer(
-            model=model, args=arguments, train_dataset=rows, callbacks=[self]
+            model=model,
+            args=arguments,
+            data_collator=collator,
+            train_dataset=rows,
+            callbacks=[self],
         )
         self._trainer.watch = self
         self._trainer.remove_callback(PrinterCallback)
