@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune import needs
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
@@ -91,7 +92,7 @@ class Prober:
         self._model = model
         self._useful_share = useful_share
         self.spec = spec
-        self.fingerprint = self._ask_fingerprint()
+        self._fingerprint = self._ask_fingerprint()
         self.num_run = 0
         """Probes; confirmations are counted nowhere."""
         self.num_reused = 0
@@ -115,6 +116,10 @@ class Prober:
             )
         return dataclasses.replace(measurement, useful_share=share)
 
+    def fingerprint_of(self, config: TrainConfig) -> Fingerprint:
+        """What a measurement of the configuration would have, made here and now."""
+        return needs.fingerprint_for(config, self._fingerprint)
+
     def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
         """The table's confirmation of what a probe measured, or a new one."""
         spec = dataclasses.replace(self.spec, confirm_steps=num_steps)
@@ -132,7 +137,9 @@ class Prober:
         return dataclasses.replace(measurement, useful_share=best.useful_share)
 
     def _find(self, config: TrainConfig, spec: ProbeSpec) -> Measurement | None:
-        return self._table.find(probe_key(self._model.config, config, spec, self.fingerprint))
+        return self._table.find(
+            probe_key(self._model.config, config, spec, self.fingerprint_of(config))
+        )
 
     def _run(
         self,
@@ -158,7 +165,7 @@ class Prober:
                 on_answer=None if watch is None else functools.partial(_follow, watch, folder),
             )
         measurement = self._read(end, config, spec)
-        key = probe_key(self._model.config, config, spec, self.fingerprint)
+        key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
         self._table.add(key, measurement)
         return measurement
 
@@ -197,7 +204,7 @@ class Prober:
         return Measurement(
             config=config,
             spec=spec,
-            fingerprint=self.fingerprint,
+            fingerprint=self.fingerprint_of(config),
             outcome=outcome,
             message=f"{message} {last_words}".strip()[:500],
         )
@@ -334,7 +341,7 @@ def _probe(
     on_probe: OnProbe,
 ) -> None:
     """Probe until nothing that is not refused is likely to be faster; adds to `measured`."""
-    leave_out = _left_out(study, prober.fingerprint, refused)
+    leave_out = _left_out(study, prober, refused)
     study.pruner = SpeedPruner(noise=NOISE, leave_out=leave_out)
     distributions = parameter_distributions(study, [e.config for e in plan.pool])
     of_params: dict[frozenset[tuple[str, Any]], TrainConfig] = {}
@@ -380,21 +387,24 @@ def _earlier(study: optuna.Study, plan: Plan, prober: Prober) -> dict[TrainConfi
     configs = {estimate.config for estimate in plan.pool}
     found: dict[TrainConfig, Measurement] = {}
     for _, earlier in _recorded(study):
-        if earlier.config in configs and earlier.fingerprint == prober.fingerprint:
+        if earlier.config in configs and _is_from_here(earlier, prober):
             # Of what was tried twice, the second try.
             found[earlier.config] = earlier
     return found
 
 
-def _left_out(
-    study: optuna.Study, fingerprint: Fingerprint, refused: Collection[TrainConfig]
-) -> set[int]:
+def _left_out(study: optuna.Study, prober: Prober, refused: Collection[TrainConfig]) -> set[int]:
     """Numbers of the trials that say nothing to this search: measured elsewhere, or refused since."""
     return {
         number
         for number, seen in _recorded(study)
-        if seen.fingerprint != fingerprint or seen.config in refused
+        if not _is_from_here(seen, prober) or seen.config in refused
     }
+
+
+def _is_from_here(seen: Measurement, prober: Prober) -> bool:
+    """Whether it was measured on this machine, with the libraries that are here."""
+    return seen.fingerprint == prober.fingerprint_of(seen.config)
 
 
 def _recorded(study: optuna.Study) -> Iterator[tuple[int, Measurement]]:

@@ -244,7 +244,8 @@ class Fingerprint:
     cuda: str
     """That torch was built for; empty on a CPU."""
     versions: tuple[tuple[str, str], ...]
-    """(library, version) of torch, transformers, peft, bitsandbytes, accelerate, python; sorted."""
+    """(library, version) of torch, transformers, peft, bitsandbytes, accelerate, python, and of what
+    the measured configuration uses beyond (autotune.needs); sorted."""
     allocator: str
     """PYTORCH_ALLOC_CONF, as set."""
 

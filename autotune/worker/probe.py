@@ -33,6 +33,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
+from autotune import needs
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.export.training_args import environment, installed_fields, training_arguments
 from autotune.out_of_memory import excess_bytes, says_out_of_memory
@@ -111,7 +112,7 @@ def probe(
     return Measurement(
         config=config,
         spec=spec,
-        fingerprint=fingerprint(spec.backend),
+        fingerprint=needs.fingerprint_for(config, fingerprint(spec.backend)),
         elapsed_seconds=time.perf_counter() - began,
         **figures,
     )
