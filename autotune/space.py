@@ -29,7 +29,7 @@ from autotune.optimizers import OPTIMIZERS
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
 # with float8.
-_AMPERE = (8, 0)
+AMPERE = (8, 0)
 _ADA = (8, 9)
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
 _FLASH = ("flash_attention_2", "flash_attention_3")
@@ -121,6 +121,41 @@ def with_peft(space: SearchSpace, peft: str) -> SearchSpace:
     return dataclasses.replace(space, methods=tuple(sections.values()))
 
 
+def around(
+    space: SearchSpace, base: TrainConfig, allows: Callable[[str, str, Any], bool]
+) -> SearchSpace:
+    """The space as far as `allows` (method, setting, value) goes, with the base's own values in it.
+
+    What the space does not vary stays as the base has it. A method that is left with no value for
+    one of its settings goes.
+    """
+    sections = []
+    for section in space.methods:
+        domains = {
+            name: _around(section, name, base, functools.partial(allows, section.method, name))
+            for name, knob in KNOBS.items()
+            if section.method in knob.methods
+            and (name in section.domains or getattr(base, name) is not None)
+        }
+        if all(domains.values()):
+            sections.append(dataclasses.replace(section, domains=domains))
+    return dataclasses.replace(space, methods=tuple(sections))
+
+
+def _around(
+    section: MethodSpace, name: str, base: TrainConfig, allows: Callable[[Any], bool]
+) -> tuple[Any, ...]:
+    of_base = getattr(base, name)
+    values = section.domains.get(name, ())
+    if section.method == base.method or not values:
+        values = tuple(dict.fromkeys((*values, of_base)))
+    return (
+        tuple(filter(allows, values))
+        or tuple(filter(allows, (of_base,)))
+        or tuple(filter(allows, KNOBS[name].choices))
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
     """What a rule may ask beyond the TrainConfig. None: not known, the rule lets pass."""
@@ -164,7 +199,7 @@ def _has_settings_of_others(config: TrainConfig) -> bool:
 
 def _lacks_ampere(context: Context) -> bool:
     capability = context.compute_capability
-    return capability is not None and capability < _AMPERE
+    return capability is not None and capability < AMPERE
 
 
 _FOR_ONE_GPU = frozenset(
@@ -308,6 +343,26 @@ RULES: tuple[Rule, ...] = (
         reason="virtual tokens would stand before the first sample of a micro-batch alone",
         breaks=lambda c, _: (
             c.batching == "padding-free" and c.method in ADAPTERS and ADAPTERS[c.method].is_prompt
+        ),
+    ),
+    Rule(
+        name="prefetch-needs-workers",
+        reason="without workers there is nobody to load a batch beforehand",
+        breaks=lambda c, _: (
+            c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers
+        ),
+    ),
+    Rule(
+        name="compile-backend-needs-compile",
+        reason="a backend of torch.compile says nothing where nothing is compiled",
+        breaks=lambda c, _: c.torch_compile_backend != "inductor" and not c.is_compiled,
+    ),
+    Rule(
+        # torch 2.13 torch/__init__.py: other backends are handed the mode, and have none.
+        name="compile-modes-are-inductors",
+        reason="torch.compile's modes are Inductor's: another backend has only default",
+        breaks=lambda c, _: (
+            c.torch_compile_backend != "inductor" and c.torch_compile not in ("none", "default")
         ),
     ),
     Rule(

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from autotune import compiled, waterfall
 from autotune.config import METHODS, TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.details import Details
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator, least_bytes
 from autotune.gpus import Gpu
 from autotune.knobs import KNOBS, REQUIRED, describe
 from autotune.models import ModelSource
-from autotune.needs import predictable
+from autotune.needs import NOT_PREDICTED, predictable
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Estimate, TraceSpec
 from autotune.space import (
@@ -83,6 +86,10 @@ class Found:
     considered: tuple[Estimate, ...]
     pool: Callable[[], tuple[Estimate, ...]]
     """Makes the candidates for probes, fastest first; costs a replay each."""
+    details: Callable[[Summary], Details]
+    """What a report draws of an answer of this search: ten replays or so."""
+    variants: Callable[[Estimate], Sequence[Estimate]] = lambda _: ()
+    """Of a candidate: compiled, as far as the space and --allow have that."""
 
 
 Progress = Callable[[str, int, int], None]
@@ -131,18 +138,23 @@ def find(
     gpu_reason: str = "",
     allow: str | None = None,
     base: TrainConfig | None = None,
+    has: TrainConfig | None = None,
     effort: str = "normal",
     progress: Progress = lambda *_: None,
 ) -> Found:
     """Answer a workload by prediction.
 
     `allow` None: numerics, raised to recipe where nothing else fits. `base` None: default_base.
+    What `has` needs is taken for installed.
     Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
     HardwareError for a card whose speed is unknown.
     """
     started = time.monotonic()
     num_layers = model.config.get("num_hidden_layers")
-    space, left_out = predictable(with_attentions(space, model.attentions), workload.methods)
+    ways_to_compile = compiled.settings_of(space)
+    space, left_out = predictable(
+        with_attentions(space, model.attentions), workload.methods, has=has
+    )
     points = enumerate_configs(
         for_gpus(with_batchings(space, workload), workload.num_gpus),
         workload,
@@ -234,6 +246,36 @@ def find(
         summary=summary,
         considered=candidates.considered(EFFORTS[effort].num_recorded),
         pool=lambda: candidates.pool(candidates.at_most(chosen), POOL_SIZE),
+        details=functools.partial(
+            _details, estimator, baselines[-1], _context(workload, gpu), candidates.priced
+        ),
+        variants=lambda estimate: [
+            variant
+            for variant in compiled.variants(estimate, ways_to_compile)
+            if candidates.at_most(chosen)(variant.config)
+        ],
+    )
+
+
+def _details(
+    estimator: Estimator,
+    smallest_base: TrainConfig,
+    context: Context,
+    priced: Callable[[], list[tuple[float, int]]],
+    summary: Summary,
+) -> Details:
+    """From the base that fits, else from its smallest micro-batch."""
+    baseline = smallest_base if summary.baseline is None else summary.baseline.config
+    base = baseline if estimator.supports(baseline) else None
+    return waterfall.details(estimator, base, summary.best.config, context, priced())
+
+
+def _context(workload: Workload, gpu: Gpu) -> Context:
+    return Context(
+        effective_batch_size=workload.effective_batch_size,
+        compute_capability=gpu.compute_capability,
+        weight_decay=workload.decays,
+        task=workload.task,
     )
 
 
@@ -252,6 +294,15 @@ def _possible(
     return [config for config in configs if least_bytes(config, count) <= limit] or configs
 
 
+def steps_per_epoch(summary: Summary) -> int | None:
+    """Optimizer steps in which the answer sees all of the dataset once; None without a dataset."""
+    lengths, config = summary.workload.lengths, summary.best.config
+    if lengths is None:
+        return None
+    useful_tokens = summary.best.useful_share * config.tokens_per_step
+    return math.ceil(lengths.tokens_per_epoch(config.batching) / useful_tokens)
+
+
 def with_measured(summary: Summary, measured: Measured) -> Summary:
     """The answer that probes gave: the prediction of the measured winner, and what was measured."""
     best = measured.predicted
@@ -262,6 +313,12 @@ def with_measured(summary: Summary, measured: Measured) -> Summary:
         tied=(),
         changes=(),
         more_memory=None,
+        # What is not predicted was measured.
+        left_out=tuple(
+            text
+            for text in summary.left_out
+            if not (measured.num_compiled and text.endswith(f"({NOT_PREDICTED})"))
+        ),
         measured=measured,
     )
 
@@ -296,6 +353,10 @@ class Candidates:
     def num_possible(self) -> int:
         """Configurations whose live tensors alone fit."""
         return len(self._ranked)
+
+    def priced(self) -> list[tuple[float, int]]:
+        """(tokens per second, device bytes at least) of each, fastest first."""
+        return [(speed, self._estimator.floor_bytes(config)) for speed, config in self._ranked]
 
     @property
     def num_replayed(self) -> int:
@@ -441,12 +502,7 @@ def _changes(
     estimator: Estimator, best: Estimate, base: TrainConfig, workload: Workload, gpu: Gpu
 ) -> tuple[Change, ...]:
     """The answer with one setting put back to the base's, where that is valid and was traced."""
-    context = Context(
-        effective_batch_size=workload.effective_batch_size,
-        compute_capability=gpu.compute_capability,
-        weight_decay=workload.decays,
-        task=workload.task,
-    )
+    context = _context(workload, gpu)
     changes = []
     for setting in KNOBS:
         if setting == "micro_batch_size":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.config import LOADER_SETTINGS, TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS, Optimizer
 from autotune.space import (
@@ -136,6 +136,17 @@ BREAKERS = {
         ADA,
     ),
     "flex-attention-is-compiled": (dataclasses.replace(FULL, attention="flex_attention"), ADA),
+    "prefetch-needs-workers": (dataclasses.replace(FULL, dataloader_prefetch_factor=4), ADA),
+    "compile-backend-needs-compile": (
+        dataclasses.replace(FULL, torch_compile_backend="aot_eager"),
+        ADA,
+    ),
+    "compile-modes-are-inductors": (
+        dataclasses.replace(
+            FULL, torch_compile="reduce-overhead", torch_compile_backend="cudagraphs"
+        ),
+        ADA,
+    ),
     "liger-needs-ampere": (
         dataclasses.replace(FULL, precision="fp16-mixed", liger=True),
         TURING,
@@ -335,7 +346,8 @@ def test_gpus_share_the_effective_batch() -> None:
 def test_every_setting_has_a_class() -> None:
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
     of_the_workload = {"method", "gradient_accumulation_steps", "sequence_length", "num_gpus"}
-    assert set(KNOBS) == settings - of_the_workload
+    # A loader loads the same batches, however it does: it is timed, not searched.
+    assert set(KNOBS) == settings - of_the_workload - set(LOADER_SETTINGS)
     assert {knob.tradeoff for knob in KNOBS.values()} <= {*TRADEOFF_CLASSES, ""}
     assert [name for name, knob in KNOBS.items() if not knob.tradeoff] == ["optimizer"]
 

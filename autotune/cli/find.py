@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import click
 
 from autotune import store
 from autotune.cli.options import COUNT, KnobType, command_line, is_given, workload_options
-from autotune.cli.output import explain, print_json
+from autotune.cli.output import explain, print_json, say
 from autotune.config import METHODS
 from autotune.knobs import KNOBS
 from autotune.options import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, FindOptions
@@ -22,7 +24,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 
 
 @click.command()
-@workload_options
+@functools.partial(workload_options, requires_model=False)
 @click.option(
     "--backend",
     type=click.Choice(CHOICES["backend"]),
@@ -61,7 +63,8 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     "--base",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="train_config.yaml to improve on [default: TrainingArguments' defaults].",
+    help="The file to improve on: train_config.yaml, axolotl's, LLaMA-Factory's, TRL's or "
+    "TrainingArguments [default: TrainingArguments' defaults].",
 )
 @click.option(
     "--effort",
@@ -74,6 +77,20 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     type=click.IntRange(0, 1_000_000),
     help="Optimizer steps of the measured winner's confirmation, 0 for none [default: 50 on cuda, 10 "
     "on cpu].",
+)
+@click.option(
+    KNOBS["torch_compile"].flag,
+    "compile_mode",
+    type=click.Choice(CHOICES["compile_mode"]),
+    help="Compile the best few with torch.compile in this mode, too: only a measurement tells what that "
+    "is worth [default: as the space says].",
+)
+@click.option(
+    "--train-steps",
+    type=COUNT,
+    metavar="N",
+    help="Optimizer steps of the run, which a cold start has to pay for itself in [default: an epoch of "
+    "the --dataset; without one, steady speed decides].",
 )
 @click.option("--study", metavar="NAME", help="Name in the database [default: by the workload].")
 @click.option(
@@ -113,7 +130,14 @@ def find(
         # After the @: whatever comes before it may be a password.
         study = delivered.study
         place = f"{study} in {storage.rpartition('@')[2]}" if study else ""
-        terminal.draw_outcome(delivered.files, place, sys.stdout)
+        written, report = delivered.files, ""
+        if delivered.report is not None:
+            written = [*written, delivered.report]
+        elif study:
+            report = f"autotune report {shlex.quote(study)}"
+        terminal.draw_outcome(written, place, sys.stdout, report=report)
+    for note in delivered.notes:
+        say(f"note: {note}")
     for problem in delivered.problems[:-1]:
         explain(problem)
     if delivered.problems:

@@ -58,12 +58,12 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
     return click.option(knob.flag, knob.name, type=kind, metavar=metavar, help=knob.summary)
 
 
-def workload_options(command: Command) -> Command:
+def workload_options(command: Command, *, requires_model: bool = True) -> Command:
     """Options that say what is trained, and on which card."""
     options = (
         click.option(
             "--model",
-            required=True,
+            required=requires_model,
             metavar="NAME",
             help="Hub id, catalogue name, folder or config.json. Weights are never read.",
         ),

@@ -108,7 +108,7 @@ def training_arguments(
     for knob in KNOBS.values():
         if knob.arguments is not None:
             arguments |= knob.arguments(getattr(config, knob.name))
-    return arguments
+    return arguments | config.loader_arguments
 
 
 def environment(config: TrainConfig) -> dict[str, str]:
@@ -143,7 +143,9 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
     if "padding_free" in fields:
         decided["padding_free"] = config.batching == "padding-free"
     if "packing" in fields:
-        decided |= {"max_length": config.sequence_length, "packing": config.batching == "packed"}
+        # Padding-free SFTTrainer wants samples that are cut off already (trl 1.16, its __init__).
+        length = None if config.batching == "padding-free" else config.sequence_length
+        decided |= {"max_length": length, "packing": config.batching == "packed"}
         if config.batching == "packed":
             # One stream cut into blocks: what was priced. TRL's own default joins samples unpadded.
             decided["packing_strategy"] = "wrapped"

@@ -73,6 +73,9 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
             ),
             ("", words.confirmation(found)),
             *(("rejected", words.rejected(failed)) for failed in found.rejected),
+            ("run", words.run(found)),
+            *([("compile", words.compilation(found))] if found.num_compiled else []),
+            ("loader", words.loader(summary)),
             ("probes", words.probes(found)),
             ("", "What follows is predicted."),
         ]
@@ -82,6 +85,8 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
         *([("epoch", words.epoch(summary))] if summary.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
     ]
+    if summary.measured is None and summary.workload.lengths is not None:
+        rows.append(("loader", words.loader(summary)))
     rows += words.of_each_gpu(best)
     if summary.measured is None:
         rows.append(("why", words.why(summary)))
@@ -89,6 +94,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
         rows.append(("", "Nothing of a lower class fits, so another recipe was allowed."))
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
+    rows += [("note", words.bound(text)) for text in needs.unpredicted(best.config)]
     if note := words.unfused_casts(best.config):
         rows.append(("note", note))
     if summary.tied:
@@ -98,10 +104,10 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     _print_classes(console, summary)
 
 
-def draw_outcome(files: Sequence[Path], study: str, file: TextIO) -> None:
+def draw_outcome(files: Sequence[Path], study: str, file: TextIO, *, report: str = "") -> None:
     """What was written where, what to do next, and what a prediction leaves out.
 
-    No files, or an empty study: they could not be written.
+    No files, or an empty study: they could not be written. `report`: the command that draws one.
     """
     rows: list[Row] = []
     if files:
@@ -109,6 +115,8 @@ def draw_outcome(files: Sequence[Path], study: str, file: TextIO) -> None:
         rows.append(("written", f"{printable(str(files[0].parent))}/  {names}"))
     if study:
         rows.append(("study", printable(study)))
+    if report:
+        rows.append(("report", printable(report).replace(" ", words.GLUE)))
     for path in files:
         if path.suffix == ".py":
             command = f"python {printable(shlex.quote(str(path)))} --dataset FILE.jsonl"
@@ -163,10 +171,7 @@ def draw_estimate(
     if note := words.unfused_casts(estimate.config):
         rows.append(("note", note))
     rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
-    rows += [
-        ("note", f"{text}: the figures are those without it")
-        for text in needs.unpredicted(estimate.config)
-    ]
+    rows += [("note", words.bound(text)) for text in needs.unpredicted(estimate.config)]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
     _print_rows(console, rows)
 

@@ -28,14 +28,16 @@ from autotune.worker import model as models
 ONLY_CUDA = ("fp16", "tf32", "use_liger_kernel")
 """TrainingArguments that mean nothing without a CUDA device, or are refused there."""
 
+OF_DATASET = ("max_length", "packing", "packing_strategy")
+"""SFTConfig's fields that say how TRL prepares the dataset."""
+
 
 def training_arguments(
-    config: TrainConfig, overrides: Mapping[str, Any], extra: Mapping[str, Any]
+    config: TrainConfig, extra: Mapping[str, object], overrides: Mapping[str, Any]
 ) -> TrainingArguments:
-    """New arguments: what was decided, the overrides over it, the class's defaults elsewhere.
+    """New arguments: a workload's extra ones, what was decided, the overrides; else the defaults.
 
-    `extra` are the workload's, under what was decided. An SFTConfig for a configuration of TRL's
-    trainer. Raises ConfigError for an unknown override.
+    An SFTConfig for a configuration of TRL's trainer. Raises ConfigError for an unknown override.
     """
     os.environ.update(environment(config))
     kind: Any = TrainingArguments
@@ -66,6 +68,9 @@ def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArgume
 def differences(config: TrainConfig, arguments: TrainingArguments) -> dict[str, tuple[Any, Any]]:
     """Of each decided field that says otherwise: (what it says, what was decided)."""
     wanted = decided_arguments(config, field_names(type(arguments)))
+    if (getattr(arguments, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+        # The rows are cut already, and TRL does not ask how.
+        wanted = {name: value for name, value in wanted.items() if name not in OF_DATASET}
     if arguments.device.type != "cuda":
         wanted = _without_cuda(wanted)
     found = {}

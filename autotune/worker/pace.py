@@ -25,7 +25,8 @@ class Pace:
         self._pending: deque[tuple[Any, int, bool]] = deque()
         self._last_mark: Any = None
         self._seconds = self._host_seconds = self._waiting_seconds = 0.0
-        self._tokens = 0
+        self.num_tokens = 0
+        """Of the steps that count."""
         self._is_interrupted = False
         self._ended = self._host.mark()
         self._waited_seconds = 0.0
@@ -59,7 +60,7 @@ class Pace:
                 seconds = self._clock.seconds(self._last_mark, mark)
                 self._window.append((seconds, tokens))
                 self._seconds += seconds
-                self._tokens += tokens
+                self.num_tokens += tokens
             self._last_mark = mark
 
     @property
@@ -70,7 +71,7 @@ class Pace:
     @property
     def speed(self) -> float | None:
         """Over all steps; None where none counts."""
-        return self._tokens / self._seconds if self._seconds else None
+        return self.num_tokens / self._seconds if self._seconds else None
 
     @property
     def recent_speed(self) -> float | None:
