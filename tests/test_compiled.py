@@ -74,6 +74,8 @@ def test_a_variant_has_the_figures_of_eager_and_says_that_they_are_a_bound() -> 
     assert variant.to_dict(10**9)["bounded_by_eager"] is True
     assert "without torch.compile" in words.predicted(variant)
     assert compiled.variants(eager, {"lora": ways["full"]}) == []
+    padded = dataclasses.replace(eager, config=dataclasses.replace(EAGER, batching="padded"))
+    assert compiled.variants(padded, ways) == []
 
 
 @pytest.mark.parametrize(
