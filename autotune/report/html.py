@@ -16,7 +16,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autotune import __version__
 from autotune.config import TRADEOFF_CLASSES
 from autotune.errors import ConfigError
 from autotune.report import facts, figures, words
@@ -43,7 +42,6 @@ def draw(data: ReportData) -> str:
     summary, answer = data.answer.summary, data.answer
     drawn = figures.all_figures(data)
     return environment.from_string(_own("page.html.j2")).render(
-        autotune=__version__,
         policy=_policy(scripts),
         css=_own("page.css"),
         scripts=scripts,
