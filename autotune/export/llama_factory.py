@@ -266,7 +266,7 @@ TARGET = Target(
         "use_mca": "trains with Megatron",
         "use_kt": "trains with KTransformers",
         "use_hyper_parallel": "shares the run among GPUs as no prediction does",
-        "fp8": "chooses its layers and scales otherwise than what is priced",
+        "fp8": "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)",
         "shift_attn": "is another attention",
         "mixture_of_depths": "is another model",
         "adapter_name_or_path": "starts from adapters, which may be merged",
