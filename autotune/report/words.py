@@ -60,6 +60,12 @@ def measured(measurement: Measurement) -> str:
     return measured_speed(measurement) + ("" if peak is None else f", {format_bytes(peak)}")
 
 
+def probed(measurement: Measurement) -> str:
+    """What was probed and how it ended."""
+    said = measurement.message if measurement.outcome != "ok" else measured(measurement)
+    return f"{describe(measurement.config)}: {measurement.outcome}, {printable(said)}"
+
+
 def predicted(estimate: Estimate) -> str:
     """What was predicted, beside what was measured."""
     return f"predicted {speed(estimate)}, {format_bytes(estimate.peak_device_bytes)}"
@@ -167,9 +173,18 @@ def describe_base(config: TrainConfig) -> str:
 
 def memory(estimate: Estimate, budget_bytes: int) -> str:
     """What is alive at the peak; the parts add up to the peak on the device."""
+    rows = memory_parts(estimate)
+    parted = [f"{name} {size_bytes / GIB:.1f}".replace(" ", GLUE) for name, size_bytes in rows]
+    listed = f"{GLUE}| ".join(parted)
+    used, of = estimate.peak_device_bytes / GIB, budget_bytes / GIB
+    return f"{used:.1f} of {of:.1f} GiB  {listed}"
+
+
+def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
+    """(name, bytes) of what is alive at the peak; they add up to the peak on the device."""
     parts = estimate.breakdown
     paged = bool(estimate.state.optimizer_state_managed_bytes)
-    rows = [
+    return [
         ("weights", parts.parameters_bytes),
         ("gradients", parts.gradients_bytes),
         ("optimizer", parts.optimizer_state_bytes),
@@ -179,10 +194,6 @@ def memory(estimate: Estimate, budget_bytes: int) -> str:
         ("cached", estimate.peak_reserved_bytes - estimate.peak_allocated_bytes),
         ("paged state, CUDA" if paged else "CUDA", estimate.nontorch_bytes),
     ]
-    parted = [f"{name} {size_bytes / GIB:.1f}".replace(" ", GLUE) for name, size_bytes in rows]
-    listed = f"{GLUE}| ".join(parted)
-    used, of = estimate.peak_device_bytes / GIB, budget_bytes / GIB
-    return f"{used:.1f} of {of:.1f} GiB  {listed}"
 
 
 def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
