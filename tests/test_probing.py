@@ -216,7 +216,7 @@ def test_what_runs_is_told_beforehand_and_what_is_known_is_not(url: str, table: 
         def on_run(config: TrainConfig, spec: ProbeSpec) -> None:
             seen.append((config.micro_batch_size, spec.confirm_steps))
 
-        server = Server(lambda config: measured(config))
+        server = Server(measured, confirm=measured)
         prober = Prober(server, table, MODEL, SPEC, on_run=on_run)  # type: ignore[arg-type]
         plan = Plan(
             pool=[predicted(size) for size in SIZES],
