@@ -38,8 +38,18 @@ METHODS = ("full", *ADAPTERS)
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """torch.compile's `mode`, with Inductor (torch 2.13 torch/__init__.py)."""
+COMPILE_BACKENDS = ("inductor", "cudagraphs", "aot_eager")
+"""torch.compile's `backend`. aot_eager runs the captured graphs with eager's kernels: no C++ compiler is
+needed (torch 2.13 torch/_dynamo/backends/)."""
 TRAINERS = ("transformers", "trl-sft")
 """Transformers' Trainer, or TRL's SFTTrainer."""
+
+LOADER_SETTINGS = (
+    "dataloader_num_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_pin_memory",
+)
+"""Fields of TrainConfig, by their names in TrainingArguments."""
 
 CLASSIFIER_HEADS = ("classifier", "score")
 """What PEFT trains in full beside the adapter of a classifier, and so must not be quantised
@@ -361,6 +371,18 @@ class TrainConfig:
     """0: none; else noise of that strength is added to the embeddings."""
     torch_compile: str = "none"
     """none, or one of COMPILE_MODES."""
+    torch_compile_backend: str = "inductor"
+    """One of COMPILE_BACKENDS; the others have no modes but default."""
+    dataloader_num_workers: int = 0
+    """Processes that load batches; 0: the training process does. Chosen by timing, not searched."""
+    dataloader_prefetch_factor: int | None = None
+    """Batches that each of them has ready; None: the Trainer's default."""
+    dataloader_pin_memory: bool | None = None
+    """Batches wait in page-locked memory; None: the Trainer's default."""
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.torch_compile != "none"
 
     @property
     def effective_batch_size(self) -> int:

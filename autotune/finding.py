@@ -15,11 +15,23 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import export, inputs, probing, space_file, store, studies, tune
+from autotune import (
+    bases,
+    compiled,
+    export,
+    inputs,
+    probing,
+    space_file,
+    store,
+    studies,
+    tune,
+)
 from autotune.config import METHODS, Workload
+from autotune.dataset import Dataset, time_loaders
 from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageError, WorkerError
-from autotune.export.train_config import read_train_config
+from autotune.export.read import BaseRun
 from autotune.forkserver import ForkServer
+from autotune.loading import LoaderTimes
 from autotune.models import ModelSource, resolve
 from autotune.optimizers import OPTIMIZERS
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
@@ -27,7 +39,7 @@ from autotune.probes import open_probes
 from autotune.report.progress import SILENT, Listener
 from autotune.results import BACKENDS, ProbeSpec
 from autotune.space import may_pack, with_peft
-from autotune.summary import Summary
+from autotune.summary import Measured, Summary
 from autotune.tune import Found
 
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
@@ -46,6 +58,8 @@ class Answer:
     study: str
     folder_name: str
     """The study's name, as a folder may have it."""
+    run: BaseRun | None = None
+    """What the user trains with so far."""
 
     @property
     def summary(self) -> Summary:
@@ -63,6 +77,8 @@ class Delivered:
     """Empty where none was kept."""
     problems: list[AutotuneError]
     """What could not be written; the answer is not lost by it."""
+    notes: tuple[str, ...] = ()
+    """What was changed in the user's own file, in words."""
 
 
 def find(
@@ -87,9 +103,20 @@ def find(
     if options.peft is not None:
         space = with_peft(space, options.peft)
         methods = (*methods, "peft")
-    run = None if options.base is None else read_train_config(options.base)
+    if options.compile_mode is not None:
+        space = compiled.with_mode(space, options.compile_mode)
+    run = None
+    if options.base is not None:
+        run = bases.read_run(
+            options.base,
+            seq_len=options.seq_len,
+            methods=methods,
+            num_gpus=options.num_gpus or 1,
+            usual_length=SEQUENCE_LENGTH,
+            note=listener.note,
+        )
     base = None if run is None else run.config
-    source = resolve(options.model)
+    source = resolve(_model_of(options, run))
     num_gpus, length, batch = options.num_gpus, options.seq_len, options.effective_batch
     if base is not None:
         num_gpus = inputs.agreed("--num-gpus", num_gpus, base.num_gpus)
@@ -111,6 +138,8 @@ def find(
         length = inputs.longest_batch(lengths, length, packs=packs, note=listener.note)
         if base is not None:
             base = dataclasses.replace(base, sequence_length=length)
+    if run is not None and base is not None:
+        space, base = bases.searched(space, run, base, task, has_lengths=lengths is not None)
     workload = Workload(
         model=source.name,
         task=task,
@@ -125,6 +154,12 @@ def find(
     if base is not None:
         what = f"The configuration of {options.base}"
         inputs.check_rules(base, workload, card, source, what=what)
+    if options.backend == "auto":
+        is_here = gpu_reason.startswith(inputs.FOUND) and num_gpus == 1
+        measure_on = "cuda" if is_here else None
+    else:
+        measure_on = options.backend if options.backend in BACKENDS else None
+    trains_elsewhere = measure_on is None and run is not None and run.target is not None
     with listener.searching() as progress:
         found = tune.find(
             source,
@@ -134,6 +169,7 @@ def find(
             gpu_reason=gpu_reason,
             allow=options.allow,
             base=base,
+            has=base if trains_elsewhere else None,
             effort=options.effort,
             progress=progress,
         )
@@ -142,11 +178,6 @@ def find(
     name = store.default_study_name(workload, gpu=None if is_planned else card.name)
     if options.peft is not None:
         name += f"-{hashlib.sha256(options.peft.encode()).hexdigest()[:6]}"
-    if options.backend == "auto":
-        is_here = gpu_reason.startswith(inputs.FOUND) and num_gpus == 1
-        measure_on = "cuda" if is_here else None
-    else:
-        measure_on = options.backend if options.backend in BACKENDS else None
     if measure_on is not None:
         measured_name = f"{name}-measured"
         try:
@@ -165,15 +196,32 @@ def find(
             if options.backend != "auto":
                 raise
             listener.note(f"nothing could be measured, so the answer is predicted. {error}")
-    elif options.confirm_steps is not None:
-        listener.note(
-            "--confirm-steps says nothing to a prediction: --backend cuda or cpu measures."
-        )
+    else:
+        for option, value in (
+            ("--confirm-steps", options.confirm_steps),
+            ("--train-steps", options.train_steps),
+        ):
+            if value is not None:
+                listener.note(
+                    f"{option} says nothing to a prediction: --backend cuda or cpu measures."
+                )
     return Answer(
         found=found,
         study=options.study or name,
         folder_name=name if options.study is None else store.slug(options.study),
+        run=run,
     )
+
+
+def _model_of(options: FindOptions, run: BaseRun | None) -> str:
+    model = options.model or (None if run is None else run.model)
+    if model is None:
+        raise ConfigError(
+            "There is no model",
+            why="No file that names one was given" if run is None else f"{run.path} names none",
+            remedy="Give --model with a Hub id, a folder or a config.json (autotune models)",
+        )
+    return model
 
 
 def _possible_length(source: ModelSource, length: int | None, note: Callable[[str], None]) -> int:
@@ -201,7 +249,11 @@ def _measure(
     """Probe the candidates, confirm the winner. Nothing measured is ever lost."""
     summary = found.summary
     workload = summary.workload
-    confirm_steps = options.confirm_steps
+    confirm_steps, train_steps = options.confirm_steps, options.train_steps
+    if train_steps is None and (train_steps := tune.steps_per_epoch(summary)) is not None:
+        listener.note(
+            f"the run is taken to be an epoch of the dataset: --train-steps {train_steps}."
+        )
     spec = ProbeSpec(
         task=workload.task,
         backend=backend,
@@ -223,6 +275,8 @@ def _measure(
             budget_bytes=workload.memory_budget_bytes,
             max_probes=max_probes,
             confirm_steps=confirm_steps,
+            train_steps=train_steps,
+            variants=lambda e: [v for v in found.variants(e) if probing.can_run(v.config, backend)],
         )
         with (
             store.open_study(
@@ -244,24 +298,61 @@ def _measure(
                 on_run=heard.on_run,
             )
             measured = probing.search(opened, plan, prober, on_probe=heard.on_probe)
-    return dataclasses.replace(found, summary=tune.with_measured(summary, measured))
+        answer = dataclasses.replace(
+            tune.with_measured(summary, measured),
+            loader=_time_loaders(server, source, options, workload, measured, listener),
+        )
+    return dataclasses.replace(found, summary=answer)
+
+
+def _time_loaders(
+    server: ForkServer,
+    source: ModelSource,
+    options: FindOptions,
+    workload: Workload,
+    measured: Measured,
+    listener: Listener,
+) -> LoaderTimes | None:
+    """None without a dataset; and where it fails, for that costs nobody the answer."""
+    if options.dataset is None:
+        return None
+    data = Dataset(
+        path=options.dataset,
+        text_field=options.text_field,
+        tokenizer=options.tokenizer or source.folder_or_id,
+    )
+    try:
+        return time_loaders(server, data, workload, measured.best)
+    except WorkerError as error:
+        listener.note(f"the loader was not timed, and its settings stay. {error}")
+        return None
 
 
 def deliver(
     answer: Answer, *, folder: Path | None, storage: str | None, command: str = ""
 ) -> Delivered:
     """Write the answer's files into a folder and record it in its study, where they are given."""
-    summary = answer.summary
-    config = summary.best.config
-    places = [] if folder is None else export.export_paths(folder, export.exporters_for(config))
+    summary, run = answer.summary, answer.run
+    config = summary.exported
+    exporters = export.exporters_for(config)
+    if run is not None and folder is not None:
+        exporters = bases.with_edited(exporters, folder, run, summary.base)
+    places = [] if folder is None else export.export_paths(folder, exporters)
     result = {**summary.to_dict(), "files": [str(path) for path in places]}
     problems: list[AutotuneError] = []
     files: list[Path] = []
+    notes: tuple[str, ...] = ()
     if folder is not None:
         try:
             files = export.export_files(
-                folder, workload=summary.workload, config=config, result=result
+                folder,
+                workload=summary.workload,
+                config=config,
+                result=result,
+                exporters=exporters,
             )
+            if run is not None:
+                notes = tuple(bases.changed(run, summary.base, config))
         except StorageError as error:
             problems.append(error)
     study = ""
@@ -271,7 +362,7 @@ def deliver(
             study = answer.study
         except (ConfigError, StorageError) as error:
             problems.append(error)
-    return Delivered(result=result, files=files, study=study, problems=problems)
+    return Delivered(result=result, files=files, study=study, problems=problems, notes=notes)
 
 
 def _record(answer: Answer, result: dict[str, Any], *, storage: str, command: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import yaml
+
 from autotune import dataset as datasets
 from autotune import gpus, nvml
 from autotune.config import PRECISIONS, TrainConfig, Workload
@@ -17,6 +19,7 @@ from autotune.kv_cache import KvCache, kv_cache
 from autotune.lengths import Lengths
 from autotune.models import ModelSource
 from autotune.space import Context, broken_rules
+from autotune.space_file import MAX_FILE_BYTES
 from autotune.units import MIB, format_bytes, parse_bytes
 
 NAMED = "named"
@@ -138,6 +141,22 @@ def longest_batch(
     return lengths.longest
 
 
+def read_yaml(path: Path) -> object:
+    """What is in a file that an option names. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES // 1024} KiB")
+        return yaml.safe_load(content.decode("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "It is not UTF-8 text"
+        raise ConfigError(f"{path} cannot be read", why=why) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{path} is not YAML", why=why[:300]) from error
+
+
 def generation(
     source: ModelSource, config: TrainConfig, *, batch_size: int | None, context: int | None
 ) -> KvCache:
@@ -164,6 +183,8 @@ def check_rules(
         compute_capability=card.compute_capability,
         max_sequence_length=source.max_sequence_length,
         weight_decay=workload.decays,
+        head_size=source.head_size,
+        task=workload.task,
     )
     rules = broken_rules(config, context)
     if rules:

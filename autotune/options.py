@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.config import METHODS, TASKS, TRADEOFF_CLASSES
+from autotune.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
 from autotune.errors import ConfigError, nearest
 from autotune.results import BACKENDS
 
@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "backend": ("auto", "predict", *BACKENDS),
     "methods": METHODS,
     "allow": TRADEOFF_CLASSES,
+    "compile_mode": COMPILE_MODES,
     "effort": EFFORTS,
 }
 RANGES: dict[str, tuple[int, int]] = {
@@ -28,6 +29,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "seq_len": (1, 10_000_000),
     "effective_batch": (1, 1_000_000),
     "confirm_steps": (0, 1_000_000),
+    "train_steps": (1, 1_000_000),
 }
 _TEXTS = ("model", "gpu", "gpu_mem", "text_field", "tokenizer", "peft", "space", "study")
 
@@ -39,7 +41,8 @@ class FindOptions:
     Making one raises ConfigError for a value outside CHOICES and RANGES.
     """
 
-    model: str
+    model: str | None = None
+    """None: the base's."""
     task: str | None = None
     gpu: str | None = None
     gpu_mem: str | None = None
@@ -63,6 +66,10 @@ class FindOptions:
     effort: str = "normal"
     confirm_steps: int | None = None
     """None: by the backend."""
+    compile_mode: str | None = None
+    """Of torch.compile, beside none. None: as the space says."""
+    train_steps: int | None = None
+    """None: an epoch of the dataset; without one steady speed decides."""
     study: str | None = None
     """None: named by the workload."""
 
@@ -82,7 +89,7 @@ class FindOptions:
                 )
         for name in _TEXTS:
             value = getattr(self, name)
-            if not isinstance(value, str) and not (value is None and name != "model"):
+            if not isinstance(value, str) and value is not None:
                 raise ConfigError(
                     f"{name} is {str(value)[:40]}",
                     why=f"It should be a text, not {type(value).__name__}",

@@ -73,6 +73,8 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--base": None,
         "--effort": "normal",
         "--confirm-steps": None,
+        "--compile": None,
+        "--train-steps": None,
         "--study": None,
         "--storage": "sqlite:///studies/autotune.db",
         "--out": None,
@@ -100,6 +102,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--empty-cache-steps": None,
         "--neftune": None,
         "--compile": None,
+        "--compile-backend": None,
         "--explain": False,
         "--kv-cache": False,
         "--batch": None,
@@ -134,6 +137,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--empty-cache-steps": None,
         "--neftune": None,
         "--compile": None,
+        "--compile-backend": None,
         "--space": "default",
         "--json": False,
     },
@@ -301,7 +305,8 @@ def test_find_prints_one_json_object(
     # The base is a point of the space, so the answer cannot be slower.
     assert result["speedup"] >= 0.98
     names = {Path(path).name for path in result["files"]}
-    assert names == {"train.py", "training_args.json", "train_config.yaml", "result.json"}
+    ours = {"train.py", "training_args.json", "train_config.yaml", "result.json"}
+    assert names == ours | {"axolotl.yaml", "llama_factory.yaml"}
     for path in result["files"]:
         assert (tiny / path).is_file()
     stored = json.loads((tiny / Path(result["files"][0]).with_name("result.json")).read_text())
@@ -447,6 +452,40 @@ def test_what_the_base_sets_beside_goes_through(
     ran = main(*FIND, "--base", str(path), "--out", "out")
     assert ran.code == 2
     assert "extra_arguments.optim is decided by config.optimizer" in " ".join(ran.err.split())
+
+
+def test_another_trainers_file_comes_back_with_the_answer(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    text = (
+        "base_model: Qwen/Qwen2.5-1.5B  # ours\nlearning_rate: 2e-4\nsequence_len: 1024\n"
+        "micro_batch_size: 2\ngradient_accumulation_steps: 16\n"
+    )
+    path.write_text(text, encoding="utf-8")
+    ran = main("find", "--base", str(path), "--gpu-mem", "12GB", "--out", "out")
+    assert ran.code == 0, ran.err
+    assert asked[0]["workload"].model == "Qwen/Qwen2.5-1.5B"
+    assert asked[0]["workload"].extra == {"learning_rate": 2e-4}
+    assert asked[0]["base"].method == "full"
+    assert asked[0]["has"] == asked[0]["base"]
+    assert {section.method for section in asked[0]["space"].methods} == {"full", "lora", "qlora"}
+    assert path.read_text(encoding="utf-8") == text
+    # The made-up answer: micro-batch 4 x 8, where the base of it has 1 x 8.
+    written = (tmp_path / "out" / "mine.yaml").read_text(encoding="utf-8")
+    assert "micro_batch_size: 4\n" in written
+    assert written.startswith("base_model: Qwen/Qwen2.5-1.5B  # ours\n")
+    assert "note: your mine.yaml is written" in " ".join(ran.err.split())
+
+
+def test_a_model_is_needed_where_no_file_names_one(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    assert "There is no model" in main("find", "--gpu-mem", "12GB").err
+    ran = main("find", "--gpu-mem", "12GB", "--base", str(base_file(tmp_path)))
+    assert ran.code == 2
+    assert "base.yaml names none. Give --model" in ran.err
+    assert asked == []
 
 
 def test_a_base_for_other_work_is_refused(

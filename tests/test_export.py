@@ -92,14 +92,15 @@ def shape(program: str) -> str:
 # All exporters
 
 
-def test_the_four_files(tmp_path: Path) -> None:
+def test_the_files_of_every_answer(tmp_path: Path) -> None:
     folder = tmp_path / "studies" / "deep"
     paths = export.export_files(folder, workload=WORKLOAD, config=FULL, result=RESULT)
     names = {"train.py", "training_args.json", "train_config.yaml", "result.json"}
+    names |= {"axolotl.yaml", "llama_factory.yaml"}
     assert {path.name for path in paths} == names
-    assert paths == export.export_paths(folder)
+    assert paths == export.export_paths(folder, export.exporters_for(FULL))
     assert {path.name for path in folder.iterdir()} == names
-    for exporter, path in zip(export.EXPORTERS, paths, strict=True):
+    for exporter, path in zip(export.exporters_for(FULL), paths, strict=True):
         assert path.read_text(encoding="utf-8") == write(exporter)
 
 
@@ -112,7 +113,7 @@ def test_writing_again_replaces(tmp_path: Path) -> None:
     for config in (QLORA, FULL):
         export.export_files(tmp_path, workload=WORKLOAD, config=config, result=RESULT)
     assert train_config.read_train_config(tmp_path / "train_config.yaml").config == FULL
-    assert len(list(tmp_path.iterdir())) == len(export.EXPORTERS)
+    assert len(list(tmp_path.iterdir())) == len(export.exporters_for(FULL))
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +279,7 @@ SHARED = dataclasses.replace(FULL, num_gpus=2, parallelism="fsdp2", gradient_acc
 def test_files_of_gpus_that_share(parallelism: str, names: set[str]) -> None:
     config = dataclasses.replace(SHARED, parallelism=parallelism)
     of_all = {exporter.filename for exporter in export.EXPORTERS}
+    of_all |= {"axolotl.yaml", "llama_factory.yaml"}
     written = {exporter.filename for exporter in export.exporters_for(config)}
     assert written - of_all == names
     assert of_all <= written

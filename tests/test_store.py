@@ -116,6 +116,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "torch_empty_cache_steps": 0,
         "neftune_noise_alpha": 0.0,
         "torch_compile": "none",
+        "torch_compile_backend": "inductor",
     }
     assert study.best_trial.user_attrs["evidence"] == "predicted"
     assert TrainConfig(**study.best_trial.user_attrs["config"]) == LORA

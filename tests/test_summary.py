@@ -13,6 +13,7 @@ import pytest
 from autotune import studies
 from autotune.errors import ConfigError, StorageError
 from autotune.lengths import Lengths
+from autotune.loading import LoaderTime, LoaderTimes
 from autotune.results import PerGpu
 from autotune.store import existing_study, open_study
 from autotune.summary import summary_from_dict
@@ -47,6 +48,29 @@ CASES: dict[str, dict[str, Any]] = {
         "left_out": ("galore: pip install galore-torch",),
     },
     "unknown speed": {"tied": (answers.estimate(step_seconds=None),)},
+    "measured with torch.compile": {
+        "measured": answers.measured(
+            train_steps=100,
+            eager=answers.measurement(cold_start_seconds=0.5),
+            compiled=answers.measurement(step_seconds=1.0, cold_start_seconds=30.0),
+            num_compiled=2,
+        ),
+    },
+    "loader": {
+        "measured": answers.measured(),
+        "loader": LoaderTimes(
+            micro_step_seconds=0.5,
+            times=(
+                LoaderTime(
+                    num_workers=2,
+                    prefetch_factor=4,
+                    pin_memory=True,
+                    batch_seconds=0.25,
+                    num_batches=60,
+                ),
+            ),
+        ),
+    },
     "measured": {
         "measured": answers.measured(
             confirmation=answers.measurement(confirm_steps=50),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import click
 
 from autotune import store
 from autotune.cli.options import COUNT, KnobType, command_line, is_given, workload_options
-from autotune.cli.output import explain, print_json
+from autotune.cli.output import explain, print_json, say
 from autotune.config import METHODS
 from autotune.knobs import KNOBS
 from autotune.options import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, FindOptions
@@ -22,7 +23,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 
 
 @click.command()
-@workload_options
+@functools.partial(workload_options, requires_model=False)
 @click.option(
     "--backend",
     type=click.Choice(CHOICES["backend"]),
@@ -61,7 +62,8 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     "--base",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="train_config.yaml to improve on [default: TrainingArguments' defaults].",
+    help="The file to improve on: train_config.yaml, axolotl's, LLaMA-Factory's, TRL's or "
+    "TrainingArguments [default: TrainingArguments' defaults].",
 )
 @click.option(
     "--effort",
@@ -74,6 +76,20 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     type=click.IntRange(0, 1_000_000),
     help="Optimizer steps of the measured winner's confirmation, 0 for none [default: 50 on cuda, 10 "
     "on cpu].",
+)
+@click.option(
+    KNOBS["torch_compile"].flag,
+    "compile_mode",
+    type=click.Choice(CHOICES["compile_mode"]),
+    help="Compile the best few with torch.compile in this mode, too: only a measurement tells what that "
+    "is worth [default: as the space says].",
+)
+@click.option(
+    "--train-steps",
+    type=COUNT,
+    metavar="N",
+    help="Optimizer steps of the run, which a cold start has to pay for itself in [default: an epoch of "
+    "the --dataset; without one, steady speed decides].",
 )
 @click.option("--study", metavar="NAME", help="Name in the database [default: by the workload].")
 @click.option(
@@ -114,6 +130,8 @@ def find(
         study = delivered.study
         place = f"{study} in {storage.rpartition('@')[2]}" if study else ""
         terminal.draw_outcome(delivered.files, place, sys.stdout)
+    for note in delivered.notes:
+        say(f"note: {note}")
     for problem in delivered.problems[:-1]:
         explain(problem)
     if delivered.problems:

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from autotune.config import TASKS
-from autotune.errors import ConfigError
 from autotune.knobs import KNOBS, Knob
 from autotune.options import RANGES, SEQUENCE_LENGTH
 
@@ -33,31 +32,13 @@ class KnobType(click.ParamType[Any]):
     ) -> Any:
         typed = int(value) if isinstance(value, str) and value.isdecimal() else value
         if self._is_file:
-            typed = read_yaml(Path(value))
+            from autotune import inputs
+
+            typed = inputs.read_yaml(Path(value))
         try:
             return self._read(typed)
         except ValueError as error:
             self.fail(f"{str(value)[:40]!r} {error}", param, context)
-
-
-def read_yaml(path: Path) -> object:
-    """What is in a file that was named on the command line. Raises ConfigError."""
-    import yaml
-
-    from autotune.space_file import MAX_FILE_BYTES
-
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES // 1024} KiB")
-        return yaml.safe_load(content.decode("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "It is not UTF-8 text"
-        raise ConfigError(f"{path} cannot be read", why=why) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        why = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{path} is not YAML", why=why[:300]) from error
 
 
 def knob_options(command: Command) -> Command:
@@ -77,12 +58,12 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
     return click.option(knob.flag, knob.name, type=kind, metavar=metavar, help=knob.summary)
 
 
-def workload_options(command: Command) -> Command:
+def workload_options(command: Command, *, requires_model: bool = True) -> Command:
     """Options that say what is trained, and on which card."""
     options = (
         click.option(
             "--model",
-            required=True,
+            required=requires_model,
             metavar="NAME",
             help="Hub id, catalogue name, folder or config.json. Weights are never read.",
         ),

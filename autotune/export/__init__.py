@@ -19,7 +19,9 @@ from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
 from autotune.export import (
     accelerate_config,
+    axolotl,
     deepspeed_json,
+    llama_factory,
     result_json,
     train_config,
     train_py,
@@ -30,9 +32,12 @@ from autotune.export import (
 class Exporter(Protocol):
     """A TrainConfig as another program's file."""
 
-    name: str
-    """What `--format` calls it."""
-    filename: str
+    @property
+    def name(self) -> str:
+        """What `--format` calls it."""
+
+    @property
+    def filename(self) -> str: ...
 
     def write(
         self, *, workload: Workload, config: TrainConfig, result: Mapping[str, object]
@@ -43,12 +48,12 @@ class Exporter(Protocol):
 EXPORTERS: tuple[Exporter, ...] = (train_py, training_args, train_config, result_json)
 
 
-_OF_SEVERAL_GPUS = (accelerate_config, deepspeed_json)
+_WHERE_THEY_APPLY = (axolotl, llama_factory, accelerate_config, deepspeed_json)
 
 
 def exporters_for(config: TrainConfig) -> tuple[Exporter, ...]:
-    """Those of every answer, and those of GPUs that share a run."""
-    return (*EXPORTERS, *(module for module in _OF_SEVERAL_GPUS if module.applies(config)))
+    """Those of every answer, of trainers that know its method, and of GPUs that share a run."""
+    return (*EXPORTERS, *(module for module in _WHERE_THEY_APPLY if module.applies(config)))
 
 
 def export_paths(folder: Path, exporters: Sequence[Exporter] = EXPORTERS) -> list[Path]:

@@ -62,14 +62,15 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         "trainer": config.trainer,
         "quantization": None
         if config.quantization == "none"
-        else _quantization(config, workload.task),
+        else quantization_fields(config, workload.task),
         "adapter": peft_fields(config) if config.method in ADAPTERS else None,
         # The newest names; the program translates them where it runs.
         "training_arguments": training_arguments(config, extra=workload.extra),
     }
 
 
-def _quantization(config: TrainConfig, task: str) -> dict[str, object]:
+def quantization_fields(config: TrainConfig, task: str) -> dict[str, object]:
+    """Of Transformers' BitsAndBytesConfig, dtypes by name; for a quantised base only."""
     # Despite its name for 4-bit quantisation too. PEFT trains a copy of the head.
     skipped: dict[str, object] = {"llm_int8_skip_modules": list(CLASSIFIER_HEADS)}
     if task != "sequence-classification":

@@ -15,8 +15,9 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.config import LOADER_SETTINGS, PARALLELISMS, PRECISIONS, TrainConfig, Workload
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 
@@ -25,6 +26,22 @@ filename = "training_args.json"
 
 OUTPUT_FOLDER = "output"
 """`output_dir` until the user names another."""
+
+_USERS = ("output_dir", "max_grad_norm")
+"""Written out in the files, and never changed in arguments that somebody has."""
+_OFF: dict[str, object] = {
+    "torch_compile": False,
+    "torch_compile_backend": None,
+    "torch_compile_mode": None,
+    "use_liger_kernel": False,
+    "neftune_noise_alpha": None,
+    "torch_empty_cache_steps": None,
+    "train_sampling_strategy": "random",
+    "group_by_length": False,
+    "activation_checkpointing_kwargs": None,
+    "gradient_checkpointing_kwargs": None,
+}
+"""What `training_arguments` leaves out where a configuration does without."""
 
 _GROUPING: dict[str, object] = {"train_sampling_strategy": "group_by_length"}
 _OLD_GROUPING: dict[str, object] = {"group_by_length": True}
@@ -90,7 +107,34 @@ def training_arguments(
     for knob in KNOBS.values():
         if knob.arguments is not None:
             arguments |= knob.arguments(getattr(config, knob.name))
+    for name in LOADER_SETTINGS:
+        value = getattr(config, name)
+        # Trainer's own are left out. False, which equals 0, is none of them.
+        if value is not None and (name, value) != ("dataloader_num_workers", 0):
+            arguments[name] = value
     return arguments
+
+
+def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:
+    """What arguments that somebody has must say to be this configuration: off included, no more.
+
+    `fields` are those of their class; an SFTConfig's say how the dataset is cut, too.
+    """
+    newest = "activation_checkpointing" in fields
+    alias = "gradient_checkpointing" if newest else "activation_checkpointing"
+    known = [name for name in fields if not name.startswith(alias)]
+    decided = {name: value for name, value in _OFF.items() if name in known}
+    decided |= training_arguments(config, fields)
+    for name in _USERS:
+        del decided[name]
+    if "padding_free" in fields:
+        decided["padding_free"] = config.batching == "padding-free"
+    if "packing" in fields:
+        decided |= {"max_length": config.sequence_length, "packing": config.batching == "packed"}
+        if config.batching == "packed":
+            # One stream cut into blocks: what was priced. TRL's own default joins samples unpadded.
+            decided["packing_strategy"] = "wrapped"
+    return decided
 
 
 @functools.cache

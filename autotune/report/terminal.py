@@ -74,6 +74,9 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
             ),
             ("", words.confirmation(found)),
             *(("rejected", words.rejected(failed)) for failed in found.rejected),
+            ("run", words.run(found)),
+            *([("compile", words.compilation(found))] if found.num_compiled else []),
+            ("loader", words.loader(summary)),
             ("probes", words.probes(found)),
             ("", "What follows is predicted."),
         ]
@@ -85,13 +88,17 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     ]
     _print_rows(console, rows)
     _print_bar(console, best, budget_bytes)
-    rows = list(words.of_each_gpu(best))
+    rows = []
+    if summary.measured is None and summary.workload.lengths is not None:
+        rows.append(("loader", words.loader(summary)))
+    rows += words.of_each_gpu(best)
     if summary.measured is None:
         rows.append(("why", words.why(summary)))
     if summary.widened:
         rows.append(("", "Nothing of a lower class fits, so another recipe was allowed."))
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
+    rows += [("note", words.bound(text)) for text in needs.unpredicted(best.config)]
     if summary.tied:
         rows.append(("tied", words.tied(summary)))
     _print_rows(console, rows)
@@ -166,10 +173,7 @@ def draw_estimate(
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
     rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
-    rows += [
-        ("note", f"{text}: the figures are those without it")
-        for text in needs.unpredicted(estimate.config)
-    ]
+    rows += [("note", words.bound(text)) for text in needs.unpredicted(estimate.config)]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
     _print_rows(console, rows)
 

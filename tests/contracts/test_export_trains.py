@@ -59,6 +59,10 @@ ATTENTION = dataclasses.replace(
 )
 PADDED = dataclasses.replace(FULL, batching="padded")
 GROUPED = dataclasses.replace(FULL, batching="grouped")
+# A CPU has no FlashAttention: train.py takes sdpa there, with a mask that keeps the samples apart.
+IN_ONE_ROW = dataclasses.replace(
+    FULL, batching="padding-free", attention="flash_attention_2", precision="bf16-mixed"
+)
 MIXED = dataclasses.replace(FULL, precision="bf16-mixed", optimizer="adafactor")
 
 SFT = dataclasses.replace(FULL, trainer="trl-sft", activation_checkpointing=1)
@@ -118,6 +122,14 @@ RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
     "qlora": ("llama", "causal-lm", QLORA, []),
     "padded": ("llama", "causal-lm", PADDED, []),
     "grouped": ("llama", "causal-lm", GROUPED, []),
+    "padding-free": ("llama", "causal-lm", IN_ONE_ROW, []),
+    "sft-padding-free": (
+        "llama",
+        "causal-lm",
+        dataclasses.replace(IN_ONE_ROW, trainer="trl-sft"),
+        [],
+    ),
+    "sft-padded": ("llama", "causal-lm", dataclasses.replace(PADDED, trainer="trl-sft"), []),
     "masked-padded": ("bert", "masked-lm", PADDED, []),
     "masked": ("bert", "masked-lm", FULL, []),
     "classes": ("bert", "sequence-classification", LORA, []),
