@@ -28,7 +28,7 @@ from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units.
-_AMPERE = (8, 0)
+AMPERE = (8, 0)
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
@@ -197,7 +197,7 @@ def _has_settings_of_others(config: TrainConfig) -> bool:
 
 def _lacks_ampere(context: Context) -> bool:
     capability = context.compute_capability
-    return capability is not None and capability < _AMPERE
+    return capability is not None and capability < AMPERE
 
 
 _FOR_ONE_GPU = frozenset(
