@@ -152,12 +152,6 @@ FROZEN: dict[str, dict[str, Any]] = {
     "spaces": {},
     "studies": {},
     "completion": {"shell": None},
-    "report": {
-        "study": None,
-        "--format": "html",
-        "--out": None,
-        "--storage": "sqlite:///studies/autotune.db",
-    },
 }
 
 

@@ -89,7 +89,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     _print_rows(console, rows)
     _print_bar(console, best, budget_bytes)
     rows = []
-    if summary.measured is None:
+    if summary.measured is None and summary.workload.lengths is not None:
         rows.append(("loader", words.loader(summary)))
     rows += words.of_each_gpu(best)
     if summary.measured is None:
