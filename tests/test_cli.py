@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,12 +251,17 @@ def test_the_efforts_are_those_of_the_search() -> None:
     assert tuple(tune.EFFORTS) == EFFORTS
 
 
+def cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def test_help_is_quick_and_names_every_command(tmp_path: Path) -> None:
     seconds = []
     for _ in range(4):
-        started = time.perf_counter()
+        started = cpu_seconds_of_children()
         helped = run("--help", cwd=tmp_path)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(cpu_seconds_of_children() - started)
     assert helped.returncode == 0
     assert all(f"  {name} " in helped.stdout for name in FROZEN)
     assert "AUTOTUNE_DEBUG" in helped.stdout
