@@ -14,6 +14,7 @@ Transformers are imported by the methods that make their objects, and by nothing
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import tempfile
@@ -314,9 +315,4 @@ def _noting(notes: list[str], progress: bool) -> Listener:
         notes.append(text)
         listener.note(text)
 
-    return Listener(
-        note=note,
-        searching=listener.searching,
-        on_probe=listener.on_probe,
-        on_confirm=listener.on_confirm,
-    )
+    return dataclasses.replace(listener, note=note)

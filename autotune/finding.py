@@ -272,15 +272,21 @@ def _measure(
         memory_budget_bytes=workload.memory_budget_bytes,
         max_seconds=PROBE_SECONDS[backend],
     )
-    with ForkServer() as server:
+    max_probes = tune.EFFORTS[options.effort].max_probes
+    if confirm_steps is None:
+        confirm_steps = CONFIRM_STEPS[backend]
+    with (
+        listener.measuring(summary.counts, max_probes, confirm_steps) as heard,
+        ForkServer() as server,
+    ):
         server.start("probe")
         plan = probing.Plan(
             pool=[e for e in found.pool() if probing.can_run(e.config, backend)],
             base=summary.base,
             baseline=summary.baseline,
             budget_bytes=workload.memory_budget_bytes,
-            max_probes=tune.EFFORTS[options.effort].max_probes,
-            confirm_steps=CONFIRM_STEPS[backend] if confirm_steps is None else confirm_steps,
+            max_probes=max_probes,
+            confirm_steps=confirm_steps,
             train_steps=train_steps,
             variants=lambda e: [v for v in found.variants(e) if probing.can_run(v.config, backend)],
         )
@@ -295,14 +301,15 @@ def _measure(
             ) as opened,
             open_probes(storage) as table,
         ):
-            prober = probing.Prober(server, table, source, spec, useful_share=workload.useful_share)
-            measured = probing.search(
-                opened,
-                plan,
-                prober,
-                on_probe=listener.on_probe,
-                on_confirm=listener.on_confirm,
+            prober = probing.Prober(
+                server,
+                table,
+                source,
+                spec,
+                useful_share=workload.useful_share,
+                on_run=heard.on_run,
             )
+            measured = probing.search(opened, plan, prober, on_probe=heard.on_probe)
         answer = dataclasses.replace(
             tune.with_measured(summary, measured),
             loader=_time_loaders(server, source, options, workload, measured, listener),

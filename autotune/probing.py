@@ -71,8 +71,8 @@ CHECKPOINT_BYTES_PER_SECOND = 50e6
 
 OnProbe = Callable[[int, Measurement, Measurement | None], None]
 """(probes so far, what was just measured, the best that fits)."""
-OnConfirm = Callable[[TrainConfig], None]
-"""What is about to be confirmed."""
+OnRun = Callable[[TrainConfig, ProbeSpec], None]
+"""What is about to run: a probe, the base's, or a confirmation. Not called for what is known."""
 
 
 class Prober:
@@ -86,11 +86,13 @@ class Prober:
         spec: ProbeSpec,
         *,
         useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
+        on_run: OnRun = lambda *_: None,
     ) -> None:
         self._server = server
         self._table = table
         self._model = model
         self._useful_share = useful_share
+        self._on_run = on_run
         self.spec = spec
         self._fingerprint = self._ask_fingerprint()
         self.num_run = 0
@@ -152,6 +154,7 @@ class Prober:
         watch: Watch | None = None,
     ) -> Measurement:
         """Measure in a process of its own; in the table when this returns."""
+        self._on_run(config, spec)
         # The folder is made here, so that a checkpoint in it goes however the probe ends.
         with private_folder() as folder:
             request = {
@@ -295,7 +298,6 @@ def search(
     prober: Prober,
     *,
     on_probe: OnProbe = lambda *_: None,
-    on_confirm: OnConfirm = lambda _: None,
 ) -> Measured:
     """Probe until nothing is likely to beat the best by more than the noise; confirm the winner.
 
@@ -331,7 +333,6 @@ def search(
             break
 
         def confirm(best: Measurement) -> Measurement:
-            on_confirm(best.config)
             return prober.confirm(best, predicted[best.config], plan.confirm_steps)
 
         found = final(

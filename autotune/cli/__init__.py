@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import click
 
-from autotune.cli import estimate, find, maximum, report, studies, tables
+from autotune.cli import completion, estimate, find, maximum, report, studies, tables
 from autotune.cli.output import drop_output, explain, say
 from autotune.errors import EXIT_INTERRUPTED, AutotuneError, StorageError
 from autotune.version import __version__
@@ -88,6 +88,7 @@ for command in (
     maximum.maximum,
     report.report,
     studies.studies,
+    completion.completion,
     tables.gpus,
     tables.models,
     tables.spaces,

@@ -19,6 +19,7 @@ from autotune.gpus import Gpu
 from autotune.knobs import describe
 from autotune.report import words
 from autotune.report.explain import Line
+from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
 from autotune.results import Estimate
 from autotune.summary import Measured, Summary
@@ -85,6 +86,9 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
         *([("epoch", words.epoch(summary))] if summary.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
     ]
+    _print_rows(console, rows)
+    _print_bar(console, best, budget_bytes)
+    rows = []
     if summary.measured is None and summary.workload.lengths is not None:
         rows.append(("loader", words.loader(summary)))
     rows += words.of_each_gpu(best)
@@ -149,6 +153,10 @@ def draw_estimate(
         ("budget", words.exact_size(budget_bytes)),
         verdict,
         ("memory", words.memory(estimate, budget_bytes)),
+    ]
+    _print_rows(console, rows)
+    _print_bar(console, estimate, budget_bytes)
+    rows = [
         (
             "peaks",
             f"allocated {format_bytes(estimate.peak_allocated_bytes)}, reserved "
@@ -291,6 +299,16 @@ def _print_rows(console: Console, rows: Iterable[Row]) -> None:
             row = Text.assemble((f"{label:<{_LABEL_WIDTH}}", "dim"), (line, "".join(style)))
             console.print(row, soft_wrap=True)
             label = ""
+
+
+def _print_bar(console: Console, estimate: Estimate, budget_bytes: int) -> None:
+    """Beside the labels. Colours where the terminal shows them, else plain characters."""
+    from rich.text import Text
+
+    colours = console.color_system is not None and not console.no_color
+    width = max(console.width - _LABEL_WIDTH, 20)
+    for line in memory_bar(estimate, budget_bytes, width, colours=colours):
+        console.print(Text.assemble(" " * _LABEL_WIDTH, *line), soft_wrap=True)
 
 
 def _print_classes(console: Console, summary: Summary) -> None:

@@ -61,6 +61,12 @@ def measured(measurement: Measurement) -> str:
     return measured_speed(measurement) + ("" if peak is None else f", {format_bytes(peak)}")
 
 
+def probed(measurement: Measurement) -> str:
+    """What was probed and how it ended."""
+    said = measurement.message if measurement.outcome != "ok" else measured(measurement)
+    return f"{describe(measurement.config)}: {measurement.outcome}, {printable(said)}"
+
+
 def predicted(estimate: Estimate) -> str:
     """What was predicted, beside what was measured."""
     whose = "predicted without torch.compile" if estimate.is_bound else "predicted"
