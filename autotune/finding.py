@@ -41,7 +41,7 @@ from autotune.report.data import collect
 from autotune.report.files import write
 from autotune.report.progress import SILENT, Listener
 from autotune.results import BACKENDS, ProbeSpec
-from autotune.space import may_pack, with_peft
+from autotune.space import AMPERE, may_pack, with_peft
 from autotune.summary import Measured, Summary
 from autotune.tune import Found
 
@@ -123,6 +123,7 @@ def find(
             seq_len=options.seq_len,
             methods=methods,
             num_gpus=options.num_gpus or 1,
+            has_bf16=(card.compute_capability or AMPERE) >= AMPERE,
             usual_length=SEQUENCE_LENGTH,
             note=listener.note,
         )
@@ -271,15 +272,21 @@ def _measure(
         memory_budget_bytes=workload.memory_budget_bytes,
         max_seconds=PROBE_SECONDS[backend],
     )
-    with ForkServer() as server:
+    max_probes = tune.EFFORTS[options.effort].max_probes
+    if confirm_steps is None:
+        confirm_steps = CONFIRM_STEPS[backend]
+    with (
+        listener.measuring(summary.counts, max_probes, confirm_steps) as heard,
+        ForkServer() as server,
+    ):
         server.start("probe")
         plan = probing.Plan(
             pool=[e for e in found.pool() if probing.can_run(e.config, backend)],
             base=summary.base,
             baseline=summary.baseline,
             budget_bytes=workload.memory_budget_bytes,
-            max_probes=tune.EFFORTS[options.effort].max_probes,
-            confirm_steps=CONFIRM_STEPS[backend] if confirm_steps is None else confirm_steps,
+            max_probes=max_probes,
+            confirm_steps=confirm_steps,
             train_steps=train_steps,
             variants=lambda e: [v for v in found.variants(e) if probing.can_run(v.config, backend)],
         )
@@ -294,14 +301,15 @@ def _measure(
             ) as opened,
             open_probes(storage) as table,
         ):
-            prober = probing.Prober(server, table, source, spec, useful_share=workload.useful_share)
-            measured = probing.search(
-                opened,
-                plan,
-                prober,
-                on_probe=listener.on_probe,
-                on_confirm=listener.on_confirm,
+            prober = probing.Prober(
+                server,
+                table,
+                source,
+                spec,
+                useful_share=workload.useful_share,
+                on_run=heard.on_run,
             )
+            measured = probing.search(opened, plan, prober, on_probe=heard.on_probe)
         answer = dataclasses.replace(
             tune.with_measured(summary, measured),
             loader=_time_loaders(server, source, options, workload, measured, listener),
@@ -317,8 +325,8 @@ def _time_loaders(
     measured: Measured,
     listener: Listener,
 ) -> LoaderTimes | None:
-    """None without a dataset; and where it fails, for that costs nobody the answer."""
-    if options.dataset is None:
+    """None without a dataset, and where the user has decided; where it fails that costs no answer."""
+    if options.dataset is None or workload.sets_loader:
         return None
     data = Dataset(
         path=options.dataset,

@@ -51,6 +51,11 @@ def available() -> list[SearchSpace]:
     return [load(name) for name in _shipped()]
 
 
+def names() -> list[str]:
+    """Return the names of the spaces that come with autotune; their files are not read."""
+    return list(_shipped())
+
+
 def load(name_or_path: str | Path) -> SearchSpace:
     """Read a search space: the name of a shipped one, else the path of a YAML file.
 

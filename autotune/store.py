@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 DEFAULT_URL = "sqlite:///studies/autotune.db"
 CONSTRAINT = "memory"
 """Name of the trials' constraint: peak_device_bytes minus the budget."""
+OVER_BUDGET = "over_budget_bytes"
+"""User attribute, the same number: optuna-dashboard 0.21 shows no constraint that has a name."""
 
 BUSY_SECONDS = 5.0
 """How long a statement waits for another process to finish writing to SQLite."""
@@ -485,7 +487,7 @@ def _trial(
         value=estimate.tokens_per_second if is_complete else None,
         params=params,
         distributions={name: distributions[name] for name in params},
-        user_attrs=attributes,
+        user_attrs={**attributes, OVER_BUDGET: excess_bytes},
         constraints={CONSTRAINT: float(excess_bytes)},
     )
 

@@ -11,7 +11,7 @@ from optuna.trial import TrialState
 from autotune.pruner import SpeedPruner
 from autotune.results import Estimate, Measurement
 from autotune.sampler import INTERRUPTED
-from autotune.store import CONSTRAINT
+from autotune.store import CONSTRAINT, OVER_BUDGET
 
 Watch = Callable[[int, float], str]
 """(timed steps, tokens per second at most) -> why the probe should stop; empty to go on."""
@@ -57,6 +57,7 @@ def tell(
         study.tell(trial, state=TrialState.FAIL)
         return
     trial.set_constraint(CONSTRAINT, float(over_bytes))
+    trial.set_user_attr(OVER_BUDGET, over_bytes)
     if measurement.outcome == "ok":
         study.tell(trial, measurement.tokens_per_second)
     else:

@@ -151,6 +151,13 @@ FROZEN: dict[str, dict[str, Any]] = {
     "models": {},
     "spaces": {},
     "studies": {},
+    "completion": {"shell": None},
+    "report": {
+        "study": None,
+        "--format": "html",
+        "--out": None,
+        "--storage": "sqlite:///studies/autotune.db",
+    },
 }
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from autotune import space_file
 from autotune.config import Workload
@@ -113,3 +120,93 @@ def test_my_axolotl_file_comes_back_faster(tmp_path: Path) -> None:
         ),
     ]
     assert "with micro_batch_size: 4" in " ".join(found.stderr.split())
+
+
+SMALL = """
+name: small
+description: a few adapters
+methods:
+  lora: {micro_batch_size: [2, 4], precision: [bf16-autocast], lora_rank: [8], lora_targets: [attention],
+         optimizer: [adamw_torch], activation_checkpointing: [none], attention: [sdpa]}
+"""
+
+
+def run_script(folder: Path, name: str, *arguments: str, **variables: str) -> str:
+    """What a shell script prints, run in that folder with this Python's programs."""
+    (folder / "small.yaml").write_text(SMALL, encoding="utf-8")
+    programs = folder / "programs"
+    programs.mkdir()
+    for program, command in (("python", ""), ("autotune", " -m autotune")):
+        path = programs / program
+        path.write_text(f'#!/bin/sh\nexec "{sys.executable}"{command} "$@"\n', encoding="utf-8")
+        path.chmod(0o755)
+    done = subprocess.run(
+        ["sh", str(EXAMPLES / name), *arguments],
+        cwd=folder,
+        env={
+            **os.environ,
+            **variables,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(EXAMPLES.parent),
+            "COLUMNS": "200",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_cards_that_are_not_here_are_compared(tmp_path: Path) -> None:
+    shown = run_script(
+        tmp_path,
+        "another-card.sh",
+        *("rtx-4070", "l4"),
+        MODEL=str(EXAMPLES / "tiny-llama.json"),
+        MORE="--space small.yaml --method lora --seq-len 64",
+    )
+    rows = {line[:20].strip(): re.split("  +", line[20:].strip()) for line in shown.splitlines()}
+    assert rows["study"] == ["on-rtx-4070", "on-l4"]
+    assert rows["gpu"] == ["NVIDIA RTX 4070", "NVIDIA L4"]
+    assert "predicted tokens/s" in rows
+    assert "measured tokens/s" not in rows
+
+
+@pytest.mark.slow
+def test_from_nothing_to_a_trained_adapter(tmp_path: Path) -> None:
+    words = [f"w{number}" for number in range(500)]
+    model = tmp_path / "tiny"
+    model.mkdir()
+    shutil.copy(EXAMPLES / "tiny-llama.json", model / "config.json")
+    special = {"unk_token": "[UNK]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
+    vocabulary = {word: number for number, word in enumerate([*special.values(), *words])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, "[UNK]"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(model / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (model / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
+    data = "".join(
+        f"{json.dumps({'text': ' '.join(words[n : n + 100])})}\n" for n in range(0, 400, 20)
+    )
+    (tmp_path / "data.jsonl").write_text(data, encoding="utf-8")
+
+    shown = run_script(
+        tmp_path,
+        "train-on-12gb.sh",
+        "data.jsonl",
+        MODEL="tiny",
+        FIND="--backend predict --space small.yaml --seq-len 64 --effective-batch 4",
+        # The configuration of examples/tiny-llama.json has no weights.
+        TRAIN="--from-config --max-steps 2",
+    )
+    assert "LoRA r=8 on attention" in shown
+    assert re.search(r"^2 steps, loss [\d.]+$", shown, re.MULTILINE)
+    trained = tmp_path / "adapter" / "trained"
+    assert json.loads((trained / "adapter_config.json").read_text("utf-8"))["r"] == 8
+    weights = load_file(trained / "adapter_model.safetensors")
+    # Of q, k, v and o in three layers an A and a B each; B starts at zero and was trained.
+    assert len(weights) == 3 * 4 * 2
+    assert all(weight.any() for name, weight in weights.items() if "lora_B" in name)

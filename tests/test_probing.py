@@ -209,6 +209,33 @@ def test_the_fastest_that_fits_wins_and_is_told_as_measured(url: str, table: Pro
     assert best.constraints == {CONSTRAINT: 800_000_000 - BUDGET_BYTES}
 
 
+def test_what_runs_is_told_beforehand_and_what_is_known_is_not(url: str, table: ProbeTable) -> None:
+    def told() -> list[tuple[int, int]]:
+        seen: list[tuple[int, int]] = []
+
+        def on_run(config: TrainConfig, spec: ProbeSpec) -> None:
+            seen.append((config.micro_batch_size, spec.confirm_steps))
+
+        server = Server(measured, confirm=measured)
+        prober = Prober(server, table, MODEL, SPEC, on_run=on_run)  # type: ignore[arg-type]
+        plan = Plan(
+            pool=[predicted(size) for size in SIZES],
+            base=BASE,
+            baseline=predicted(1),
+            budget_bytes=BUDGET_BYTES,
+            max_probes=10,
+            confirm_steps=3,
+        )
+        with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
+            search(study, plan, prober)
+        return seen
+
+    base, *probes, confirmation = told()
+    assert (base, confirmation) == ((1, 0), (8, 3))
+    assert {steps for _, steps in probes} == {0}
+    assert told() == []
+
+
 def test_out_of_memory_is_pruned_with_what_was_lacking(url: str, table: ProbeTable) -> None:
     def answer(config: TrainConfig) -> Measurement:
         large = config.micro_batch_size >= 8
@@ -696,6 +723,20 @@ def test_what_other_libraries_measured_is_measured_again(url: str, table: ProbeT
     assert server.probed[0] == 8
     assert found.best.fingerprint == LATER
     assert found.best.outcome == "ok"
+
+
+def test_another_version_of_what_only_some_use_is_another_measurement(
+    table: ProbeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = []
+    for version in ("1", "1", "2"):
+        monkeypatch.setattr("autotune.needs.version", lambda _, version=version: version)
+        server = Server(measured)
+        prober = Prober(server, table, MODEL, SPEC)  # type: ignore[arg-type]
+        for config in (with_size(8), dataclasses.replace(with_size(4), liger=True)):
+            prober.measure(config)
+        probed.append(server.probed)
+    assert probed == [[8, 4], [], [4]]
 
 
 def test_of_two_tries_the_second_is_remembered(url: str, table: ProbeTable) -> None:

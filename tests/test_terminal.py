@@ -27,8 +27,9 @@ from autotune.units import GIB
 
 @pytest.fixture(autouse=True)
 def _width_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest-xdist tells its workers how wide the terminal is."""
+    """pytest-xdist tells its workers how wide the terminal is; a CI job hears less."""
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delenv("CI", raising=False)
 
 
 def drawn(summary: Summary) -> str:
@@ -239,6 +240,14 @@ def test_colours_are_for_terminals_without_no_color(
     assert bool(re.search(r"\x1b\[[0-9;]*3[23]m", seen)) is not no_colour
 
 
+def test_what_fp8_costs_without_torch_compile_is_said() -> None:
+    config = dataclasses.replace(answers.CONFIG, precision="fp8-mixed")
+    assert "issue 685" in one_line(everything(answers.estimate(config)))
+    assert "issue 685" in one_line(drawn(answers.summary(best=answers.estimate(config))))
+    for other in (answers.CONFIG, dataclasses.replace(config, torch_compile="default")):
+        assert "issue 685" not in one_line(everything(answers.estimate(other)))
+
+
 def test_an_estimate_that_does_not_fit_says_by_how_much() -> None:
     file = io.StringIO()
     terminal.draw_estimate(
@@ -428,20 +437,41 @@ def test_a_difference_names_what_changed_only() -> None:
 
 
 def test_progress_is_lines_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.progress_on_stderr(quiet=False) as tell:
-        tell("space", 6000, 14_040)
-        for done in range(1, 51):
-            tell("trace", done, 50)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.splitlines() == [
+    def told(*, quiet: bool) -> list[str]:
+        with progress.progress_on_stderr(quiet=quiet) as tell:
+            tell("space", 6000, 14_040)
+            for done in range(1, 51):
+                tell("trace", done, 50)
+            tell("priced", 40, 50)
+        out, err = capsys.readouterr()
+        assert out == ""
+        return list(err.splitlines())
+
+    assert told(quiet=False) == [
         "6,000 of 14,040 points of the space are valid",
         "20 of 50 training steps traced",
         "40 of 50 training steps traced",
         "50 of 50 training steps traced",
+        "40 of 50 may fit",
+    ]
+    assert told(quiet=True) == []
+
+
+def test_a_ci_job_hears_of_milestones_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with progress.progress_on_stderr(quiet=False) as tell:
+        tell("space", 6000, 14_040)
+        tell("trace", 50, 50)
+        tell("replayed", 3, 50)
+    assert capsys.readouterr().err.splitlines() == [
+        "6,000 of 14,040 points of the space are valid",
+        "3 of 50 replayed",
     ]
     with progress.progress_on_stderr(quiet=True) as tell:
-        tell("space", 1, 2)
+        tell("space", 6000, 14_040)
     assert capsys.readouterr().err == ""
 
 
@@ -456,5 +486,5 @@ def test_progress_is_a_bar_that_goes_away_on_a_terminal(monkeypatch: pytest.Monk
     with progress.progress_on_stderr(quiet=True) as tell:
         tell("trace", 7, 50)
         tell("priced", 3, 4)
-    assert "3 of 4 may fit" in screen.getvalue()
+    assert "may fit 3" in screen.getvalue()
     assert screen.getvalue().endswith("\x1b[2K")

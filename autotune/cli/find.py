@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from autotune import store
+from autotune.cli import completion
 from autotune.cli.options import COUNT, KnobType, command_line, is_given, workload_options
 from autotune.cli.output import explain, print_json, say
 from autotune.config import METHODS
@@ -52,7 +53,11 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     help="A PeftConfig's fields as YAML or JSON: the adapter of method peft, which is then allowed.",
 )
 @click.option(
-    "--space", default="default", metavar="NAME|FILE", help="Search space: see `autotune spaces`."
+    "--space",
+    default="default",
+    metavar="NAME|FILE",
+    shell_complete=completion.spaces,
+    help="Search space: see `autotune spaces`.",
 )
 @click.option(
     "--allow",
@@ -92,7 +97,12 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     help="Optimizer steps of the run, which a cold start has to pay for itself in [default: an epoch of "
     "the --dataset; without one, steady speed decides].",
 )
-@click.option("--study", metavar="NAME", help="Name in the database [default: by the workload].")
+@click.option(
+    "--study",
+    metavar="NAME",
+    shell_complete=completion.studies,
+    help="Name in the database [default: by the workload].",
+)
 @click.option(
     "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from autotune.cli import completion
 from autotune.cli.options import COUNT, LENGTH, is_given, knob_options
 from autotune.cli.output import print_json
 from autotune.config import METHODS, TASKS
@@ -32,10 +33,16 @@ _NOT_WITH = {
 @click.option(
     "--model",
     metavar="NAME",
+    shell_complete=completion.models,
     help="As for `find`; not with --what model, which takes the catalogue.",
 )
 @click.option("--task", type=click.Choice(TASKS), help="[default: by the model's architecture]")
-@click.option("--gpu", metavar="NAME", help="Card to plan for: see `autotune gpus`.")
+@click.option(
+    "--gpu",
+    metavar="NAME",
+    shell_complete=completion.cards,
+    help="Card to plan for: see `autotune gpus`.",
+)
 @click.option("--gpu-mem", metavar="SIZE", help="Memory budget: 12GB [default: all of the card].")
 @click.option("--seq-len", type=LENGTH, help="Tokens per sample [default: 1024].")
 @click.option(
@@ -60,6 +67,7 @@ _NOT_WITH = {
     "space_name",
     default="default",
     metavar="NAME|FILE",
+    shell_complete=completion.spaces,
     help="Where free settings take their values from: see `autotune spaces`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from autotune.cli import completion
 from autotune.config import TASKS
 from autotune.knobs import KNOBS, Knob
 from autotune.options import RANGES, SEQUENCE_LENGTH
@@ -65,6 +66,7 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
             "--model",
             required=requires_model,
             metavar="NAME",
+            shell_complete=completion.models,
             help="Hub id, catalogue name, folder or config.json. Weights are never read.",
         ),
         click.option(
@@ -72,7 +74,12 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
             type=click.Choice(TASKS),
             help="What the model is trained for [default: by its architecture].",
         ),
-        click.option("--gpu", metavar="NAME", help="Card to plan for: see `autotune gpus`."),
+        click.option(
+            "--gpu",
+            metavar="NAME",
+            shell_complete=completion.cards,
+            help="Card to plan for: see `autotune gpus`.",
+        ),
         click.option(
             "--gpu-mem",
             metavar="SIZE",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune import store
+from autotune.cli import completion
 from autotune.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ FORMATS = ("html", "markdown", "json", "terminal")
 
 
 @click.command()
-@click.argument("study")
+@click.argument("study", shell_complete=completion.studies)
 @click.option(
     "--format",
     "format_name",

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from autotune import store
+from autotune.cli import completion
 from autotune.cli.output import print_json, say
 from autotune.errors import ConfigError
 
@@ -49,7 +50,7 @@ def list_studies(*, storage: str, as_json: bool) -> None:
 
 
 @_command("show")
-@click.argument("study")
+@click.argument("study", shell_complete=completion.studies)
 def show(*, study: str, storage: str, as_json: bool) -> None:
     """Show the answer of STUDY as `find` drew it, the command that made it and its trials."""
     from autotune import studies as stored
@@ -66,7 +67,9 @@ def show(*, study: str, storage: str, as_json: bool) -> None:
 
 
 @_command("compare")
-@click.argument("names", nargs=-1, required=True, metavar="STUDY STUDY...")
+@click.argument(
+    "names", nargs=-1, required=True, metavar="STUDY STUDY...", shell_complete=completion.studies
+)
 def compare(*, names: tuple[str, ...], storage: str, as_json: bool) -> None:
     """Set the answers of several studies side by side: what differs, asked and answered."""
     from autotune import studies as stored
@@ -83,7 +86,7 @@ def compare(*, names: tuple[str, ...], storage: str, as_json: bool) -> None:
 
 
 @_command("rm")
-@click.argument("study")
+@click.argument("study", shell_complete=completion.studies)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def rm(*, study: str, yes: bool, storage: str, as_json: bool) -> None:
     """Remove STUDY and its trials from the database. Probes and written files stay."""

@@ -1,4 +1,4 @@
-"""How far the work is, on stderr: a bar on a terminal, lines in a log."""
+"""How far a search is, on stderr: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
-from autotune.config import TrainConfig
-from autotune.knobs import describe
-from autotune.probing import OnConfirm, OnProbe
 from autotune.report import words
-from autotune.results import Measurement
+from autotune.report.measuring import Measuring, measuring_on_stderr
+from autotune.report.stderr import Output, output
+from autotune.summary import Counts
 from autotune.tune import Progress
 
 _PROGRESS = {
@@ -23,8 +23,22 @@ _PROGRESS = {
     "replayed": "{done:,} of {total:,} replayed",
     "tried": "values tried: {done:,}, training steps traced: {total:,}",
 }
+_FUNNEL = {
+    "space": "space {total:,} > valid {done:,}",
+    "priced": "may fit {done:,}",
+    "replayed": "replayed {done:,}",
+}
+"""What stays on the bar's line."""
 _LINE_EVERY = 20
 """Traces per line of a log."""
+
+
+class OnMeasuring(Protocol):
+    """Called before anything is measured."""
+
+    def __call__(
+        self, counts: Counts, max_probes: int, confirm_steps: int
+    ) -> AbstractContextManager[Measuring]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +49,8 @@ class Listener:
     """What the user should know of what was made of the options."""
     searching: Callable[[], AbstractContextManager[Progress]]
     """Around the prediction."""
-    on_probe: OnProbe
-    on_confirm: OnConfirm
+    measuring: OnMeasuring
+    """Around the probes and the confirmation."""
 
 
 def _nothing(*_: object) -> None:
@@ -46,8 +60,7 @@ def _nothing(*_: object) -> None:
 SILENT = Listener(
     note=_nothing,
     searching=lambda: contextlib.nullcontext(_nothing),
-    on_probe=_nothing,
-    on_confirm=_nothing,
+    measuring=lambda *_: contextlib.nullcontext(Measuring(on_run=_nothing, on_probe=_nothing)),
 )
 
 
@@ -56,8 +69,7 @@ def on_stderr(*, quiet: bool) -> Listener:
     return Listener(
         note=_note,
         searching=functools.partial(progress_on_stderr, quiet=quiet),
-        on_probe=probes_on_stderr(quiet=quiet),
-        on_confirm=confirmation_on_stderr(quiet=quiet),
+        measuring=functools.partial(measuring_on_stderr, quiet=quiet),
     )
 
 
@@ -68,19 +80,30 @@ def _note(text: str) -> None:
 @contextlib.contextmanager
 def progress_on_stderr(*, quiet: bool) -> Iterator[Progress]:
     """Something that `tune.find` can call. `quiet` keeps it out of a log, not off a terminal."""
-    if not sys.stderr.isatty():
-        yield functools.partial(_log_progress, quiet=quiet)
+    kind = output(quiet=quiet)
+    if kind is not Output.SCREEN:
+        yield functools.partial(_log_progress, kind)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeRemainingColumn(compact=True),
+    )
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         line = bar.add_task("starting", total=None)
+        funnel: list[str] = []
 
         def show(what: str, done: int, total: int) -> None:
-            text = _PROGRESS[what].format(done=done, total=total)
+            if what in _FUNNEL:
+                funnel.append(_FUNNEL[what].format(done=done, total=total))
+                bar.update(line, description=" > ".join(funnel))
+                return
+            text = " > ".join([*funnel, _PROGRESS[what].format(done=done, total=total)])
             if what == "trace":
                 bar.update(line, description=text, completed=done, total=total)
             else:
@@ -89,34 +112,10 @@ def progress_on_stderr(*, quiet: bool) -> Iterator[Progress]:
         yield show
 
 
-def _log_progress(what: str, done: int, total: int, *, quiet: bool) -> None:
-    if not quiet and (what != "trace" or done == total or done % _LINE_EVERY == 0):
+def _log_progress(kind: Output, what: str, done: int, total: int) -> None:
+    is_told = {
+        Output.LINES: what != "trace" or done == total or done % _LINE_EVERY == 0,
+        Output.MILESTONES: what in _FUNNEL,
+    }
+    if is_told.get(kind):
         print(_PROGRESS[what].format(done=done, total=total), file=sys.stderr, flush=True)
-
-
-def probes_on_stderr(*, quiet: bool) -> Callable[[int, Measurement, Measurement | None], None]:
-    """Something that `probing.search` can call: a line per probe."""
-
-    def show(number: int, measurement: Measurement, best: Measurement | None) -> None:
-        if quiet and not sys.stderr.isatty():
-            return
-        said = measurement.message if measurement.outcome != "ok" else words.measured(measurement)
-        so_far = "" if best is None else f"; best so far {words.measured_speed(best)}"
-        print(
-            f"probe {number}: {describe(measurement.config)}: {measurement.outcome}, "
-            f"{words.printable(said)}{so_far}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    return show
-
-
-def confirmation_on_stderr(*, quiet: bool) -> Callable[[TrainConfig], None]:
-    """Something that `probing.search` can call before each confirmation, which takes a while."""
-
-    def show(config: TrainConfig) -> None:
-        if not quiet or sys.stderr.isatty():
-            print(f"confirming {describe(config)}", file=sys.stderr, flush=True)
-
-    return show

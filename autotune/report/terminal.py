@@ -19,6 +19,7 @@ from autotune.gpus import Gpu
 from autotune.knobs import describe
 from autotune.report import words
 from autotune.report.explain import Line
+from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
 from autotune.results import Estimate
 from autotune.summary import Measured, Summary
@@ -85,7 +86,10 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
         *([("epoch", words.epoch(summary))] if summary.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
     ]
-    if summary.measured is None and summary.workload.lengths is not None:
+    _print_rows(console, rows)
+    _print_bar(console, best, budget_bytes)
+    rows = []
+    if summary.measured is None:
         rows.append(("loader", words.loader(summary)))
     rows += words.of_each_gpu(best)
     if summary.measured is None:
@@ -95,6 +99,8 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
     rows += [("note", words.bound(text)) for text in needs.unpredicted(best.config)]
+    if note := words.unfused_casts(best.config):
+        rows.append(("note", note))
     if summary.tied:
         rows.append(("tied", words.tied(summary)))
     _print_rows(console, rows)
@@ -147,6 +153,10 @@ def draw_estimate(
         ("budget", words.exact_size(budget_bytes)),
         verdict,
         ("memory", words.memory(estimate, budget_bytes)),
+    ]
+    _print_rows(console, rows)
+    _print_bar(console, estimate, budget_bytes)
+    rows = [
         (
             "peaks",
             f"allocated {format_bytes(estimate.peak_allocated_bytes)}, reserved "
@@ -166,6 +176,8 @@ def draw_estimate(
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
+    if note := words.unfused_casts(estimate.config):
+        rows.append(("note", note))
     rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
     rows += [("note", words.bound(text)) for text in needs.unpredicted(estimate.config)]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
@@ -287,6 +299,16 @@ def _print_rows(console: Console, rows: Iterable[Row]) -> None:
             row = Text.assemble((f"{label:<{_LABEL_WIDTH}}", "dim"), (line, "".join(style)))
             console.print(row, soft_wrap=True)
             label = ""
+
+
+def _print_bar(console: Console, estimate: Estimate, budget_bytes: int) -> None:
+    """Beside the labels. Colours where the terminal shows them, else plain characters."""
+    from rich.text import Text
+
+    colours = console.color_system is not None and not console.no_color
+    width = max(console.width - _LABEL_WIDTH, 20)
+    for line in memory_bar(estimate, budget_bytes, width, colours=colours):
+        console.print(Text.assemble(" " * _LABEL_WIDTH, *line), soft_wrap=True)
 
 
 def _print_classes(console: Console, summary: Summary) -> None:

@@ -1,0 +1,193 @@
+"""How far the measuring is, on stderr: a screen that goes away on a terminal, lines in a log.
+
+The time left is an upper end: all the probes that are still allowed, each as long as the longest so far,
+and the confirmation at the speed of the best. The search usually stops before, and a slower probe, or a
+winner that fails its confirmation, may push it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autotune.config import TrainConfig
+from autotune.knobs import describe
+from autotune.probing import NUM_CONFIRMATION_WARM_UP_STEPS, OnProbe, OnRun
+from autotune.report import words
+from autotune.report.stderr import Output, output
+from autotune.results import Measurement, ProbeSpec
+from autotune.summary import Counts
+from autotune.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_REFRESHES_PER_SECOND = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measuring:
+    """Who hears of each run as it starts, and of each probe's result."""
+
+    on_run: OnRun
+    on_probe: OnProbe
+
+
+class Tally:
+    """What is known while probes run: what runs now, the best so far, how long the rest takes at most."""
+
+    def __init__(
+        self,
+        *,
+        max_probes: int,
+        confirm_steps: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_probes = max_probes
+        self.num_probes = 0
+        self.outcomes: Counter[str] = Counter()
+        self.best: Measurement | None = None
+        self.running: TrainConfig | None = None
+        self.confirms = False
+        """Whether what runs is a confirmation."""
+        self._confirm_steps = confirm_steps
+        self._clock = clock
+        self._run_since = 0.0
+        self._longest_seconds: float | None = None
+
+    def on_run(self, config: TrainConfig, spec: ProbeSpec) -> None:
+        self._run_ended()
+        self.running, self.confirms = config, spec.confirm_steps > 0
+        self._run_since = self._clock()
+
+    def on_probe(self, number: int, measurement: Measurement, best: Measurement | None) -> None:
+        self._run_ended()
+        self.num_probes, self.best = number, best
+        self.outcomes[measurement.outcome] += 1
+
+    def _run_ended(self) -> None:
+        if self.running is not None and not self.confirms:
+            self._longest_seconds = max(self._longest_seconds or 0.0, self.running_seconds)
+        self.running = None
+
+    @property
+    def running_seconds(self) -> float:
+        return 0.0 if self.running is None else self._clock() - self._run_since
+
+    @property
+    def most_seconds_left(self) -> float | None:
+        """None before anything has run."""
+        best = self.best
+        confirmation_seconds = 0.0
+        if self._confirm_steps and best is not None and best.step_seconds is not None:
+            num_steps = self._confirm_steps + NUM_CONFIRMATION_WARM_UP_STEPS
+            confirmation_seconds = num_steps * best.step_seconds
+        if self.confirms:
+            return max(confirmation_seconds - self.running_seconds, 0.0)
+        if self._longest_seconds is None:
+            return None
+        probes_seconds = (self.max_probes - self.num_probes) * self._longest_seconds
+        return max(probes_seconds - self.running_seconds, 0.0) + confirmation_seconds
+
+    def left(self) -> str:
+        """The time left in words."""
+        seconds, num_left = self.most_seconds_left, self.max_probes - self.num_probes
+        if seconds is None:
+            return f"at most {num_left} probes; how long one takes is not known yet"
+        until = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
+        what = "" if self.confirms else f"{num_left} probes and " if num_left else ""
+        confirmation = "the confirmation" if self._confirm_steps else "no confirmation"
+        return f"at most {what}{confirmation}: {format_seconds(seconds)}, until {until:%H:%M:%S}"
+
+
+@contextlib.contextmanager
+def measuring_on_stderr(
+    counts: Counts, max_probes: int, confirm_steps: int, *, quiet: bool
+) -> Iterator[Measuring]:
+    """Hears of the probes and tells of them as autotune.report.stderr has it."""
+    tally = Tally(max_probes=max_probes, confirm_steps=confirm_steps)
+    kind = output(quiet=quiet)
+    if kind is Output.SCREEN:
+        with _screen(functools.partial(_drawn, tally, counts)):
+            yield Measuring(on_run=tally.on_run, on_probe=tally.on_probe)
+    elif kind is Output.NONE:
+        yield Measuring(on_run=tally.on_run, on_probe=tally.on_probe)
+    else:
+        _print(f"measuring: at most {max_probes} probes")
+        yield _lines(tally, milestones=kind is Output.MILESTONES)
+
+
+def _lines(tally: Tally, *, milestones: bool) -> Measuring:
+    """A line per probe, or per new best only; and one per confirmation."""
+
+    def on_run(config: TrainConfig, spec: ProbeSpec) -> None:
+        tally.on_run(config, spec)
+        if tally.confirms:
+            _print(f"confirming {describe(config)}: {tally.left()}")
+
+    def on_probe(number: int, measurement: Measurement, best: Measurement | None) -> None:
+        tally.on_probe(number, measurement, best)
+        if milestones and measurement is not best:
+            return
+        so_far = "" if best is None else f"; best so far {words.measured_speed(best)}"
+        left = "" if milestones or tally.most_seconds_left is None else f"; left: {tally.left()}"
+        _print(f"probe {number}: {words.probed(measurement)}{so_far}{left}")
+
+    return Measuring(on_run=on_run, on_probe=on_probe)
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _screen(draw: Callable[[], Table]) -> Iterator[None]:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    with Live(
+        get_renderable=draw,
+        console=console,
+        transient=True,
+        refresh_per_second=_REFRESHES_PER_SECOND,
+    ):
+        yield
+
+
+def _drawn(tally: Tally, counts: Counts) -> Table:
+    """The funnel, the probe that runs, the best, what is left: a row each."""
+    from rich.table import Table
+    from rich.text import Text
+
+    num_valid = counts.enumerated - counts.invalid
+    ended = ", ".join(f"{count} {name}" for name, count in sorted(tally.outcomes.items()))
+    probed = f"probed {tally.num_probes}" + (f" ({ended})" if ended else "")
+    if tally.running is None:
+        now = "choosing what to probe"
+    else:
+        verb = "confirming" if tally.confirms else "probing"
+        now = f"{verb} {describe(tally.running)}, for {tally.running_seconds:.0f} s"
+    rows = [
+        (
+            "funnel",
+            f"space {counts.enumerated:,} > valid {num_valid:,} > predicted to fit "
+            f"{counts.feasible:,} > {probed}",
+        ),
+        ("now", now),
+        ("left", tally.left()),
+    ]
+    if tally.best is not None:
+        best = f"{words.measured(tally.best)}: {describe(tally.best.config)}"
+        rows.insert(2, ("best", best))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for label, text in rows:
+        table.add_row(Text(label, "dim"), Text(text, "bold green" if label == "best" else ""))
+    return table
