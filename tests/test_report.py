@@ -343,6 +343,19 @@ def stored(tmp_path: Path) -> str:
     return url
 
 
+def test_trials_are_read_as_optuna_reads_them(stored: str) -> None:
+    with store.existing_study(stored, "qwen-12gb") as study:
+        study.ask()  # without any attribute
+        for _ in range(12):
+            tell(study, study.ask(), answers.measurement(), answers.estimate())
+        told = [(trial.number, trial.user_attrs) for trial in study.trials]
+    with store.open_study(stored, "other", workload=answers.WORKLOAD, gpu="g") as other:
+        other.ask().set_user_attr("evidence", "another study's")
+    _, trials = studies.load_with_trials(stored, "qwen-12gb")
+    assert len(told) == 14
+    assert [(trial.number, trial.user_attrs) for trial in trials] == told
+
+
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_the_command_writes_each_format(format_name: str, stored: str, tmp_path: Path) -> None:
     out = tmp_path / "new" / "the report"
