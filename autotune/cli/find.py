@@ -318,20 +318,26 @@ def _deliver(
     What cannot be written is said after the answer, which is not lost by it.
     """
     from autotune import studies
-    from autotune.export import export_files, export_paths, exporters_for
+    from autotune.export import export_files, export_paths, exporters_for, unsaid_lines
     from autotune.report import terminal
 
     summary = found.summary
     if not as_json:
         terminal.draw_summary(summary, sys.stdout)
         sys.stdout.flush()
-    places = export_paths(folder, exporters_for(summary.best.config))
+    config = summary.best.config
+    exporters = exporters_for(config, summary.workload)
+    places = export_paths(folder, exporters)
     result = {**summary.to_dict(), "files": [str(path) for path in places]}
     problems: list[AutotuneError] = []
     files: list[Path] = []
     try:
         files = export_files(
-            folder, workload=summary.workload, config=summary.best.config, result=result
+            folder,
+            workload=summary.workload,
+            config=config,
+            result=result,
+            exporters=exporters,
         )
     except StorageError as error:
         problems.append(error)
@@ -358,7 +364,7 @@ def _deliver(
     else:
         # After the @: whatever comes before it may be a password.
         place = f"{study} in {storage.rpartition('@')[2]}" if study else ""
-        terminal.draw_outcome(files, place, sys.stdout)
+        terminal.draw_outcome(files, place, sys.stdout, unsaid=unsaid_lines(exporters, config))
     for problem in problems[:-1]:
         explain(problem)
     if problems:

@@ -11,14 +11,21 @@ from collections.abc import Mapping
 
 from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
 from autotune.export import deepspeed_json
+from autotune.export.carried import unsaid
 
 name = "accelerate"
 filename = "accelerate_config.yaml"
+part = "how processes share the run"
 
 
 def applies(config: TrainConfig) -> bool:
     """Whether there is anything to say: several processes, or DeepSpeed in one."""
     return config.parallelism != "none"
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    """All but the GPUs."""
+    return unsaid(config, {"parallelism", "num_gpus"})
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001

@@ -1,25 +1,23 @@
 """training_args.json: keyword arguments of `transformers.TrainingArguments`.
 
 Holds what autotune decides and nothing else: learning rate, epochs and logging stay the user's.
-The names are those of the installed version. It is asked without being imported (7 s, and torch
-belongs into the worker): the class's fields are read from the syntax tree of its source file.
+The names are those of the installed version.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
 import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.export import installed
+from autotune.export.carried import unsaid
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 
 name = "training-args"
 filename = "training_args.json"
+part = "Trainer's arguments"
 
 OUTPUT_FOLDER = "output"
 """`output_dir` until the user names another."""
@@ -30,9 +28,39 @@ _CHECKPOINTING = ("activation_checkpointing", "activation_checkpointing_kwargs")
 _OLD_CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 
 
+CARRIED = (
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "activation_checkpointing",
+    "activation_offloading",
+    *(knob.name for knob in KNOBS.values() if knob.arguments is not None),
+)
+"""Settings that TrainingArguments says in full."""
+
+
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
     """A JSON object for `TrainingArguments(**json.load(file))` of the installed version."""
-    return json.dumps(training_arguments(config, installed_fields()), indent=2) + "\n"
+    return json.dumps(known_arguments(config), indent=2) + "\n"
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    """The model, the adapter and the data are not TrainingArguments'."""
+    fields = installed_fields()
+    dtype = PRECISIONS[config.precision].parameter_dtype
+    batching = {"batching"} if config.batching == "grouped" else set()
+    return (
+        f"precision: weights in {dtype}",
+        *unsaid(config, {*CARRIED, "precision", *batching}),
+        *installed.unknown(training_arguments(config, fields), fields, "transformers"),
+    )
+
+
+def known_arguments(config: TrainConfig) -> dict[str, object]:
+    """The keyword arguments that the installed TrainingArguments takes."""
+    fields = installed_fields()
+    arguments = training_arguments(config, fields)
+    return {key: arguments[key] for key in arguments if fields is None or key in fields}
 
 
 def training_arguments(
@@ -85,24 +113,6 @@ def training_arguments(
     return arguments
 
 
-@functools.cache
 def installed_fields() -> frozenset[str] | None:
     """Field names of the installed TrainingArguments; None when Transformers is not installed."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return None
-    return fields_of(Path(spec.origin).with_name("training_args.py").read_text(encoding="utf-8"))
-
-
-def fields_of(source: str) -> frozenset[str]:
-    """Names that the body of class TrainingArguments annotates."""
-    (body,) = (
-        node.body
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
-    )
-    return frozenset(
-        node.target.id
-        for node in body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    )
+    return installed.fields("transformers", "training_args.py", "TrainingArguments")

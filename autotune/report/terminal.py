@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -95,19 +96,21 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     _print_classes(console, summary)
 
 
-def draw_outcome(files: Sequence[Path], study: str, file: TextIO) -> None:
+def draw_outcome(
+    files: Sequence[Path], study: str, file: TextIO, *, unsaid: Sequence[str] = ()
+) -> None:
     """What was written where, what to do next, and what a prediction leaves out.
 
-    No files, or an empty study: they could not be written.
+    No files, or an empty study: they could not be written. `unsaid`: what files do not carry.
     """
     rows: list[Row] = []
     if files:
-        names = "  ".join(printable(path.name) for path in files)
-        rows.append(("written", f"{printable(str(files[0].parent))}/  {names}"))
+        rows.append(("written", _places(files)))
+        rows += [("unsaid", printable(line), "dim") for line in unsaid]
     if study:
         rows.append(("study", printable(study)))
     for path in files:
-        if path.suffix == ".py":
+        if path.name == "train.py":
             command = f"python {printable(shlex.quote(str(path)))} --dataset FILE.jsonl"
             if any(other.name == "accelerate_config.yaml" for other in files):
                 command = (
@@ -119,6 +122,15 @@ def draw_outcome(files: Sequence[Path], study: str, file: TextIO) -> None:
     console = _console(file)
     console.print()
     _print_rows(console, rows)
+
+
+def _places(files: Sequence[Path]) -> str:
+    """The folder with the names in it; of folders below it, how many files they hold."""
+    folder = files[0].parent
+    names = [printable(path.name) for path in files if path.parent == folder]
+    below = Counter(path.parent.name for path in files if path.parent != folder)
+    counts = [f"{printable(name)}/ ({number} more)" for name, number in below.items()]
+    return "  ".join([f"{printable(str(folder))}/", *names, *counts])
 
 
 def draw_estimate(

@@ -1,0 +1,38 @@
+"""model_card.md: a section for the README of the model that was trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from autotune import __version__
+from autotune.config import TrainConfig, Workload
+from autotune.export.carried import one_line, settings
+from autotune.knobs import describe
+
+name = "model-card"
+filename = "model_card.md"
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """Markdown; whatever the model is called, it stays the text of a cell."""
+    evidence = result["evidence"]
+    rows = {"base model": workload.model, "task": workload.task, **settings(config)}
+    table = "".join(f"| {_cell(key)} | {_cell(value)} |\n" for key, value in rows.items())
+    return f"""## Training configuration
+
+Chosen by autotune {__version__} as the fastest that fits a memory budget ({_cell(evidence)}):
+{_cell(describe(config))}.
+
+| setting | value |
+|---|---|
+{table}"""
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:  # noqa: ARG001
+    return ()
+
+
+def _cell(value: object) -> str:
+    """Text that is neither Markdown nor HTML, on one line."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|<>&~$])", r"\\\1", one_line(str(value)))
