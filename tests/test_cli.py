@@ -137,6 +137,13 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--space": "default",
         "--json": False,
     },
+    "export": {
+        "study": None,
+        "--format": None,
+        "--out": None,
+        "--force": False,
+        "--storage": "sqlite:///studies/autotune.db",
+    },
     "gpus": {},
     "models": {},
     "spaces": {},
@@ -299,7 +306,8 @@ def test_find_prints_one_json_object(
     assert result["best"]["peak_device_bytes"] <= 2_000_000_000
     # The base is a point of the space, so the answer cannot be slower.
     assert result["speedup"] >= 0.98
-    names = {Path(path).name for path in result["files"]}
+    paths = [Path(path) for path in result["files"]]
+    names = {path.name for path in paths if path.parent.name != "exports"}
     assert names == {"train.py", "training_args.json", "train_config.yaml", "result.json"}
     for path in result["files"]:
         assert (tiny / path).is_file()

@@ -59,7 +59,7 @@ class Exporter(Protocol):
 EXPORTERS: tuple[Exporter, ...] = (train_py, training_args, train_config, result_json)
 """What every answer has, in the folder that was named."""
 
-_BESIDE = (accelerate_config, deepspeed_json)
+BESIDE = (accelerate_config, deepspeed_json)
 """What `accelerate launch` needs there as well, where GPUs share a run."""
 
 FURTHER: tuple[Exporter, ...] = (
@@ -76,9 +76,7 @@ FURTHER: tuple[Exporter, ...] = (
 """In FURTHER_FOLDER, so that the others stay in sight."""
 FURTHER_FOLDER = "exports"
 
-ALL: dict[str, Exporter] = {
-    exporter.name: exporter for exporter in (*EXPORTERS, *_BESIDE, *FURTHER)
-}
+ALL: dict[str, Exporter] = {exporter.name: exporter for exporter in (*EXPORTERS, *BESIDE, *FURTHER)}
 """By what `--format` calls them."""
 
 

@@ -30,8 +30,6 @@ class _Family:
     """Argument of the tokenizer -> file in the model's folder."""
     sizes: Mapping[str, str]
     """Last part of a Hub id, in small letters -> the builder."""
-    has_output_adapter: bool = True
-    """Its LoRA builders take apply_lora_to_output."""
 
 
 _LLAMA3 = (("path", "original/tokenizer.model"),)
@@ -66,7 +64,7 @@ _FAMILIES = (
         sizes={
             f"{prefix}llama-3.1-{size}{kind}": f"llama3_1_{size}"
             for prefix in ("", "meta-")
-            for size in ("8b", "70b", "405b")
+            for size in ("8b", "70b")
             for kind in ("", "-instruct")
         },
     ),
@@ -95,7 +93,6 @@ _FAMILIES = (
         tokenizer="gemma.gemma_tokenizer",
         files=_SENTENCEPIECE,
         sizes={"gemma-2b": "gemma_2b", "gemma-7b": "gemma_7b"},
-        has_output_adapter=False,
     ),
     _Family(
         folder="gemma2",
@@ -107,7 +104,6 @@ _FAMILIES = (
             for size in ("2b", "9b", "27b")
             for kind in ("", "-it")
         },
-        has_output_adapter=False,
     ),
     _Family(
         folder="qwen2",
@@ -230,6 +226,8 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
     carried |= {setting for setting, is_said in simple.items() if is_said}
     if config.quantization == "nf4":
         lines.append(f"{words_of(config, 'quantization')} (torchao quantises its scales as well)")
+    if config.num_gpus > 1:
+        lines.append(f"{words_of(config, 'num_gpus')} (--nproc_per_node of tune run)")
     return (*lines, *unsaid(config, {*carried, "quantization"}))
 
 
@@ -306,12 +304,10 @@ def _content(family: _Family, builder: str, config: TrainConfig) -> dict[str, ob
 def _adapter(family: _Family, builder: str, config: TrainConfig) -> dict[str, object]:
     attention, has_mlp = _split_targets(config) or (list(_ATTENTION.values()), True)
     assert config.lora_rank is not None
-    output = {"apply_lora_to_output": False} if family.has_output_adapter else {}
     return {
         "_component_": f"torchtune.models.{family.folder}.lora_{builder}",
         "lora_attn_modules": attention,
         "apply_lora_to_mlp": has_mlp,
-        **output,
         "lora_rank": config.lora_rank,
         "lora_alpha": 2 * config.lora_rank,
         "lora_dropout": 0.0,

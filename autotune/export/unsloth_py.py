@@ -51,6 +51,7 @@ _PROGRAM = """\
 import sys
 
 from unsloth import FastLanguageModel  # before trl, which it patches
+import torch
 from datasets import load_dataset
 {imports}from trl import SFTConfig, SFTTrainer
 
@@ -89,6 +90,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """A Python program. Every value in it is an ASCII literal."""
     adapter = imports = ""
     model = keywords(_model_arguments(workload, config), indent=8)
+    # It knows float32 by torch's own name only.
+    model += f"        dtype=torch.{PRECISIONS[config.precision].parameter_dtype},\n"
     if QUANTIZATIONS[config.quantization].codes:
         imports = "from transformers import BitsAndBytesConfig\n"
         quantization = keywords(quantization_fields(config), indent=12)
@@ -121,7 +124,6 @@ def _model_arguments(workload: Workload, config: TrainConfig) -> dict[str, objec
     return {
         "model_name": model_reference(workload.model),
         "max_seq_length": config.sequence_length,
-        "dtype": PRECISIONS[config.precision].parameter_dtype,
         "load_in_4bit": bool(row.codes),
         "load_in_8bit": row.name == "int8",
         "full_finetuning": config.method == "full",
