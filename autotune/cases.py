@@ -222,6 +222,7 @@ class Pricer:
                 self._workload(case, size),
                 num_layers=num_layers if isinstance(num_layers, int) else None,
                 compute_capability=case.gpu.compute_capability,
+                head_size=case.source.head_size,
             )
             configs += points.configs
             for name, count in points.invalid.items():

@@ -7,6 +7,7 @@ categorical setting once; every other module asks them.
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,18 @@ METHODS = ("full", *ADAPTERS)
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """torch.compile's `mode`, with Inductor (torch 2.13 torch/__init__.py)."""
+COMPILE_BACKENDS = ("inductor", "cudagraphs", "aot_eager")
+"""torch.compile's `backend`. aot_eager runs the captured graphs with eager's kernels: no C++ compiler is
+needed (torch 2.13 torch/_dynamo/backends/)."""
 TRAINERS = ("transformers", "trl-sft")
 """Transformers' Trainer, or TRL's SFTTrainer."""
+
+LOADER_SETTINGS = (
+    "dataloader_num_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_pin_memory",
+)
+"""Fields of TrainConfig, by their names in TrainingArguments."""
 
 CLASSIFIER_HEADS = ("classifier", "score")
 """What PEFT trains in full beside the adapter of a classifier, and so must not be quantised
@@ -272,10 +283,26 @@ class Workload:
     """Alike, in one machine."""
     lengths: Lengths | None = None
     """Of the dataset's samples; None: every sample is as long as the sequence."""
+    extra_arguments: str = "{}"
+    """TrainingArguments that no setting decides, as export.extra_arguments reads them: a JSON object
+    that exports carry. A step does not depend on it."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The extra arguments by name."""
+        values: dict[str, Any] = json.loads(self.extra_arguments)
+        return values
+
+    @property
+    def decays(self) -> bool:
+        """Whether there is weight decay, which some optimizers need memory for."""
+        return bool(self.extra.get("weight_decay"))
 
     def to_dict(self) -> dict[str, object]:
-        """As it is stored and shown; without what there is not: a dataset, several GPUs."""
+        """As it is stored and shown; without what there is not (a dataset, several GPUs) and without
+        the extra arguments, which make no other workload."""
         values = dataclasses.asdict(self)
+        del values["extra_arguments"]
         if self.lengths is None:
             del values["lengths"]
         if self.num_gpus == 1:
@@ -344,6 +371,18 @@ class TrainConfig:
     """0: none; else noise of that strength is added to the embeddings."""
     torch_compile: str = "none"
     """none, or one of COMPILE_MODES."""
+    torch_compile_backend: str = "inductor"
+    """One of COMPILE_BACKENDS; the others have no modes but default."""
+    dataloader_num_workers: int = 0
+    """Processes that load batches; 0: the training process does. Chosen by timing, not searched."""
+    dataloader_prefetch_factor: int | None = None
+    """Batches that each of them has ready; None: the Trainer's default."""
+    dataloader_pin_memory: bool | None = None
+    """Batches wait in page-locked memory; None: the Trainer's default."""
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.torch_compile != "none"
 
     @property
     def effective_batch_size(self) -> int:

@@ -1,14 +1,35 @@
-"""Reads how long a dataset's samples are, in a worker: tokenizers are Transformers'."""
+"""What workers find out of a dataset: how long its samples are, and how fast its batches are loaded.
+
+Tokenizers, collators and loaders are Transformers'.
+"""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.errors import ConfigError
+from autotune import typed
+from autotune.config import TrainConfig, Workload
+from autotune.errors import ConfigError, WorkerError
+from autotune.export import train_py
+from autotune.forkserver import ForkServer
 from autotune.isolate import run
 from autotune.lengths import Lengths
+from autotune.loading import LoaderTime, LoaderTimes, settings_to_time
+from autotune.results import Measurement
 
 DEADLINE_SECONDS = 900.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dataset:
+    """As it was named."""
+
+    path: Path
+    text_field: str
+    tokenizer: str
+    """A folder, or an id whose files are in the Hub's cache."""
 
 
 def read_lengths(
@@ -36,3 +57,47 @@ def read_lengths(
         num_samples=answer["num_samples"],
         longest=answer["longest"],
     )
+
+
+def time_loaders(
+    server: ForkServer, dataset: Dataset, workload: Workload, best: Measurement
+) -> LoaderTimes:
+    """The loader of the train.py of what was measured, timed in a process of its own.
+
+    Raises WorkerError where that fails: nothing then says which settings are good.
+    """
+    assert best.micro_step_seconds is not None
+    needed_seconds = best.micro_step_seconds * _mean_share(workload, best.config)
+    backend = best.spec.backend
+    request = {
+        "program": train_py.write(
+            workload=workload, config=best.config, result={"evidence": "measured"}
+        ),
+        "dataset": str(dataset.path),
+        "text_field": dataset.text_field,
+        "tokenizer": dataset.tokenizer,
+        "backend": backend,
+        "micro_step_seconds": needed_seconds,
+        "settings": list(
+            settings_to_time(len(os.sched_getaffinity(0)), has_cuda=backend == "cuda")
+        ),
+    }
+    end = server.run("loader", request, deadline_seconds=DEADLINE_SECONDS)
+    if end.how != "ok" or not end.answers:
+        raise end.to_error("loader")
+    if "problem" in end.answers[-1]:
+        raise WorkerError("The loader cannot be timed", why=str(end.answers[-1]["problem"]))
+    try:
+        times = tuple(typed.record(LoaderTime, answer, "loader") for answer in end.answers)
+    except ValueError as error:
+        raise WorkerError("The loader process talked nonsense", why=str(error)) from error
+    return LoaderTimes(micro_step_seconds=needed_seconds, times=times)
+
+
+def _mean_share(workload: Workload, config: TrainConfig) -> float:
+    """Tokens of an average micro-batch, padding included, in those of the longest, which was measured."""
+    lengths = workload.lengths
+    if lengths is None or config.batching == "packed":
+        return 1.0
+    mean = lengths.num_kept_tokens / lengths.num_samples / workload.useful_share(config)
+    return min(mean / config.sequence_length, 1.0)

@@ -544,13 +544,7 @@ def _optimizer_kernels(cost: StepCost, paged_out_bytes: int) -> list[roofline.Ke
 
 
 def _rate_dtype(dtype: str, *, tf32: bool) -> str:
-    """Whose rate a matrix product runs at.
-
-    The catalogue has no rate of int8, which tensor cores multiply twice as fast as float16 (NVIDIA's
-    datasheets, T4 to H100): LLM.int8's products are priced too slow rather than not at all.
-    """
-    if dtype == "int8":
-        return "float16"
+    """Whose rate a matrix product runs at."""
     return "tf32" if tf32 and dtype == "float32" else dtype
 
 

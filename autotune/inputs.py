@@ -5,13 +5,21 @@ Each function raises ConfigError with what, why and the remedy when the pieces d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from autotune import dataset as datasets
 from autotune import gpus, nvml
 from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
 from autotune.gpus import Gpu
 from autotune.kv_cache import KvCache, kv_cache
+from autotune.lengths import Lengths
 from autotune.models import ModelSource
 from autotune.space import Context, broken_rules
+from autotune.space_file import MAX_FILE_BYTES
 from autotune.units import MIB, format_bytes, parse_bytes
 
 NAMED = "named"
@@ -77,9 +85,9 @@ def cpu_as_card(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
     return card, ON_CPU, budget_bytes
 
 
-def agreed(option: str, value: int, of_base: int, *, is_given: bool) -> int:
+def agreed(option: str, value: int | None, of_base: int) -> int:
     """The base's value where the option was left out. ConfigError where the two differ."""
-    if is_given and value != of_base:
+    if value is not None and value != of_base:
         raise ConfigError(
             f"{option} is {value}, and the base has {of_base}",
             why="Speeds are compared for the same work",
@@ -113,6 +121,42 @@ def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
     return limit
 
 
+def read_lengths(
+    dataset: Path, source: ModelSource, length: int, *, text_field: str, tokenizer: str | None
+) -> Lengths:
+    """Of the dataset's samples, cut off at `length`."""
+    folder_or_id = tokenizer or source.folder_or_id
+    return datasets.read_lengths(
+        dataset, text_field=text_field, tokenizer=folder_or_id, sequence_length=length
+    )
+
+
+def longest_batch(
+    lengths: Lengths, length: int, *, packs: bool, note: Callable[[str], None]
+) -> int:
+    """The sequence length of the worst batch; says so where it is shorter than what was asked for."""
+    if packs or lengths.longest == length:
+        return length
+    note(f"no sample has more than {lengths.longest} tokens: that is the sequence length.")
+    return lengths.longest
+
+
+def read_yaml(path: Path) -> object:
+    """What is in a file that an option names. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES // 1024} KiB")
+        return yaml.safe_load(content.decode("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "It is not UTF-8 text"
+        raise ConfigError(f"{path} cannot be read", why=why) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{path} is not YAML", why=why[:300]) from error
+
+
 def generation(
     source: ModelSource, config: TrainConfig, *, batch_size: int | None, context: int | None
 ) -> KvCache:
@@ -138,6 +182,9 @@ def check_rules(
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=card.compute_capability,
         max_sequence_length=source.max_sequence_length,
+        weight_decay=workload.decays,
+        head_size=source.head_size,
+        task=workload.task,
     )
     rules = broken_rules(config, context)
     if rules:

@@ -16,6 +16,7 @@ from typing import Any
 from autotune.adapters import ADAPTERS, LORA_VARIANTS, peft_words, read_peft
 from autotune.config import (
     ATTENTIONS,
+    COMPILE_BACKENDS,
     COMPILE_MODES,
     METHODS,
     PARALLELISMS,
@@ -419,7 +420,20 @@ KNOBS: dict[str, Knob] = {
             arguments=_compile_arguments,
             unpredicted=frozenset(COMPILE_MODES),
             flag="--compile",
-            summary="Mode of torch.compile, which is not predicted [default: none].",
+            summary="Mode of torch.compile: eager's figures are given, as a bound [default: none].",
+        ),
+        Knob(
+            name="torch_compile_backend",
+            tradeoff="numerics",
+            read=_one_of(COMPILE_BACKENDS, "backend"),
+            default="inductor",
+            choices=COMPILE_BACKENDS,
+            words=lambda name: f"compiled by {name}",
+            # After torch_compile's own.
+            arguments=lambda name: {"torch_compile_backend": name} if name != "inductor" else {},
+            unpredicted=frozenset(COMPILE_BACKENDS[1:]),
+            flag="--compile-backend",
+            summary="Of torch.compile [default: inductor].",
         ),
     )
 }

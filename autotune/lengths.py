@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-BATCHINGS = ("packed", "padded", "grouped")
+BATCHINGS = ("packed", "padded", "grouped", "padding-free")
 """How samples fill a micro-batch: one stream of tokens cut into blocks; each padded to the longest of
-its micro-batch; the same with samples of like length together (Trainer's group_by_length)."""
+its micro-batch; the same with samples of like length together (Trainer's group_by_length); one behind
+the other, whole, told apart by where each begins (DataCollatorWithFlattening)."""
+UNPADDED = ("packed", "padding-free")
 
 _NUM_SIMULATED = 16_384
 """Samples that padding is simulated with: its mean is then good to a fraction of a per cent."""
@@ -72,7 +74,7 @@ def useful_share(
     Simulated, with the order of transformers' LengthGroupedSampler for `grouped`: mega-batches of 50
     optimizer steps, sorted. Samples are drawn from the percentiles, so the tail is that coarse.
     """
-    if batching == "packed":
+    if batching in UNPADDED:
         return 1.0
     import numpy as np
 

@@ -127,6 +127,17 @@ class ModelSource:
         return None
 
     @property
+    def head_size(self) -> int | None:
+        """Elements of an attention head, as far as the usual keys tell."""
+        size, heads = self.config.get("head_dim"), self.config.get("num_attention_heads")
+        if isinstance(size, int):
+            return size
+        width = self.config.get("hidden_size")
+        return (
+            width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
+        )
+
+    @property
     def short_name(self) -> str:
         """The last part of the name: `Qwen2.5-1.5B`; for a config.json, its folder's."""
         if self.origin in ("catalogue", "hub"):

@@ -16,7 +16,8 @@ from autotune.config import METHODS, TrainConfig
 from autotune.knobs import KNOBS, REQUIRED, Knob
 from autotune.space import SearchSpace
 
-_NOT_PREDICTED = "not predicted"
+NOT_PREDICTED = "not predicted"
+"""Why a search by prediction leaves a value out."""
 
 
 @functools.cache
@@ -48,11 +49,12 @@ def unpredicted(config: TrainConfig) -> tuple[str, ...]:
 
 
 def predictable(
-    space: SearchSpace, methods: Collection[str] = METHODS
+    space: SearchSpace, methods: Collection[str] = METHODS, *, has: TrainConfig | None = None
 ) -> tuple[SearchSpace, tuple[str, ...]]:
     """The space without what is not installed or not predicted, and what of these methods' that was.
 
-    A setting that has nothing else left keeps its default; a section that must name it goes.
+    A setting that has nothing else left keeps its default; a section that must name it goes. What
+    `has` needs is taken for installed: it trains somewhere already.
     """
     left_out: dict[str, dict[str, None]] = {}
     sections = []
@@ -62,7 +64,12 @@ def predictable(
         domains: dict[str, tuple[Any, ...]] = dict(section.domains)
         for name, values in section.domains.items():
             knob = KNOBS[name]
-            why = {value: reason for value in values if (reason := _reason(knob, value))}
+            why = {
+                value: reason
+                for value in values
+                if (reason := _reason(knob, value))
+                and not (has is not None and value == getattr(has, name))
+            }
             if why:
                 left = tuple(value for value in values if value not in why)
                 default = () if knob.default is REQUIRED else (knob.default,)
@@ -78,7 +85,7 @@ def predictable(
 def _reason(knob: Knob, value: object) -> str:
     """Why a search leaves the value out; empty where it does not."""
     if value in knob.unpredicted:
-        return _NOT_PREDICTED
+        return NOT_PREDICTED
     return _lacks(knob, value)
 
 

@@ -20,11 +20,12 @@ import functools
 import math
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune import compiled
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
@@ -53,7 +54,7 @@ from autotune.winner import (
     final,
     none_confirmed,
     nothing_fits,
-    speed,
+    run_speed,
     stayed_within_budget,
 )
 
@@ -107,7 +108,7 @@ class Prober:
             self.num_reused += 1
         else:
             self.num_run += 1
-            deadline_seconds = SET_UP_SECONDS + 3 * self.spec.max_seconds
+            deadline_seconds = _set_up_seconds(config) + 3 * self.spec.max_seconds
             # A probe counts every token.
             of_useful = None if watch is None else functools.partial(_scaled, watch, share)
             measurement = self._run(
@@ -126,7 +127,9 @@ class Prober:
         state = predicted.state
         written_bytes = state.parameters_bytes + state.optimizer_state_bytes
         deadline_seconds = (
-            SET_UP_SECONDS + 3 * steps_seconds + written_bytes / CHECKPOINT_BYTES_PER_SECOND
+            _set_up_seconds(best.config)
+            + 3 * steps_seconds
+            + written_bytes / CHECKPOINT_BYTES_PER_SECOND
         )
         measurement = self._run(best.config, spec, deadline_seconds=deadline_seconds)
         return dataclasses.replace(measurement, useful_share=best.useful_share)
@@ -203,6 +206,10 @@ class Prober:
         )
 
 
+def _set_up_seconds(config: TrainConfig) -> float:
+    return SET_UP_SECONDS + (compiled.COMPILE_SECONDS if config.is_compiled else 0.0)
+
+
 def _scaled(watch: Watch, share: float, step: int, tokens_per_second_at_most: float) -> str:
     return watch(step, share * tokens_per_second_at_most)
 
@@ -254,6 +261,10 @@ class Plan:
     confirm_steps: int = 0
     """Optimizer steps of the winner's confirmation; 0 skips it."""
     seed: int = 0
+    train_steps: int | None = None
+    """Length of the run that cold starts are weighed against; None: steady speed decides."""
+    variants: Callable[[Estimate], Sequence[Estimate]] = lambda _: ()
+    """Of an eager candidate: compiled, what may be measured too."""
 
 
 def can_run(config: TrainConfig, backend: str) -> bool:
@@ -266,7 +277,7 @@ def can_run(config: TrainConfig, backend: str) -> bool:
     only_cuda = (
         config.activation_offloading or config.liger or OPTIMIZERS[config.optimizer].only_cuda
     )
-    return backend == "cuda" or not only_cuda
+    return (backend == "cuda" or not only_cuda) and compiled.can_compile(config, backend)
 
 
 def search(
@@ -284,15 +295,25 @@ def search(
     read.
     """
     close_interrupted(study)
-    earlier = _earlier(study, plan, prober)
     baseline = None if plan.baseline is None else prober.measure(plan.baseline.config)
     predicted = {estimate.config: estimate for estimate in plan.pool}
+    pool = list(plan.pool)
     measured: list[Measurement] = []
     rejected: list[Measurement] = []
     while len(rejected) < MAX_CONFIRMATIONS:
         refused = {m.config for m in rejected}
-        _probe(study, plan, prober, measured, refused, on_probe)
-        known = list((earlier | {m.config: m for m in measured}).values())
+        _probe(study, plan, pool, plan.max_probes, prober, measured, refused, on_probe)
+        known = _known(study, predicted, prober, measured)
+        num_left = compiled.MAX_PROBES - sum(config.is_compiled for config in predicted)
+        added = _variants(plan, known, predicted, refused)[:num_left]
+        if added:
+            predicted.update({estimate.config: estimate for estimate in added})
+            # Beside what is measured: the others were not worth a probe, or there was no time.
+            beside = [predicted[m.config] for m in known] + added
+            max_probes = len(measured) + len(added)
+            _probe(study, plan, beside, max_probes, prober, measured, refused, on_probe)
+            pool += added
+            known = _known(study, predicted, prober, measured)
         left = [m for m in known if m.config not in refused]
         # Those that were stopped as too slow were so beside one that may yet disappoint, or did.
         rivals = [m for m in left if m.fits or stayed_within_budget(m)]
@@ -304,7 +325,14 @@ def search(
             on_confirm(best.config)
             return prober.confirm(best, predicted[best.config], plan.confirm_steps)
 
-        found = final(fitting, rivals, plan.base, rejected, confirm if plan.confirm_steps else None)
+        found = final(
+            fitting,
+            rivals,
+            plan.base,
+            rejected,
+            confirm if plan.confirm_steps else None,
+            train_steps=plan.train_steps,
+        )
         if found is not None:
             return Measured(
                 best=found.best,
@@ -316,15 +344,33 @@ def search(
                 outcomes=dict(Counter(m.outcome for m in known)),
                 confirmation=found.confirmation,
                 rejected=tuple(rejected),
+                train_steps=plan.train_steps,
+                eager=compiled.fastest(known, is_compiled=False),
+                compiled=compiled.fastest(known, is_compiled=True),
+                num_compiled=sum(m.config.is_compiled for m in known),
             )
     if rejected:
         raise none_confirmed(rejected)
     raise nothing_fits(known, plan.budget_bytes)
 
 
+def _variants(
+    plan: Plan,
+    known: Sequence[Measurement],
+    predicted: Mapping[TrainConfig, Estimate],
+    refused: Collection[TrainConfig],
+) -> list[Estimate]:
+    """Of the fastest eager ones that fit, compiled; those that are no candidates yet."""
+    best = compiled.bases([m for m in known if m.fits], refused)
+    found = (variant for m in best for variant in plan.variants(predicted[m.config]))
+    return [estimate for estimate in found if estimate.config not in predicted]
+
+
 def _probe(
     study: optuna.Study,
     plan: Plan,
+    pool: Sequence[Estimate],
+    max_probes: int,
     prober: Prober,
     measured: list[Measurement],
     refused: Collection[TrainConfig],
@@ -333,10 +379,10 @@ def _probe(
     """Probe until nothing that is not refused is likely to be faster; adds to `measured`."""
     leave_out = _left_out(study, prober.fingerprint, refused)
     study.pruner = SpeedPruner(noise=NOISE, leave_out=leave_out)
-    distributions = parameter_distributions(study, [e.config for e in plan.pool])
+    distributions = parameter_distributions(study, [e.config for e in pool])
     of_params: dict[frozenset[tuple[str, Any]], TrainConfig] = {}
     candidates = []
-    for estimate in plan.pool:
+    for estimate in pool:
         if estimate.config in refused:
             continue
         assert estimate.tokens_per_second is not None
@@ -358,7 +404,7 @@ def _probe(
         leave_out=leave_out,
         seed=plan.seed,
     )
-    while len(measured) < plan.max_probes and not sampler.should_stop(study):
+    while len(measured) < max_probes and not sampler.should_stop(study):
         proposed = sampler.propose(study)
         if proposed is None:
             break
@@ -372,15 +418,19 @@ def _probe(
         on_probe(len(measured), measurement, _fastest(measured, refused))
 
 
-def _earlier(study: optuna.Study, plan: Plan, prober: Prober) -> dict[TrainConfig, Measurement]:
-    """What the study has of the candidates from before, measured here."""
-    configs = {estimate.config for estimate in plan.pool}
+def _known(
+    study: optuna.Study,
+    configs: Collection[TrainConfig],
+    prober: Prober,
+    measured: Sequence[Measurement],
+) -> list[Measurement]:
+    """What was measured of the candidates; what the study has of them from before, measured here."""
     found: dict[TrainConfig, Measurement] = {}
     for _, earlier in _recorded(study):
         if earlier.config in configs and earlier.fingerprint == prober.fingerprint:
             # Of what was tried twice, the second try.
             found[earlier.config] = earlier
-    return found
+    return list((found | {m.config: m for m in measured}).values())
 
 
 def _left_out(
@@ -414,4 +464,4 @@ def _fastest(
     measured: Sequence[Measurement], refused: Collection[TrainConfig]
 ) -> Measurement | None:
     fitting = (m for m in measured if m.fits and m.config not in refused)
-    return max(fitting, key=speed, default=None)
+    return max(fitting, key=run_speed, default=None)

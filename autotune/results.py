@@ -42,6 +42,8 @@ class TraceSpec:
     trainer: str = "transformers"
     neftune_noise_alpha: float = 0.0
     """1 for any noise."""
+    batching: str = "packed"
+    """padded: some places hold no token, and the mask says so; padding-free; packed: neither."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
@@ -62,6 +64,11 @@ class TraceSpec:
         if config.lora_variant == "rslora":
             shared["lora_variant"] = "plain"
         shared["neftune_noise_alpha"] = float(config.neftune_noise_alpha > 0)
+        if config.batching == "grouped":
+            shared["batching"] = "padded"
+        # A sample alone is padded to its own length.
+        if config.micro_batch_size == 1 and shared["batching"] == "padded":
+            shared["batching"] = "packed"
         return cls(**shared, single=config.micro_batch_size == 1)
 
 
@@ -157,6 +164,11 @@ class Estimate:
     """None: there is one GPU. Memory, FLOPs and mfu above are those of each; tokens of all."""
 
     @property
+    def is_bound(self) -> bool:
+        """The figures are eager's: what torch.compile saves is not predicted."""
+        return self.config.is_compiled
+
+    @property
     def overlapped_step_seconds(self) -> float | None:
         """The step if all communication overlapped with kernels: a lower bound of step_seconds."""
         seconds = self.step_seconds
@@ -186,6 +198,7 @@ class Estimate:
             "gpu": self.gpu,
             "memory_budget_bytes": budget_bytes,
             "fits": self.peak_device_bytes <= budget_bytes,
+            "bounded_by_eager": self.is_bound,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "nontorch_bytes": self.nontorch_bytes,
@@ -286,6 +299,9 @@ class Measurement:
     excess_bytes: int | None = None
     """Outcome oom: at least so much was lacking."""
     loss_is_finite: bool | None = None
+    cold_start_seconds: float | None = None
+    """What the first steps took beyond as many steady ones: kernels loaded, graphs compiled. On the
+    CPU what watches memory slows them too. None: not recorded."""
     elapsed_seconds: float = 0.0
     """Of the whole probe, set-up included."""
     useful_share: float = 1.0
@@ -344,7 +360,16 @@ class Measurement:
 
     @property
     def tokens_per_second(self) -> float | None:
+        """Of steady steps."""
         return _tokens_per_second(self)
+
+    def tokens_per_second_over(self, num_steps: int | None) -> float | None:
+        """Of a run of so many optimizer steps, its cold start included; None: of steady steps."""
+        steady, seconds = self.tokens_per_second, self.step_seconds
+        if num_steps is None or steady is None or seconds is None:
+            return steady
+        steady_seconds = num_steps * seconds
+        return steady * steady_seconds / ((self.cold_start_seconds or 0.0) + steady_seconds)
 
     def to_dict(self) -> dict[str, object]:
         """A JSON line of `studies/<device>/`; measurement_from_dict reads it back."""
@@ -419,6 +444,7 @@ def _tokens_per_second(timed: Estimate | Measurement) -> float | None:
 _SUMS = (
     "memory_budget_bytes",
     "fits",
+    "bounded_by_eager",
     "peak_device_bytes",
     "headroom_bytes",
     "step_seconds",

@@ -69,6 +69,11 @@ _BEST_MATMUL_OF_PEAK = 0.83
 # A training step's matmuls reach this share of the best one: geglu on the A100, nine products of
 # 4096 x 11008 with 8,192 to 65,536 tokens.
 _USUAL_MATMUL_OF_BEST = 0.95
+# NVIDIA's datasheets, T4 to B200: int8 products run at twice float16's rate (GeForce cards at four
+# times: float16 is counted with float32 sums, which halves it there). bitsandbytes' own kernels on an
+# A100 (its benchmarking/switchback/info_a100_py2.jsonl, commit 59a7c3a): 468 to 533 TOP/s at widths of
+# 2,048 and 4,096, where twice the best matmul's share of the peak is 515.
+_INT8_OF_FLOAT16 = 2
 # Share of the datasheet's bandwidth, in bytes of inputs and outputs. rms_norm on the A100 (27
 # kernels, all but three elementwise) reaches 0.71 and 0.72 at 16,384 and 32,768 wide; the best one
 # that only reads 0.88 to 0.90 (NVIDIA developer forum 339083). Softmax and its backward read a row
@@ -169,10 +174,15 @@ def kind_of(name: str) -> str:
 def peak_flop_per_second(gpu: Gpu, dtype: str) -> float | None:
     """Dense peak at which the card's matmuls of a dtype can run; None when unknown.
 
-    Tensor cores take float16 from compute capability 7.0, bfloat16 and tf32 from 8.0; below that
-    PyTorch computes both at the float32 rate.
+    Tensor cores take float16 from compute capability 7.0, int8 from 7.5, bfloat16 and tf32 from 8.0;
+    below that PyTorch computes the last two at the float32 rate. Without tensor cores for it, int8 is
+    taken to be as fast as float16; 10.3 (B300) has next to none.
     """
     capability = gpu.compute_capability
+    if dtype == "int8":
+        half = gpu.peak_flop_per_second.get("float16")
+        is_quick = capability is None or (capability >= (7, 5) and capability != (10, 3))
+        return half if half is None or not is_quick else _INT8_OF_FLOAT16 * half
     if dtype in ("bfloat16", "tf32") and capability is not None and capability < (8, 0):
         dtype = "float32"
     return gpu.peak_flop_per_second.get(dtype)
@@ -183,7 +193,7 @@ def ceilings(gpu: Gpu) -> Machine:
     capability = gpu.compute_capability
     peaks = {
         dtype: peak
-        for dtype in PEAK_DTYPES
+        for dtype in (*PEAK_DTYPES, "int8")
         if (peak := peak_flop_per_second(gpu, dtype)) is not None
     }
     best_of_peak = _BEST_MATMUL_OF_PEAK

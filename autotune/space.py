@@ -119,6 +119,41 @@ def with_peft(space: SearchSpace, peft: str) -> SearchSpace:
     return dataclasses.replace(space, methods=tuple(sections.values()))
 
 
+def around(
+    space: SearchSpace, base: TrainConfig, allows: Callable[[str, str, Any], bool]
+) -> SearchSpace:
+    """The space as far as `allows` (method, setting, value) goes, with the base's own values in it.
+
+    What the space does not vary stays as the base has it. A method that is left with no value for
+    one of its settings goes.
+    """
+    sections = []
+    for section in space.methods:
+        domains = {
+            name: _around(section, name, base, functools.partial(allows, section.method, name))
+            for name, knob in KNOBS.items()
+            if section.method in knob.methods
+            and (name in section.domains or getattr(base, name) is not None)
+        }
+        if all(domains.values()):
+            sections.append(dataclasses.replace(section, domains=domains))
+    return dataclasses.replace(space, methods=tuple(sections))
+
+
+def _around(
+    section: MethodSpace, name: str, base: TrainConfig, allows: Callable[[Any], bool]
+) -> tuple[Any, ...]:
+    of_base = getattr(base, name)
+    values = section.domains.get(name, ())
+    if section.method == base.method or not values:
+        values = tuple(dict.fromkeys((*values, of_base)))
+    return (
+        tuple(filter(allows, values))
+        or tuple(filter(allows, (of_base,)))
+        or tuple(filter(allows, KNOBS[name].choices))
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
     """What a rule may ask beyond the TrainConfig. None: not known, the rule lets pass."""
@@ -130,6 +165,11 @@ class Context:
     """What the space offers to this method."""
     max_sequence_length: int | None = None
     """Tokens that the model has learned positions for."""
+    weight_decay: bool = False
+    """The user has set one."""
+    head_size: int | None = None
+    """Elements of an attention head."""
+    task: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,9 +305,63 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        # The same: "All head dimensions up to 256"; version 3 likewise (hopper/flash_api.cpp, mha_fwd).
+        name="flash-attention-heads-up-to-256",
+        reason="FlashAttention has no kernels for larger attention heads",
+        breaks=lambda c, context: (
+            c.attention in _FLASH and context.head_size is not None and context.head_size > 256
+        ),
+    ),
+    Rule(
+        # torch 2.13 nn/attention/flex_attention.py, _validate_device: no backward pass on a CPU, so
+        # that no test here could hold a prediction to it.
         name="flex-attention-is-compiled",
         reason="flex_attention's kernels are made by torch.compile: what they keep is not predicted",
         breaks=lambda c, _: c.attention == "flex_attention",
+    ),
+    Rule(
+        # transformers 5.23 masking_utils.py, packed_sequence_mask_function; trl 1.16 SFTConfig says
+        # the same of its padding_free.
+        name="padding-free-needs-flash-attention",
+        reason="only FlashAttention is told where samples begin: others keep them apart by a mask of the "
+        "whole micro-batch's length squared",
+        breaks=lambda c, _: c.batching == "padding-free" and c.attention not in _FLASH,
+    ),
+    Rule(
+        # transformers 5.23 DataCollatorWithFlattening: labels are the tokens themselves.
+        name="padding-free-is-for-causal-lm",
+        reason="only a causal language model's samples are put one behind the other",
+        breaks=lambda c, context: (
+            c.batching == "padding-free" and context.task not in (None, "causal-lm")
+        ),
+    ),
+    Rule(
+        # peft 0.21 peft_model.py, PeftModelForCausalLM.forward: before each row of the batch.
+        name="padding-free-without-prompts",
+        reason="virtual tokens would stand before the first sample of a micro-batch alone",
+        breaks=lambda c, _: (
+            c.batching == "padding-free" and c.method in ADAPTERS and ADAPTERS[c.method].is_prompt
+        ),
+    ),
+    Rule(
+        name="prefetch-needs-workers",
+        reason="without workers there is nobody to load a batch beforehand",
+        breaks=lambda c, _: (
+            c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers
+        ),
+    ),
+    Rule(
+        name="compile-backend-needs-compile",
+        reason="a backend of torch.compile says nothing where nothing is compiled",
+        breaks=lambda c, _: c.torch_compile_backend != "inductor" and not c.is_compiled,
+    ),
+    Rule(
+        # torch 2.13 torch/__init__.py: other backends are handed the mode, and have none.
+        name="compile-modes-are-inductors",
+        reason="torch.compile's modes are Inductor's: another backend has only default",
+        breaks=lambda c, _: (
+            c.torch_compile_backend != "inductor" and c.torch_compile not in ("none", "default")
+        ),
     ),
     Rule(
         # Triton's README, supported hardware.
@@ -279,6 +373,15 @@ RULES: tuple[Rule, ...] = (
         name="fp16-weights-cannot-train",
         reason="gradients in float16 cannot be unscaled: only a frozen base may be float16",
         breaks=lambda c, _: c.precision == "fp16-autocast" and c.method == "full",
+    ),
+    Rule(
+        # torch 2.13 optim/sgd.py, adagrad.py, rmsprop.py: _foreach_add of gradients and parameters.
+        name="weight-decay-copies-gradients",
+        reason="with weight decay torch's SGD, Adagrad and RMSprop copy all gradients, which is not "
+        "modelled",
+        breaks=lambda c, context: (
+            context.weight_decay and c.optimizer in ("sgd", "adagrad", "rmsprop")
+        ),
     ),
     Rule(
         name="optimizer-needs-full",
@@ -384,6 +487,7 @@ def enumerate_configs(
     num_layers: int | None = None,
     compute_capability: tuple[int, int] | None = None,
     max_sequence_length: int | None = None,
+    head_size: int | None = None,
 ) -> Enumeration:
     """Return the valid points for the workload's methods, in the order of the file.
 
@@ -401,6 +505,9 @@ def enumerate_configs(
             compute_capability=compute_capability,
             precisions=section.domains["precision"],
             max_sequence_length=max_sequence_length,
+            weight_decay=workload.decays,
+            head_size=head_size,
+            task=workload.task,
         )
         for config in _points(section, workload):
             num_enumerated += 1

@@ -13,7 +13,7 @@ search_spaces/default.yaml explains each line; in short:
         activation_offloading: [false, true]            default [false]
         attention: [sdpa, eager]                        default [sdpa]
         parallelism: [ddp, fsdp2, zero2]                with --num-gpus; default [ddp, fsdp2]
-        batching: [packed, padded, grouped]             with --dataset; default [packed]
+        batching: [packed, padded, padding-free]        with --dataset; default [packed]
 
 and what the method's row of adapters.ADAPTERS has:
 

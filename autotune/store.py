@@ -131,7 +131,7 @@ def existing_study(url: str, name: str) -> Iterator[optuna.Study]:
         names = optuna.get_all_study_names(storage)
         if name not in names:
             raise ConfigError(
-                f"There is no study {name[:MAX_NAME_CHARS]!r} in {url.rpartition('@')[2]}",
+                f"There is no study {name[:MAX_NAME_CHARS]!r} in {shown_url(url)}",
                 remedy=nearest(name[:MAX_NAME_CHARS], names)
                 if names
                 else "Run `autotune find` first",
@@ -244,6 +244,11 @@ def _check_name(name: str) -> None:
             f"{name[:40]!r} cannot name a study",
             why=f"A name is 1 to {MAX_NAME_CHARS} printable characters",
         )
+
+
+def shown_url(url: str) -> str:
+    """The address without whatever comes before its @, which may be a password."""
+    return url.rpartition("@")[2]
 
 
 def parse_url(url: str) -> URL:
@@ -381,10 +386,15 @@ def _check_identity(study: optuna.Study, wanted: dict[str, Any]) -> None:
         )
 
 
+def is_ours(attributes: Collection[str]) -> bool:
+    """Whether a study with these user attributes was made by `open_study`."""
+    return {"schema_version", "workload", "gpu"}.issubset(attributes)
+
+
 def _check_schema(study: optuna.Study) -> dict[str, Any]:
     """The study's attributes. Raises ConfigError for a stranger's, StorageError for a newer one."""
     stored = study.user_attrs
-    if not {"schema_version", "workload", "gpu"}.issubset(stored):
+    if not is_ours(stored):
         raise ConfigError(
             f'The study "{study.study_name}" was not made by autotune',
             remedy="Choose another name with --study",

@@ -1,13 +1,24 @@
-"""Studies as they were stored: the answer of each, and how it was asked for."""
+"""Studies as they were stored: the answer of each, and how it was asked for.
+
+Trials are counted by the database, in Optuna's own tables: a study of thousands is listed as quickly
+as a small one. Whatever else is in the database (another program's studies) is listed, never touched.
+"""
 
 from __future__ import annotations
 
+import datetime
+import json
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError, StorageError
-from autotune.store import existing_study
+from autotune.store import existing_storage, existing_study, is_ours
 from autotune.summary import Summary, summary_from_dict
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from sqlalchemy.sql import FromClause
 
 RESULT = "result"
 """User attribute of a study: the latest answer, the object of `find --json`."""
@@ -53,3 +64,148 @@ def load(url: str, name: str) -> StoredAnswer:
         command=str(attributes.get("command", "")),
         versions=dict(attributes.get("versions", {})),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedStudy:
+    """One of the studies of a database, autotune's or not."""
+
+    name: str
+    num_trials: int
+    last_trial_at: datetime.datetime | None
+    """In UTC; None without trials that ended."""
+    is_ours: bool
+    workload: dict[str, Any] | None
+    """As stored; None where the study is not autotune's."""
+    summary: Summary | None
+    """None without an answer that can be read."""
+    problem: str
+    """Why there is no summary; empty where there is one."""
+
+    def to_dict(self) -> dict[str, object]:
+        """An entry of `studies list --json`; speed and peak are what `evidence` says."""
+        summary, at = self.summary, self.last_trial_at
+        workload = self.workload or {}
+        return {
+            "study": self.name,
+            "is_autotunes": self.is_ours,
+            "model": workload.get("model"),
+            "memory_budget_bytes": workload.get("memory_budget_bytes"),
+            "evidence": None if summary is None else summary.evidence,
+            "tokens_per_second": None if summary is None else summary.tokens_per_second,
+            "peak_device_bytes": None if summary is None else summary.peak_device_bytes,
+            "num_trials": self.num_trials,
+            "last_trial_at": None if at is None else at.isoformat(),
+            "problem": self.problem,
+        }
+
+
+def listed(url: str) -> list[ListedStudy]:
+    """Every study of the database, in the order they were made. Raises StorageError."""
+    import sqlalchemy
+
+    with existing_storage(url) as storage:
+        trials = _trials()
+        query = sqlalchemy.select(
+            trials.c.study_id,
+            sqlalchemy.func.count(),
+            sqlalchemy.func.max(trials.c.datetime_complete),
+        ).group_by(trials.c.study_id)
+        with storage.engine.connect() as connection:
+            counted = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
+        studies = storage.get_all_studies()
+        return [
+            _listed(study.study_name, study.user_attrs, *counted.get(study._study_id, (0, None)))
+            for study in studies
+        ]
+
+
+def _listed(
+    name: str, attributes: dict[str, Any], num_trials: int, last_at: datetime.datetime | None
+) -> ListedStudy:
+    ours, summary, problem = is_ours(attributes), None, ""
+    if not ours:
+        problem = "not autotune's"
+    elif RESULT not in attributes:
+        problem = "no answer"
+    else:
+        try:
+            summary = summary_from_dict(attributes[RESULT])
+        except ValueError as error:
+            problem = str(error)
+    workload = attributes.get("workload")
+    return ListedStudy(
+        name=name,
+        num_trials=num_trials,
+        # Optuna 5 stores UTC without saying so.
+        last_trial_at=None if last_at is None else last_at.replace(tzinfo=datetime.UTC),
+        is_ours=ours,
+        workload=workload if ours and isinstance(workload, dict) else None,
+        summary=summary,
+        problem=problem,
+    )
+
+
+def count_trials(url: str, name: str) -> dict[str, dict[str, int]]:
+    """How many trials of the study are predicted and measured, and how they ended.
+
+    A predicted one is COMPLETE when it fits, else PRUNED; a measured one has its outcome, or Optuna's
+    state where it has none. Raises ConfigError for an unknown study, StorageError.
+    """
+    with existing_study(url, name), existing_storage(url) as storage:
+        return _count_trials(storage.engine, storage.get_study_id_from_name(name))
+
+
+def _count_trials(engine: Engine, study_id: int) -> dict[str, dict[str, int]]:
+    import sqlalchemy
+
+    trials, evidence, outcome = _trials(), _attribute("evidence"), _attribute("outcome")
+    joined = trials.outerjoin(evidence, evidence.c.trial_id == trials.c.trial_id).outerjoin(
+        outcome, outcome.c.trial_id == trials.c.trial_id
+    )
+    columns = (trials.c.state, evidence.c.value_json, outcome.c.value_json)
+    query = (
+        sqlalchemy.select(*columns, sqlalchemy.func.count())
+        .select_from(joined)
+        .where(trials.c.study_id == study_id)
+        .group_by(*columns)
+    )
+    counts: dict[str, Counter[str]] = {"predicted": Counter(), "measured": Counter()}
+    with engine.connect() as connection:
+        for state, said_evidence, said_outcome, count in connection.execute(query):
+            is_predicted = said_evidence == json.dumps("predicted")
+            ended = state if said_outcome is None else str(json.loads(said_outcome))
+            counts["predicted" if is_predicted else "measured"][ended.lower()] += count
+    return {evidence: dict(sorted(of.items())) for evidence, of in counts.items()}
+
+
+def _trials() -> FromClause:
+    """Optuna's table of trials, as far as it is read here (optuna 5.0, storages/_rdb/models.py)."""
+    import sqlalchemy
+
+    columns: tuple[sqlalchemy.ColumnClause[Any], ...] = tuple(
+        map(sqlalchemy.column, ("trial_id", "study_id", "state"))
+    )
+    ended = sqlalchemy.column("datetime_complete", sqlalchemy.DateTime)
+    return sqlalchemy.table("trials", *columns, ended)
+
+
+def _attribute(key: str) -> FromClause:
+    """(trial_id, value_json) of the trials that have this user attribute."""
+    import sqlalchemy
+
+    names = ("trial_id", "key", "value_json")
+    table = sqlalchemy.table("trial_user_attributes", *map(sqlalchemy.column, names))
+    return sqlalchemy.select(table).where(table.c.key == key).subquery()
+
+
+def remove(url: str, name: str) -> None:
+    """Delete one of autotune's studies and its trials; the table of probes stays as it is.
+
+    Optuna loads every trial for it: about 3 ms each. Raises ConfigError for a study that is not there or
+    not autotune's, StorageError.
+    """
+    import optuna
+
+    with existing_study(url, name), existing_storage(url) as storage:
+        optuna.delete_study(study_name=name, storage=storage)

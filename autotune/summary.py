@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from autotune import typed
-from autotune.config import TrainConfig, Workload, workload_from_dict
+from autotune.config import LOADER_SETTINGS, TrainConfig, Workload, workload_from_dict
+from autotune.loading import LoaderTimes, loader_times_from_dict
 from autotune.results import (
     SCHEMA_VERSION,
     Estimate,
@@ -58,6 +61,14 @@ class Measured:
     """Of the winner; None where it was skipped. Where it does not fit, its problem is not the winner's."""
     rejected: tuple[Measurement, ...] = ()
     """Confirmations of faster ones that failed; `problem` says why."""
+    train_steps: int | None = None
+    """Optimizer steps of the run that cold starts were weighed against; None: steady speed decided."""
+    eager: Measurement | None = None
+    """The fastest that was not compiled, by steady speed."""
+    compiled: Measurement | None = None
+    """The fastest that was; None where none ran within the budget."""
+    num_compiled: int = 0
+    """Compiled configurations that were measured, whatever came of it."""
 
     @property
     def final(self) -> Measurement:
@@ -69,6 +80,26 @@ class Measured:
     @property
     def is_confirmed(self) -> bool:
         return self.final is self.confirmation
+
+    @property
+    def tokens_per_second_over_run(self) -> float | None:
+        """Of the winner, over `train_steps`."""
+        return self.final.tokens_per_second_over(self.train_steps)
+
+    @property
+    def compile_pays_after_steps(self) -> int | None:
+        """Optimizer steps after which the compiled one has made up for its cold start.
+
+        None where it is no faster, or one of the two was not measured.
+        """
+        if self.eager is None or self.compiled is None:
+            return None
+        eager_seconds, compiled_seconds = _useful_step(self.eager), _useful_step(self.compiled)
+        if eager_seconds <= compiled_seconds:
+            return None
+        cold_seconds = [m.cold_start_seconds or 0.0 for m in (self.eager, self.compiled)]
+        late_seconds = cold_seconds[1] - cold_seconds[0]
+        return max(math.ceil(late_seconds / (eager_seconds - compiled_seconds)), 0)
 
     @property
     def speedup(self) -> float | None:
@@ -92,7 +123,19 @@ class Measured:
             "confirmed": self.is_confirmed,
             "confirmation": None if self.confirmation is None else _with_sums(self.confirmation),
             "rejected": [_with_sums(measurement) for measurement in self.rejected],
+            "train_steps": self.train_steps,
+            "tokens_per_second_over_run": self.tokens_per_second_over_run,
+            "num_compiled": self.num_compiled,
+            "eager": None if self.eager is None else _with_sums(self.eager),
+            "compiled": None if self.compiled is None else _with_sums(self.compiled),
+            "compile_pays_after_steps": self.compile_pays_after_steps,
         }
+
+
+def _useful_step(measurement: Measurement) -> float:
+    """Seconds for a step's worth of tokens that are no padding."""
+    assert measurement.step_seconds is not None
+    return measurement.step_seconds / measurement.useful_share
 
 
 def _with_sums(measurement: Measurement) -> dict[str, object]:
@@ -155,10 +198,30 @@ class Summary:
     """What probes found; `best` is then the prediction for the measured winner."""
     base_name: str = TRAINER_DEFAULTS
     """What the base is called, in the plural."""
+    loader: LoaderTimes | None = None
+    """The loader of the measured answer's train.py; None: it was not timed."""
+
+    @property
+    def exported(self) -> TrainConfig:
+        """The answer with loader settings: those that were timed, or the base's."""
+        if self.loader is not None:
+            return self.loader.apply(self.best.config)
+        of_base = {name: getattr(self.base, name) for name in LOADER_SETTINGS}
+        return dataclasses.replace(self.best.config, **of_base)
 
     @property
     def evidence(self) -> str:
         return "predicted" if self.measured is None else "measured"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the answer, as `evidence` says."""
+        return (self.best if self.measured is None else self.measured.final).tokens_per_second
+
+    @property
+    def peak_device_bytes(self) -> int | None:
+        """Of the answer, as `evidence` says."""
+        return (self.best if self.measured is None else self.measured.final).peak_device_bytes
 
     @property
     def speedup(self) -> float | None:
@@ -176,6 +239,7 @@ class Summary:
             "evidence": self.evidence,
             "measured": None if self.measured is None else self.measured.to_dict(),
             "workload": self.workload.to_dict(),
+            "extra_arguments": self.workload.extra,
             "gpu": self.gpu,
             "gpu_reason": self.gpu_reason,
             "memory_budget_bytes": budget,
@@ -201,6 +265,7 @@ class Summary:
             "invalid_by_rule": self.invalid_by_rule,
             "left_out": list(self.left_out),
             "base_name": self.base_name,
+            "loader": None if self.loader is None else self.loader.to_dict(),
             "elapsed_seconds": self.elapsed_seconds,
         }
 
@@ -212,6 +277,8 @@ _MEASURED_SUMS = (
     "predicted_tokens_per_second",
     "predicted_peak_device_bytes",
     "confirmed",
+    "tokens_per_second_over_run",
+    "compile_pays_after_steps",
 )
 _MEASUREMENT_SUMS = ("peak_device_bytes", "step_seconds", "tokens_per_second", "fits", "problem")
 
@@ -226,7 +293,11 @@ def summary_from_dict(values: Any) -> Summary:
         best = dict(typed.mapping(fields.get("best"), "best"))
         fields["best_class"] = best.pop("class", None)
         fields["best"] = estimate_from_dict(best)
-        fields["workload"] = workload_from_dict(fields.get("workload"))
+        # Answers of before there were any have none.
+        extra = typed.mapping(fields.pop("extra_arguments", {}), "extra_arguments")
+        fields["workload"] = dataclasses.replace(
+            workload_from_dict(fields.get("workload")), extra_arguments=json.dumps(extra)
+        )
         fields["base"] = typed.record(TrainConfig, fields.get("base"), "base")
         fields["counts"] = typed.record(Counts, fields.get("counts"), "counts")
         if fields.get("baseline") is not None:
@@ -238,6 +309,8 @@ def summary_from_dict(values: Any) -> Summary:
         changes = [_change(values) for values in _list(fields, "changes")]
         fields["changes"] = tuple(c for c in changes if c.setting != MORE_MEMORY)
         fields["more_memory"] = next((c for c in changes if c.setting == MORE_MEMORY), None)
+        if fields.get("loader") is not None:
+            fields["loader"] = loader_times_from_dict(fields["loader"])
         if fields.get("measured") is not None:
             fields["measured"] = _measured(fields["measured"], fields["best"])
         summary: Summary = typed.record(Summary, fields, "")
@@ -268,7 +341,7 @@ def _measured(values: Any, predicted: Estimate) -> Measured:
         for name, value in typed.mapping(values, "measured").items()
         if name not in _MEASURED_SUMS
     }
-    for name in ("best", "baseline", "confirmation"):
+    for name in ("best", "baseline", "confirmation", "eager", "compiled"):
         if fields.get(name) is not None:
             fields[name] = _measurement(fields[name])
     fields["rejected"] = tuple(map(_measurement, _list(fields, "rejected")))

@@ -100,7 +100,13 @@ def _embedding_partials(numbers: Sequence[int]) -> int:
     return 0 if indices <= 3072 else row_bytes * (indices // 10 + min(indices, rows))
 
 
-_RULES = {"embedding": _embedding_partials}
+def _near(numbers: Sequence[int]) -> int:
+    """A tensor that is one longer or shorter than a size that is a term: (size, bytes each, +1 or -1)."""
+    size, item_bytes, beyond = numbers
+    return (size + beyond) * item_bytes
+
+
+_RULES = {"embedding": _embedding_partials, "near": _near}
 
 
 def _liger_rows(num_tokens: int, num_parts: int) -> int:
@@ -165,7 +171,7 @@ class Trace:
         self._tensors: list[dict[str, Any]] = answer["tensors"]
         self._rules = [(i, t["rule"]) for i, t in enumerate(self._tensors) if "rule" in t]
         self._terms = Terms([tensor["size"] for tensor in self._tensors])
-        self._chunks: tuple[str, Term, int] | None = answer.get("chunks")
+        self._chunks: tuple[str, Term, int, int] | None = answer.get("chunks")
         self._chunked = [i for i, tensor in enumerate(self._tensors) if tensor.get("chunked")]
         copies = _Copies(self._tensors, blocks, layers)
         self._template = copies.template
@@ -325,8 +331,8 @@ class Trace:
     def _chunk_rows(self, micro_batch: int) -> tuple[int, int]:
         """(tokens of a chunk, tokens of the micro-batch)."""
         assert self._chunks is not None
-        name, tokens, constant = self._chunks
-        num_tokens = evaluate(tokens, micro_batch, 1)
+        name, tokens, beyond, constant = self._chunks
+        num_tokens = evaluate(tokens, micro_batch, 1) + beyond
         return _CHUNK_ROWS[name](num_tokens, constant), num_tokens
 
     def launches(self, micro_batch: int, rank: int) -> list[Launch]:

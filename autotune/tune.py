@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from autotune import compiled
 from autotune.config import METHODS, TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator, least_bytes
 from autotune.gpus import Gpu
 from autotune.knobs import KNOBS, REQUIRED, describe
 from autotune.models import ModelSource
-from autotune.needs import predictable
+from autotune.needs import NOT_PREDICTED, predictable
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Estimate, TraceSpec
 from autotune.space import (
@@ -83,6 +85,8 @@ class Found:
     considered: tuple[Estimate, ...]
     pool: Callable[[], tuple[Estimate, ...]]
     """Makes the candidates for probes, fastest first; costs a replay each."""
+    variants: Callable[[Estimate], Sequence[Estimate]] = lambda _: ()
+    """Of a candidate: compiled, as far as the space and --allow have that."""
 
 
 Progress = Callable[[str, int, int], None]
@@ -131,24 +135,30 @@ def find(
     gpu_reason: str = "",
     allow: str | None = None,
     base: TrainConfig | None = None,
+    has: TrainConfig | None = None,
     effort: str = "normal",
     progress: Progress = lambda *_: None,
 ) -> Found:
     """Answer a workload by prediction.
 
     `allow` None: numerics, raised to recipe where nothing else fits. `base` None: default_base.
+    What `has` needs is taken for installed.
     Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
     HardwareError for a card whose speed is unknown.
     """
     started = time.monotonic()
     num_layers = model.config.get("num_hidden_layers")
-    space, left_out = predictable(with_attentions(space, model.attentions), workload.methods)
+    ways_to_compile = compiled.settings_of(space)
+    space, left_out = predictable(
+        with_attentions(space, model.attentions), workload.methods, has=has
+    )
     points = enumerate_configs(
         for_gpus(with_batchings(space, workload), workload.num_gpus),
         workload,
         num_layers=num_layers if isinstance(num_layers, int) else None,
         compute_capability=gpu.compute_capability,
         max_sequence_length=model.max_sequence_length,
+        head_size=model.head_size,
     )
     if not points.configs:
         raise ConfigError(
@@ -233,6 +243,11 @@ def find(
         summary=summary,
         considered=candidates.considered(EFFORTS[effort].num_recorded),
         pool=lambda: candidates.pool(candidates.at_most(chosen), POOL_SIZE),
+        variants=lambda estimate: [
+            variant
+            for variant in compiled.variants(estimate, ways_to_compile)
+            if candidates.at_most(chosen)(variant.config)
+        ],
     )
 
 
@@ -251,6 +266,15 @@ def _possible(
     return [config for config in configs if least_bytes(config, count) <= limit] or configs
 
 
+def steps_per_epoch(summary: Summary) -> int | None:
+    """Optimizer steps in which the answer sees all of the dataset once; None without a dataset."""
+    lengths, config = summary.workload.lengths, summary.best.config
+    if lengths is None:
+        return None
+    useful_tokens = summary.best.useful_share * config.tokens_per_step
+    return math.ceil(lengths.tokens_per_epoch(config.batching) / useful_tokens)
+
+
 def with_measured(summary: Summary, measured: Measured) -> Summary:
     """The answer that probes gave: the prediction of the measured winner, and what was measured."""
     best = measured.predicted
@@ -261,6 +285,12 @@ def with_measured(summary: Summary, measured: Measured) -> Summary:
         tied=(),
         changes=(),
         more_memory=None,
+        # What is not predicted was measured.
+        left_out=tuple(
+            text
+            for text in summary.left_out
+            if not (measured.num_compiled and text.endswith(f"({NOT_PREDICTED})"))
+        ),
         measured=measured,
     )
 
@@ -443,6 +473,8 @@ def _changes(
     context = Context(
         effective_batch_size=workload.effective_batch_size,
         compute_capability=gpu.compute_capability,
+        weight_decay=workload.decays,
+        task=workload.task,
     )
     changes = []
     for setting in KNOBS:

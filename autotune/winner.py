@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,14 +37,19 @@ def final(
     base: TrainConfig,
     rejected: list[Measurement],
     confirm: Confirm | None,
+    *,
+    train_steps: int | None = None,
     num_slower: int = 0,
 ) -> Final | None:
     """The winner of these, confirmed. None where it fails that, and is among the rejected then.
 
+    Fast is who trains `train_steps` soonest, cold start included; None: whose steady steps are.
+
     Where it is slower than a rival's probe by more than the noise, that one is confirmed too, and the
     faster one of the two stands.
     """
-    best, num_tied = _winner(fitting, base)
+    speed = functools.partial(run_speed, train_steps=train_steps)
+    best, num_tied = _winner(fitting, base, speed)
     if confirm is None:
         return Final(best=best, num_tied=num_tied)
     confirmation = confirm(best)
@@ -56,14 +62,24 @@ def final(
     least_speed = speed(confirmation) / (1 - NOISE)
     faster = [m for m in rivals if m.config != best.config and speed(m) > least_speed]
     if faster and len(rejected) + num_slower + 1 < MAX_CONFIRMATIONS:
-        other = final(faster, faster, base, rejected, confirm, num_slower + 1)
+        other = final(
+            faster,
+            faster,
+            base,
+            rejected,
+            confirm,
+            train_steps=train_steps,
+            num_slower=num_slower + 1,
+        )
         seen = None if other is None else other.confirmation
         if seen is not None and seen.fits and speed(seen) > least_speed:
             return other
     return told
 
 
-def _winner(fitting: Sequence[Measurement], base: TrainConfig) -> tuple[Measurement, int]:
+def _winner(
+    fitting: Sequence[Measurement], base: TrainConfig, speed: Callable[[Measurement], float]
+) -> tuple[Measurement, int]:
     """Of those that are as fast as the fastest the one that gives up least, and how many others are."""
     fastest = max(fitting, key=speed)
     noise = max(NOISE, fastest.spread or 0.0)
@@ -72,9 +88,11 @@ def _winner(fitting: Sequence[Measurement], base: TrainConfig) -> tuple[Measurem
     return best, len(tied) - 1
 
 
-def speed(measurement: Measurement) -> float:
-    assert measurement.tokens_per_second is not None
-    return measurement.tokens_per_second
+def run_speed(measurement: Measurement, train_steps: int | None = None) -> float:
+    """Tokens per second of a run of so many steps; of steady steps for None."""
+    speed = measurement.tokens_per_second_over(train_steps)
+    assert speed is not None
+    return speed
 
 
 def stayed_within_budget(measurement: Measurement) -> bool:

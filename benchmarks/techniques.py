@@ -34,10 +34,11 @@ SAMPLES = {
     "torch_empty_cache_steps": (1,),
     "lora_rank": (8, 64),
     "micro_batch_size": (1, 8),
+    "batching": ("padded",),
 }
-"""Values of the knobs that are numbers."""
-NOT_COMPARED = ("batching", "peft", "parallelism")
-"""These need a dataset, a file, several GPUs."""
+"""Values of the knobs that are numbers, and what needs no FlashAttention."""
+NOT_COMPARED = ("peft", "parallelism")
+"""These need a file, several GPUs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,8 @@ def heading(model: ModelSource, card: Gpu, base: TrainConfig, estimator: Estimat
 The base, {describe(base)}, takes {plain.peak_device_bytes / GIB:.1f} GiB
 at {plain.tokens_per_second:,.0f} tokens/s. One setting is changed at a time; what only adapters or
 quantised bases have is compared with LoRA and QLoRA. Memory that is saved is worth more than its own
-row says where it lets another setting go: that is what `autotune find` is for.
+row says where it lets another setting go: that is what `autotune find` is for. Padded batches cost
+their mask here; how much of them is padding depends on the dataset.
 
 | technique | memory | speed | class |
 |---|---:|---:|---|"""

@@ -18,13 +18,13 @@ import optuna
 import pytest
 
 from autotune import cli, tune
-from autotune.cli import find
 from autotune.cli.options import KnobType
 from autotune.config import METHODS
 from autotune.errors import StorageError
 from autotune.export import train_config
 from autotune.knobs import KNOBS
 from autotune.models import ModelSource
+from autotune.options import EFFORTS
 from autotune.tune import Found
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +73,8 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--base": None,
         "--effort": "normal",
         "--confirm-steps": None,
+        "--compile": None,
+        "--train-steps": None,
         "--study": None,
         "--storage": "sqlite:///studies/autotune.db",
         "--out": None,
@@ -100,6 +102,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--empty-cache-steps": None,
         "--neftune": None,
         "--compile": None,
+        "--compile-backend": None,
         "--explain": False,
         "--kv-cache": False,
         "--batch": None,
@@ -134,6 +137,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--empty-cache-steps": None,
         "--neftune": None,
         "--compile": None,
+        "--compile-backend": None,
         "--space": "default",
         "--json": False,
     },
@@ -147,6 +151,7 @@ FROZEN: dict[str, dict[str, Any]] = {
     "gpus": {},
     "models": {},
     "spaces": {},
+    "studies": {},
 }
 
 
@@ -243,7 +248,7 @@ def test_a_peft_config_of_a_file(main: Main, asked: list[dict[str, Any]], tmp_pa
 
 
 def test_the_efforts_are_those_of_the_search() -> None:
-    assert tuple(tune.EFFORTS) == find.EFFORTS
+    assert tuple(tune.EFFORTS) == EFFORTS
 
 
 def test_help_is_quick_and_names_every_command(tmp_path: Path) -> None:
@@ -439,6 +444,55 @@ def test_a_base_lends_what_was_not_typed(
     assert asked[0]["base"].sequence_length == 2048
     assert asked[0]["workload"].sequence_length == 2048
     assert asked[0]["workload"].effective_batch_size == 16
+
+
+def test_what_the_base_sets_beside_goes_through(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = base_file(tmp_path)
+    content = path.read_text(encoding="utf-8")
+    path.write_text(f"{content}extra_arguments:\n  learning_rate: 2e-4\n", encoding="utf-8")
+    ran = main(*FIND, "--base", str(path), "--out", "out")
+    assert ran.code == 0
+    assert asked[0]["workload"].extra == {"learning_rate": 0.0002}
+    path.write_text(f"{content}extra_arguments:\n  optim: sgd\n", encoding="utf-8")
+    ran = main(*FIND, "--base", str(path), "--out", "out")
+    assert ran.code == 2
+    assert "extra_arguments.optim is decided by config.optimizer" in " ".join(ran.err.split())
+
+
+def test_another_trainers_file_comes_back_with_the_answer(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    text = (
+        "base_model: Qwen/Qwen2.5-1.5B  # ours\nlearning_rate: 2e-4\nsequence_len: 1024\n"
+        "micro_batch_size: 2\ngradient_accumulation_steps: 16\n"
+    )
+    path.write_text(text, encoding="utf-8")
+    ran = main("find", "--base", str(path), "--gpu-mem", "12GB", "--out", "out")
+    assert ran.code == 0, ran.err
+    assert asked[0]["workload"].model == "Qwen/Qwen2.5-1.5B"
+    assert asked[0]["workload"].extra == {"learning_rate": 2e-4}
+    assert asked[0]["base"].method == "full"
+    assert asked[0]["has"] == asked[0]["base"]
+    assert {section.method for section in asked[0]["space"].methods} == {"full", "lora", "qlora"}
+    assert path.read_text(encoding="utf-8") == text
+    # The made-up answer: micro-batch 4 x 8, where the base of it has 1 x 8.
+    written = (tmp_path / "out" / "mine.yaml").read_text(encoding="utf-8")
+    assert "micro_batch_size: 4\n" in written
+    assert written.startswith("base_model: Qwen/Qwen2.5-1.5B  # ours\n")
+    assert "note: your mine.yaml is written" in " ".join(ran.err.split())
+
+
+def test_a_model_is_needed_where_no_file_names_one(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    assert "There is no model" in main("find", "--gpu-mem", "12GB").err
+    ran = main("find", "--gpu-mem", "12GB", "--base", str(base_file(tmp_path)))
+    assert ran.code == 2
+    assert "base.yaml names none. Give --model" in ran.err
+    assert asked == []
 
 
 def test_a_base_for_other_work_is_refused(

@@ -49,7 +49,7 @@ def test_the_space_for_a_card_without_bfloat16_has_only_valid_points() -> None:
 
 
 def test_the_run_to_compare_with_is_read() -> None:
-    base = read_train_config(EXAMPLES / "my-run.yaml")
+    base = read_train_config(EXAMPLES / "my-run.yaml").config
     assert (base.method, base.lora_rank, base.effective_batch_size) == ("lora", 32, 32)
 
 
@@ -77,3 +77,39 @@ def test_the_answer_is_compared_with_the_run(tmp_path: Path) -> None:
     assert speedup is not None, found.stdout
     assert float(speedup[1]) > 1.1
     assert "exact     the answer" in found.stdout
+
+
+@pytest.mark.slow
+def test_my_axolotl_file_comes_back_faster(tmp_path: Path) -> None:
+    example = EXAMPLES / "axolotl-lora.yaml"
+    arguments = command_of(example)
+    arguments[arguments.index("examples/axolotl-lora.yaml")] = str(example)
+    space = tmp_path / "small.yaml"
+    space.write_text(
+        "name: small\ndescription: one step from the base\nmethods:\n"
+        "  lora: {micro_batch_size: [2, 4], precision: [bf16-autocast], lora_rank: [16],\n"
+        "         optimizer: [adamw_torch], activation_checkpointing: [none, full, every-2]}\n",
+        encoding="utf-8",
+    )
+    found = subprocess.run(
+        [sys.executable, "-m", "autotune", *arguments, "--space", str(space), "--out", "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert re.search(r"[\d.]+ x the [\d,]+ of your base", found.stdout), found.stdout
+    before = example.read_text(encoding="utf-8").splitlines()
+    after = (tmp_path / "out" / example.name).read_text(encoding="utf-8").splitlines()
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    # Every second layer is nothing that axolotl can be told.
+    assert changed == [
+        ("micro_batch_size: 1", "micro_batch_size: 4"),
+        ("gradient_accumulation_steps: 16", "gradient_accumulation_steps: 4"),
+        (
+            'gradient_checkpointing: true  # "saves memory"',
+            'gradient_checkpointing: false  # "saves memory"',
+        ),
+    ]
+    assert "with micro_batch_size: 4" in " ".join(found.stderr.split())

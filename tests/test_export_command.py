@@ -69,7 +69,7 @@ def test_what_the_file_does_not_carry_is_told(run: Export) -> None:
 def test_a_folder_that_is_there_takes_one_format_too(run: Export) -> None:
     Path("out").mkdir()
     assert run("full", "--format", "train-config", "--out", "out")[0] == 0
-    assert read_train_config(Path("out/train_config.yaml")) == answers.CONFIG
+    assert read_train_config(Path("out/train_config.yaml")).config == answers.CONFIG
 
 
 def test_several_formats_make_a_folder(run: Export) -> None:
@@ -86,7 +86,7 @@ def test_all_is_everything_that_the_answer_has(run: Export) -> None:
     assert files("out") == {exporter.filename for exporter in exporters}
     assert "torchtune.yaml" in files("out")
     assert "note: no adapter_config.json. It has no words for this configuration" in err
-    assert "a file of its own have Trainer's arguments" in err
+    assert "apart: Trainer's arguments in training_args.json" in err
 
 
 def test_stdout_holds_the_file_and_nothing_else(run: Export) -> None:

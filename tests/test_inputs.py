@@ -72,10 +72,10 @@ def test_a_card_without_cuda_is_refused() -> None:
 
 
 def test_the_base_fills_in_what_was_left_out() -> None:
-    assert inputs.agreed("--seq-len", 1024, 512, is_given=False) == 512
-    assert inputs.agreed("--seq-len", 512, 512, is_given=True) == 512
+    assert inputs.agreed("--seq-len", None, 512) == 512
+    assert inputs.agreed("--seq-len", 512, 512) == 512
     with pytest.raises(ConfigError, match="--seq-len is 1024, and the base has 512"):
-        inputs.agreed("--seq-len", 1024, 512, is_given=True)
+        inputs.agreed("--seq-len", 1024, 512)
 
 
 def source(**config: Any) -> ModelSource:

@@ -66,7 +66,7 @@ def test_what_goes_to_the_trainer_is_known_there(knob: Knob) -> None:
     assert fields is not None
     assert knob.arguments(knob.default) == {}
     for value in [value for value in knob.choices or (1, 7) if value != knob.default]:
-        assert set(knob.arguments(value)) <= fields
+        assert set(knob.arguments(value)) <= set(fields)
         assert knob.arguments(value)
 
 

@@ -30,6 +30,7 @@ def test_samples_are_counted_and_cut_off() -> None:
     # Only a stream of blocks has use for what is cut off.
     assert lengths.tokens_per_epoch("packed") == lengths.num_tokens
     assert lengths.tokens_per_epoch("padded") == lengths.num_kept_tokens
+    assert lengths.tokens_per_epoch("padding-free") == lengths.num_kept_tokens
     assert (lengths.percentiles[0], lengths.percentiles[50], lengths.longest) == (10, 10, 100)
     assert len(lengths.percentiles) == 101
 
@@ -47,6 +48,7 @@ def test_equal_samples_need_no_padding(batching: str) -> None:
 
 def test_packed_batches_have_no_padding_and_single_samples_neither() -> None:
     assert share(HALF_AND_HALF, "packed", 8) == 1.0
+    assert share(HALF_AND_HALF, "padding-free", 8) == 1.0
     assert share(HALF_AND_HALF, "padded", 1) == 1.0
 
 

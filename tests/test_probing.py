@@ -727,3 +727,87 @@ def test_a_cpu_has_nothing_to_offload_from() -> None:
     assert probing.can_run(offloaded, "cuda")
     assert not probing.can_run(offloaded, "cpu")
     assert probing.can_run(BASE, "cpu")
+
+
+def with_compiled(estimate: Estimate) -> list[Estimate]:
+    """Eager's figures, under the name of a compiled configuration."""
+    config = dataclasses.replace(estimate.config, torch_compile="default")
+    return [dataclasses.replace(estimate, config=config)]
+
+
+def compile_and_run(
+    url: str, table: ProbeTable, server: Server, train_steps: int | None, max_probes: int = 10
+) -> Measured:
+    plan = Plan(
+        pool=[predicted(size) for size in SIZES],
+        base=BASE,
+        baseline=None,
+        budget_bytes=BUDGET_BYTES,
+        max_probes=max_probes,
+        train_steps=train_steps,
+        variants=with_compiled,
+    )
+    with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
+        return search(study, plan, Prober(server, table, MODEL, SPEC))  # type: ignore[arg-type]
+
+
+def a_quarter_faster(config: TrainConfig) -> Measurement:
+    """Compiled, and 30 seconds late; the best eager one, of 8 samples, takes 0.67 s."""
+    seen = measured(config, cold_start_seconds=0.0)
+    if not config.is_compiled:
+        return seen
+    assert seen.micro_step_seconds is not None
+    return dataclasses.replace(
+        seen, micro_step_seconds=0.75 * seen.micro_step_seconds, cold_start_seconds=30.0
+    )
+
+
+# 2 x 0.283 + 0.1 = 0.666 s a step; compiled 0.524 s: 30 s are made up for after 212 steps.
+@pytest.mark.parametrize(
+    ("train_steps", "is_compiled"), [(None, True), (1000, True), (100, False), (1, False)]
+)
+def test_compilation_wins_where_the_run_is_long_enough(
+    train_steps: int | None, is_compiled: bool, url: str, table: ProbeTable
+) -> None:
+    found = compile_and_run(url, table, Server(a_quarter_faster), train_steps)
+    assert found.best.config.is_compiled == is_compiled
+    assert found.best.config.micro_batch_size == 8
+    assert found.compile_pays_after_steps == 213
+    assert found.train_steps == train_steps
+    # Few: of the two fastest eager ones.
+    assert 1 <= found.num_compiled <= 2
+    states = [trial.params["torch_compile"] for trial in trials(url)]
+    assert states.count("default") == found.num_compiled
+    assert states[0] == "none"
+
+
+def test_what_was_compiled_is_known_the_next_time(url: str, table: ProbeTable) -> None:
+    first = compile_and_run(url, table, Server(a_quarter_faster), None)
+    server = Server(lambda config: pytest.fail(f"measured again: {config}"))
+    again = compile_and_run(url, table, server, None)
+    assert again.best == first.best
+    assert again.num_compiled == first.num_compiled
+
+
+def test_a_probe_that_compiles_has_more_time(url: str, table: ProbeTable) -> None:
+    class Timed(Server):
+        def run(self, verb: str, request: dict[str, Any], **settings: Any) -> WorkerEnd:
+            if verb == "probe":
+                is_compiled = request["train_config"]["torch_compile"] != "none"
+                assert (settings["deadline_seconds"] > 600) == is_compiled
+            return super().run(verb, request, **settings)
+
+    assert compile_and_run(url, table, Timed(a_quarter_faster), None).num_compiled
+
+
+def test_what_does_not_compile_leaves_the_eager_answer(url: str, table: ProbeTable) -> None:
+    def answer(config: TrainConfig) -> Measurement:
+        seen = measured(config)
+        if not config.is_compiled:
+            return seen
+        return dataclasses.replace(seen, outcome="invalid", message="torch.compile fails: why")
+
+    found = compile_and_run(url, table, Server(answer), None)
+    assert not found.best.config.is_compiled
+    assert found.compiled is None
+    assert found.num_compiled >= 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.config import LOADER_SETTINGS, TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS, Optimizer
 from autotune.space import (
@@ -116,12 +116,46 @@ BREAKERS = {
         dataclasses.replace(FULL, attention="flash_attention_3"),
         ADA,
     ),
+    "flash-attention-heads-up-to-256": (
+        dataclasses.replace(FULL, attention="flash_attention_2"),
+        dataclasses.replace(ADA, head_size=320),
+    ),
+    "padding-free-needs-flash-attention": (dataclasses.replace(FULL, batching="padding-free"), ADA),
+    "padding-free-is-for-causal-lm": (
+        dataclasses.replace(FULL, batching="padding-free", attention="flash_attention_2"),
+        dataclasses.replace(ADA, task="masked-lm"),
+    ),
+    "padding-free-without-prompts": (
+        dataclasses.replace(
+            FULL,
+            method="prompt_tuning",
+            num_virtual_tokens=20,
+            batching="padding-free",
+            attention="flash_attention_2",
+        ),
+        ADA,
+    ),
     "flex-attention-is-compiled": (dataclasses.replace(FULL, attention="flex_attention"), ADA),
+    "prefetch-needs-workers": (dataclasses.replace(FULL, dataloader_prefetch_factor=4), ADA),
+    "compile-backend-needs-compile": (
+        dataclasses.replace(FULL, torch_compile_backend="aot_eager"),
+        ADA,
+    ),
+    "compile-modes-are-inductors": (
+        dataclasses.replace(
+            FULL, torch_compile="reduce-overhead", torch_compile_backend="cudagraphs"
+        ),
+        ADA,
+    ),
     "liger-needs-ampere": (
         dataclasses.replace(FULL, precision="fp16-mixed", liger=True),
         TURING,
     ),
     "fp16-weights-cannot-train": (dataclasses.replace(FULL, precision="fp16-autocast"), TURING),
+    "weight-decay-copies-gradients": (
+        dataclasses.replace(FULL, optimizer="sgd"),
+        dataclasses.replace(ADA, weight_decay=True),
+    ),
     "optimizer-needs-full": (dataclasses.replace(LORA, optimizer="apollo_adamw"), ADA),
     "backward-update-needs-accumulation-1": (dataclasses.replace(FULL, optimizer="lomo"), ADA),
     "one-gpu-only": (dataclasses.replace(ON_TWO, liger=True), ADA),
@@ -170,6 +204,14 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
         (dataclasses.replace(FULL, activation_checkpointing=1, activation_offloading=True), ADA),
         (FULL, dataclasses.replace(ADA, compute_capability=(8, 0))),
         (dataclasses.replace(FULL, optimizer="apollo_adamw"), ADA),
+        (
+            dataclasses.replace(FULL, batching="padding-free", attention="flash_attention_2"),
+            dataclasses.replace(ADA, head_size=256, task="causal-lm"),
+        ),
+        (
+            dataclasses.replace(FULL, attention="flash_attention_3"),
+            dataclasses.replace(ADA, compute_capability=(9, 0)),
+        ),
         (dataclasses.replace(WHOLE_BATCH, optimizer="lomo"), ADA),
         (dataclasses.replace(LORA, optimizer="stable_adamw"), ADA),
         (dataclasses.replace(FULL, precision="fp16-mixed"), TURING),
@@ -295,7 +337,8 @@ def test_gpus_share_the_effective_batch() -> None:
 def test_every_setting_has_a_class() -> None:
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
     of_the_workload = {"method", "gradient_accumulation_steps", "sequence_length", "num_gpus"}
-    assert set(KNOBS) == settings - of_the_workload
+    # A loader loads the same batches, however it does: it is timed, not searched.
+    assert set(KNOBS) == settings - of_the_workload - set(LOADER_SETTINGS)
     assert {knob.tradeoff for knob in KNOBS.values()} <= {*TRADEOFF_CLASSES, ""}
     assert [name for name, knob in KNOBS.items() if not knob.tradeoff] == ["optimizer"]
 

@@ -135,6 +135,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "torch_empty_cache_steps": (0,),
         "neftune_noise_alpha": (0.0,),
         "torch_compile": ("none",),
+        "torch_compile_backend": ("inductor",),
     }
     of_adapters = {
         "lora_rank": (16,),

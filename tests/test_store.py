@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -115,6 +116,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "torch_empty_cache_steps": 0,
         "neftune_noise_alpha": 0.0,
         "torch_compile": "none",
+        "torch_compile_backend": "inductor",
     }
     assert study.best_trial.user_attrs["evidence"] == "predicted"
     assert TrainConfig(**study.best_trial.user_attrs["config"]) == LORA
@@ -179,6 +181,14 @@ def test_another_prediction_is_another_trial(url: str) -> None:
     assert fill(url, [estimate(tokens_per_second=6000.0)]) == 1
     values = [trial.value for trial in optuna.load_study(study_name="s", storage=url).trials]
     assert values == pytest.approx([5000.0, 6000.0])
+
+
+def test_another_learning_rate_needs_no_other_study(url: str) -> None:
+    fill(url)
+    for extra in ({"learning_rate": 0.1}, {"learning_rate": 0.2, "seed": 1}, {}):
+        workload = dataclasses.replace(WORKLOAD, extra_arguments=json.dumps(extra))
+        with opened(url, workload=workload) as study:
+            assert "extra_arguments" not in study.user_attrs["workload"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from autotune import studies
 from autotune.errors import ConfigError, StorageError
 from autotune.lengths import Lengths
+from autotune.loading import LoaderTime, LoaderTimes
 from autotune.results import PerGpu
 from autotune.store import existing_study, open_study
 from autotune.summary import summary_from_dict
@@ -36,12 +37,40 @@ CASES: dict[str, dict[str, Any]] = {
     "predicted": {},
     "nothing else": {"tied": (), "changes": (), "more_memory": None, "baseline": None},
     "dataset": {"workload": dataclasses.replace(answers.WORKLOAD, lengths=LENGTHS)},
+    "extra arguments": {
+        "workload": dataclasses.replace(
+            answers.WORKLOAD, extra_arguments='{"seed": 7, "learning_rate": 0.001}'
+        )
+    },
     "several GPUs": {
         "workload": dataclasses.replace(answers.WORKLOAD, num_gpus=2),
         "best": answers.estimate(per_gpu=PER_GPU),
         "left_out": ("galore: pip install galore-torch",),
     },
     "unknown speed": {"tied": (answers.estimate(step_seconds=None),)},
+    "measured with torch.compile": {
+        "measured": answers.measured(
+            train_steps=100,
+            eager=answers.measurement(cold_start_seconds=0.5),
+            compiled=answers.measurement(step_seconds=1.0, cold_start_seconds=30.0),
+            num_compiled=2,
+        ),
+    },
+    "loader": {
+        "measured": answers.measured(),
+        "loader": LoaderTimes(
+            micro_step_seconds=0.5,
+            times=(
+                LoaderTime(
+                    num_workers=2,
+                    prefetch_factor=4,
+                    pin_memory=True,
+                    batch_seconds=0.25,
+                    num_batches=60,
+                ),
+            ),
+        ),
+    },
     "measured": {
         "measured": answers.measured(
             confirmation=answers.measurement(confirm_steps=50),

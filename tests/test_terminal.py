@@ -117,6 +117,14 @@ def test_a_base_of_the_user_is_called_so() -> None:
     assert "Trainer" not in file.getvalue()
 
 
+def test_what_is_carried_is_named() -> None:
+    extra = '{"learning_rate": 0.1, "seed": 1}'
+    workload = dataclasses.replace(answers.WORKLOAD, extra_arguments=extra)
+    shown = one_line(drawn(answers.summary(workload=workload)))
+    assert "carried learning_rate, seed: untouched, as your base has them" in shown
+    assert "carried" not in drawn(answers.summary())
+
+
 def test_where_memory_does_not_bind_the_bound_is_said() -> None:
     shown = one_line(drawn(answers.summary(more_memory=None)))
     assert "Compute binds, memory does not: 2 GB more would make nothing faster." in shown

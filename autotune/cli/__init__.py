@@ -16,7 +16,7 @@ from typing import NoReturn
 import click
 
 from autotune import __version__
-from autotune.cli import estimate, export, find, maximum, tables
+from autotune.cli import estimate, export, find, maximum, studies, tables
 from autotune.cli.output import drop_output, explain, say
 from autotune.errors import EXIT_INTERRUPTED, AutotuneError, StorageError
 
@@ -87,6 +87,7 @@ for command in (
     estimate.estimate,
     maximum.maximum,
     export.export,
+    studies.studies,
     tables.gpus,
     tables.models,
     tables.spaces,

@@ -15,11 +15,9 @@ from autotune.cli.options import (
     LENGTH,
     is_given,
     knob_options,
-    longest_batch,
-    read_lengths,
     workload_options,
 )
-from autotune.cli.output import print_json, say
+from autotune.cli.output import note, print_json
 from autotune.config import METHODS, Workload
 from autotune.space import usual_batching
 
@@ -74,10 +72,12 @@ def estimate(
     length = inputs.possible_length(source, seq_len, is_given=is_given(typed, "seq_len"))
     lengths = None
     if dataset is not None:
-        lengths = read_lengths(dataset, source, length, text_field=text_field, tokenizer=tokenizer)
+        lengths = inputs.read_lengths(
+            dataset, source, length, text_field=text_field, tokenizer=tokenizer
+        )
         task_batching = usual_batching(task or source.task)
         packs = given.get("batching", task_batching) == "packed"
-        length = longest_batch(lengths, length, packs=packs)
+        length = inputs.longest_batch(lengths, length, packs=packs, note=note)
     workload = Workload(
         model=source.name,
         task=task or source.task,
@@ -98,7 +98,7 @@ def estimate(
     if kv_cache:
         cache = inputs.generation(source, config, batch_size=batch, context=context)
     elif batch or context:
-        say("note: --batch and --context are of the key-value cache: --kv-cache shows it.")
+        note("--batch and --context are of the key-value cache: --kv-cache shows it.")
     spec = TraceSpec.of(config)
     with progress_on_stderr(quiet=as_json) as progress:
         traces = trace_all(

@@ -67,15 +67,15 @@ def export(*, study: str, formats: tuple[str, ...], out: str, force: bool, stora
         write_texts(files)
         for path in files:
             print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(path)))
-    config = answer.summary.best.config
-    for line in unsaid_lines(exporters, config, in_full=EVERY not in formats):
+    workload, config = answer.summary.workload, answer.summary.exported
+    for line in unsaid_lines(exporters, workload, config, in_full=EVERY not in formats):
         say(f"note: {line}")
 
 
 def _chosen(formats: tuple[str, ...], answer: StoredAnswer) -> list[Exporter]:
     from autotune.export import ALL, why_not
 
-    workload, config = answer.summary.workload, answer.summary.best.config
+    workload, config = answer.summary.workload, answer.summary.exported
     unknown = [name for name in formats if name not in (*ALL, EVERY)]
     if unknown:
         raise ConfigError(
@@ -95,9 +95,7 @@ def _chosen(formats: tuple[str, ...], answer: StoredAnswer) -> list[Exporter]:
 
 def _text(exporter: Exporter, answer: StoredAnswer) -> str:
     summary = answer.summary
-    return exporter.write(
-        workload=summary.workload, config=summary.best.config, result=answer.result
-    )
+    return exporter.write(workload=summary.workload, config=summary.exported, result=answer.result)
 
 
 def _places(out: Path, exporters: list[Exporter], *, is_folder: bool) -> dict[Exporter, Path]:

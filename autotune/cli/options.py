@@ -5,23 +5,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from autotune.cli.output import say
 from autotune.config import TASKS
-from autotune.errors import ConfigError
 from autotune.knobs import KNOBS, Knob
+from autotune.options import RANGES, SEQUENCE_LENGTH
 
-if TYPE_CHECKING:
-    from autotune.lengths import Lengths
-    from autotune.models import ModelSource
-
-MAX_GPUS = 16
-"""In one machine (NVIDIA's DGX-2 and HGX boards hold 16): several machines are not modelled."""
-COUNT = click.IntRange(1, 1_000_000)
-LENGTH = click.IntRange(1, 10_000_000)
+COUNT = click.IntRange(*RANGES["effective_batch"])
+LENGTH = click.IntRange(*RANGES["seq_len"])
 
 Command = Callable[..., None]
 
@@ -39,31 +32,13 @@ class KnobType(click.ParamType[Any]):
     ) -> Any:
         typed = int(value) if isinstance(value, str) and value.isdecimal() else value
         if self._is_file:
-            typed = read_yaml(Path(value))
+            from autotune import inputs
+
+            typed = inputs.read_yaml(Path(value))
         try:
             return self._read(typed)
         except ValueError as error:
             self.fail(f"{str(value)[:40]!r} {error}", param, context)
-
-
-def read_yaml(path: Path) -> object:
-    """What is in a file that was named on the command line. Raises ConfigError."""
-    import yaml
-
-    from autotune.space_file import MAX_FILE_BYTES
-
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES // 1024} KiB")
-        return yaml.safe_load(content.decode("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "It is not UTF-8 text"
-        raise ConfigError(f"{path} cannot be read", why=why) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        why = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{path} is not YAML", why=why[:300]) from error
 
 
 def knob_options(command: Command) -> Command:
@@ -83,12 +58,12 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
     return click.option(knob.flag, knob.name, type=kind, metavar=metavar, help=knob.summary)
 
 
-def workload_options(command: Command) -> Command:
+def workload_options(command: Command, *, requires_model: bool = True) -> Command:
     """Options that say what is trained, and on which card."""
     options = (
         click.option(
             "--model",
-            required=True,
+            required=requires_model,
             metavar="NAME",
             help="Hub id, catalogue name, folder or config.json. Weights are never read.",
         ),
@@ -105,11 +80,11 @@ def workload_options(command: Command) -> Command:
         ),
         click.option(
             "--num-gpus",
-            type=click.IntRange(1, MAX_GPUS),
+            type=click.IntRange(*RANGES["num_gpus"]),
             default=1,
             help="GPUs of that kind in the machine: a prediction for each.",
         ),
-        click.option("--seq-len", type=LENGTH, default=1024, help="Tokens per sample."),
+        click.option("--seq-len", type=LENGTH, default=SEQUENCE_LENGTH, help="Tokens per sample."),
         click.option(
             "--dataset",
             type=click.Path(path_type=Path),
@@ -133,38 +108,6 @@ def workload_options(command: Command) -> Command:
 def is_given(context: click.Context, name: str) -> bool:
     """Whether the user typed the option."""
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-
-def read_lengths(
-    dataset: Path, source: ModelSource, length: int, *, text_field: str, tokenizer: str | None
-) -> Lengths:
-    """Of the dataset's samples, cut off at `length`."""
-    from autotune import dataset as datasets
-
-    folder_or_id = tokenizer or source.folder_or_id
-    return datasets.read_lengths(
-        dataset, text_field=text_field, tokenizer=folder_or_id, sequence_length=length
-    )
-
-
-def longest_batch(lengths: Lengths, length: int, *, packs: bool) -> int:
-    """The sequence length of the worst batch; says so where it is shorter than what was asked for."""
-    if packs or lengths.longest == length:
-        return length
-    say(f"note: no sample has more than {lengths.longest} tokens: that is the sequence length.")
-    return lengths.longest
-
-
-def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
-    from autotune import inputs
-
-    possible = inputs.possible_length(source, length, is_given=is_given)
-    if possible != length:
-        say(
-            f"note: {source.short_name} has positions for {possible} tokens: --seq-len {possible} "
-            "is taken."
-        )
-    return possible
 
 
 def command_line(context: click.Context) -> str:

@@ -23,6 +23,10 @@ def say(text: str) -> None:
         print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line), file=sys.stderr)
 
 
+def note(text: str) -> None:
+    say(f"note: {text}")
+
+
 def explain(error: AutotuneError) -> None:
     say(f"error: {error}")
 

@@ -20,7 +20,9 @@ from autotune.errors import StorageError
 from autotune.export import (
     accelerate_config,
     adapter_config,
+    axolotl,
     deepspeed_json,
+    llama_factory,
     model_card,
     quantization_config,
     result_json,
@@ -40,15 +42,19 @@ from autotune.knobs import describe
 class Exporter(Protocol):
     """A TrainConfig as another program's file.
 
-    Three functions are optional. `applies(config)`: whether there is such a file for it.
+    Four functions are optional. `applies(config)`: whether there is such a file for it.
     `lacks(workload)`: why there is none for that model or task, empty where there is.
-    `cannot_express(config)`: words for each setting that the file does not carry; they are comments
-    at its top, where it can have some. A file about one `part` alone says which.
+    `cannot_express(config)`: words for each setting that the file does not carry, and
+    `has_no_words_for(workload)` for the user's extra arguments; they are comments at its top, where it
+    can have some. A file about one `part` alone says which.
     """
 
-    name: str
-    """What `--format` calls it."""
-    filename: str
+    @property
+    def name(self) -> str:
+        """What `--format` calls it."""
+
+    @property
+    def filename(self) -> str: ...
 
     def write(
         self, *, workload: Workload, config: TrainConfig, result: Mapping[str, object]
@@ -69,6 +75,8 @@ FURTHER: tuple[Exporter, ...] = (
     train_sft_py,
     adapter_config,
     quantization_config,
+    axolotl,
+    llama_factory,
     torchtune,
     unsloth_py,
     model_card,
@@ -96,14 +104,22 @@ def why_not(exporter: Exporter, workload: Workload, config: TrainConfig) -> str:
     return ""
 
 
-def unsaid(exporter: Exporter, config: TrainConfig) -> tuple[str, ...]:
-    """Words for each setting that the exporter's file does not carry."""
+def unsaid(exporter: Exporter, workload: Workload, config: TrainConfig) -> tuple[str, ...]:
+    """Words for each setting, of the user's extra ones too, that the exporter's file does not carry."""
     cannot_express = getattr(exporter, "cannot_express", None)
-    return () if cannot_express is None else tuple(cannot_express(config))
+    has_no_words_for = getattr(exporter, "has_no_words_for", None)
+    return (
+        *(() if cannot_express is None else cannot_express(config)),
+        *(() if has_no_words_for is None else has_no_words_for(workload)),
+    )
 
 
 def unsaid_lines(
-    exporters: Sequence[Exporter], config: TrainConfig, *, in_full: bool = False
+    exporters: Sequence[Exporter],
+    workload: Workload,
+    config: TrainConfig,
+    *,
+    in_full: bool = False,
 ) -> list[str]:
     """What a user is told that files do not carry; those that leave out the same share a line.
 
@@ -113,15 +129,15 @@ def unsaid_lines(
     losses: dict[str, list[str]] = {}
     for exporter in exporters:
         part = "" if in_full else getattr(exporter, "part", "")
-        words = "; ".join(unsaid(exporter, config))
+        words = "; ".join(unsaid(exporter, workload, config))
         if part:
             parts.setdefault(part, []).append(exporter.filename)
         elif words:
             losses.setdefault(words, []).append(exporter.filename)
     lines = [f"not in {', '.join(names)}: {words}" for words, names in losses.items()]
     if parts:
-        said = (f"{part} ({', '.join(names)})" for part, names in parts.items())
-        lines.insert(0, f"a file of its own have {'; '.join(said)}")
+        said = (f"{part} in {', '.join(names)}" for part, names in parts.items())
+        lines.insert(0, f"apart: {'; '.join(said)}")
     return lines
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from autotune.adapters import ADAPTERS, peft_fields
@@ -64,11 +64,11 @@ def _fields(config: TrainConfig) -> dict[str, Any]:
     return fields
 
 
-def _lora_fields(config: TrainConfig) -> frozenset[str] | None:
+def _lora_fields(config: TrainConfig) -> Collection[str] | None:
     """What the installed LoraConfig takes, where that is the class."""
     if config.method == "peft" or ADAPTERS[config.method].peft_type != "LORA":
         return None
     own = installed.fields("peft", "tuners/lora/config.py", "LoraConfig")
     shared = installed.fields("peft", "config.py", "PeftConfig")
     mixin = installed.fields("peft", "config.py", "PeftConfigMixin")
-    return None if own is None else own | (shared or set()) | (mixin or set())
+    return None if own is None else {*own, *(shared or ()), *(mixin or ())}

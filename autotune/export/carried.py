@@ -42,8 +42,9 @@ def settings(config: TrainConfig) -> dict[str, str]:
 def words_of(config: TrainConfig, name: str) -> str:
     """`name: words` of one setting."""
     value = getattr(config, name)
-    words = _WORDS[name](config) if name in _WORDS else KNOBS[name].words(value)
-    return f"{name}: {words}"
+    if name in _WORDS:
+        return f"{name}: {_WORDS[name](config)}"
+    return f"{name}: {KNOBS[name].words(value) if name in KNOBS else value}"
 
 
 def heading(what: str, config: TrainConfig, evidence: object, lines: Iterable[str] = ()) -> str:

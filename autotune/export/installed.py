@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 
 @functools.cache
-def fields(package: str, file: str, class_name: str) -> frozenset[str] | None:
-    """Names that an installed class takes; None where the library, or that file of it, is not here."""
+def fields(package: str, file: str, class_name: str) -> Mapping[str, str] | None:
+    """What an installed class takes, and as what; None where that file of the library is not here."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return None
@@ -25,25 +26,29 @@ def fields(package: str, file: str, class_name: str) -> frozenset[str] | None:
     return fields_of(path.read_text(encoding="utf-8"), class_name)
 
 
-def fields_of(source: str, class_name: str) -> frozenset[str]:
-    """Names that the body of the class annotates, and the parameters of its `__init__`."""
+def fields_of(source: str, class_name: str) -> Mapping[str, str]:
+    """Names that the body of the class annotates and parameters of its `__init__`: annotations by name."""
     (body,) = (
         node.body
         for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef) and node.name == class_name
     )
     annotated = {
-        node.target.id
+        node.target.id: node.annotation
         for node in body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     parameters = {
-        argument.arg
+        argument.arg: argument.annotation
         for node in body
         if isinstance(node, ast.FunctionDef) and node.name == "__init__"
         for argument in (*node.args.args, *node.args.kwonlyargs)
+        if argument.arg != "self"
     }
-    return frozenset(annotated | parameters - {"self"})
+    found = {**parameters, **annotated}
+    return MappingProxyType(
+        {name: "" if kind is None else ast.unparse(kind) for name, kind in found.items()}
+    )
 
 
 def unknown(values: Iterable[str], known: Collection[str] | None, library: str) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from autotune import __version__
 from autotune.config import TrainConfig, Workload
 from autotune.export.carried import one_line, settings
 from autotune.knobs import describe
@@ -20,11 +19,11 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """Markdown; whatever the model is called, it stays the text of a cell."""
     evidence = result["evidence"]
     model = {"base model": workload.model, "task": workload.task}
-    rows = {**model, **_figures(result), **settings(config)}
+    rows = {**model, **_figures(result), **settings(config), **workload.extra}
     table = "".join(f"| {_cell(key)} | {_cell(value)} |\n" for key, value in rows.items())
     return f"""## Training configuration
 
-Chosen by autotune {__version__} as the fastest that fits a memory budget ({_cell(evidence)}):
+Chosen by autotune as the fastest that fits a memory budget ({_cell(evidence)}):
 {_cell(describe(config))}.
 
 | setting | value |

@@ -52,5 +52,5 @@ def quantization_fields(config: TrainConfig, task: str = "causal-lm") -> dict[st
     }
 
 
-def _fields() -> frozenset[str] | None:
+def _fields() -> Mapping[str, str] | None:
     return installed.fields("transformers", "utils/quantization_config.py", "BitsAndBytesConfig")

@@ -8,6 +8,7 @@ get_quantization_config and get_peft_config).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from autotune.adapters import peft_fields
 from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
@@ -19,6 +20,8 @@ from autotune.export.training_args import installed_fields, training_arguments
 
 name = "sft"
 filename = "sft_config.yaml"
+
+NONE: Mapping[str, object] = MappingProxyType({})
 
 CARRIED = (
     *OF_TRAINING_ARGUMENTS,
@@ -47,7 +50,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """A YAML document, opened by what is not in it and what is the user's to add."""
     import yaml
 
-    fields, known = sft_arguments(config), sft_fields()
+    fields, known = sft_arguments(config, workload.extra), sft_fields()
     content = {
         "model_name_or_path": model_reference(workload.model),
         **model_fields(config),
@@ -84,14 +87,15 @@ def unsaid_by_trl(config: TrainConfig) -> tuple[str, ...]:
     )
 
 
-def sft_arguments(config: TrainConfig) -> dict[str, object]:
+def sft_arguments(config: TrainConfig, extra: Mapping[str, object] = NONE) -> dict[str, object]:
     """Keyword arguments of SFTConfig, by the names of the installed Transformers."""
     return {
-        **training_arguments(config, installed_fields()),
+        **training_arguments(config, installed_fields(), extra),
         "max_length": config.sequence_length,
         "packing": config.batching == "packed",
         # One stream, cut into blocks. The others leave gaps, and need FlashAttention.
         "packing_strategy": "wrapped",
+        "padding_free": config.batching == "padding-free",
     }
 
 
@@ -136,4 +140,4 @@ def sft_fields() -> Collection[str] | None:
     of_transformers = installed_fields()
     if own is None or of_transformers is None:
         return None
-    return own | (shared or set()) | of_transformers
+    return {*own, *(shared or ()), *of_transformers}

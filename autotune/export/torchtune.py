@@ -196,7 +196,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     recipe = f"{'full' if config.method == 'full' else 'lora'}_finetune_{_where(config)}"
     launch = "" if config.num_gpus == 1 else f"--nproc_per_node {config.num_gpus} "
     what = f"tune run {launch}{recipe} --config"
-    head = heading(what, config, result["evidence"], cannot_express(config))
+    lost = (*cannot_express(config), *has_no_words_for(workload))
+    head = heading(what, config, result["evidence"], lost)
     yours = comments(
         [
             "Yours: the folder of the model and the names of its checkpoint_files, the dataset, "
@@ -216,7 +217,7 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
         "optimizer": config.optimizer in OPTIMIZERS,
         "precision": PRECISIONS[config.precision] == PRECISIONS[_nearest_precision(config)],
         "torch_compile": config.torch_compile in ("none", "default"),
-        "batching": config.batching != "grouped",
+        "batching": config.batching in ("packed", "padded"),
         "lora_targets": _split_targets(config) is not None,
         "lora_variant": config.lora_variant != "rslora",
         "activation_checkpointing": config.activation_checkpointing < 2 or _has_intervals(config),
@@ -229,6 +230,11 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
     if config.num_gpus > 1:
         lines.append(f"{words_of(config, 'num_gpus')} (--nproc_per_node of tune run)")
     return (*lines, *unsaid(config, {*carried, "quantization"}))
+
+
+def has_no_words_for(workload: Workload) -> tuple[str, ...]:
+    """TrainingArguments that the user set are Trainer's."""
+    return tuple(f"{key}: {value}" for key, value in workload.extra.items())
 
 
 def _content(family: _Family, builder: str, config: TrainConfig) -> dict[str, object]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import ConfigError, nearest
+from autotune.export.extra_arguments import read_extra_arguments
 from autotune.knobs import KNOBS
 from autotune.units import MIB
 
@@ -19,12 +21,21 @@ VERSION = 1
 """Of this file's format; a newer one is refused."""
 MAX_FILE_BYTES = MIB
 
-_KEYS = ("version", "evidence", "workload", "config")
+_KEYS = ("version", "evidence", "workload", "config", "extra_arguments")
 _SMALLEST = {
     "gradient_accumulation_steps": 1,
     "sequence_length": 1,
     **{knob.name: knob.smallest for knob in KNOBS.values() if knob.smallest is not None},
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseRun:
+    """The user's own run."""
+
+    config: TrainConfig
+    extra_arguments: str = "{}"
+    """As Workload has them."""
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
@@ -38,11 +49,13 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         "workload": {**values, "methods": list(workload.methods)},
         "config": config.to_dict(),
     }
+    if workload.extra:
+        content["extra_arguments"] = workload.extra
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def read_train_config(path: Path) -> TrainConfig:
-    """The TrainConfig of a file as `write` makes it, perhaps edited. Raises ConfigError."""
+def read_train_config(path: Path) -> BaseRun:
+    """The run of a file as `write` makes it, perhaps edited. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -57,7 +70,7 @@ def read_train_config(path: Path) -> TrainConfig:
         raise ConfigError(f"{path} is not UTF-8 text") from error
 
 
-def from_yaml(text: str, *, source: str = filename) -> TrainConfig:
+def from_yaml(text: str, *, source: str = filename) -> BaseRun:
     """Read what `write` has written. The workload in it is for people and not read.
 
     Raises ConfigError, which names every problem: broken YAML, Python tags, unknown or missing
@@ -83,11 +96,17 @@ def from_yaml(text: str, *, source: str = filename) -> TrainConfig:
             f"{source} has version {version}", why="A newer autotune wrote it", remedy="Update"
         )
     problems = [*_unknown(content, _KEYS, ""), *_problems(content["config"])]
+    extra_arguments = "{}"
+    try:
+        extra_arguments = read_extra_arguments(content.get("extra_arguments", {}))
+    except ValueError as error:
+        problems.append(str(error))
     if version != VERSION:
         problems.insert(0, f"version is {version!r} and should be {VERSION}")
     if problems:
         raise ConfigError(f"{source} cannot be used", why="; ".join(problems))
-    return TrainConfig(**content["config"])
+    config = TrainConfig(**content["config"])
+    return BaseRun(config=config, extra_arguments=extra_arguments)
 
 
 def _problems(values: dict[Any, Any]) -> list[str]:

@@ -61,5 +61,5 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         else quantization_fields(config, workload.task),
         "adapter": peft_fields(config) if config.method in ADAPTERS else None,
         # The newest names; the program translates them where it runs.
-        "training_arguments": training_arguments(config),
+        "training_arguments": training_arguments(config, extra=workload.extra),
     }

@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A Python program. Every value in it is an ASCII literal."""
-    arguments, known = sft_arguments(config), sft_fields()
+    arguments, known = sft_arguments(config, workload.extra), sft_fields()
     values = {key: arguments[key] for key in arguments if known is None or key in known}
     values["model_init_kwargs"] = {
         "dtype": PRECISIONS[config.precision].parameter_dtype,

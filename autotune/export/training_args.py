@@ -1,6 +1,7 @@
 """training_args.json: keyword arguments of `transformers.TrainingArguments`.
 
-Holds what autotune decides and nothing else: learning rate, epochs and logging stay the user's.
+Holds what autotune decides, and what the user has set beside it (extra_arguments): learning rate,
+epochs and logging stay the user's.
 The names are those of the installed version.
 """
 
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
 
-from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.config import LOADER_SETTINGS, PARALLELISMS, PRECISIONS, TrainConfig, Workload
 from autotune.export import installed
 from autotune.export.carried import unsaid
 from autotune.knobs import KNOBS
@@ -21,6 +24,22 @@ part = "Trainer's arguments"
 
 OUTPUT_FOLDER = "output"
 """`output_dir` until the user names another."""
+
+_USERS = ("output_dir", "max_grad_norm")
+"""Written out in the files, and never changed in arguments that somebody has."""
+_OFF: dict[str, object] = {
+    "torch_compile": False,
+    "torch_compile_backend": None,
+    "torch_compile_mode": None,
+    "use_liger_kernel": False,
+    "neftune_noise_alpha": None,
+    "torch_empty_cache_steps": None,
+    "train_sampling_strategy": "random",
+    "group_by_length": False,
+    "activation_checkpointing_kwargs": None,
+    "gradient_checkpointing_kwargs": None,
+}
+"""What `training_arguments` leaves out where a configuration does without."""
 
 _GROUPING: dict[str, object] = {"train_sampling_strategy": "group_by_length"}
 _OLD_GROUPING: dict[str, object] = {"group_by_length": True}
@@ -34,6 +53,7 @@ CARRIED = (
     "optimizer",
     "activation_checkpointing",
     "activation_offloading",
+    *LOADER_SETTINGS,
     *(knob.name for knob in KNOBS.values() if knob.arguments is not None),
 )
 """Settings that TrainingArguments says in full."""
@@ -41,7 +61,7 @@ CARRIED = (
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
     """A JSON object for `TrainingArguments(**json.load(file))` of the installed version."""
-    return json.dumps(known_arguments(config), indent=2) + "\n"
+    return json.dumps(known_arguments(workload, config), indent=2) + "\n"
 
 
 def cannot_express(config: TrainConfig) -> tuple[str, ...]:
@@ -56,29 +76,33 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
     )
 
 
-def known_arguments(config: TrainConfig) -> dict[str, object]:
+def known_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]:
     """The keyword arguments that the installed TrainingArguments takes."""
     fields = installed_fields()
-    arguments = training_arguments(config, fields)
+    arguments = training_arguments(config, fields, workload.extra)
     return {key: arguments[key] for key in arguments if fields is None or key in fields}
 
 
 def training_arguments(
-    config: TrainConfig, fields: Collection[str] | None = None
+    config: TrainConfig,
+    fields: Collection[str] | None = None,
+    extra: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, object]:
     """The keyword arguments. `fields` are those of the class at hand; None means the newest names.
 
-    `max_grad_norm` is Trainer's default, written out because clipping's memory was predicted.
+    `extra` are a Workload's, over which goes what a setting decides. `max_grad_norm` is Trainer's
+    default, written out because clipping's memory was predicted.
     `tf32` needs an Ampere card or later, as TrainingArguments itself says when it is loaded.
     """
     precision = PRECISIONS[config.precision]
     arguments: dict[str, object] = {
         "output_dir": OUTPUT_FOLDER,
+        "max_grad_norm": 1.0,
+        **extra,
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "optim": config.optimizer,
         **dict(OPTIMIZERS[config.optimizer].arguments),
-        "max_grad_norm": 1.0,
         "bf16": precision.autocast and precision.compute_dtype == "bfloat16",
         "fp16": precision.autocast and precision.compute_dtype == "float16",
     }
@@ -110,9 +134,36 @@ def training_arguments(
     for knob in KNOBS.values():
         if knob.arguments is not None:
             arguments |= knob.arguments(getattr(config, knob.name))
+    for name in LOADER_SETTINGS:
+        value = getattr(config, name)
+        # Trainer's own are left out. False, which equals 0, is none of them.
+        if value is not None and (name, value) != ("dataloader_num_workers", 0):
+            arguments[name] = value
     return arguments
 
 
-def installed_fields() -> frozenset[str] | None:
-    """Field names of the installed TrainingArguments; None when Transformers is not installed."""
+def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:
+    """What arguments that somebody has must say to be this configuration: off included, no more.
+
+    `fields` are those of their class; an SFTConfig's say how the dataset is cut, too.
+    """
+    newest = "activation_checkpointing" in fields
+    alias = "gradient_checkpointing" if newest else "activation_checkpointing"
+    known = [name for name in fields if not name.startswith(alias)]
+    decided = {name: value for name, value in _OFF.items() if name in known}
+    decided |= training_arguments(config, fields)
+    for name in _USERS:
+        del decided[name]
+    if "padding_free" in fields:
+        decided["padding_free"] = config.batching == "padding-free"
+    if "packing" in fields:
+        decided |= {"max_length": config.sequence_length, "packing": config.batching == "packed"}
+        if config.batching == "packed":
+            # One stream cut into blocks: what was priced. TRL's own default joins samples unpadded.
+            decided["packing_strategy"] = "wrapped"
+    return decided
+
+
+def installed_fields() -> Mapping[str, str] | None:
+    """Fields of the installed TrainingArguments and their annotations; None without Transformers."""
     return installed.fields("transformers", "training_args.py", "TrainingArguments")

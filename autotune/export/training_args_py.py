@@ -14,12 +14,12 @@ name = "training-args-python"
 filename = "training_args.py"
 
 
-def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A Python module that makes `arguments`. Every value in it is an ASCII literal."""
     what = "transformers.TrainingArguments"
     head = heading(what, config, result["evidence"], cannot_express(config))
     return f"""{head}from transformers import TrainingArguments
 
 arguments = TrainingArguments(
-{keywords(known_arguments(config))})
+{keywords(known_arguments(workload, config))})
 """

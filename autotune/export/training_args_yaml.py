@@ -17,10 +17,10 @@ name = "training-args-yaml"
 filename = "training_args.yaml"
 
 
-def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A YAML document, opened by what is not in it."""
     import yaml
 
     what = "transformers.TrainingArguments"
     head = heading(what, config, result["evidence"], cannot_express(config))
-    return head + yaml.safe_dump(known_arguments(config), sort_keys=False)
+    return head + yaml.safe_dump(known_arguments(workload, config), sort_keys=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autotune.adapters import peft_fields
-from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import LOADER_SETTINGS, PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
 from autotune.export.carried import heading, keywords, unsaid, words_of
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
@@ -43,6 +43,7 @@ _CARRIED = (
     "quantization",
     "torch_empty_cache_steps",
     "neftune_noise_alpha",
+    *LOADER_SETTINGS,
 )
 
 _PROGRAM = """\
@@ -103,7 +104,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         imports=imports,
         model=model,
         adapter=adapter,
-        arguments=keywords(_sft_arguments(config), indent=12),
+        arguments=keywords(_sft_arguments(workload, config), indent=12),
     )
 
 
@@ -147,12 +148,13 @@ def _checkpointing(config: TrainConfig) -> bool | str:
     return "unsloth" if is_on and config.activation_offloading else is_on
 
 
-def _sft_arguments(config: TrainConfig) -> dict[str, object]:
-    arguments = training_arguments(config)
+def _sft_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]:
+    arguments = training_arguments(config, extra=workload.extra)
     kept = {key: value for key, value in arguments.items() if key not in _NOT_SFT_CONFIGS}
     return {
         **kept,
         "max_length": config.sequence_length,
         "packing": config.batching == "packed",
         "packing_strategy": "wrapped",
+        "padding_free": config.batching == "padding-free",
     }

@@ -9,8 +9,10 @@ the sources named at each; tests/contracts/test_optimizers_real.py runs the real
     eager.py        written in plain tensor operations, parameter by parameter
     low_rank.py     the same after a projection of the gradient: GaLore, APOLLO
 
-As transformers.Trainer calls them (5.23, trainer_optimizer.py): weight_decay 0, so that foreach SGD
-makes no temporaries; SGD without momentum; Adafactor without relative_step and scale_parameter.
+As transformers.Trainer calls them (5.23, trainer_optimizer.py): weight_decay 0 (more of it costs
+foreach AdamW a pass over the parameters, and foreach SGD, Adagrad and RMSprop a copy of the gradients:
+a rule of the search leaves them out); SGD without momentum; Adafactor without relative_step and
+scale_parameter.
 
 Known limitations
 - Scratch that a CUDA reduction takes for itself (Adafactor's norms and means: some KiB) is missing,

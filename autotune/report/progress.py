@@ -6,9 +6,12 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from autotune.config import TrainConfig
 from autotune.knobs import describe
+from autotune.probing import OnConfirm, OnProbe
 from autotune.report import words
 from autotune.results import Measurement
 from autotune.tune import Progress
@@ -22,6 +25,44 @@ _PROGRESS = {
 }
 _LINE_EVERY = 20
 """Traces per line of a log."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listener:
+    """Who hears how far a search is."""
+
+    note: Callable[[str], None]
+    """What the user should know of what was made of the options."""
+    searching: Callable[[], AbstractContextManager[Progress]]
+    """Around the prediction."""
+    on_probe: OnProbe
+    on_confirm: OnConfirm
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+SILENT = Listener(
+    note=_nothing,
+    searching=lambda: contextlib.nullcontext(_nothing),
+    on_probe=_nothing,
+    on_confirm=_nothing,
+)
+
+
+def on_stderr(*, quiet: bool) -> Listener:
+    """All of it on stderr. `quiet` leaves a log the notes alone."""
+    return Listener(
+        note=_note,
+        searching=functools.partial(progress_on_stderr, quiet=quiet),
+        on_probe=probes_on_stderr(quiet=quiet),
+        on_confirm=confirmation_on_stderr(quiet=quiet),
+    )
+
+
+def _note(text: str) -> None:
+    print(words.printable(f"note: {' '.join(text.split())}"), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

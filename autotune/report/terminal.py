@@ -57,6 +57,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
                 f"{counts.feasible:,}, in {format_seconds(summary.elapsed_seconds)}",
             ),
             *([("data", words.data(summary.workload))] if summary.workload.lengths else []),
+            *([("carried", words.carried(summary.workload))] if summary.workload.extra else []),
             *(("left out", text) for text in summary.left_out),
         ],
     )
@@ -73,6 +74,9 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
             ),
             ("", words.confirmation(found)),
             *(("rejected", words.rejected(failed)) for failed in found.rejected),
+            ("run", words.run(found)),
+            *([("compile", words.compilation(found))] if found.num_compiled else []),
+            ("loader", words.loader(summary)),
             ("probes", words.probes(found)),
             ("", "What follows is predicted."),
         ]
@@ -82,6 +86,8 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
         *([("epoch", words.epoch(summary))] if summary.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
     ]
+    if summary.measured is None and summary.workload.lengths is not None:
+        rows.append(("loader", words.loader(summary)))
     rows += words.of_each_gpu(best)
     if summary.measured is None:
         rows.append(("why", words.why(summary)))
@@ -89,6 +95,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
         rows.append(("", "Nothing of a lower class fits, so another recipe was allowed."))
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
+    rows += [("note", words.bound(text)) for text in needs.unpredicted(best.config)]
     if summary.tied:
         rows.append(("tied", words.tied(summary)))
     _print_rows(console, rows)
@@ -170,10 +177,7 @@ def draw_estimate(
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
     rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
-    rows += [
-        ("note", f"{text}: the figures are those without it")
-        for text in needs.unpredicted(estimate.config)
-    ]
+    rows += [("note", words.bound(text)) for text in needs.unpredicted(estimate.config)]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
     _print_rows(console, rows)
 

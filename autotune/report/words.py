@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autotune.config import TrainConfig, Workload
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
+from autotune.loading import LoaderTime
 from autotune.results import Estimate, Measurement
 from autotune.summary import Change, Measured, Summary
 from autotune.tune import MORE_MEMORY_BYTES, NOISE
@@ -32,9 +33,13 @@ def model_name(name: str) -> str:
 
 def exact_size(size_bytes: int) -> str:
     """`12 GB = 11.18 GiB`: as it may have been typed, and as everything else is printed."""
-    if size_bytes % 10**9 == 0:
-        return f"{size_bytes // 10**9} GB = {size_bytes / GIB:.2f} GiB"
-    return f"{size_bytes / GIB:.2f} GiB"
+    size = f"{size_bytes / GIB:.2f} GiB"
+    return size if size_bytes % 10**9 else f"{short_size(size_bytes)} = {size}"
+
+
+def short_size(size_bytes: int) -> str:
+    """`12 GB` where it was typed so, else `11.18 GiB`."""
+    return format_bytes(size_bytes) if size_bytes % 10**9 else f"{size_bytes // 10**9} GB"
 
 
 def speed(estimate: Estimate) -> str:
@@ -58,7 +63,63 @@ def measured(measurement: Measurement) -> str:
 
 def predicted(estimate: Estimate) -> str:
     """What was predicted, beside what was measured."""
-    return f"predicted {speed(estimate)}, {format_bytes(estimate.peak_device_bytes)}"
+    whose = "predicted without torch.compile" if estimate.is_bound else "predicted"
+    return f"{whose} {speed(estimate)}, {format_bytes(estimate.peak_device_bytes)}"
+
+
+def run(found: Measured) -> str:
+    """What the cold start costs a run of the length at hand, or that none was given."""
+    cold = "an unknown cold start"
+    if found.final.cold_start_seconds is not None:
+        cold = f"a cold start of {format_seconds(found.final.cold_start_seconds)}"
+    if found.train_steps is None:
+        return f"steady speed decides, beside {cold}: --train-steps weighs it"
+    return f"{found.tokens_per_second_over_run:,.0f} tokens/s over {found.train_steps:,} steps, with {cold}"
+
+
+def loader(summary: Summary) -> str:
+    """The loader's settings and what decided them; or that they are the base's, and why."""
+    timed = summary.loader
+    if timed is None:
+        why = "timed with --dataset only" if summary.workload.lengths is None else "not timed"
+        if summary.measured is None:
+            why = "timed beside measured steps only"
+        return f"as {summary.base_name} have it: {why}"
+    chosen, needed = timed.chosen, timed.micro_step_seconds
+    verdict = "keeps up" if chosen.keeps_up(needed) else "the step waits for it"
+    said = f"{_loader_settings(chosen)}: {_batch_time(chosen)}, {verdict}"
+    said += f"; a micro-step takes {format_seconds(needed)}"
+    others = [f"{_loader_settings(t)} {_batch_time(t)}" for t in timed.times if t != chosen]
+    return said + (f"; timed too: {', '.join(others)}" if others else "")
+
+
+def _loader_settings(time: LoaderTime) -> str:
+    workers = {0: "no workers", 1: "1 worker"}.get(time.num_workers, f"{time.num_workers} workers")
+    ahead = f" with {time.prefetch_factor} batches ready" if time.prefetch_factor else ""
+    pinned = {True: ", pinned memory", False: ", memory not pinned", None: ""}[time.pin_memory]
+    return workers + ahead + pinned
+
+
+def _batch_time(time: LoaderTime) -> str:
+    return f"{format_seconds(time.batch_seconds)} a batch"
+
+
+def compilation(found: Measured) -> str:
+    """What torch.compile was seen to be worth against the fastest without it."""
+    if found.compiled is None or found.eager is None:
+        tried = f"{found.num_compiled} tried"
+        return f"torch.compile: {tried}, none ran to its end within the budget"
+    config, pays_after = found.compiled.config, found.compile_pays_after_steps
+    backend = "" if config.torch_compile_backend == "inductor" else " by the backend"
+    backend += f" {config.torch_compile_backend}" if backend else ""
+    verdict = "it never pays for itself"
+    if pays_after is not None:
+        verdict = f"it pays for itself after {pays_after:,} steps"
+    return (
+        f"{KNOBS['torch_compile'].words(config.torch_compile)}{backend}: "
+        f"{measured_speed(found.compiled)} at best, {measured_speed(found.eager)} without it; a cold "
+        f"start of {format_seconds(found.compiled.cold_start_seconds or 0.0)}: {verdict}"
+    )
 
 
 def confirmation(found: Measured) -> str:
@@ -97,8 +158,9 @@ def probes(found: Measured) -> str:
     outcomes = ", ".join(f"{count} {name}" for name, count in sorted(found.outcomes.items()))
     reused = f", {found.num_reused} known from before" if found.num_reused else ""
     best, estimate = found.final, found.predicted
+    whose = "Eager's prediction" if estimate.is_bound else "The prediction of the answer"
     return (
-        f"{found.num_run} run{reused} ({outcomes}). The prediction of the answer was off by "
+        f"{found.num_run} run{reused} ({outcomes}). {whose} was off by "
         f"{off(estimate.tokens_per_second, best.tokens_per_second)} in speed and "
         f"{off(estimate.peak_device_bytes, best.peak_device_bytes)} in memory."
     )
@@ -113,6 +175,11 @@ def data(workload: Workload) -> str:
         f"{lengths.num_tokens / lengths.num_samples:,.0f} on average, {lengths.percentiles[50]:,} in the "
         f"middle, at most {lengths.longest:,} after cutting off"
     )
+
+
+def carried(workload: Workload) -> str:
+    """What the user has set and no setting decides."""
+    return f"{', '.join(map(printable, workload.extra))}: untouched, as your base has them"
 
 
 def epoch(summary: Summary) -> str:
@@ -156,11 +223,11 @@ def describe_base(config: TrainConfig) -> str:
     return f"{METHOD_WORDS[config.method]}, {config.precision}, {config.optimizer}"
 
 
-def memory(estimate: Estimate, budget_bytes: int) -> str:
-    """What is alive at the peak; the parts add up to the peak on the device."""
+def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
+    """What is alive at the peak, in bytes; the parts add up to the peak on the device."""
     parts = estimate.breakdown
     paged = bool(estimate.state.optimizer_state_managed_bytes)
-    rows = [
+    return [
         ("weights", parts.parameters_bytes),
         ("gradients", parts.gradients_bytes),
         ("optimizer", parts.optimizer_state_bytes),
@@ -170,7 +237,14 @@ def memory(estimate: Estimate, budget_bytes: int) -> str:
         ("cached", estimate.peak_reserved_bytes - estimate.peak_allocated_bytes),
         ("paged state, CUDA" if paged else "CUDA", estimate.nontorch_bytes),
     ]
-    parted = [f"{name} {size_bytes / GIB:.1f}".replace(" ", GLUE) for name, size_bytes in rows]
+
+
+def memory(estimate: Estimate, budget_bytes: int) -> str:
+    """The parts of the peak in one line."""
+    parted = [
+        f"{name} {size_bytes / GIB:.1f}".replace(" ", GLUE)
+        for name, size_bytes in memory_parts(estimate)
+    ]
     listed = f"{GLUE}| ".join(parted)
     used, of = estimate.peak_device_bytes / GIB, budget_bytes / GIB
     return f"{used:.1f} of {of:.1f} GiB  {listed}"
@@ -239,6 +313,11 @@ def gain(estimate: Estimate, best: Estimate) -> str:
     assert best.tokens_per_second is not None
     ratio = estimate.tokens_per_second / best.tokens_per_second - 1
     return "as fast" if abs(ratio) < 0.005 else f"{100 * ratio:+.0f} %"
+
+
+def bound(setting: str) -> str:
+    """What a setting that is not predicted leaves of the figures."""
+    return f"{setting} is not predicted: the figures are those without it, a bound to be measured"
 
 
 def paging(estimate: Estimate) -> str:

@@ -17,6 +17,9 @@ fingerprint {"backend": str}
 lengths {"dataset": path, "text_field": str, "tokenizer": folder or id}
         {"num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
         {"problem": str}
+loader  {"program": text of train.py, "dataset": path, "text_field": str, "tokenizer": folder or id,
+         "backend": str, "micro_step_seconds": float, "settings": [{fields of LoaderTime}]}
+        one line per setting, until one keeps up with the micro-step: {LoaderTime}; or {"problem": str}
 """
 
 from __future__ import annotations
@@ -121,6 +124,18 @@ def _lengths(request: dict[str, Any]) -> Answers:
         yield {"problem": str(error)}
 
 
+def _loader(request: dict[str, Any]) -> Answers:
+    import_adapters()
+
+    from autotune.worker.lengths import UnreadableDataset
+    from autotune.worker.loading import time_loaders
+
+    try:
+        yield from time_loaders(request)
+    except UnreadableDataset as error:
+        yield {"problem": str(error)}
+
+
 def _as_it_comes(
     work: Callable[[Callable[[dict[str, Any]], None]], dict[str, Any]],
 ) -> Answers:
@@ -158,6 +173,7 @@ VERBS: dict[str, Verb] = {
     "probe": _probe,
     "fingerprint": _fingerprint,
     "lengths": _lengths,
+    "loader": _loader,
 }
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -213,6 +215,27 @@ class FirstStep:
         if found == {wanted}:
             return []
         return [f"autocast is {', '.join(map(str, found)) or 'never reached'}, not {wanted}"]
+
+
+def check_compiled(model: Any, config: TrainConfig) -> list[str]:
+    """The Trainer's wrapped model, after its first micro-step: compiled, by the backend, in one mode.
+
+    Of a compiled step FirstStep sees nothing: what says that checkpointing is on is asked instead.
+    """
+    is_compiled = isinstance(model, OptimizedModule)
+    if is_compiled != config.is_compiled:
+        return [f"torch.compile is {'on' if is_compiled else 'off'}"]
+    if not is_compiled:
+        return []
+    if not counters["stats"]["unique_graphs"]:
+        return ["torch.compile captured no graph: eager's kernels ran"]
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    every = config.activation_checkpointing
+    wanted = set(range(0, len(layers), every)) if every else set()
+    found = {number for number, layer in enumerate(layers) if layer.gradient_checkpointing}
+    if found != wanted:
+        return [f"activation checkpointing is set on {len(found)} layers, not on {len(wanted)}"]
+    return []
 
 
 def check_optimizer(optimizer: Any, config: TrainConfig) -> list[str]:

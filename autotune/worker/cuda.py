@@ -6,7 +6,8 @@
 * buffers that kernels allocate and free inside one call.
 
 Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, .../flash_attn/flash_api.cpp,
-aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu and SoftMax.cu,
+aten/src/ATen/native/transformers/attention.cpp,
+aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu and SoftMax.cu,
 aten/src/ATen/autocast_mode.{h,cpp}.
 
 Not modelled: cuDNN attention's own workspace (no closed form: taken to be flash attention's),
@@ -61,8 +62,18 @@ def attention_kernel(
     if half and same and not has_mask and flash_size:
         return "flash"
     if dtype in (torch.float16, torch.float32) or half:
-        return "efficient"
+        step = _efficient_alignment(capability, dtype)
+        if head_size % step == 0 and value_head_size % step == 0:
+            return "efficient"
     return "math"
+
+
+def _efficient_alignment(capability: tuple[int, int], dtype: torch.dtype) -> int:
+    """What the sizes of heads must be multiples of (minimum_gemm_alignment)."""
+    on_tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and dtype in HALF)
+    if not on_tensor_cores:
+        return 1
+    return 8 if dtype in HALF else 4
 
 
 def _ceil_to(value: int, step: int) -> int:
@@ -125,6 +136,9 @@ def hidden_buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, 
     """Buffers that the CUDA kernel of `func` allocates and frees inside the call."""
     if func is aten.embedding_dense_backward.default:
         return _embedding_backward_buffers(args[0], args[1], args[2])
+    if func is aten._index_put_impl_.default and len(args) > 3 and args[3]:
+        # Adding goes by sorted places (index_put_with_sort_kernel): linear, sorted, original, range.
+        return 4 * (Buffer(8 * max(index.numel() for index in args[1])),)
     if func is aten._softmax_backward_data.default:  # SoftMax.cu: `tmp = grad * output`
         return (Buffer(args[0].numel() * args[0].element_size()),)
     if func is aten._scaled_dot_product_flash_attention_backward.default:
@@ -210,7 +224,7 @@ class CudaChoices(TorchFunctionMode):
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
-        bias = _additive_mask(attn_mask, query)
+        bias = _additive_mask(attn_mask, query, aligned=kernel == "efficient")
         if kernel == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(
                 query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
@@ -244,13 +258,26 @@ def flash_attention(
     return out[..., :size] if padding else out
 
 
-def _additive_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A boolean mask becomes one that is added, in the query's dtype, expanded to every head."""
+MASK_ALIGNMENT = 8
+"""Elements. Memory-efficient attention wants a mask's rows to begin at multiples of it, and copies a
+mask whose rows do not (attention.cpp, preprocess_mask)."""
+
+
+def _additive_mask(
+    mask: torch.Tensor | None, query: torch.Tensor, *, aligned: bool
+) -> torch.Tensor | None:
+    """A boolean mask becomes one that is added, in the query's dtype, expanded to every head.
+
+    Each layer makes its own, and keeps it for its backward pass.
+    """
     if mask is None:
         return None
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, zero, float("-inf"))
+    if aligned and any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
+        length = mask.shape[-1]
+        mask = F.pad(mask, (0, MASK_ALIGNMENT - length % MASK_ALIGNMENT))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], mask.shape[-1])
 
 

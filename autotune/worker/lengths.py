@@ -33,7 +33,7 @@ def count_lengths(dataset: str, text_field: str, tokenizer: str) -> dict[str, An
     longest_texts = heapq.nlargest(NUM_LONGEST, texts, len)
     if num_samples > MAX_TOKENISED:
         texts = random.Random(0).sample(texts, MAX_TOKENISED)
-    tokenise = _load(tokenizer)
+    tokenise = load_tokenizer(tokenizer)
     counts = _counted(tokenise, texts)
     counts.pop(0, None)
     if not counts:
@@ -53,7 +53,8 @@ def _counted(tokenise: Any, texts: list[str]) -> Counter[int]:
     return counts
 
 
-def _load(tokenizer: str) -> Any:
+def load_tokenizer(tokenizer: str) -> Any:
+    """From local files. Raises UnreadableDataset."""
     from transformers import AutoTokenizer
 
     try:

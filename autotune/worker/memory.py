@@ -7,7 +7,8 @@ that it is measured again after each warm-up step; a step that ran under too hig
 
 On the CPU every storage counts as device memory. The tracker sees the first two optimizer steps and
 refuses what passes the budget; the events then run through the model of CUDA's allocator, under the
-budget as its cap. Nothing is outside it.
+budget as its cap. Nothing is outside it. Compiled code passes the tracker by: torch's profiler sees what
+it allocates, and nothing is refused before those two steps are over.
 
 Known limitations
 - Not yet run on a GPU: CudaMemory.
@@ -32,6 +33,7 @@ import pynvml
 import torch
 
 from autotune.allocator import Replay, replay
+from autotune.worker.compiling import AllocationProfile
 from autotune.worker.tracker import Tracker
 
 NUM_TRACKED_STEPS = 2
@@ -67,11 +69,13 @@ class DeviceMemory(Protocol):
         """After the last step."""
 
 
-def device_memory(backend: str, budget_bytes: int, compute_dtype: torch.dtype) -> DeviceMemory:
+def device_memory(
+    backend: str, budget_bytes: int, compute_dtype: torch.dtype, *, is_compiled: bool = False
+) -> DeviceMemory:
     if backend == "cuda":
         return CudaMemory(budget_bytes, compute_dtype)
     assert backend == "cpu", backend
-    return CpuMemory(budget_bytes)
+    return CpuMemory(budget_bytes, AllocationProfile() if is_compiled else None)
 
 
 class CudaMemory:
@@ -201,10 +205,10 @@ def _managed_bytes(optimizer: Any) -> int:
 class CpuMemory:
     """Storages on the CPU, watched by the tracker and refused beyond the budget."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, watcher: AllocationProfile | None = None) -> None:
         self.device = torch.device("cpu")
         self._budget_bytes = budget_bytes
-        self._tracker = CappedTracker(budget_bytes)
+        self._watcher = watcher or CappedTracker(budget_bytes)
         self._watching = contextlib.ExitStack()
         self._replay: Replay | None = None
 
@@ -214,7 +218,7 @@ class CpuMemory:
         if gc.isenabled():
             gc.disable()
             self._watching.callback(gc.enable)
-        self._watching.enter_context(self._tracker)
+        self._watching.enter_context(self._watcher)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -228,9 +232,8 @@ class CpuMemory:
         if num_steps < NUM_TRACKED_STEPS:
             return False
         self._watching.close()
-        recording = self._tracker.recording
-        sizes = [tensor.size_bytes for tensor in recording.tensors]
-        self._replay = replay(sizes, list(recording.events), cap_bytes=self._budget_bytes)
+        sizes, events = self._watcher.sizes_and_events()
+        self._replay = replay(sizes, events, cap_bytes=self._budget_bytes)
         if self._replay.failed_request_bytes is not None:
             raise out_of_budget(
                 self._replay.failed_request_bytes,
@@ -257,6 +260,11 @@ class CappedTracker(Tracker):
         self._cap_bytes = cap_bytes
         self._live_bytes = 0
         self._num_counted_events = 0
+
+    def sizes_and_events(self) -> tuple[list[int], list[int]]:
+        """As autotune.allocator.replay takes them."""
+        sizes = [tensor.size_bytes for tensor in self.recording.tensors]
+        return sizes, list(self.recording.events)
 
     def _record_allocation(
         self, size_bytes: int, shape: tuple[int, ...], dtype: torch.dtype

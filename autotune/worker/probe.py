@@ -14,8 +14,10 @@ Not yet run on a GPU: everything that says CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,17 +25,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
+from torch._dynamo.exc import TorchDynamoException
+from transformers import (
+    DataCollatorWithFlattening,
+    PretrainedConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_callback import PrinterCallback
 
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.out_of_memory import excess_bytes, says_out_of_memory
-from autotune.results import Measurement, ProbeSpec
+from autotune.results import Measurement, ProbeSpec, TraceSpec
 from autotune.worker import checks, confirm
 from autotune.worker import model as models
 from autotune.worker.build import build
 from autotune.worker.checks import Invalid, NotFinite
+from autotune.worker.compiling import cold_caches
 from autotune.worker.fingerprint import fingerprint
 from autotune.worker.memory import DeviceMemory, device_memory
 from autotune.worker.steps import (
@@ -50,6 +60,9 @@ from autotune.worker.steps import (
 
 MAX_WARM_UP_STEPS = 8
 """[judgement] Reserved bytes grow in the first two steps, seldom in a third."""
+MIN_COMPILED_WARM_UP_STEPS = 3
+"""CUDA graphs run once, are recorded the second time and replayed from the third on
+(torch 2.13 torch/_inductor/cudagraph_trees.py)."""
 MIN_TIMED_STEPS = 3
 """Fewer say nothing of their spread."""
 NUM_STEPS_BEFORE_EVALUATION = 2
@@ -85,7 +98,12 @@ def probe(
         # Threads that wait for each other are as slow as the one whose core another process has.
         torch.set_num_threads(1)
     try:
-        with device_memory(spec.backend, spec.memory_budget_bytes, compute_dtype) as memory:
+        with device_memory(
+            spec.backend,
+            spec.memory_budget_bytes,
+            compute_dtype,
+            is_compiled=config.is_compiled,
+        ) as memory:
             watch = _Watch(config, spec, memory, on_progress, stop_reason)
             figures = _run(model_config, watch, folder)
     except (Invalid, models.UnsupportedModel) as error:
@@ -127,7 +145,9 @@ def _run(model_config: dict[str, Any], watch: _Watch, folder: str | None) -> dic
     memory.model_is_built()
     checks.require(checks.check_model(model, config))
     with tempfile.TemporaryDirectory(prefix="autotune-probe-", dir=folder) as output_folder:
-        watch.train(model, _arguments(config, spec, output_folder), hf_config)
+        caches = cold_caches(output_folder) if config.is_compiled else contextlib.nullcontext()
+        with caches:
+            watch.train(model, _arguments(config, spec, output_folder), hf_config)
     peaks = memory.peaks(watch.innermost_optimizer())
     timings = summarize(watch.steps)
     return {
@@ -135,6 +155,7 @@ def _run(model_config: dict[str, Any], watch: _Watch, folder: str | None) -> dic
         "message": watch.stopped,
         **dataclasses.asdict(timings),
         **dataclasses.asdict(peaks),
+        "cold_start_seconds": watch.cold_start_seconds(),
         "loss_is_finite": True,
     }
 
@@ -154,6 +175,9 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
         "save_strategy": "no",
         "logging_strategy": "no",
         "disable_tqdm": True,
+        # Rows of numbers at random: there is nothing to load.
+        "dataloader_num_workers": 0,
+        "dataloader_prefetch_factor": None,
     }
     if spec.backend == "cpu":
         values |= {"use_cpu": True, "dataloader_pin_memory": False}
@@ -167,15 +191,23 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
 class _Rows(torch.utils.data.Dataset):
     """Samples of random token ids at full length, as the exported train.py makes them.
 
-    In NumPy's arrays: on the CPU a tensor would count as memory of the device.
+    In NumPy's arrays: on the CPU a tensor would count as memory of the device. Where a trace has
+    padding, the last place of each holds no token.
     """
 
     def __init__(
-        self, config: PretrainedConfig, task: str, sequence_length: int, num_rows: int, kept: int
+        self,
+        config: PretrainedConfig,
+        task: str,
+        train_config: TrainConfig,
+        num_rows: int,
+        kept: int,
     ) -> None:
         random = np.random.default_rng(0)
         vocabulary = config.get_text_config().vocab_size or 1
+        sequence_length = train_config.sequence_length
         self._task = task
+        self._batching = TraceSpec.of(train_config).batching
         self._num_rows = num_rows
         self._token_ids = random.integers(vocabulary, size=(kept, sequence_length))
         self._classes = random.integers(config.num_labels or 1, size=kept)
@@ -191,14 +223,19 @@ class _Rows(torch.utils.data.Dataset):
             raise IndexError(index)  # The end, for who iterates: a sampler that groups by length.
         index %= len(self._token_ids)
         row = self._token_ids[index]
-        if self._task == "causal-lm":
+        if self._task == "causal-lm" and self._batching != "padded":
             return {"input_ids": row, "labels": row}
         labels: Any = row
         if self._task == "sequence-classification":
             labels = int(self._classes[index])
         elif self._task == "masked-lm":
             labels = np.where(self._is_masked[index], row, -100)
-        return {"input_ids": row, "attention_mask": np.ones_like(row), "labels": labels}
+        mask = np.ones_like(row)
+        if self._batching == "padded":
+            mask[-1] = 0
+            if self._task != "sequence-classification":
+                labels = np.where(mask, labels, -100)
+        return {"input_ids": row, "attention_mask": mask, "labels": labels}
 
 
 class _Watch(TrainerCallback):
@@ -226,6 +263,10 @@ class _Watch(TrainerCallback):
         self._first: checks.FirstStep | None = None
         self._loss: torch.Tensor | None = None
         self._num_steps = 0
+        self._warm_up_seconds: list[float] = []
+        """Of each step, as it ran."""
+        self._run_seconds: list[float] = []
+        """The same of those that are timed: without the micro-steps that were left out."""
         self._is_timing = False
         self._timing_began = 0.0
         self._step_began = 0.0
@@ -238,28 +279,39 @@ class _Watch(TrainerCallback):
             model.config.pad_token_id = 0  # Decoders ask where a padded row ends.
         micro_batch = self.config.micro_batch_size
         num_rows = arguments.max_steps * arguments.gradient_accumulation_steps * micro_batch
-        sequence_length = self.config.sequence_length
-        rows = _Rows(hf_config, self.spec.task, sequence_length, num_rows, kept=2 * micro_batch)
+        rows = _Rows(hf_config, self.spec.task, self.config, num_rows, kept=2 * micro_batch)
         if self.spec.confirm_steps:
             num_rows = confirm.NUM_EVALUATION_BATCHES * micro_batch
             self._evaluation_rows = _Rows(
-                hf_config, self.spec.task, sequence_length, num_rows, kept=num_rows
+                hf_config, self.spec.task, self.config, num_rows, kept=num_rows
             )
+        collator = None
+        if self.config.batching == "padding-free":
+            collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
         self._trainer = _WatchedTrainer(
-            model=model, args=arguments, train_dataset=rows, callbacks=[self]
+            model=model,
+            args=arguments,
+            data_collator=collator,
+            train_dataset=rows,
+            callbacks=[self],
         )
         self._trainer.watch = self
         self._trainer.remove_callback(PrinterCallback)
-        self._first = checks.FirstStep(model, self.memory.device.type)
+        if not self.config.is_compiled:
+            # Hooks would be compiled into the graph, and stay there.
+            self._first = checks.FirstStep(model, self.memory.device.type)
         try:
             self._trainer.train()
         except (RuntimeError, ValueError) as error:
+            if isinstance(error, TorchDynamoException) and not is_out_of_memory(error):
+                raise Invalid(f"torch.compile fails: {models.first_line(error)}") from error
             for text in _CANNOT_TRAIN:
                 if text in str(error):
                     raise Invalid(models.first_line(error)) from error
             raise
         finally:
-            self._first.close()
+            if self._first is not None:
+                self._first.close()
         self._take(self._pending)
         self._check_loss()
 
@@ -268,13 +320,25 @@ class _Watch(TrainerCallback):
         optimizer = self._trainer.optimizer
         return getattr(optimizer, "optimizer", optimizer)
 
+    def cold_start_seconds(self) -> float:
+        """What the steps before the timed ones took beyond as many of those."""
+        steady_seconds = statistics.median(self._run_seconds)
+        return max(sum(s - steady_seconds for s in self._warm_up_seconds), 0.0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._step_began = time.perf_counter()
+        self._marks = Marks(self._clock.mark())
+
     def micro_step(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         start = self._clock.mark()
         self._loss = run()
         self._marks.micro_steps.append((start, self._clock.mark()))
-        if self._first is not None and self._num_steps == 0 and len(self._marks.micro_steps) == 1:
-            self._first.close()
-            checks.require(self._first.complaints(self.config))
+        if self._num_steps == 0 and len(self._marks.micro_steps) == 1:
+            compiled = self._trainer.model_wrapped
+            checks.require(checks.check_compiled(compiled, self.config))
+            if self._first is not None:
+                self._first.close()
+                checks.require(self._first.complaints(self.config))
         return self._loss
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -290,6 +354,7 @@ class _Watch(TrainerCallback):
             if self._take(self._ready()):
                 control.should_training_stop = self._is_enough()
         else:
+            self._warm_up_seconds.append(self._clock.seconds(self._marks.began, self._marks.ended))
             self._warm_up()
         self._step_began = time.perf_counter()
         self._marks = Marks(self._clock.mark())
@@ -308,6 +373,8 @@ class _Watch(TrainerCallback):
             if self._num_steps == NUM_STEPS_BEFORE_EVALUATION:
                 confirm.save_checkpoint(self._trainer)
         is_steady = self.memory.settle(optimizer, self._num_steps)
+        if self.config.is_compiled and self._num_steps < MIN_COMPILED_WARM_UP_STEPS:
+            is_steady = False
         if is_steady or self._num_steps == MAX_WARM_UP_STEPS:
             self._is_timing = True
             self._timing_began = time.perf_counter()
@@ -328,6 +395,7 @@ class _Watch(TrainerCallback):
         """Read the times of finished steps; whether there were any."""
         for marks in list(ready):
             self._pending.remove(marks)
+            self._run_seconds.append(self._clock.seconds(marks.began, marks.ended))
             if self.spec.confirm_steps:
                 self.steps.append(whole_step_seconds(self._clock, marks))
             else:

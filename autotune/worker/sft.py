@@ -85,8 +85,9 @@ def on_meta(tracker: Tracker, chunks: Chunks) -> Iterator[None]:
 
     masks = _Masks(tracker)
     tracker.decompositions |= {
+        # The tracker answers what is true or not.
         aten._local_scalar_dense.default: lambda tensor: (
-            (tensor.dtype is torch.bool or 1) if tensor.is_meta else NotImplemented
+            1 if tensor.is_meta and tensor.dtype is not torch.bool else NotImplemented
         ),
         aten.index.Tensor: masks.index,
         aten._index_put_impl_.default: masks.index_put,

@@ -1,10 +1,12 @@
 """One optimizer step's forward and backward on `meta`, as `transformers.Trainer` runs them.
 
+A padded micro-batch is one of the longest samples: as many tokens as places, with a mask all the same.
+
 The result is small whatever the size of the model: three periods of layers are traced, the events are
 cut into blocks at the layers' borders, and the middle period is the one that repeats. Sizes are written
 as `coefficient x micro_batch^i x rank^j`, which is known because both are traced with primes that no
-model dimension contains. A micro-batch of one takes other code paths (squeezed dimensions), so it is
-traced by itself.
+model dimension contains (one more or less than that is told apart). A micro-batch of one takes other
+code paths (squeezed dimensions), so it is traced by itself.
 
 Not modelled: data loading (the batch lives for its micro-step), evaluation, logging, checkpoints.
 Source of the order of operations: transformers 5.23 Trainer.training_step and Trainer._run_epoch,
@@ -43,6 +45,8 @@ MICRO_BATCH = 1_000_003
 Place = tuple[int, int]
 """(stack, layer) of the repeated layers; OUTSIDE elsewhere."""
 OUTSIDE = (0, -1)
+
+Term = tuple[int, int, int]
 
 Mark = tuple[str, Place]
 """Where a block of events begins, and in which phase."""
@@ -83,9 +87,13 @@ def trace_step(
         "meta",
         hidden_buffers=attention.buffers_of(spec.attention, hidden_buffers),
         before=workspaces.before,
-        decompositions={} if spec.quantization == "none" else quantize.decompositions(),
+        decompositions={
+            **({} if spec.quantization == "none" else quantize.decompositions()),
+            **attention.decompositions(spec, sequence_length),
+        },
         kernel_names=attention.KERNEL_NAMES.get(spec.attention),
     )
+    tracker.has_padding = spec.batching == "padded"
     chunks = Chunks(tracker, is_symbolic=not spec.single)
     step = _Step(model, task, spec, tracker)
     with _trace_settings(tracker), _techniques(spec, tracker, device, chunks):
@@ -95,14 +103,17 @@ def trace_step(
                 step.settle(micro_batch, sequence_length)
             with cuda_choices(device), tracker:
                 step.forward_backward(micro_batch, sequence_length, small)
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
+        ) as error:  # fmt: skip
             raise UnsupportedModel(
                 f"its training step cannot be run without data ({type(error).__name__}: "
                 f"{models.first_line(error)})"
             ) from error
     if not step.gradients:
         raise UnsupportedModel("nothing that trains gets a gradient")
-    return _encode(step, workspaces, chunks, micro_batch, layers)
+    symbols = _Symbols(spec, micro_batch, sequence_length)
+    return _encode(step, workspaces, chunks, symbols, layers)
 
 
 class _Step:
@@ -172,7 +183,7 @@ class _Step:
         self.mark("settled")
         # A tracker of its own: nothing of this step is recorded but what it leaves behind.
         with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
-            self.model(**_batch(self.task, micro_batch, sequence_length))
+            self.model(**_batch(self.task, self.spec, micro_batch, sequence_length))
         self._own_new("settled", _place_finder(self.model))
 
     def _own_new(self, phase: str, place_of: Callable[[str], Place]) -> None:
@@ -198,7 +209,7 @@ class _Step:
         handles = self._hook_gradients()
         self.mark("batch")
         model: Any = self.model
-        inputs: dict[str, Any] = _batch(self.task, micro_batch, sequence_length)
+        inputs = _batch(self.task, self.spec, micro_batch, sequence_length)
         accepts = models.accepts_loss_kwargs(model)
         if accepts:
             inputs["num_items_in_batch"] = torch.empty((), dtype=torch.float32, device="meta")
@@ -316,16 +327,37 @@ def _place_finder(model: Any) -> Callable[[str], Place]:
     return place_of
 
 
-def _batch(task: str, micro_batch: int, sequence_length: int) -> dict[str, torch.Tensor]:
-    """What the Trainer's collator gives: token ids, an all-ones mask, labels."""
+def _batch(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int) -> dict[str, Any]:
+    """What the Trainer's collator gives: token ids, a mask, labels; or samples one behind the other."""
 
-    def tokens() -> torch.Tensor:
-        return torch.empty(micro_batch, sequence_length, dtype=torch.int64, device="meta")
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
-    labels = tokens()
-    if task == "sequence-classification":
-        labels = torch.empty(micro_batch, dtype=torch.int64, device="meta")
-    return {"input_ids": tokens(), "attention_mask": tokens(), "labels": labels}
+    shape = micro_batch, sequence_length
+    if spec.batching == "padding-free":
+        return _one_row(empty, *shape, has_sample_numbers=spec.trainer == "trl-sft")
+    labels = empty(micro_batch) if task == "sequence-classification" else empty(*shape)
+    return {"input_ids": empty(*shape), "attention_mask": empty(*shape), "labels": labels}
+
+
+def _one_row(
+    empty: Callable[..., torch.Tensor],
+    micro_batch: int,
+    sequence_length: int,
+    *,
+    has_sample_numbers: bool,
+) -> dict[str, Any]:
+    """As transformers 5.23 DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives it, and TRL
+    1.16 DataCollatorForLanguageModeling(padding_free=True), which numbers the samples besides."""
+    row = 1, micro_batch * sequence_length
+    names = ("input_ids", "labels", "position_ids")
+    batch: dict[str, Any] = {name: empty(*row) for name in names}
+    for side in "qk":
+        batch[f"cu_seq_lens_{side}"] = empty(micro_batch + 1, dtype=torch.int32)
+        batch[f"max_length_{side}"] = sequence_length
+    if has_sample_numbers:
+        batch["seq_idx"] = empty(*row, dtype=torch.int32)
+    return batch
 
 
 def _wrap_forward(model: Any, dtype: torch.dtype) -> None:
@@ -402,7 +434,45 @@ class _ParkOnHost(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
-def _monomial(number: int, micro_batch: int) -> tuple[int, int, int]:
+class _Symbols:
+    """Numbers of a trace as terms: (coefficient, power of the micro-batch, power of the rank)."""
+
+    def __init__(self, spec: TraceSpec, micro_batch: int, sequence_length: int) -> None:
+        self.micro_batch = micro_batch
+        row = micro_batch * sequence_length
+        near = {
+            "padded": ((micro_batch, 1),),
+            "padding-free": ((micro_batch, 1), (row, 1), (row, -1)),
+        }
+        self._near = () if spec.single else near.get(spec.batching, ())
+        """(what is a term, what makes it none): where each sample begins, and the last ends; the tokens
+        of a row with one before or behind, or without the last."""
+
+    def term(self, number: int) -> Term:
+        """Of a number that is near a term, that one."""
+        base, factor, _ = self._near_term(number)
+        return _monomial(base * factor, self.micro_batch)
+
+    def beyond(self, number: int) -> int:
+        """How much more the number is than its term; it has no factors beside."""
+        return self._near_term(number)[2]
+
+    def rule(self, number: int) -> list[Any] | None:
+        """How to work out exactly a number that is no term."""
+        base, factor, beyond = self._near_term(number)
+        if not beyond:
+            return None
+        terms = (_monomial(part, self.micro_batch) for part in (base, factor, beyond))
+        return ["near", *terms]
+
+    def _near_term(self, number: int) -> tuple[int, int, int]:
+        for base, beyond in self._near:
+            if number and number % (base + beyond) == 0:
+                return base, number // (base + beyond), beyond
+        return number, 1, 0
+
+
+def _monomial(number: int, micro_batch: int) -> Term:
     """(coefficient, power of the micro-batch, power of the rank) of a traced size."""
     batch_power = rank_power = 0
     if number:
@@ -419,11 +489,11 @@ def _encode(
     step: _Step,
     workspaces: Workspaces,
     chunks: Chunks,
-    micro_batch: int,
+    symbols: _Symbols,
     layers: dict[str, int],
 ) -> dict[str, Any]:
     recording = step.tracker.recording
-    blocks = _blocks(recording, step, chunks, micro_batch)
+    blocks = _blocks(recording, step, chunks, symbols)
     vocabulary = getattr(step.model.config, "vocab_size", -1)
     decayed = models.decayed_parameters(step.model)
     embeddings = {
@@ -433,7 +503,10 @@ def _encode(
     tensors: list[Any] = []
     for index, tensor in enumerate(recording.tensors):
         size_bytes, per_row = _per_row(tensor.size_bytes, chunks)
-        entry: dict[str, Any] = {"size": _monomial(size_bytes, micro_batch)}
+        entry: dict[str, Any] = {"size": symbols.term(size_bytes)}
+        rule = symbols.rule(size_bytes)
+        if rule is not None:
+            entry["rule"] = rule
         if per_row:
             entry["chunked"] = True
         if index in step.parameters:
@@ -454,7 +527,7 @@ def _encode(
             entry["category"] = "logits"
         if tensor.rule is not None:
             name, *numbers = tensor.rule
-            entry["rule"] = [name, *(_monomial(n, micro_batch) for n in numbers)]
+            entry["rule"] = [name, *map(symbols.term, numbers)]
         tensors.append(entry)
     answer = {
         "layers": layers,
@@ -464,7 +537,7 @@ def _encode(
     }
     if chunks.is_symbolic and chunks.rule is not None:
         name, num_tokens, constant = chunks.rule
-        answer["chunks"] = [name, _monomial(num_tokens, micro_batch), constant]
+        answer["chunks"] = [name, symbols.term(num_tokens), symbols.beyond(num_tokens), constant]
     return answer
 
 
@@ -492,7 +565,7 @@ def _count_parameters(model: nn.Module) -> dict[str, Any]:
 
 
 def _blocks(
-    recording: Recording, step: _Step, chunks: Chunks, micro_batch: int
+    recording: Recording, step: _Step, chunks: Chunks, symbols: _Symbols
 ) -> list[dict[str, Any]]:
     marks = recording.marks
     ends = [*((m[0], m[1]) for m in marks[1:]), (len(recording.events), len(recording.kernels))]
@@ -507,7 +580,7 @@ def _blocks(
         ]
         events = recording.events[first:last]
         launched = recording.kernels[first_kernel:last_kernel]
-        kernels = _count_kernels(launched, chunks, micro_batch)
+        kernels = _count_kernels(launched, chunks, symbols)
         if events or kernels or accumulate:
             blocks.append(
                 {
@@ -521,7 +594,7 @@ def _blocks(
     return blocks
 
 
-def _count_kernels(kernels: list[TrackedKernel], chunks: Chunks, micro_batch: int) -> list[Any]:
+def _count_kernels(kernels: list[TrackedKernel], chunks: Chunks, symbols: _Symbols) -> list[Any]:
     """Equal kernels of a block once: [name, dtype, flops, [bytes ...], recomputed, count].
 
     One that handles a chunk of tokens has two parts more: the bytes per token of it, apart from the
@@ -535,20 +608,20 @@ def _count_kernels(kernels: list[TrackedKernel], chunks: Chunks, micro_batch: in
     encoded = []
     for (name, dtype, flops, sizes, recomputed, repeated), count in counts.items():
         parts = [_per_row(size, chunks) for size in sizes]
-        moved = _sum_of([size for size, per_row in parts if not per_row], micro_batch)
-        flops_term = _monomial(_per_row(flops, chunks)[0], micro_batch)
+        moved = _sum_of([size for size, per_row in parts if not per_row], symbols)
+        flops_term = symbols.term(_per_row(flops, chunks)[0])
         entry = [name, dtype, flops_term, moved, recomputed, count]
         of_chunk = [size for size, per_row in parts if per_row]
         if of_chunk or repeated:
-            entry += [_sum_of(of_chunk, micro_batch), repeated]
+            entry += [_sum_of(of_chunk, symbols), repeated]
         encoded.append(entry)
     return encoded
 
 
-def _sum_of(sizes: list[int], micro_batch: int) -> list[tuple[int, int, int]]:
+def _sum_of(sizes: list[int], symbols: _Symbols) -> list[Term]:
     terms: dict[tuple[int, int], int] = {}
     for size in sizes:
-        coefficient, batch_power, rank_power = _monomial(size, micro_batch)
+        coefficient, batch_power, rank_power = symbols.term(size)
         powers = batch_power, rank_power
         terms[powers] = terms.get(powers, 0) + coefficient
     return [(coefficient, i, j) for (i, j), coefficient in terms.items()]

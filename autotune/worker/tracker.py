@@ -95,6 +95,8 @@ class Tracker(TorchDispatchMode):
         self.recording = Recording()
         self.is_repeated = False
         """Kernels belong to the chunk of tokens that stands for others."""
+        self.has_padding = False
+        """Some places of the batch hold no token: what the mask (batch, length) says, if asked."""
         self._device_type = device_type
         self._hidden_buffers = hidden_buffers
         self._before = before
@@ -190,7 +192,7 @@ class Tracker(TorchDispatchMode):
             if answer is not NotImplemented:
                 return answer
         if func is aten._local_scalar_dense.default and args[0].device.type == "meta":
-            return _answer(args[0])
+            return _answer(args[0], has_padding=self.has_padding)
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -203,6 +205,8 @@ class Tracker(TorchDispatchMode):
             out = _like_first(args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
+        if self.has_padding and func in _QUESTIONS:
+            _note_question(args[0], out)
         outputs = [t for t in _tensors(out) if t.device.type == device_type]
         fresh = False
         for tensor in outputs:
@@ -299,6 +303,11 @@ def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
         return 2 * math.prod(left) * right[-1]
     if func in _GROUPED_PRODUCTS:  # each row meets one expert, or each expert some rows
         return 2 * math.prod(args[0].shape[-2:]) * args[1].shape[-1]
+    if func in _VARLEN_ATTENTION:
+        total, heads, size = args[_VARLEN_ATTENTION[func][0]].shape
+        num_samples = next(t for t in args if t is not None and t.dtype is torch.int32).shape[0] - 1
+        flops = _VARLEN_ATTENTION[func][1] * total * (total // num_samples) * heads * size
+        return flops // 2 if _is_causal(func, args, kwargs) else flops
     counter = flop_registry.get(func._overloadpacket)
     if counter is None:
         return 0
@@ -317,6 +326,12 @@ _PRODUCT_OPERANDS = {
     aten._int_mm.default: 0,
 }
 """Where the left matrix of a product stands among the arguments."""
+_VARLEN_ATTENTION = {
+    aten._flash_attention_forward.default: (0, 4),
+    aten._flash_attention_backward.default: (1, 10),
+}
+"""Samples in one row: where the queries (tokens, heads, size) stand, and operations per element: two
+products, or five. PyTorch's own counter makes a list of the samples, a million in a trace."""
 _GROUPED_PRODUCTS = {aten._grouped_mm.default}
 
 
@@ -372,17 +387,27 @@ def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return False
 
 
-def _answer(tensor: torch.Tensor) -> bool:
+_QUESTIONS = {aten.all.default, aten.sum.default, aten.eq.Scalar}
+
+
+def _note_question(tensor: torch.Tensor, out: Any) -> None:
+    """Remember that `all` is asked of a mask (batch, length), be it by comparing its sum with its size
+    (transformers 5.23 masking_utils.py, fast_all)."""
+    if (tensor.dtype is torch.bool and tensor.dim() == 2) or hasattr(tensor, "is_of_mask"):
+        out.is_of_mask = True
+
+
+def _answer(tensor: torch.Tensor, *, has_padding: bool) -> bool:
     """What `.item()` says of a tensor without values.
 
-    Transformers asks whether a whole mask is ones and whether a batch is unpacked; the workload's batch
-    is unpadded and unpacked, so the answer is yes. A number cannot be answered.
+    Transformers asks whether a whole mask is ones: yes, unless there is padding; and whether each row of
+    a batch is one sample: yes. A number cannot be answered.
     """
     if tensor.dtype is not torch.bool:
         raise NotImplementedError(
             "the model reads a number from a tensor, which a trace does not have"
         )
-    return True
+    return not (has_padding and hasattr(tensor, "is_of_mask"))
 
 
 def in_backward() -> bool:

@@ -6,13 +6,14 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.config import ATTENTIONS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
 from autotune.worker import model as models
 from autotune.worker.attention import FLASH
-from autotune.worker.cuda import Device
+from autotune.worker.cuda import Device, attention_kernel
 from autotune.worker.model import UnsupportedModel
 from autotune.worker.trace import trace_step
 
@@ -31,7 +32,14 @@ ODD_HEADS = {**LLAMA, "hidden_size": 480}
 """Heads of 60, which the kernels pad to 64."""
 
 
-def trace(attention: str, config: dict[str, Any], **changes: Any) -> Trace:
+def trace(
+    attention: str,
+    config: dict[str, Any],
+    *,
+    sequence_length: int = 1000,
+    device: Device = ADA,
+    **changes: Any,
+) -> Trace:
     spec = {
         "method": "full",
         "lora_targets": None,
@@ -46,8 +54,8 @@ def trace(attention: str, config: dict[str, Any], **changes: Any) -> Trace:
         models.load_config(config),
         "causal-lm",
         TraceSpec(attention=attention, **spec),
-        sequence_length=1000,
-        device=ADA,
+        sequence_length=sequence_length,
+        device=device,
     )
     return Trace(json.loads(json.dumps(answer)))
 
@@ -103,6 +111,99 @@ def test_what_the_kernels_refuse_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         trace(attention, {**LLAMA, **change}, precision=precision)
+
+
+# Samples, tokens of each, layers, heads and their size; bytes of a bfloat16.
+BATCH, LENGTH, LAYERS, HEADS, SIZE, BF16 = 4, 1000, 3, 8, 64, 2
+
+
+def kernel_names(traced: Trace) -> set[str]:
+    return {kernel.name for kernel in traced.kernels}
+
+
+def kept_bytes(traced: Trace) -> int:
+    """Alive when the forward pass is over."""
+    events = traced.running_bytes("again", BATCH, 16)
+    return int(events[traced.num_forward_events - 1])
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"),
+    [((7, 5), "bmm"), ((8, 0), "efficient"), ((8, 9), "efficient"), ((9, 0), "cudnn")],
+)
+def test_a_mask_keeps_flash_attention_away(capability: tuple[int, int], kernel: str) -> None:
+    """bfloat16 on Turing goes by the math kernel, with and without a mask."""
+    device = Device(compute_capability=capability, cublas_workspace_bytes=0)
+    names = kernel_names(trace("sdpa", LLAMA, device=device, batching="padded"))
+    assert {name for name in names if kernel in name}
+    assert not any("flash" in name for name in names)
+
+
+def test_each_layer_keeps_a_mask_of_its_own() -> None:
+    """Added in bfloat16, for all heads; and grouped heads are repeated before it (use_gqa_in_sdpa)."""
+    whole, padded = (trace("sdpa", LLAMA, batching=name) for name in ("packed", "padded"))
+    masks = LAYERS * BATCH * LENGTH**2 * BF16
+    repeated = LAYERS * 2 * BATCH * LENGTH * (HEADS - 2) * SIZE * BF16
+    assert kept_bytes(padded) - kept_bytes(whole) == pytest.approx(masks + repeated, rel=0.02)
+    # The causal half is no longer left out.
+    half = LAYERS * BATCH * HEADS * LENGTH**2 * SIZE * (4 + 10) / 2
+    assert flops(padded) - flops(whole) == pytest.approx(half, rel=0.01)
+
+
+def test_a_mask_whose_rows_are_not_aligned_is_copied() -> None:
+    """To rows of 1,008: so many bytes that live only while attention's first mask does."""
+    even, odd = (
+        trace("sdpa", LLAMA, sequence_length=length, batching="padded") for length in (1000, 1001)
+    )
+    aligned_bytes, copied_bytes = BATCH * 1000**2 * BF16, BATCH * 1001 * 1008 * BF16
+    assert aligned_bytes in even.sizes(BATCH, 16)
+    assert copied_bytes in odd.sizes(BATCH, 16)
+    assert BATCH * 1000 * 1008 * BF16 not in even.sizes(BATCH, 16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "kernel"),
+    [
+        # sdp_utils.cpp, minimum_gemm_alignment: eight 16-bit elements on tensor cores.
+        ((8, 9), torch.bfloat16, 60, "math"),
+        ((8, 9), torch.float32, 60, "efficient"),
+        ((7, 5), torch.float16, 60, "math"),
+        ((7, 5), torch.float16, 64, "efficient"),
+        ((6, 1), torch.float16, 60, "efficient"),
+    ],
+)
+def test_heads_of_odd_sizes_with_a_mask(
+    capability: tuple[int, int], dtype: torch.dtype, size: int, kernel: str
+) -> None:
+    device = Device(compute_capability=capability, cublas_workspace_bytes=0)
+    assert attention_kernel(device, dtype, size, size, has_mask=True) == kernel
+
+
+@pytest.mark.parametrize("config", [LLAMA, ODD_HEADS], ids=["heads of 64", "heads of 60"])
+@pytest.mark.parametrize("attention", FLASH)
+@pytest.mark.parametrize("batching", ["padded", "padding-free"])
+def test_samples_of_their_own_take_the_same_kernels_by_their_beginnings(
+    attention: str, batching: str, config: dict[str, Any]
+) -> None:
+    """The work and, but for the copies of q, k and v without padding, the memory is a whole batch's."""
+    whole, own = (trace(attention, config, batching=name) for name in ("packed", batching))
+    forward = "_scaled_dot_product_flash" + ("3" if attention.endswith("3") else "")
+    assert {f"{forward}_attention", f"{forward}_attention_backward"} <= kernel_names(own)
+    assert flops(own) == flops(whole)
+    copied = LAYERS * BATCH * LENGTH * (HEADS + 2 + 2) * config["hidden_size"] // HEADS * BF16
+    more = kept_bytes(own) - kept_bytes(whole)
+    assert more < 1.1 * copied + BATCH * LENGTH * 64 if batching == "padded" else more < 2**20
+
+
+def test_the_row_of_a_padding_free_batch_grows_with_its_samples() -> None:
+    """A trace stands for every micro-batch: its sizes are those of a row traced at that length."""
+    symbolic = trace("flash_attention_2", LLAMA, batching="padding-free")
+    row = trace(
+        "flash_attention_2", LLAMA, sequence_length=4000, batching="padding-free", single=True
+    )
+    assert kept_bytes(symbolic) == pytest.approx(
+        int(row.running_bytes("again", 1, 16)[row.num_forward_events - 1]), rel=1e-3
+    )
 
 
 def test_the_names_are_transformers_own() -> None:

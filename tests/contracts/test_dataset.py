@@ -108,11 +108,18 @@ def test_padding_is_what_transformers_own_sampler_leaves(
     ) == pytest.approx(sum(sizes) / padded, rel=0.02)
 
 
-def find(folder: Path, *more: str, batchings: str = "packed, padded, grouped") -> dict[str, Any]:
+def find(
+    folder: Path,
+    *more: str,
+    batchings: str = "packed, padded, grouped",
+    attentions: str = "eager",
+    installed: Path | None = None,
+) -> dict[str, Any]:
+    """`installed`: a folder with what pip notes of packages that are not here."""
     space = folder / "space.yaml"
     space.write_text(
         "methods:\n  full:\n    micro_batch_size: [1, 2, 8]\n    precision: [bf16-true]\n"
-        "    optimizer: [adamw_torch_fused]\n    attention: [eager]\n"
+        f"    optimizer: [adamw_torch_fused]\n    attention: [{attentions}]\n"
         f"    batching: [{batchings}]\n",
         encoding="utf-8",
     )
@@ -123,7 +130,10 @@ def find(folder: Path, *more: str, batchings: str = "packed, padded, grouped") -
     ran = subprocess.run(
         [sys.executable, "-m", "autotune", *arguments.split(), *more],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*sys.path, *([str(installed)] if installed else [])]),
+        },
         capture_output=True,
         text=True,
         timeout=240,
@@ -146,6 +156,29 @@ def test_find_counts_no_padding_and_takes_the_longest_sample_for_the_worst(folde
     # One sample of nine is thirty times as long: what is padded to it is mostly padding.
     assert found["best"]["useful_share"] > 0.9
     assert found["counts"]["enumerated"] == 9
+
+
+def test_what_needs_no_padding_wins_where_flash_attention_is_there(folder: Path) -> None:
+    """Samples of 1 to 8 tokens beside one of 120: in batches of eight most places are padding."""
+    note = folder / "site" / "flash_attn-2.8.3.dist-info"
+    note.mkdir(parents=True)
+    (note / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    asked = ("--gpu", "rtx-4070", "--dataset", "data.jsonl", "--out", "free")
+    found = find(
+        folder,
+        *asked,
+        batchings="padded, padding-free",
+        attentions="sdpa, flash_attention_2",
+        installed=folder / "site",
+    )
+    best = found["best"]
+    assert best["config"]["batching"] == "padding-free"
+    assert best["config"]["attention"] == "flash_attention_2"
+    assert best["useful_share"] == 1.0
+    assert found["invalid_by_rule"] == {"padding-free-needs-flash-attention": 3}
+    # The worst batch is one of the longest samples, as with padding.
+    assert found["workload"]["sequence_length"] == 120
+    assert "'batching': 'padding-free'" in (folder / "free" / "train.py").read_text()
 
 
 def test_a_measured_answer_counts_no_padding_either(folder: Path) -> None:

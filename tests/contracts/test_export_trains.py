@@ -20,6 +20,7 @@ import pytest
 from autotune import export
 from autotune.adapters import read_peft
 from autotune.config import METHODS, TrainConfig, Workload
+from autotune.export.extra_arguments import read_extra_arguments
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +59,10 @@ ATTENTION = dataclasses.replace(
 )
 PADDED = dataclasses.replace(FULL, batching="padded")
 GROUPED = dataclasses.replace(FULL, batching="grouped")
+# A CPU has no FlashAttention: train.py takes sdpa there, with a mask that keeps the samples apart.
+IN_ONE_ROW = dataclasses.replace(
+    FULL, batching="padding-free", attention="flash_attention_2", precision="bf16-mixed"
+)
 MIXED = dataclasses.replace(FULL, precision="bf16-mixed", optimizer="adafactor")
 
 SFT = dataclasses.replace(FULL, trainer="trl-sft", activation_checkpointing=1)
@@ -117,11 +122,31 @@ RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
     "qlora": ("llama", "causal-lm", QLORA, []),
     "padded": ("llama", "causal-lm", PADDED, []),
     "grouped": ("llama", "causal-lm", GROUPED, []),
+    "padding-free": ("llama", "causal-lm", IN_ONE_ROW, []),
+    "sft-padding-free": (
+        "llama",
+        "causal-lm",
+        dataclasses.replace(IN_ONE_ROW, trainer="trl-sft"),
+        [],
+    ),
+    "sft-padded": ("llama", "causal-lm", dataclasses.replace(PADDED, trainer="trl-sft"), []),
     "masked-padded": ("bert", "masked-lm", PADDED, []),
     "masked": ("bert", "masked-lm", FULL, []),
     "classes": ("bert", "sequence-classification", LORA, []),
     "seq2seq": ("t5", "seq2seq-lm", LORA, []),
     **{name: ("llama", "causal-lm", config, []) for name, config in ADAPTERS.items()},
+}
+
+EXTRA = {
+    "learning_rate": 0.02,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 4,
+    "max_steps": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
 }
 
 # name: the dataset's file, its content, what is said about it
@@ -247,6 +272,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
             *("--max-steps", str(NUM_STEPS), "--learning-rate", "0.01", *options),
         ]
         programs[name] = (arguments, str(folder / name / "train.py"))
+    export.export_files(
+        folder / "extra",
+        workload=dataclasses.replace(
+            Workload(model=str(models / "llama"), memory_budget_bytes=10**9),
+            extra_arguments=read_extra_arguments(EXTRA),
+        ),
+        config=FULL,
+        result={"evidence": "predicted"},
+    )
+    text = str(datasets["causal-lm"])
+    for name, options in (("extra", ["--eval-dataset", text]), ("extra, no evaluation", [])):
+        arguments = ["--dataset", text, "--output-dir", str(folder / "extra" / "output"), *options]
+        programs[name] = (arguments, str(folder / "extra" / "train.py"))
     for name, (filename, content, _) in BAD_DATA.items():
         path = folder / filename
         path.write_text(content, encoding="utf-8", errors="surrogateescape")
@@ -394,3 +432,19 @@ def test_as_a_user_runs_it(runs: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[-1] == "absent.txt: No such file or directory"
     assert "Traceback" not in done.stderr
+
+
+def test_what_the_user_has_set_is_what_trains(runs: Path) -> None:
+    reports = json.loads((runs / "reports.json").read_text())
+    report = reports["extra"]
+    assert not report["problem"], report["problem"]
+    # A quarter of 0.02 more in each of 4 steps of warm-up, from 0 on.
+    rates = re.findall(r"'learning_rate': '([^']*)'", report["printed"])
+    assert list(map(float, rates)) == pytest.approx([0.0, 0.005, 0.01])
+    # After the second step, and at the end.
+    assert report["printed"].count("'eval_loss'") == 2
+    assert "3 steps, loss" in report["printed"]
+    bare = reports["extra, no evaluation"]
+    assert not bare["problem"], bare["problem"]
+    assert "no eval_strategy." in bare["printed"]
+    assert "eval_loss" not in bare["printed"]

@@ -84,6 +84,7 @@ CONFIGS = {
     "full one micro-step": dataclasses.replace(FULL, gradient_accumulation_steps=1),
     "full eight micro-steps": dataclasses.replace(FULL, gradient_accumulation_steps=8),
     "full 8-bit": dataclasses.replace(FULL, optimizer="adamw_bnb_8bit"),
+    "full grouped": dataclasses.replace(FULL, batching="grouped"),
     "lora": LORA,
     "lora checkpointed": dataclasses.replace(LORA, activation_checkpointing=1),
     "qlora": QLORA,
@@ -170,7 +171,9 @@ def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyP
     assert measured.peak_allocated_bytes is not None
     assert measured.peak_reserved_bytes is not None
     difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
-    batch_bytes = 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
+    # Token ids and labels, and a mask where there is padding.
+    num_tensors = 2 if config.batching == "packed" else 3
+    batch_bytes = num_tensors * config.micro_batch_size * SEQUENCE_LENGTH * 8
     if config.quantization != "none":
         # bitsandbytes' kernels, and what they return, are others on a CPU.
         assert abs(difference) < 0.01 * predicted.peak_allocated_bytes
@@ -212,6 +215,43 @@ def test_the_trainer_runs_with_what_is_exported(monkeypatch: pytest.MonkeyPatch)
     arguments, shapes = calls[0]
     assert (arguments.optim, arguments.max_grad_norm) == (FULL.optimizer, 1.0)
     assert shapes == {"input_ids": (2, SEQUENCE_LENGTH), "labels": (2, SEQUENCE_LENGTH)}
+
+
+@pytest.mark.parametrize(
+    ("batching", "micro_batch_size", "shape", "num_empty"),
+    [
+        ("packed", 2, (2, SEQUENCE_LENGTH), None),
+        ("padded", 2, (2, SEQUENCE_LENGTH), 2),
+        ("grouped", 1, (1, SEQUENCE_LENGTH), None),
+        ("padding-free", 2, (1, 2 * SEQUENCE_LENGTH), None),
+    ],
+)
+def test_a_batch_is_filled_as_it_was_chosen(
+    batching: str,
+    micro_batch_size: int,
+    shape: tuple[int, int],
+    num_empty: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None: there is no mask, or nothing in it."""
+    seen: list[dict[str, Any]] = []
+    training_step = transformers.Trainer.training_step
+
+    def watched(self: Any, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        seen.append(dict(inputs))
+        return training_step(self, model, inputs, *args)
+
+    monkeypatch.setattr(transformers.Trainer, "training_step", watched)
+    config = dataclasses.replace(FULL, batching=batching, micro_batch_size=micro_batch_size)
+    assert run(config).outcome == "ok"
+    for inputs in seen:
+        assert inputs["input_ids"].shape == inputs["labels"].shape == shape
+        mask = inputs.get("attention_mask")
+        assert (None if mask is None else int((mask == 0).sum())) == num_empty
+        if num_empty:
+            assert (inputs["labels"] == -100).equal(mask == 0)
+        # FlashAttention is told where the samples begin.
+        assert ("cu_seq_lens_q" in inputs) == (batching == "padding-free")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,16 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from trainer_step import Events, Run, canonical, run_trainer
+from trainer_step import (
+    NUM_PADDED,
+    NUM_STEPS,
+    Events,
+    Run,
+    canonical,
+    ragged,
+    run_trainer,
+    tokenizer,
+)
 
 from autotune.allocator import Tape
 from autotune.config import PRECISIONS
@@ -32,7 +41,7 @@ from autotune.optimizer_steps import write_clip
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
-from autotune.worker import liger
+from autotune.worker import attention, liger
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module
 from autotune.worker.cuda import Device
@@ -61,11 +70,16 @@ DIFFERENCES = {
     "empty tensors": "a literal of no elements is made on the CPU first: what has no bytes is left out",
     "strength of the noise": "five numbers that NEFTune makes on the CPU even when the model is on a "
     "GPU, before all other numbers of a micro-step: left out of the real run",
+    "flash attention": "its kernel is another on both sides, that keeps and makes what its does; the "
+    "buffers inside are left out. Transformers' own code around it runs",
+    "padding": "the trace takes every place for a token; what the real run has of the tokens alone, it "
+    "has in proportion (61 of 64 places, a prime)",
     "liger": "its Python code runs, its Triton kernels are not launched: a CPU has none",
     "step counts": "on the CPU even when the parameters are on a GPU: left out of the real run",
 }
 """What a GPU does and a CPU does not, or the other way round; and how the comparison undoes it."""
 
+FLASH_2 = "flash_attention_2"
 SEQUENCE_LENGTH = 32
 RANK = 4
 SMALL = {
@@ -121,6 +135,7 @@ class Case:
     liger: bool = False
     trainer: str = "transformers"
     neftune_noise_alpha: float = 0.0
+    batching: str = "packed"
 
     @property
     def config(self) -> transformers.PretrainedConfig:
@@ -142,6 +157,7 @@ class Case:
             "liger": self.liger,
             "trainer": self.trainer,
             "neftune_noise_alpha": float(self.neftune_noise_alpha > 0),
+            "batching": self.batching,
         }
         return TraceSpec(**{**fields, **self.settings})
 
@@ -175,6 +191,31 @@ CASES = {
     ),
     "llama liger many layers": Case(architecture="llama", num_layers=8, liger=True),
     "qwen2 liger": Case(architecture="qwen2", micro_batch=3, accumulation=1, liger=True),
+    "llama padded sdpa": Case(architecture="llama", attention="sdpa", batching="padded"),
+    "llama padded flash": Case(architecture="llama", attention=FLASH_2, batching="padded"),
+    "llama padded flash checkpointed": Case(
+        architecture="llama", method="lora", attention=FLASH_2, checkpointing=1, batching="padded"
+    ),
+    "gpt_neox padded flash": Case(architecture="gpt_neox", attention=FLASH_2, batching="padded"),
+    "llama padding-free": Case(architecture="llama", attention=FLASH_2, batching="padding-free"),
+    "llama padding-free micro-batch 1": Case(
+        architecture="llama", attention=FLASH_2, micro_batch=1, batching="padding-free"
+    ),
+    "qwen2 padding-free checkpointed": Case(
+        architecture="qwen2",
+        method="lora",
+        attention=FLASH_2,
+        checkpointing=1,
+        micro_batch=3,
+        batching="padding-free",
+    ),
+    "llama padding-free liger": Case(
+        architecture="llama", attention=FLASH_2, liger=True, batching="padding-free"
+    ),
+    "bert padded": Case(architecture="bert", task="masked-lm", attention="sdpa", batching="padded"),
+    "bert padded flash": Case(
+        architecture="bert", task="masked-lm", attention=FLASH_2, batching="padded"
+    ),
     "bert full": Case(architecture="bert", task="masked-lm"),
     "bert lora fp32 checkpointed": Case(
         architecture="bert", task="masked-lm", method="lora", precision="fp32", checkpointing=1
@@ -201,6 +242,32 @@ def _fused_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_hidden_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """DIFFERENCES: hidden buffers."""
     monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
+    monkeypatch.setattr(attention, "buffers_of", lambda *_: lambda *_: ())
+
+
+class KeepsWhatFlashKeeps(torch.autograd.Function):
+    """q, k, v, the output, a float32 number per head and token, and where samples begin."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, starts: Any) -> torch.Tensor:
+        out = torch.empty_like(q)
+        sums = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        ctx.save_for_backward(q, k, v, starts, out, sums)
+        return out.zero_()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors[:3]), None
+
+
+@pytest.fixture(autouse=True)
+def _flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DIFFERENCES: flash attention."""
+
+    def varlen(q: Any, k: Any, v: Any, starts: Any, *_: Any, **__: Any) -> Any:
+        return (KeepsWhatFlashKeeps.apply(q, k, v, starts),)
+
+    monkeypatch.setattr(attention, "varlen_attention", varlen)
 
 
 # Compute capability 7.5: sdpa in bfloat16 takes the math kernel. With Liger 8.0, for its way of summing
@@ -239,13 +306,18 @@ def predicted(case: Case, trace: Trace, batch: set[int], *, is_first: bool) -> E
     return canonical(events[:-1], sizes)
 
 
-def real_sizes(run: Run) -> list[int]:
-    """DIFFERENCES: layer norm statistics."""
+def real_sizes(run: Run, case: Case | None = None) -> list[int]:
+    """DIFFERENCES: layer norm statistics, padding."""
+    num_places = SEQUENCE_LENGTH * case.micro_batch if case else 0
+    num_tokens = num_places - NUM_PADDED
+    is_unpadded = case is not None and case.batching == "padded" and case.attention == FLASH_2
     return [
         2 * tensor.size_bytes
         if run.made_by.get(index) == "aten::native_layer_norm"
         and tensor.dtype == "bfloat16"
         and tensor.shape[-1] == 1
+        else tensor.size_bytes // num_tokens * num_places
+        if is_unpadded and tensor.size_bytes % num_tokens == 0
         else tensor.size_bytes
         for index, tensor in enumerate(run.tensors)
     ]
@@ -280,6 +352,18 @@ def real_model(case: Case) -> Any:
     return get_peft_model(model, case.peft or lora)
 
 
+def collator(case: Case) -> dict[str, Any]:
+    """As train.py has them."""
+    if case.batching == "packed":
+        return {}
+    if case.batching == "padding-free":
+        return {
+            "data_collator": transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        }
+    guesses = {"mlm_probability": 0.15} if case.task == "masked-lm" else {"mlm": False}
+    return {"data_collator": transformers.DataCollatorForLanguageModeling(tokenizer(), **guesses)}
+
+
 def run_case(case: Case, folder: Path) -> Run:
     arguments: dict[str, Any] = {"bf16": PRECISIONS[case.precision].autocast}
     if case.neftune_noise_alpha:
@@ -291,7 +375,14 @@ def run_case(case: Case, folder: Path) -> Run:
         arguments["activation_checkpointing_kwargs"] = {"use_reentrant": False}
         if case.checkpointing > 1:
             arguments["activation_checkpointing_kwargs"]["every_n_layers"] = case.checkpointing
+    rows = None
+    if case.batching != "packed":
+        num_samples = NUM_STEPS * case.accumulation * case.micro_batch
+        num_missing = NUM_PADDED if case.batching == "padded" else 0
+        rows = ragged(num_samples, SEQUENCE_LENGTH, num_missing)
+        arguments["train_sampling_strategy"] = "sequential"
     with sdpa_kernel(SDPBackend.MATH), contextlib.ExitStack() as stack:
+        stack.enter_context(attention.without_library(case.attention))
         if case.liger:
             pytest.importorskip("liger_kernel.transformers")
             stack.enter_context(liger.as_on_cuda("cpu", AMPERE, lambda *_, **__: None))
@@ -303,6 +394,8 @@ def run_case(case: Case, folder: Path) -> Run:
             micro_batch_size=case.micro_batch,
             accumulation=case.accumulation,
             decompositions=case.decompositions,
+            rows=rows,
+            more=collator(case),
             **arguments,
         )
 
@@ -315,7 +408,7 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
 def assert_as_traced(case: Case, folder: Path) -> None:
     run = run_case(case, folder)
     trace, batch = traced(case)
-    sizes = real_sizes(run)
+    sizes = real_sizes(run, case)
     for number, window in enumerate(run.micro_steps):
         events = [e for e in run.window(window) if sizes[max(e, ~e)]]
         if case.neftune_noise_alpha:

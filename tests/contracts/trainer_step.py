@@ -69,6 +69,31 @@ class Run:
         return self.events[slice(*window)]
 
 
+NUM_PADDED = 3
+"""Places of every second sample of a padded batch that hold no token."""
+
+
+def ragged(num_samples: int, sequence_length: int, num_missing: int) -> list[dict[str, list[int]]]:
+    """Samples in the model's tokens alone, as a tokenizer gives them: every second one is shorter."""
+    rows = torch.arange(num_samples * sequence_length).reshape(num_samples, -1) % 500
+    lengths = [sequence_length - num_missing * (number % 2) for number in range(num_samples)]
+    return [
+        {"input_ids": row[:length].tolist(), "attention_mask": [1] * length}
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(512)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="w1", pad_token="w2", mask_token="w3"
+    )
+
+
 def samples(num_samples: int, sequence_length: int, task: str) -> list[dict[str, torch.Tensor]]:
     tokens = torch.arange(num_samples * sequence_length).reshape(num_samples, -1) % 500
     return [
@@ -93,13 +118,14 @@ def run_trainer(
     trainer_class: Any = Trainer,
     arguments_class: Any = TrainingArguments,
     make_dataset: Callable[[list[Any]], Any] = list,
+    rows: Sequence[Any] | None = None,
     more: Mapping[str, Any] = {},
     **arguments: Any,
 ) -> Run:
     """Two optimizer steps of the real Trainer with AdamW, its kernels foreach as on CUDA.
 
-    `decompositions`: operations that are computed by others, as in a trace. `more`: what another class of
-    Trainer wants beside Trainer's arguments.
+    `decompositions`: operations that are computed by others, as in a trace. `rows`: the
+    samples; None: tensors of full length. `more`: what else the Trainer wants beside its arguments.
     """
 
     tracker = NamingTracker("cpu", decompositions)
@@ -149,7 +175,7 @@ def run_trainer(
             **arguments,
         ),
         train_dataset=make_dataset(
-            samples(NUM_STEPS * accumulation * micro_batch_size, sequence_length, task)
+            rows or samples(NUM_STEPS * accumulation * micro_batch_size, sequence_length, task)
         ),
         callbacks=[Ended()],
         **more,

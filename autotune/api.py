@@ -1,0 +1,316 @@
+"""autotune in code: `find` is the command of that name, and Result its answer with what trainers take.
+
+    import autotune
+
+    result = autotune.find("Qwen/Qwen2.5-1.5B", gpu_mem="12GB")
+    model = AutoModelForCausalLM.from_pretrained(result.workload.model, **result.model_kwargs())
+    arguments = result.training_arguments(output_dir="out", learning_rate=1e-4)
+    trainer = Trainer(model, arguments, callbacks=[result.callback()], ...)
+
+Whatever cannot be answered is an exception of autotune.errors, with the command line's words. torch and
+Transformers are imported by the methods that make their objects, and by nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune import export, finding, inputs, models, studies
+from autotune.adapters import read_peft
+from autotune.config import TrainConfig, Workload
+from autotune.errors import ConfigError, nearest
+from autotune.options import FindOptions
+from autotune.report import notebook, terminal
+from autotune.report.progress import SILENT, Listener, on_stderr
+from autotune.store import DEFAULT_URL
+from autotune.summary import Summary
+
+if TYPE_CHECKING:
+    from autotune.worker.callback import WatchCallback
+    from autotune.worker.objects import BitsAndBytesConfig, PeftConfig, TrainingArguments
+
+StrPath = str | os.PathLike[str]
+
+_MAX_SHOWN = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Result:
+    """An answer, and what it is to Transformers, PEFT, bitsandbytes and TRL."""
+
+    summary: Summary
+    """All figures: predicted but those of `measured`."""
+    study: str = ""
+    """Name in the database; empty where none was kept."""
+    files: tuple[Path, ...] = ()
+    """What was written, where `out` was given."""
+    notes: tuple[str, ...] = field(default=(), hash=False)
+    """What the search made of its options, and what could not be written."""
+
+    @classmethod
+    def load(cls, study: str, *, storage: str = DEFAULT_URL) -> Result:
+        """The latest answer of a study, of the command line's too. Raises ConfigError, StorageError."""
+        stored = studies.load(storage, study)
+        return cls(summary=stored.summary, study=study)
+
+    @property
+    def config(self) -> TrainConfig:
+        """The configuration: every setting that was decided."""
+        return self.summary.best.config
+
+    @property
+    def workload(self) -> Workload:
+        """What was asked for, and not up to the search."""
+        return self.summary.workload
+
+    @property
+    def evidence(self) -> str:
+        """`measured` or `predicted`."""
+        return self.summary.evidence
+
+    def training_arguments(self, **overrides: Any) -> TrainingArguments:
+        """Transformers' TrainingArguments (TRL's SFTConfig where that trainer was decided).
+
+        They hold what was decided, what a base had set beside it, and the class's defaults elsewhere;
+        learning rate, epochs and the like are for `overrides`, which may also change what was decided:
+        `callback` then says so. Without a CUDA device what needs one is left out, with a warning. How
+        several GPUs share the run is in the files of `export`. Raises ConfigError for an override that
+        the class does not know.
+        """
+        from autotune.worker import objects
+
+        return objects.training_arguments(self.config, self.workload.extra, overrides)
+
+    def apply(self, arguments: TrainingArguments) -> TrainingArguments:
+        """A copy of your TrainingArguments or SFTConfig that trains as was decided, and is yours otherwise.
+
+        What the answer does without is turned off (torch.compile, NEFTune, Liger, grouping by length).
+        An SFTConfig gets the sequence length and the packing, too. The folder and `max_grad_norm` stay.
+        """
+        from autotune.worker import objects
+
+        return objects.applied(self.config, arguments)
+
+    def lora_config(self, model: Any = None) -> PeftConfig | None:
+        """PEFT's configuration of the adapter, of its own class (LoraConfig, IA3Config, ...).
+
+        None for a full fine-tune. `model`: the one to be trained; only adapters whose fields depend on it
+        look at it, and find out from the model's configuration where it is left out.
+        """
+        from autotune.worker import objects
+
+        config = None
+        if model is None and objects.needs_model(self.config):
+            config = models.resolve(self.workload.model).config
+        return objects.adapter_config(
+            self.config, self.workload.task, model_config=config, model=model
+        )
+
+    def quantization_config(self) -> BitsAndBytesConfig | None:
+        """How the frozen base is stored; None where it is not quantised."""
+        from autotune.worker import objects
+
+        return objects.quantization_config(self.config, self.workload.task)
+
+    def model_kwargs(self) -> dict[str, Any]:
+        """For `from_pretrained`: dtype, attn_implementation, and quantization_config where there is one.
+
+        Without them Transformers loads another model than the one that was priced.
+        """
+        from autotune.worker import objects
+
+        return objects.model_kwargs(self.config, self.workload.task)
+
+    def callback(
+        self,
+        *,
+        tolerance: float | None = None,
+        window_steps: int = 20,
+        say: Callable[[str], None] | None = None,
+    ) -> WatchCallback:
+        """A TrainerCallback that says on stderr, or through `say`, when a run parts from this answer.
+
+        autotune.worker.callback says what is compared. `tolerance`: the share by which the speed may
+        differ [default: 0.1 of what was measured, 0.3 of what was predicted].
+        """
+        from autotune.worker.callback import WatchCallback, say_on_stderr
+
+        return WatchCallback(
+            self.summary,
+            tolerance=tolerance,
+            window_steps=window_steps,
+            say=say_on_stderr if say is None else say,
+        )
+
+    def export(self, folder: StrPath, formats: Sequence[str] | None = None) -> list[Path]:
+        """Write the files of these formats into a folder, and return their paths.
+
+        None: those that `autotune find` writes. Raises ConfigError for an unknown format, StorageError.
+        """
+        exporters = export.exporters_for(self.config, self.workload)
+        if formats is not None:
+            by_name = {exporter.name: exporter for exporter in exporters}
+            for name in formats:
+                if name not in by_name:
+                    shown = str(name)[:40]
+                    raise ConfigError(f"There is no format {shown!r}", nearest(shown, by_name))
+            exporters = tuple(by_name[name] for name in formats)
+        places = export.export_paths(Path(folder), exporters)
+        return export.export_files(
+            Path(folder),
+            workload=self.workload,
+            config=self.config,
+            result={**self.summary.to_dict(), "files": [str(path) for path in places]},
+            exporters=exporters,
+        )
+
+    def __repr__(self) -> str:
+        """The screen that `autotune find` shows."""
+        drawn = io.StringIO()
+        terminal.draw_summary(self.summary, drawn)
+        lines = [*drawn.getvalue().splitlines(), *(f"note     {note}" for note in self.notes)]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        return notebook.html(self.summary, self.notes)
+
+
+def find(
+    model: StrPath,
+    *,
+    task: str | None = None,
+    gpu: str | None = None,
+    gpu_mem: str | None = None,
+    num_gpus: int | None = None,
+    seq_len: int | None = None,
+    dataset: StrPath | None = None,
+    text_field: str = "text",
+    tokenizer: StrPath | None = None,
+    backend: str = "auto",
+    effective_batch: int | None = None,
+    method: str | Sequence[str] = (),
+    peft: Mapping[str, Any] | StrPath | None = None,
+    space: StrPath = "default",
+    allow: str | None = None,
+    base: StrPath | None = None,
+    effort: str = "normal",
+    confirm_steps: int | None = None,
+    study: str | None = None,
+    storage: str | None = None,
+    out: StrPath | None = None,
+    progress: bool = False,
+) -> Result:
+    """The fastest configuration that fits: `autotune find`, with its options by their names.
+
+    `autotune find --help` says what they mean. Different from it, nothing is kept unless it is asked for:
+    no files without the folder `out`, no study and no measurements without `storage`
+    ("sqlite:///studies/autotune.db" is the command line's). Nothing is printed without `progress`, which
+    goes to stderr. `num_gpus`, `seq_len` and `effective_batch` None: the base's, else 1, 1024 and 32.
+    `method`: one or several [default: all]. `peft`: the fields of a PeftConfig, or a file of them.
+
+    Files or a study that cannot be written are warned of and noted in the Result, which is not lost.
+    Raises ConfigError for options that cannot be used, HardwareError, NothingFitsError, WorkerError and
+    StorageError.
+    """
+    given = {name: value for name, value in locals().items() if name not in _NOT_IN_COMMAND}
+    options = FindOptions(
+        model=_text(model),
+        task=task,
+        gpu=gpu,
+        gpu_mem=gpu_mem,
+        num_gpus=num_gpus,
+        seq_len=seq_len,
+        dataset=None if dataset is None else Path(dataset),
+        text_field=text_field,
+        tokenizer=None if tokenizer is None else _text(tokenizer),
+        backend=backend,
+        effective_batch=effective_batch,
+        methods=(method,) if isinstance(method, str) else tuple(method),
+        peft=None if peft is None else _peft(peft),
+        space=_text(space),
+        allow=allow,
+        base=None if base is None else Path(base),
+        effort=effort,
+        confirm_steps=confirm_steps,
+        study=study,
+    )
+    command = _command(given)
+    notes: list[str] = []
+    with _kept_in(storage) as database:
+        answer = finding.find(
+            options, storage=database, command=command, listener=_noting(notes, progress)
+        )
+    delivered = finding.deliver(
+        answer, folder=None if out is None else Path(out), storage=storage, command=command
+    )
+    for problem in delivered.problems:
+        notes.append(str(problem))
+        warnings.warn(str(problem), stacklevel=2)
+    return Result(
+        summary=answer.summary,
+        study=delivered.study,
+        files=tuple(delivered.files),
+        notes=tuple(notes),
+    )
+
+
+_NOT_IN_COMMAND = ("storage", "progress")
+"""Of what the study keeps of the call: a database's address may hold a password."""
+
+
+def _command(given: Mapping[str, Any]) -> str:
+    """The call, as the study keeps it: what differs from the defaults."""
+    defaults = find.__kwdefaults__
+    assert defaults is not None
+    told = (
+        f"{name}={str(value)!r}" if isinstance(value, os.PathLike) else f"{name}={value!r}"
+        for name, value in given.items()
+        if name not in defaults or value != defaults[name]
+    )
+    return f"autotune.find({', '.join(told)})"
+
+
+def _text(value: StrPath) -> str:
+    """A name or a path; what is neither is for FindOptions to refuse."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _peft(value: Mapping[str, Any] | StrPath) -> str:
+    fields = value if isinstance(value, Mapping) else inputs.read_yaml(Path(value))
+    try:
+        return read_peft(dict(fields) if isinstance(fields, Mapping) else fields)
+    except ValueError as error:
+        raise ConfigError(f"peft is {str(value)[:_MAX_SHOWN]}", why=str(error)) from error
+
+
+@contextlib.contextmanager
+def _kept_in(storage: str | None) -> Iterator[str]:
+    """The database of a search: one that is gone afterwards where none was named."""
+    if storage is not None:
+        yield storage
+        return
+    with tempfile.TemporaryDirectory(prefix="autotune-") as folder:
+        yield f"sqlite:///{folder}/autotune.db"
+
+
+def _noting(notes: list[str], progress: bool) -> Listener:
+    listener = on_stderr(quiet=False) if progress else SILENT
+
+    def note(text: str) -> None:
+        notes.append(text)
+        listener.note(text)
+
+    return Listener(
+        note=note,
+        searching=listener.searching,
+        on_probe=listener.on_probe,
+        on_confirm=listener.on_confirm,
+    )

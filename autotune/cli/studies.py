@@ -1,0 +1,114 @@
+"""autotune studies: what a database holds, and how a study leaves it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from autotune import store
+from autotune.cli.output import print_json, say
+from autotune.errors import ConfigError
+
+_storage = click.option(
+    "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+
+
+@click.group()
+def studies() -> None:
+    """List the studies of a database, show, compare or remove them."""
+
+
+def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
+    """A command of the group, with the options that all of them have."""
+
+    def add(function: Callable[..., None]) -> click.Command:
+        return studies.command(name)(_storage(_json(function)))
+
+    return add
+
+
+@_command("list")
+def list_studies(*, storage: str, as_json: bool) -> None:
+    """List every study: what was asked, and the speed of its answer."""
+    from autotune import studies as stored
+    from autotune.report.studies import draw_list
+
+    found = stored.listed(storage)
+    if as_json:
+        print_json({"studies": [study.to_dict() for study in found]})
+    elif found:
+        draw_list(found, sys.stdout)
+    else:
+        say(f"There are no studies in {store.shown_url(storage)}: `autotune find` makes one.")
+
+
+@_command("show")
+@click.argument("study")
+def show(*, study: str, storage: str, as_json: bool) -> None:
+    """Show the answer of STUDY as `find` drew it, the command that made it and its trials."""
+    from autotune import studies as stored
+    from autotune.report.studies import draw_stored
+
+    answer = stored.load(storage, study)
+    counts = stored.count_trials(storage, study)
+    if not as_json:
+        place = f"{study} in {store.shown_url(storage)}"
+        draw_stored(answer, counts, place=place, file=sys.stdout)
+        return
+    details: dict[str, Any] = {"study": study, "command": answer.command}
+    print_json({**details, "versions": answer.versions, "trials": counts, "result": answer.result})
+
+
+@_command("compare")
+@click.argument("names", nargs=-1, required=True, metavar="STUDY STUDY...")
+def compare(*, names: tuple[str, ...], storage: str, as_json: bool) -> None:
+    """Set the answers of several studies side by side: what differs, asked and answered."""
+    from autotune import studies as stored
+    from autotune.report import comparison
+    from autotune.report.studies import draw_comparison
+
+    if len(names) < 2:
+        raise ConfigError("One study alone compares with nothing", remedy="Name two or more")
+    record = comparison.compare([stored.load(storage, name) for name in names])
+    if as_json:
+        print_json(record.to_dict())
+    else:
+        draw_comparison(record, sys.stdout)
+
+
+@_command("rm")
+@click.argument("study")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def rm(*, study: str, yes: bool, storage: str, as_json: bool) -> None:
+    """Remove STUDY and its trials from the database. Probes and written files stay."""
+    from autotune import studies as stored
+    from autotune.report.studies import trials_in_words
+
+    counts = stored.count_trials(storage, study)
+    num_trials = sum(count for of in counts.values() for count in of.values())
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(
+                f"{study!r} is removed when somebody says so",
+                why="Nobody can be asked here",
+                remedy="Say it with --yes",
+            )
+        held = ", ".join(trials_in_words(evidence, of) for evidence, of in counts.items() if of)
+        say(f"{study} in {store.shown_url(storage)} holds {held or 'no trials'}.")
+        if not click.confirm("Remove it?", err=True):
+            say("Nothing was removed.")
+            return
+    stored.remove(storage, study)
+    if as_json:
+        print_json({"removed": study, "num_trials": num_trials})
+        return
+    say(
+        f"Removed {shlex.quote(study)} and its {num_trials:,} trials. What its probes measured stays in "
+        "the table of probes, for whatever asks for the same again; its files stay as well."
+    )

@@ -1,0 +1,92 @@
+"""torch.compile in a search: never predicted, so measured beside the best eager configurations.
+
+What compilation saves is not known beforehand, and a probe of it is long: a few variants of the fastest
+eager configurations that were measured are candidates too, once those are known. Until one is measured
+its estimate is eager's, as a bound on time and memory: no prediction ranks it above its eager twin.
+(CUDA graphs, of reduce-overhead and max-autotune, keep memory of their own beyond it.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+
+from autotune.config import TrainConfig
+from autotune.results import Estimate, Measurement
+from autotune.space import Context, SearchSpace, broken_rules
+
+MAX_BASES = 2
+"""Eager configurations that get variants. [judgement] Compilation seldom turns the order around."""
+MAX_PROBES = 3
+"""Of compiled variants, in one search. [judgement] Each compiles anew, for half a minute or many."""
+COMPILE_SECONDS = 900.0
+"""For the deadline of a probe. [judgement] max-autotune times every product for minutes."""
+
+Settings = tuple[str, str]
+"""(torch_compile, torch_compile_backend)"""
+
+
+def with_mode(space: SearchSpace, mode: str) -> SearchSpace:
+    """The space with that mode of torch.compile beside none."""
+    domain = tuple(dict.fromkeys(("none", mode)))
+    sections = (
+        dataclasses.replace(section, domains={**section.domains, "torch_compile": domain})
+        for section in space.methods
+    )
+    return dataclasses.replace(space, methods=tuple(sections))
+
+
+def settings_of(space: SearchSpace) -> dict[str, tuple[Settings, ...]]:
+    """By method, the ways of compiling that the space names."""
+    return {
+        section.method: tuple(
+            (mode, backend)
+            for mode, backend in itertools.product(
+                section.domains.get("torch_compile", ()),
+                section.domains.get("torch_compile_backend", ("inductor",)),
+            )
+            if mode != "none"
+        )
+        for section in space.methods
+    }
+
+
+def variants(estimate: Estimate, settings: Mapping[str, Sequence[Settings]]) -> list[Estimate]:
+    """The same compiled, in every way of these that its method has; the figures stay eager's."""
+    config = estimate.config
+    context = Context(effective_batch_size=config.effective_batch_size)
+    compiled = (
+        dataclasses.replace(config, torch_compile=mode, torch_compile_backend=backend)
+        for mode, backend in settings.get(config.method, ())
+    )
+    return [
+        dataclasses.replace(estimate, config=variant)
+        for variant in compiled
+        if not broken_rules(variant, context)
+    ]
+
+
+def can_compile(config: TrainConfig, backend: str) -> bool:
+    """Whether a probe on that backend can compile: CUDA graphs need CUDA, Inductor a C++ compiler."""
+    if backend == "cuda" or not config.is_compiled or config.torch_compile_backend == "aot_eager":
+        return True
+    # torch 2.13 torch/_inductor/config.py, cpp.cxx.
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    return config.torch_compile_backend == "inductor" and compiler is not None
+
+
+def bases(
+    fitting: Sequence[Measurement], refused: Collection[TrainConfig]
+) -> Sequence[Measurement]:
+    """The fastest eager ones, to be compiled too."""
+    eager = (m for m in fitting if not m.config.is_compiled and m.config not in refused)
+    return sorted(eager, key=lambda m: -(m.tokens_per_second or 0.0))[:MAX_BASES]
+
+
+def fastest(measured: Sequence[Measurement], *, is_compiled: bool) -> Measurement | None:
+    """Of those that fit, by steady speed; None where there is none."""
+    kind = (m for m in measured if m.fits and m.config.is_compiled == is_compiled)
+    return max(kind, key=lambda m: m.tokens_per_second or 0.0, default=None)

@@ -1,0 +1,326 @@
+"""axolotl.yaml: the settings in axolotl's words, and axolotl's words back.
+
+Keys, values and defaults are those of axolotl 0.19.0, utils/schemas/config.py, model.py, peft.py and
+training.py; what they do, of its loaders/model.py, loaders/adapter.py, core/builders/ and
+utils/config/__init__.py (resolve_dtype). tests/contracts/test_axolotl.py asks its own schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.config import COMPILE_MODES, QUANTIZATIONS, TrainConfig, Workload
+from autotune.export.deepspeed_json import filename as deepspeed_filename
+from autotune.export.mapping import (
+    Choice,
+    Row,
+    Target,
+    choices,
+    keys_of,
+    module_names,
+    of_key,
+    of_values,
+    says_method,
+    targets_of,
+    unsaid,
+)
+from autotune.export.text import as_yaml, loader_keys
+from autotune.optimizers import OPTIMIZERS
+
+name = "axolotl"
+filename = "axolotl.yaml"
+
+_LORA = ("lora", "qlora")
+_DOUBLE = "bnb_config_kwargs.bnb_4bit_use_double_quant"
+_CODES = "bnb_config_kwargs.bnb_4bit_quant_type"
+_LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
+_LIGER = (
+    "liger_fused_linear_cross_entropy",
+    "liger_rope",
+    "liger_rms_norm",
+    "liger_glu_activation",
+)
+
+
+def _base(adapter: str | None, bits: int | None = None) -> dict[str, Any]:
+    return {"adapter": adapter, "load_in_8bit": bits == 8, "load_in_4bit": bits == 4}
+
+
+def _say_targets(targets: str) -> dict[str, Any]:
+    is_all = targets == "all-linear"
+    return {
+        "lora_target_linear": is_all,
+        "lora_target_modules": None if is_all else module_names(targets),
+    }
+
+
+def _hear_targets(said: Mapping[str, Any]) -> str:
+    """`lora_target_linear` adds the linear modules to those that are named."""
+    if said["lora_target_linear"]:
+        return "all-linear"
+    if said["lora_target_modules"] is None:
+        raise ValueError("is off, and lora_target_modules is missing")
+    return targets_of(said["lora_target_modules"])
+
+
+_OF_OPTIMIZERS = {
+    "optim_target_modules": ("optim_target_modules", "all_linear"),
+    "lr_scheduler_type": ("lr_scheduler", "constant"),
+}
+"""TrainingArguments that go with an optimizer -> (axolotl's key, its value)."""
+
+
+def _say_optimizer(optimizer: str) -> dict[str, Any]:
+    arguments = (name for name, _ in OPTIMIZERS[optimizer].arguments)
+    added = dict(_OF_OPTIMIZERS[argument] for argument in arguments)
+    return {"optimizer": optimizer, "optim_target_modules": None, **added}
+
+
+TARGET = Target(
+    name="axolotl",
+    source="axolotl 0.19.0",
+    model_key="base_model",
+    rows=(
+        choices(
+            ("method", "quantization"),
+            Choice(ours=("full", "none"), theirs=_base(None)),
+            Choice(ours=("lora", "none"), theirs=_base("lora")),
+            Choice(ours=("qlora", "int8"), theirs=_base("lora", 8)),
+            *(
+                Choice(
+                    ours=("qlora", row.name),
+                    theirs={**_base("qlora", 4), _DOUBLE: row.double, _CODES: row.codes},
+                )
+                for row in QUANTIZATIONS.values()
+                if row.codes
+            ),
+        ),
+        of_key("lora_rank", "lora_r", methods=_LORA),
+        Row(
+            ours=("lora_targets",),
+            keys=("lora_target_linear", "lora_target_modules"),
+            say=_say_targets,
+            hear=_hear_targets,
+            methods=_LORA,
+        ),
+        choices(
+            ("lora_variant",),
+            Choice(ours=("plain",), theirs={"peft_use_dora": False, "peft_use_rslora": False}),
+            Choice(ours=("rslora",), theirs={"peft_use_dora": False, "peft_use_rslora": True}),
+            Choice(ours=("dora",), theirs={"peft_use_dora": True, "peft_use_rslora": False}),
+            methods=_LORA,
+        ),
+        of_key("sequence_length", "sequence_len"),
+        of_key("micro_batch_size"),
+        of_key("gradient_accumulation_steps"),
+        Row(
+            ours=("optimizer",),
+            keys=("optimizer", "optim_target_modules", "lr_scheduler"),
+            say=_say_optimizer,
+            hear=lambda said: said["optimizer"],
+        ),
+        # With bf16 or fp16 the weights are loaded in 16 bits, whatever trains; else in float32.
+        # "auto" is for bf16 what the card has, and off beside fp16.
+        choices(
+            ("precision",),
+            Choice(ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False}),
+            Choice(ours=("bf16-autocast",), theirs={"bf16": "auto", "fp16": False}),
+            Choice(ours=("fp16-autocast",), theirs={"bf16": False, "fp16": True}),
+            Choice(ours=("fp16-autocast",), theirs={"bf16": "auto", "fp16": True}),
+            Choice(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": True}),
+            Choice(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": "auto"}),
+            Choice(ours=("fp32",), theirs={"bf16": False, "fp16": False, "tf32": False}),
+            nearest={("fp16-mixed",): ("fp16-autocast",), (): ("bf16-autocast",)},
+        ),
+        choices(
+            ("activation_checkpointing", "activation_offloading"),
+            Choice(
+                ours=(0, False),
+                theirs={"gradient_checkpointing": False, "activation_offloading": False},
+            ),
+            Choice(
+                ours=(1, False),
+                theirs={"gradient_checkpointing": True, "activation_offloading": False},
+                beside={"gradient_checkpointing_kwargs.use_reentrant": False},
+            ),
+            Choice(
+                ours=(1, True),
+                theirs={"gradient_checkpointing": True, "activation_offloading": "hidden_states"},
+                beside={"gradient_checkpointing_kwargs.use_reentrant": False},
+            ),
+            nearest={(): (1, False)},
+        ),
+        of_values(
+            "attention",
+            "attn_implementation",
+            {
+                "sdpa": "sdpa",
+                "eager": "eager",
+                "flash_attention_2": "flash_attention_2",
+                "flash_attention_3": "flash_attention_3",
+                "flex_attention": "flex_attention",
+            },
+        ),
+        choices(
+            ("batching",),
+            Choice(ours=("packed",), theirs={"sample_packing": True, "group_by_length": False}),
+            Choice(ours=("grouped",), theirs={"sample_packing": False, "group_by_length": True}),
+            Choice(ours=("padded",), theirs={"sample_packing": False, "group_by_length": False}),
+        ),
+        choices(
+            ("liger",),
+            Choice(ours=(False,), theirs=dict.fromkeys(_LIGER, False)),
+            Choice(
+                ours=(True,),
+                theirs=dict.fromkeys(_LIGER, True),
+                within={"plugins": _LIGER_PLUGIN},
+            ),
+            # Its loss without logits is what most of its memory is about.
+            Choice(ours=(False,), theirs={"liger_fused_linear_cross_entropy": False}),
+            Choice(
+                ours=(True,),
+                theirs={"liger_fused_linear_cross_entropy": True},
+                within={"plugins": _LIGER_PLUGIN},
+            ),
+            Choice(ours=(False,), theirs={}),  # without the plugin the keys say nothing
+        ),
+        of_key("torch_empty_cache_steps"),
+        of_key("neftune_noise_alpha"),
+        choices(
+            ("torch_compile",),
+            Choice(ours=("none",), theirs={"torch_compile": False}),
+            *(
+                Choice(
+                    ours=(mode,), theirs={"torch_compile": switch, "torch_compile_mode": mode}
+                )
+                for mode in COMPILE_MODES
+                if mode != "max-autotune-no-cudagraphs"
+                for switch in (True, "auto")
+            ),
+        ),
+        # ddp is how it is launched.
+        choices(
+            ("parallelism",),
+            Choice(ours=("none",), theirs={"deepspeed": None}),
+            Choice(ours=("ddp",), theirs={"deepspeed": None}),
+            *(
+                Choice(ours=(f"zero{stage}{offload}",), theirs={"deepspeed": deepspeed_filename})
+                for stage in (1, 2, 3)
+                for offload in ("", "-offload")
+            ),
+            nearest={(): ("ddp",)},
+        ),
+    ),
+    defaults={
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "sequence_len": 512,
+        "optimizer": "adamw_torch_fused",
+        "bf16": "auto",
+        "tf32": "auto",
+        "attn_implementation": "sdpa",  # none is named to Transformers, which takes it
+        "torch_compile_mode": "default",
+        "gradient_checkpointing_kwargs.use_reentrant": True,
+        "dataloader_pin_memory": True,
+        _DOUBLE: True,
+        _CODES: "nf4",
+    },
+    fixed={"trainer": "transformers"},
+    renamed={
+        "liger_swiglu": "liger_glu_activation",
+        "noisy_embedding_alpha": "neftune_noise_alpha",
+    },
+    flags={
+        "eager_attention": ("attn_implementation", "eager"),
+        "sdp_attention": ("attn_implementation", "sdpa"),
+        "flash_attention": ("attn_implementation", "flash_attention_2"),
+        "flex_attention": ("attn_implementation", "flex_attention"),
+    },
+    of_adapters=(
+        "lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "lora_target_modules",
+        "lora_fan_in_fan_out", "lora_modules_to_save", "lora_mlp_kernel", "lora_qkv_kernel",
+        "lora_o_kernel", "lora_embedding_kernel", "peft_use_dora", "peft_use_rslora",
+        "bnb_config_kwargs",
+    ),
+    refused={
+        "rl": "trains with another loss",
+        "reward_model": "trains another kind of model",
+        "process_reward_model": "trains another kind of model",
+        "relora": "restarts the adapter",
+        "fp8": "is not priced",
+        "gptq": "is a base that is not priced",
+        "qat": "adds quantisation to the step",
+        "unfrozen_parameters": "trains a part of the weights",
+        "layer_offloading": "moves weights from and to host memory",
+        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus",
+        "fsdp_config": "shares the run among GPUs, which is read from no file: give --num-gpus",
+        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus",
+        "tensor_parallel_size": "shares the run among GPUs as no prediction does",
+        "context_parallel_size": "shares the run among GPUs as no prediction does",
+        "float16": "loads float16 weights without autocast",
+    },
+    unpredicted={
+        "lora_dropout": "keeps a mask and a copy of each adapter's input",
+        "lora_modules_to_save": "trains further modules in full",
+        "lora_target_parameters": "adds adapters",
+        "peft_trainable_token_indices": "trains tokens beside the adapter",
+        "cut_cross_entropy": "makes the loss without logits, with kernels of its own",
+        "chunked_cross_entropy": "makes the loss in pieces",
+        "flash_attn_cross_entropy": "is another kernel for the loss",
+        "tiled_mlp": "computes the MLP in pieces",
+        "selective_checkpointing": "keeps attention's outputs",
+        "batch_flattening": "joins the samples of a batch",
+    },
+    has_own_names=True,
+    arguments={
+        "adam_beta1": "adam_beta1",
+        "adam_beta2": "adam_beta2",
+        "adam_epsilon": "adam_epsilon",
+        "learning_rate": "learning_rate",
+        "lr_scheduler": "lr_scheduler_type",
+        "max_grad_norm": "max_grad_norm",
+        "max_steps": "max_steps",
+        "num_epochs": "num_train_epochs",
+        "seed": "seed",
+        "warmup_steps": "warmup_steps",
+        "weight_decay": "weight_decay",
+    },
+    caveats=(
+        (
+            lambda config: config.method == "full" and config.attention in ("eager", "sdpa"),
+            "axolotl keeps embeddings, head and norms in float32 with this attention "
+            "(loaders/model.py): more memory than predicted",
+        ),
+        (
+            lambda config: config.method in _LORA and config.quantization != "int8",
+            "axolotl switches its fused LoRA kernels on (lora_mlp_kernel and others), which are not "
+            "predicted: they take less memory",
+        ),
+    ),
+)  # fmt: skip
+
+_YOURS = {
+    "datasets": [{"path": "data.jsonl", "ds_type": "json", "type": "completion"}],
+    "learning_rate": 5e-05,
+    "num_epochs": 3,
+    "output_dir": "./output",
+}
+"""For the user to fill in, where no base has said it."""
+
+
+def applies(config: TrainConfig) -> bool:
+    return says_method(TARGET, config.method)
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    """Words for each setting that the file does not carry."""
+    return unsaid(TARGET, config)
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """A YAML file for `axolotl train`; the data and the learning rate in it are to be filled in."""
+    keys = {"base_model": workload.model, **keys_of(TARGET, config), **loader_keys(config)}
+    if config.lora_rank is not None:
+        keys |= {"lora_alpha": 2 * config.lora_rank, "lora_dropout": 0.0}
+    return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

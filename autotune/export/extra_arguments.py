@@ -1,0 +1,137 @@
+"""What a user has set of TrainingArguments and autotune does not decide: it goes untouched to exports.
+
+None of it changes what a step allocates or launches, so that neither a prediction nor a probe depends
+on it. What would (label smoothing), and what a setting decides (the batch size), is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.errors import nearest
+from autotune.export.training_args import installed_fields
+
+MAX_LENGTH = 20_000
+"""Of all of them, as JSON."""
+
+_PLAIN_TYPES = {"str", "int", "float", "bool", "None", "list", "dict"}
+
+DECIDED: dict[str, str] = {
+    "accelerator_config": "parallelism",
+    "activation_checkpointing": "activation_checkpointing",
+    "activation_checkpointing_kwargs": "activation_checkpointing",
+    "auto_find_batch_size": "micro_batch_size",
+    "bf16": "precision",
+    "dataloader_num_workers": "dataloader_num_workers",
+    "dataloader_pin_memory": "dataloader_pin_memory",
+    "dataloader_prefetch_factor": "dataloader_prefetch_factor",
+    "ddp_broadcast_buffers": "parallelism",
+    "ddp_bucket_cap_mb": "parallelism",
+    "ddp_find_unused_parameters": "parallelism",
+    "ddp_static_graph": "parallelism",
+    "deepspeed": "parallelism",
+    "fp16": "precision",
+    "fsdp": "parallelism",
+    "fsdp_config": "parallelism",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing",
+    "group_by_length": "batching",
+    "liger_kernel_config": "liger",
+    "neftune_noise_alpha": "neftune_noise_alpha",
+    "optim": "optimizer",
+    "optim_args": "optimizer",
+    "optim_target_modules": "optimizer",
+    "parallelism_config": "parallelism",
+    "per_device_train_batch_size": "micro_batch_size",
+    "tf32": "precision",
+    "torch_compile": "torch_compile",
+    "torch_compile_backend": "torch_compile",
+    "torch_compile_mode": "torch_compile",
+    "torch_empty_cache_steps": "torch_empty_cache_steps",
+    "train_sampling_strategy": "batching",
+    "use_liger_kernel": "liger",
+}
+"""Field of TrainingArguments -> the field of TrainConfig that decides it."""
+
+CHANGES_STEP: dict[str, str] = {
+    "debug": "its hooks are not modelled",
+    "full_determinism": "its kernels are not modelled",
+    "hub_token": "it would be written into files: set HF_TOKEN instead",
+    "label_smoothing_factor": "its loss, with a copy of the logits, is not modelled",
+    "use_cache": "what it keeps is not modelled",
+    "use_cpu": "a card is planned for",
+}
+"""Fields that are refused where they are on, and why."""
+
+
+def read_extra_arguments(values: object) -> str:
+    """A mapping from field to JSON value -> canonical JSON. ValueError says everything that is wrong.
+
+    Names and types are those of the installed TrainingArguments; without Transformers any name goes.
+    A number in quotes becomes one: YAML takes 2e-4 for text.
+    """
+    if not isinstance(values, dict):
+        raise ValueError("extra_arguments must be a mapping of TrainingArguments to their values")
+    fields = installed_fields()
+    problems = [
+        f"extra_arguments.{str(name)[:80]} {problem}"
+        for name, value in values.items()
+        if (problem := _problem(name, value, fields))
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return _encoded(
+        {name: _number(value, (fields or {}).get(name, "")) for name, value in values.items()}
+    )
+
+
+def _problem(name: Any, value: object, fields: Mapping[str, str] | None) -> str:
+    if name in DECIDED:
+        return f"is decided by config.{DECIDED[name]}"
+    if fields is not None and name not in fields:
+        known = [field for field in fields if field not in DECIDED]
+        return f"is no field of TrainingArguments. {nearest(str(name)[:80], known)}"
+    if not isinstance(name, str):
+        return "is no name"
+    if value and name in CHANGES_STEP:
+        return f"cannot be on: {CHANGES_STEP[name]}"
+    if name == "max_grad_norm" and not value:
+        return "must be a positive number: the priced step clips its gradients"
+    allowed = [part.partition("[")[0] for part in (fields or {}).get(name, "").split(" | ")]
+    # Another name in an annotation, such as an enumeration's, is for Transformers to read.
+    if not _PLAIN_TYPES.issuperset(allowed):
+        return ""
+    number = _number(value, fields[name]) if fields else value
+    kind = "None" if value is None else type(number).__name__
+    if kind not in allowed and not (kind == "int" and "float" in allowed):
+        return f"is of type {kind} and should be {' or '.join(allowed)}"
+    return ""
+
+
+def _number(value: object, annotation: str) -> object:
+    """The number that a text is, where the field takes a float and no text."""
+    kinds = annotation.split(" | ")
+    if not isinstance(value, str) or "float" not in kinds or "str" in kinds:
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _encoded(values: Mapping[str, object]) -> str:
+    text = ""
+    try:
+        # Piece by piece: a few aliases in YAML can stand for more than memory holds.
+        for piece in json.JSONEncoder(allow_nan=False).iterencode(values):
+            text += piece
+            if len(text) > MAX_LENGTH:
+                break
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError("extra_arguments must be text, numbers, lists and mappings") from error
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"extra_arguments have more than {MAX_LENGTH:,} characters")
+    return text

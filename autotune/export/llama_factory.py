@@ -1,0 +1,292 @@
+"""llama_factory.yaml: the settings in LLaMA-Factory's words, and LLaMA-Factory's words back.
+
+Keys, values and defaults are those of llamafactory 0.9.5, hparams/model_args.py, finetuning_args.py,
+data_args.py, and of the Seq2SeqTrainingArguments that its training_args.py extends; what they do, of
+its hparams/parser.py, model/adapter.py, model/model_utils/. tests/contracts/test_llama_factory.py
+asks its own parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.config import COMPILE_MODES, QUANTIZATIONS, TrainConfig, Workload
+from autotune.export.deepspeed_json import filename as deepspeed_filename
+from autotune.export.mapping import (
+    Choice,
+    Row,
+    Target,
+    choices,
+    keys_of,
+    module_names,
+    of_key,
+    of_values,
+    says_method,
+    targets_of,
+    unsaid,
+)
+from autotune.export.text import as_yaml, loader_keys
+from autotune.optimizers import OPTIMIZERS
+
+name = "llama-factory"
+filename = "llama_factory.yaml"
+
+_LORA = ("lora", "qlora")
+
+
+def _say_targets(targets: str) -> dict[str, Any]:
+    names = "all" if targets == "all-linear" else ",".join(module_names(targets))
+    return {"lora_target": names}
+
+
+def _hear_targets(said: Mapping[str, Any]) -> str:
+    names = said["lora_target"]
+    return "all-linear" if names in ("all", ["all"]) else targets_of(names)
+
+
+def _say_optimizer(optimizer: str) -> dict[str, Any]:
+    arguments = dict(OPTIMIZERS[optimizer].arguments)
+    return {"optim": optimizer, "optim_target_modules": None, **arguments}
+
+
+def _quantized(bits: int | None, **more: Any) -> dict[str, Any]:
+    return {"finetuning_type": "lora", "quantization_bit": bits, **more}
+
+
+TARGET = Target(
+    name="LLaMA-Factory",
+    source="llamafactory 0.9.5",
+    model_key="model_name_or_path",
+    rows=(
+        choices(
+            ("method", "quantization"),
+            Choice(
+                ours=("full", "none"), theirs={"finetuning_type": "full", "quantization_bit": None}
+            ),
+            Choice(ours=("lora", "none"), theirs=_quantized(None)),
+            Choice(ours=("qlora", "int8"), theirs=_quantized(8, quantization_method="bnb")),
+            *(
+                Choice(
+                    ours=("qlora", row.name),
+                    theirs=_quantized(
+                        4,
+                        quantization_method="bnb",
+                        quantization_type=row.codes,
+                        double_quantization=row.double,
+                    ),
+                )
+                for row in QUANTIZATIONS.values()
+                if row.codes
+            ),
+        ),
+        choices(
+            (), Choice(ours=(), theirs={"stage": "sft"}), Choice(ours=(), theirs={"stage": "pt"})
+        ),
+        of_key("lora_rank", methods=_LORA),
+        Row(
+            ours=("lora_targets",),
+            keys=("lora_target",),
+            say=_say_targets,
+            hear=_hear_targets,
+            methods=_LORA,
+        ),
+        choices(
+            ("lora_variant",),
+            Choice(ours=("plain",), theirs={"use_dora": False, "use_rslora": False}),
+            Choice(ours=("rslora",), theirs={"use_dora": False, "use_rslora": True}),
+            Choice(ours=("dora",), theirs={"use_dora": True, "use_rslora": False}),
+            methods=_LORA,
+        ),
+        of_key("sequence_length", "cutoff_len"),
+        of_key("micro_batch_size", "per_device_train_batch_size"),
+        of_key("gradient_accumulation_steps"),
+        Row(
+            ours=("optimizer",),
+            keys=("optim", "optim_target_modules", "lr_scheduler_type"),
+            say=_say_optimizer,
+            hear=lambda said: said["optim"],
+        ),
+        # What trains is put into float32, but for pure_bf16 (model/adapter.py).
+        choices(
+            ("precision",),
+            Choice(ours=("bf16-mixed",), theirs={"bf16": True, "fp16": False, "pure_bf16": False}),
+            Choice(ours=("fp16-mixed",), theirs={"bf16": False, "fp16": True, "pure_bf16": False}),
+            Choice(ours=("bf16-true",), theirs={"bf16": False, "fp16": False, "pure_bf16": True}),
+            Choice(
+                ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False, "pure_bf16": True}
+            ),
+            Choice(
+                ours=("tf32",),
+                theirs={"bf16": False, "fp16": False, "pure_bf16": False, "tf32": True},
+            ),
+            Choice(
+                ours=("fp32",),
+                theirs={"bf16": False, "fp16": False, "pure_bf16": False, "tf32": False},
+            ),
+            methods=("full",),
+            nearest={(): ("fp16-mixed",)},
+        ),
+        # Frozen weights are loaded in the dtype of bf16 or fp16; with neither, in the checkpoint's.
+        choices(
+            ("precision",),
+            Choice(
+                ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False, "pure_bf16": False}
+            ),
+            Choice(
+                ours=("fp16-autocast",), theirs={"bf16": False, "fp16": True, "pure_bf16": False}
+            ),
+            Choice(ours=("bf16-true",), theirs={"bf16": False, "fp16": False, "pure_bf16": True}),
+            methods=_LORA,
+            nearest={("fp16-mixed",): ("fp16-autocast",), (): ("bf16-autocast",)},
+        ),
+        # use_unsloth_gc keeps a layer's input in host memory (model/model_utils/checkpointing.py).
+        choices(
+            ("activation_checkpointing", "activation_offloading"),
+            Choice(
+                ours=(1, False),
+                theirs={"disable_gradient_checkpointing": False, "use_unsloth_gc": False},
+            ),
+            Choice(
+                ours=(1, True),
+                theirs={"disable_gradient_checkpointing": False, "use_unsloth_gc": True},
+            ),
+            Choice(
+                ours=(0, False),
+                theirs={"disable_gradient_checkpointing": True, "use_unsloth_gc": False},
+            ),
+            Choice(ours=(0, False), theirs={"disable_gradient_checkpointing": True}),
+            nearest={(): (1, False)},
+        ),
+        # auto leaves it to Transformers, which takes sdpa.
+        choices(
+            ("attention",),
+            Choice(ours=("sdpa",), theirs={"flash_attn": "sdpa"}),
+            Choice(ours=("sdpa",), theirs={"flash_attn": "auto"}),
+            Choice(ours=("eager",), theirs={"flash_attn": "disabled"}),
+            Choice(ours=("flash_attention_2",), theirs={"flash_attn": "fa2"}),
+            nearest={("flash_attention_3",): ("flash_attention_2",), (): ("sdpa",)},
+        ),
+        choices(
+            ("batching",),
+            Choice(
+                ours=("packed",), theirs={"packing": True, "train_sampling_strategy": "random"}
+            ),
+            Choice(ours=("packed",), theirs={"packing": False, "stage": "pt"}),
+            Choice(
+                ours=("grouped",),
+                theirs={"packing": False, "train_sampling_strategy": "group_by_length"},
+            ),
+            Choice(
+                ours=("padded",), theirs={"packing": False, "train_sampling_strategy": "random"}
+            ),
+        ),
+        of_values("liger", "enable_liger_kernel", {False: False, True: True}),
+        of_key("torch_empty_cache_steps"),
+        of_key("neftune_noise_alpha"),
+        choices(
+            ("torch_compile",),
+            Choice(ours=("none",), theirs={"torch_compile": False}),
+            *(
+                Choice(ours=(mode,), theirs={"torch_compile": True, "torch_compile_mode": mode})
+                for mode in COMPILE_MODES
+            ),
+        ),
+        # ddp is how it is launched.
+        choices(
+            ("parallelism",),
+            Choice(ours=("none",), theirs={"deepspeed": None}),
+            Choice(ours=("ddp",), theirs={"deepspeed": None}),
+            *(
+                Choice(ours=(f"zero{stage}{offload}",), theirs={"deepspeed": deepspeed_filename})
+                for stage in (1, 2, 3)
+                for offload in ("", "-offload")
+            ),
+            nearest={(): ("ddp",)},
+        ),
+    ),
+    defaults={
+        "finetuning_type": "lora",
+        "quantization_method": "bnb",
+        "quantization_type": "nf4",
+        "double_quantization": True,
+        "lora_rank": 8,
+        "lora_target": "all",
+        "cutoff_len": 2048,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "optim": "adamw_torch_fused",
+        "flash_attn": "auto",
+        "stage": "sft",
+        "train_sampling_strategy": "random",
+        "torch_compile_mode": "default",
+        "dataloader_pin_memory": True,
+    },
+    fixed={"trainer": "transformers"},
+    flags={
+        "neat_packing": ("packing", True),
+        "group_by_length": ("train_sampling_strategy", "group_by_length"),
+        "use_liger_kernel": ("enable_liger_kernel", True),
+    },
+    of_adapters=(
+        "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_dora", "use_rslora",
+        "loraplus_lr_ratio", "pissa_init", "additional_target", "quantization_type",
+        "quantization_method", "double_quantization",
+    ),
+    refused={
+        "use_unsloth": "replaces the model's code",
+        "use_galore": "is said by optim: galore_adamw",
+        "use_apollo": "is said by optim: apollo_adamw",
+        "use_badam": "trains a block at a time, which is not priced",
+        "use_adam_mini": "is not priced",
+        "use_muon": "is not priced",
+        "use_llama_pro": "trains further blocks",
+        "use_mca": "trains with Megatron",
+        "use_kt": "trains with KTransformers",
+        "use_hyper_parallel": "shares the run among GPUs as no prediction does",
+        "fp8": "is not priced",
+        "shift_attn": "is another attention",
+        "mixture_of_depths": "is another model",
+        "adapter_name_or_path": "starts from adapters, which may be merged",
+        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus",
+        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus",
+    },
+    unpredicted={
+        "lora_dropout": "keeps a mask and a copy of each adapter's input",
+        "additional_target": "trains further modules in full",
+        "neat_packing": "gives attention a mask of blocks",
+        "upcast_layernorm": "keeps norms in float32",
+        "upcast_lmhead_output": "makes a float32 copy of the logits",
+    },
+)  # fmt: skip
+
+_YOURS = {
+    "do_train": True,
+    "dataset": "my_dataset",
+    "template": "default",
+    "learning_rate": 5e-05,
+    "num_train_epochs": 3.0,
+    "output_dir": "./output",
+}
+"""For the user to fill in, where no base has said it: a name of data/dataset_info.json, ..."""
+
+
+def applies(config: TrainConfig) -> bool:
+    return says_method(TARGET, config.method)
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    """Words for each setting that the file does not carry."""
+    return unsaid(TARGET, config)
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """A YAML file for `llamafactory-cli train`; the data and the learning rate are to be filled in."""
+    keys = {
+        "model_name_or_path": workload.model,
+        **keys_of(TARGET, config),
+        **loader_keys(config),
+    }
+    if config.lora_rank is not None:
+        keys |= {"lora_alpha": 2 * config.lora_rank}
+    return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

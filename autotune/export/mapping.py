@@ -1,0 +1,333 @@
+"""A literal table between our settings and another trainer's keys, read in both directions.
+
+A Target is the table of one trainer. `keys_of` writes a TrainConfig in its words, `read` takes them
+back, `unsaid` names what it has no words for, and `allows` keeps a search to what it has.
+Keys below others are written with dots: `bnb_config_kwargs.bnb_4bit_quant_type`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.adapters import ATTENTION_PROJECTIONS
+from autotune.config import METHODS, TrainConfig
+from autotune.errors import nearest
+from autotune.knobs import KNOBS
+
+_POSITIVE = KNOBS["micro_batch_size"].read
+_PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One way to say some of our settings."""
+
+    ours: tuple[Any, ...]
+    theirs: Mapping[str, Any]
+    """None: the key is not there."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """Written with it where the file does not have the key; not asked for when it is read."""
+    within: Mapping[str, str] = field(default_factory=dict)
+    """Entries of lists that are the user's otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Some of our settings: either the choices there are, or how one of them is said and heard.
+
+    Of choices for the same settings the first is written; all are read.
+    """
+
+    ours: tuple[str, ...]
+    """Fields of TrainConfig."""
+    keys: tuple[str, ...]
+    choices: tuple[Choice, ...] = ()
+    say: Callable[[Any], Mapping[str, Any]] | None = None
+    hear: Callable[[Mapping[str, Any]], Any] | None = None
+    """May raise ValueError; the setting's own check comes after it."""
+    methods: tuple[str, ...] = METHODS
+    """Training methods that the row is about."""
+    nearest: Mapping[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
+    """Written instead of what no choice says; the empty key is for all others."""
+
+    def choice_for(self, values: tuple[Any, ...]) -> Choice | None:
+        return next((choice for choice in self.choices if choice.ours == values), None)
+
+    def choice_said(self, values: tuple[Any, ...]) -> Choice | None:
+        """The choice for the values, or what is nearest to them."""
+        nearest = self.nearest.get(values, self.nearest.get((), ()))
+        return self.choice_for(values) or self.choice_for(nearest)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """Another trainer's configuration file."""
+
+    name: str
+    """For people."""
+    source: str
+    """Whose classes the keys and defaults were taken from."""
+    rows: tuple[Row, ...]
+    """The one that says the method first."""
+    defaults: Mapping[str, Any]
+    """The trainer's own of the keys in `rows`; what is not in it is off, or must be named."""
+    model_key: str = ""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that every file of this trainer has, by what it is."""
+    elsewhere: tuple[str, ...] = ()
+    """Settings that are made outside the file, which leaves them open."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Older name of a key -> the one in `rows`. A file keeps to the name it has."""
+    flags: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    """Older switch -> the key and value that it stands for."""
+    of_adapters: tuple[str, ...] = ()
+    """Keys that say nothing without an adapter."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Keys that, switched on, make another run of it, and why that is not predicted."""
+    unpredicted: Mapping[str, str] = field(default_factory=dict)
+    """Keys that, switched on, change memory or speed as no prediction does, and how."""
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """Its keys for TrainingArguments that no setting decides, where they have other names; else
+    what is a field of that class is one."""
+    has_own_names: bool = False
+    """Only `arguments` are TrainingArguments: another key of such a name is something else."""
+    caveats: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = ()
+    """Where the trainer does what was not predicted, whatever its file says."""
+
+
+def choices(ours: tuple[str, ...], *rows: Choice, **more: Any) -> Row:
+    """One of some choices."""
+    keys = dict.fromkeys(key for row in rows for key in (*row.theirs, *row.within))
+    return Row(ours=ours, keys=tuple(keys), choices=rows, **more)
+
+
+def of_key(name: str, key: str | None = None, **more: Any) -> Row:
+    """The key holds the setting as it is; what is off is left out."""
+    key = key or name
+    return Row(
+        ours=(name,),
+        keys=(key,),
+        say=lambda value: {key: value or None},
+        hear=lambda said: said[key],
+        **more,
+    )
+
+
+def of_values(name: str, key: str, values: Mapping[Any, Any], **more: Any) -> Row:
+    """One of ours for one of theirs."""
+    rows = (Choice(ours=(ours,), theirs={key: said}) for ours, said in values.items())
+    return choices((name,), *rows, **more)
+
+
+def module_names(targets: str) -> list[str]:
+    """The modules that a value of lora_targets names; `all-linear` is one for PEFT."""
+    return list(ATTENTION_PROJECTIONS) if targets == "attention" else targets.split(",")
+
+
+def targets_of(names: object) -> str:
+    """The value of lora_targets for a list of modules. ValueError where it is none."""
+    if isinstance(names, str):
+        names = names.split(",")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("must be a list of names")
+    names = [name.strip() for name in names]
+    return "attention" if tuple(names) == ATTENTION_PROJECTIONS else ",".join(names)
+
+
+def same(left: object, right: object) -> bool:
+    """Whether a trainer makes no difference between the two: what is off is left out as well."""
+    return left == right if left and right else not left and not right
+
+
+def value_at(content: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    value: Any = content
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return default if value is None else value
+
+
+def entries(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def keys_of(target: Target, config: TrainConfig) -> dict[str, Any]:
+    """The target's keys that say the configuration, or what is nearest, those at their default too."""
+    keys: dict[str, Any] = {}
+    for row in _rows(target, config.method):
+        if row.say is not None:
+            keys |= row.say(getattr(config, row.ours[0]))
+            continue
+        values = tuple(getattr(config, name) for name in row.ours)
+        choice = row.choice_said(values)
+        if choice is not None:
+            lists = {key: [entry] for key, entry in choice.within.items()}
+            keys |= {**choice.theirs, **choice.beside, **lists}
+    return keys
+
+
+def unsaid(target: Target, config: TrainConfig) -> tuple[str, ...]:
+    """Words for each setting that the target has no key for."""
+    words = []
+    said = {*target.fixed, "num_gpus"}
+    for row in target.rows:
+        said |= {*row.ours}
+        values = tuple(getattr(config, name) for name in row.ours)
+        if config.method in row.methods and row.choices and row.choice_for(values) is None:
+            differing = [name for name in row.ours if not _is_said_somehow(row, name, config)]
+            words += [_words(name, config) for name in differing or row.ours]
+    words += [
+        _words(name, config)
+        for name in KNOBS
+        if name not in said and getattr(config, name) != _PLAIN[name]
+    ]
+    words += [
+        _words(name, config)
+        for name, value in target.fixed.items()
+        if getattr(config, name) != value
+    ]
+    if config.num_gpus > 1:
+        words.append(f"{_words('num_gpus', config)} (that is said where it is launched)")
+    return tuple(words)
+
+
+def says_method(target: Target, method: str) -> bool:
+    """Whether the target trains that way at all."""
+    row = target.rows[0]
+    if "method" in target.elsewhere:
+        return True
+    return any(choice.ours[0] == method for choice in row.choices)
+
+
+def allows(target: Target, method: str, name: str, value: object) -> bool:
+    """Whether the target can be told the setting's value, alone or with some value of another."""
+    if not says_method(target, method):
+        return False
+    if name in target.elsewhere:
+        return True
+    if name in target.fixed:
+        return bool(value == target.fixed[name])
+    rows = [row for row in _rows(target, method) if name in row.ours]
+    if not rows:
+        return bool(value == _PLAIN[name])
+    row = rows[0]
+    if row.say is not None:
+        return True
+    place = row.ours.index(name)
+    return any(
+        choice.ours[place] == value and (row.ours[0] != "method" or choice.ours[0] == method)
+        for choice in row.choices
+    )
+
+
+def read(target: Target, content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """(our settings, every problem with its key). Where there are problems, settings are missing."""
+    content = in_current_words(target, content)
+    values: dict[str, Any] = dict(target.fixed)
+    problems = [f"{key}: {why}" for key, why in target.refused.items() if _is_on(content, key)]
+    for row in target.rows:
+        method = values.get("method")
+        if method is None and row.methods != METHODS:
+            continue
+        if method is not None and method not in row.methods:
+            continue
+        try:
+            read_values = _read_row(target, row, content)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        values |= zip(row.ours, read_values, strict=True)
+    return values, problems
+
+
+def in_current_words(target: Target, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content without older names and switches."""
+    current = dict(content)
+    for old, new in target.renamed.items():
+        if old in current:
+            value = current.pop(old)
+            current.setdefault(new, value)
+    for old, (new, value) in target.flags.items():
+        if current.pop(old, None) and not current.get(new):
+            current[new] = value
+    return current
+
+
+def notes(target: Target, content: Mapping[str, Any]) -> tuple[str, ...]:
+    """What in the file changes memory or speed and is in no prediction."""
+    return tuple(
+        f"{key}: {_shown(value_at(content, key))} {words}"
+        for key, words in target.unpredicted.items()
+        if _is_on(content, key)
+    )
+
+
+def _is_on(content: Mapping[str, Any], key: str) -> bool:
+    """A degree of 1 is none."""
+    value = value_at(content, key)
+    return bool(value) and (value is True or value != 1)
+
+
+def _rows(target: Target, method: str) -> Iterable[Row]:
+    return (row for row in target.rows if method in row.methods)
+
+
+def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any, ...]:
+    said = {key: value_at(content, key, target.defaults.get(key)) for key in row.keys}
+    if row.hear is not None:
+        (name,) = row.ours
+        key = row.keys[0]
+        if all(value is None for value in said.values()) and not _may_be_off(name):
+            raise ValueError(f"{key} is missing")
+        knob = KNOBS.get(name)
+        check = _POSITIVE if knob is None else knob.read
+        try:
+            value = row.hear(said)
+            return (check(0 if value is None else value),)
+        except ValueError as error:
+            raise ValueError(f"{key} {error}") from error
+    for choice in row.choices:
+        if all(same(said[key], value) for key, value in choice.theirs.items()) and all(
+            entry in entries(said[key]) for key, entry in choice.within.items()
+        ):
+            return choice.ours
+    raise ValueError(_unknown(row, said, content))
+
+
+def _may_be_off(name: str) -> bool:
+    return name in KNOBS and KNOBS[name].default in (0, 0.0)
+
+
+def _unknown(row: Row, said: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+    known = {
+        value
+        for choice in row.choices
+        for value in choice.theirs.values()
+        if isinstance(value, str)
+    }
+    in_file = {key: value for key, value in said.items() if value_at(content, key) is not None}
+    shown = ", ".join(f"{key}: {_shown(value)}" for key, value in (in_file or said).items())
+    if len(row.keys) == 1:
+        (value,) = said.values()
+        return f"{shown} is not predicted. {nearest(str(value)[:80], known)}"
+    return f"{shown} is not predicted together"
+
+
+def _is_said_somehow(row: Row, name: str, config: TrainConfig) -> bool:
+    place = row.ours.index(name)
+    return any(choice.ours[place] == getattr(config, name) for choice in row.choices)
+
+
+def _words(name: str, config: TrainConfig) -> str:
+    knob = KNOBS.get(name)
+    value = getattr(config, name)
+    return f"{name}: {value if knob is None else knob.words(value)}"
+
+
+def _shown(value: object) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,68 @@
+"""Another trainer's file as text: what it does not carry, the settings, and what is the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.config import LOADER_SETTINGS, TrainConfig
+from autotune.export.mapping import Target, unsaid
+
+
+def as_yaml(
+    target: Target,
+    config: TrainConfig,
+    keys: Mapping[str, Any],
+    yours: Mapping[str, Any],
+    *,
+    extra: Mapping[str, Any],
+    evidence: object,
+) -> str:
+    """Comments, then the keys that are not off anyway, then the user's own.
+
+    `extra` are TrainingArguments that no setting decides: in the target's words, or named in a
+    comment.
+    """
+    import yaml
+
+    names = {argument: key for key, argument in target.arguments.items()}
+    carried = {
+        names.get(name, name): value
+        for name, value in extra.items()
+        if name in names or not target.has_own_names
+    }
+    lost = [name for name in extra if names.get(name, name) not in carried]
+    lines = [f"For {target.name} ({target.source}), written by autotune: {evidence}."]
+    lines += [f"Not carried: {words}" for words in (*unsaid(target, config), *lost)]
+    lines += caveats_of(target, config)
+    comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+    settings = {
+        key: value
+        for key, value in keys.items()
+        if value is not None and (value or target.defaults.get(key))
+    }
+    users = {key: value for key, value in {**yours, **carried}.items() if key not in settings}
+    parts = (yaml.safe_dump(nested(part), sort_keys=False) for part in (settings, users))
+    return f"{comments}\n" + "\n# Yours: what is trained on, and how.\n".join(parts)
+
+
+def loader_keys(config: TrainConfig) -> dict[str, Any]:
+    """How batches are loaded: both trainers call it as TrainingArguments does."""
+    return {name: getattr(config, name) for name in LOADER_SETTINGS}
+
+
+def caveats_of(target: Target, config: TrainConfig) -> list[str]:
+    """Where the trainer does otherwise than predicted."""
+    return [words for holds, words in target.caveats if holds(config)]
+
+
+def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys with dots as mappings."""
+    content: dict[str, Any] = {}
+    for key, value in keys.items():
+        *folders, last = key.split(".")
+        place = content
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = value
+    return content

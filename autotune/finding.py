@@ -1,0 +1,396 @@
+"""A whole search, from what was asked to the files: the one path of the command line and of code.
+
+`find` resolves the model, chooses the card, predicts, and measures where that is asked for; `deliver`
+writes the answer's files and its study. Neither prints: a Listener hears how far the work is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from autotune import (
+    bases,
+    compiled,
+    export,
+    inputs,
+    probing,
+    space_file,
+    store,
+    studies,
+    tune,
+)
+from autotune.config import METHODS, Workload
+from autotune.dataset import Dataset, time_loaders
+from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageError, WorkerError
+from autotune.export.read import BaseRun
+from autotune.forkserver import ForkServer
+from autotune.loading import LoaderTimes
+from autotune.models import ModelSource, resolve
+from autotune.optimizers import OPTIMIZERS
+from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
+from autotune.probes import open_probes
+from autotune.report.progress import SILENT, Listener
+from autotune.results import BACKENDS, ProbeSpec
+from autotune.space import may_pack, with_peft
+from autotune.summary import Measured, Summary
+from autotune.tune import Found
+
+PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
+"""Of timed steps per probe, at most."""
+CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
+
+_LIBRARIES = ("autotune", "torch", "transformers", "peft", "optuna", "liger-kernel", "trl")
+"""And those of the optimizers, bitsandbytes among them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a search found, and what its study is called."""
+
+    found: Found
+    study: str
+    folder_name: str
+    """The study's name, as a folder may have it."""
+    run: BaseRun | None = None
+    """What the user trains with so far."""
+
+    @property
+    def summary(self) -> Summary:
+        return self.found.summary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivered:
+    """What was written of an answer."""
+
+    result: dict[str, Any]
+    """The object of `find --json`."""
+    files: list[Path]
+    study: str
+    """Empty where none was kept."""
+    problems: list[AutotuneError]
+    """What could not be written; the answer is not lost by it."""
+    notes: tuple[str, ...] = ()
+    """What was changed in the user's own file, in words."""
+    unsaid: tuple[str, ...] = ()
+    """What files do not carry, in words."""
+
+
+def find(
+    options: FindOptions, *, storage: str, command: str = "", listener: Listener = SILENT
+) -> Answer:
+    """Answer what was asked; whatever it cannot answer is an AutotuneError.
+
+    Probes are kept in the database `storage`, where later searches find them; a prediction leaves it
+    alone. `command` is what the study keeps of how it was made.
+    """
+    if (options.num_gpus or 1) > 1 and options.backend in BACKENDS:
+        raise ConfigError(
+            f"--num-gpus {options.num_gpus} does not go with --backend {options.backend}",
+            why="Probes run on one GPU",
+            remedy="Leave --backend out, for a prediction",
+        )
+    choose = inputs.CHOOSERS.get(options.backend, inputs.choose_card)
+    card, gpu_reason, budget_bytes = choose(options.gpu, options.gpu_mem)
+    if gpu_reason.startswith(f"{inputs.FOUND};"):
+        listener.note(f"{card.name}, {gpu_reason}")
+    space, methods = space_file.load(options.space), options.methods
+    if options.peft is not None:
+        space = with_peft(space, options.peft)
+        methods = (*methods, "peft")
+    if options.compile_mode is not None:
+        space = compiled.with_mode(space, options.compile_mode)
+    run = None
+    if options.base is not None:
+        run = bases.read_run(
+            options.base,
+            seq_len=options.seq_len,
+            methods=methods,
+            num_gpus=options.num_gpus or 1,
+            usual_length=SEQUENCE_LENGTH,
+            note=listener.note,
+        )
+    base = None if run is None else run.config
+    source = resolve(_model_of(options, run))
+    num_gpus, length, batch = options.num_gpus, options.seq_len, options.effective_batch
+    if base is not None:
+        num_gpus = inputs.agreed("--num-gpus", num_gpus, base.num_gpus)
+        length = inputs.agreed("--seq-len", length, base.sequence_length)
+        batch = inputs.agreed("--effective-batch", batch, base.effective_batch_size)
+    num_gpus = num_gpus or 1
+    task = options.task or source.task
+    length = _possible_length(source, length, listener.note)
+    lengths = None
+    if options.dataset is not None:
+        lengths = inputs.read_lengths(
+            options.dataset,
+            source,
+            length,
+            text_field=options.text_field,
+            tokenizer=options.tokenizer,
+        )
+        packs = may_pack(space, task)
+        length = inputs.longest_batch(lengths, length, packs=packs, note=listener.note)
+        if base is not None:
+            base = dataclasses.replace(base, sequence_length=length)
+    if run is not None and base is not None:
+        space, base = bases.searched(space, run, base, task, has_lengths=lengths is not None)
+    workload = Workload(
+        model=source.name,
+        task=task,
+        sequence_length=length,
+        lengths=lengths,
+        effective_batch_size=inputs.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
+        methods=tuple(dict.fromkeys(methods)) or METHODS,
+        memory_budget_bytes=budget_bytes,
+        num_gpus=num_gpus,
+        extra_arguments="{}" if run is None else run.extra_arguments,
+    )
+    if base is not None:
+        what = f"The configuration of {options.base}"
+        inputs.check_rules(base, workload, card, source, what=what)
+    if options.backend == "auto":
+        is_here = gpu_reason.startswith(inputs.FOUND) and num_gpus == 1
+        measure_on = "cuda" if is_here else None
+    else:
+        measure_on = options.backend if options.backend in BACKENDS else None
+    trains_elsewhere = measure_on is None and run is not None and run.target is not None
+    with listener.searching() as progress:
+        found = tune.find(
+            source,
+            workload,
+            space,
+            card,
+            gpu_reason=gpu_reason,
+            allow=options.allow,
+            base=base,
+            has=base if trains_elsewhere else None,
+            effort=options.effort,
+            progress=progress,
+        )
+    # Only a planned card follows from the budget; another one needs a study of its own.
+    is_planned = not gpu_reason.startswith((inputs.NAMED, inputs.FOUND, inputs.ON_CPU))
+    name = store.default_study_name(workload, gpu=None if is_planned else card.name)
+    if options.peft is not None:
+        name += f"-{hashlib.sha256(options.peft.encode()).hexdigest()[:6]}"
+    if measure_on is not None:
+        measured_name = f"{name}-measured"
+        try:
+            found = _measure(
+                found,
+                source,
+                options,
+                backend=measure_on,
+                study=options.study or measured_name,
+                storage=storage,
+                command=command,
+                listener=listener,
+            )
+            name = measured_name
+        except (HardwareError, WorkerError) as error:
+            if options.backend != "auto":
+                raise
+            listener.note(f"nothing could be measured, so the answer is predicted. {error}")
+    else:
+        for option, value in (
+            ("--confirm-steps", options.confirm_steps),
+            ("--train-steps", options.train_steps),
+        ):
+            if value is not None:
+                listener.note(
+                    f"{option} says nothing to a prediction: --backend cuda or cpu measures."
+                )
+    return Answer(
+        found=found,
+        study=options.study or name,
+        folder_name=name if options.study is None else store.slug(options.study),
+        run=run,
+    )
+
+
+def _model_of(options: FindOptions, run: BaseRun | None) -> str:
+    model = options.model or (None if run is None else run.model)
+    if model is None:
+        raise ConfigError(
+            "There is no model",
+            why="No file that names one was given" if run is None else f"{run.path} names none",
+            remedy="Give --model with a Hub id, a folder or a config.json (autotune models)",
+        )
+    return model
+
+
+def _possible_length(source: ModelSource, length: int | None, note: Callable[[str], None]) -> int:
+    possible = inputs.possible_length(
+        source, length or SEQUENCE_LENGTH, is_given=length is not None
+    )
+    if possible != (length or SEQUENCE_LENGTH):
+        note(
+            f"{source.short_name} has positions for {possible} tokens: --seq-len {possible} is taken."
+        )
+    return possible
+
+
+def _measure(
+    found: Found,
+    source: ModelSource,
+    options: FindOptions,
+    *,
+    backend: str,
+    study: str,
+    storage: str,
+    command: str,
+    listener: Listener,
+) -> Found:
+    """Probe the candidates, confirm the winner. Nothing measured is ever lost."""
+    summary = found.summary
+    workload = summary.workload
+    confirm_steps, train_steps = options.confirm_steps, options.train_steps
+    if train_steps is None and (train_steps := tune.steps_per_epoch(summary)) is not None:
+        listener.note(
+            f"the run is taken to be an epoch of the dataset: --train-steps {train_steps}."
+        )
+    spec = ProbeSpec(
+        task=workload.task,
+        backend=backend,
+        memory_budget_bytes=workload.memory_budget_bytes,
+        max_seconds=PROBE_SECONDS[backend],
+    )
+    with ForkServer() as server:
+        server.start("probe")
+        plan = probing.Plan(
+            pool=[e for e in found.pool() if probing.can_run(e.config, backend)],
+            base=summary.base,
+            baseline=summary.baseline,
+            budget_bytes=workload.memory_budget_bytes,
+            max_probes=tune.EFFORTS[options.effort].max_probes,
+            confirm_steps=CONFIRM_STEPS[backend] if confirm_steps is None else confirm_steps,
+            train_steps=train_steps,
+            variants=lambda e: [v for v in found.variants(e) if probing.can_run(v.config, backend)],
+        )
+        with (
+            store.open_study(
+                storage,
+                study,
+                workload=workload,
+                gpu=summary.gpu,
+                command=command,
+                versions=_versions(),
+            ) as opened,
+            open_probes(storage) as table,
+        ):
+            prober = probing.Prober(server, table, source, spec, useful_share=workload.useful_share)
+            measured = probing.search(
+                opened,
+                plan,
+                prober,
+                on_probe=listener.on_probe,
+                on_confirm=listener.on_confirm,
+            )
+        answer = dataclasses.replace(
+            tune.with_measured(summary, measured),
+            loader=_time_loaders(server, source, options, workload, measured, listener),
+        )
+    return dataclasses.replace(found, summary=answer)
+
+
+def _time_loaders(
+    server: ForkServer,
+    source: ModelSource,
+    options: FindOptions,
+    workload: Workload,
+    measured: Measured,
+    listener: Listener,
+) -> LoaderTimes | None:
+    """None without a dataset; and where it fails, for that costs nobody the answer."""
+    if options.dataset is None:
+        return None
+    data = Dataset(
+        path=options.dataset,
+        text_field=options.text_field,
+        tokenizer=options.tokenizer or source.folder_or_id,
+    )
+    try:
+        return time_loaders(server, data, workload, measured.best)
+    except WorkerError as error:
+        listener.note(f"the loader was not timed, and its settings stay. {error}")
+        return None
+
+
+def deliver(
+    answer: Answer, *, folder: Path | None, storage: str | None, command: str = ""
+) -> Delivered:
+    """Write the answer's files into a folder and record it in its study, where they are given."""
+    summary, run = answer.summary, answer.run
+    config = summary.exported
+    exporters = export.exporters_for(config, summary.workload)
+    if run is not None and folder is not None:
+        exporters = bases.with_edited(exporters, folder, run, summary.base)
+    places = [] if folder is None else export.export_paths(folder, exporters)
+    result = {**summary.to_dict(), "files": [str(path) for path in places]}
+    problems: list[AutotuneError] = []
+    files: list[Path] = []
+    notes: tuple[str, ...] = ()
+    if folder is not None:
+        try:
+            files = export.export_files(
+                folder,
+                workload=summary.workload,
+                config=config,
+                result=result,
+                exporters=exporters,
+            )
+            if run is not None:
+                notes = tuple(bases.changed(run, summary.base, config))
+        except StorageError as error:
+            problems.append(error)
+    study = ""
+    if storage is not None:
+        try:
+            _record(answer, result, storage=storage, command=command)
+            study = answer.study
+        except (ConfigError, StorageError) as error:
+            problems.append(error)
+    return Delivered(
+        result=result,
+        files=files,
+        study=study,
+        problems=problems,
+        notes=notes,
+        unsaid=tuple(export.unsaid_lines(exporters, summary.workload, config)),
+    )
+
+
+def _record(answer: Answer, result: dict[str, Any], *, storage: str, command: str) -> None:
+    summary = answer.summary
+    with store.open_study(
+        storage,
+        answer.study,
+        workload=summary.workload,
+        gpu=summary.gpu,
+        command=command,
+        versions=_versions(),
+    ) as opened:
+        # A study of measurements holds nothing else.
+        if summary.measured is None:
+            store.record_estimates(
+                opened,
+                answer.found.considered,
+                budget_bytes=summary.workload.memory_budget_bytes,
+            )
+        opened.set_user_attr(studies.RESULT, result)
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the libraries that a prediction depends on, those that are installed."""
+    versions = {}
+    for name in (*_LIBRARIES, *sorted({row.needs for row in OPTIMIZERS.values() if row.needs})):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions

@@ -1,0 +1,110 @@
+"""How fast batches are loaded beside how fast a step takes them, and the loader settings that follow.
+
+A loader without workers loads while the device waits, as far as the host does; one with workers loads
+beside the step, and only what it is slower makes anybody wait. The least that lets nobody wait is
+chosen. Each setting is timed by itself: what workers take from a step that runs on the same cores is
+not measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from autotune import typed
+from autotune.config import TrainConfig
+
+MAX_WAIT = 0.02
+"""Of a micro-step: as much as speeds that count as equal differ."""
+MAX_WORKERS = 16
+"""[judgement] Beyond it each costs memory and start-up for little."""
+PREFETCH_FACTORS = (2, 4)
+"""torch's default (2.13 torch/utils/data/dataloader.py), and twice as many for batches that vary."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderTime:
+    """One setting of the loader, timed."""
+
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool | None
+    """None: the Trainer's default, where there is nothing to pin for."""
+    batch_seconds: float
+    """From one micro-batch to the next, when nothing else is done."""
+    num_batches: int
+    """That were timed."""
+
+    def wait_seconds(self, micro_step_seconds: float) -> float:
+        """What a micro-step waits for its batch."""
+        if not self.num_workers:
+            return self.batch_seconds
+        return max(self.batch_seconds - micro_step_seconds, 0.0)
+
+    def keeps_up(self, micro_step_seconds: float) -> bool:
+        return self.wait_seconds(micro_step_seconds) <= MAX_WAIT * micro_step_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderTimes:
+    """The settings that were timed on this machine, smallest first, up to one that keeps up."""
+
+    micro_step_seconds: float
+    """What the answer was measured to take, for a batch of average length."""
+    times: tuple[LoaderTime, ...]
+
+    @property
+    def chosen(self) -> LoaderTime:
+        """The first that keeps up with the step; where none does, the one that delays it least."""
+        needed = self.micro_step_seconds
+        enough = (time for time in self.times if time.keeps_up(needed))
+        return next(enough, min(self.times, key=lambda time: time.wait_seconds(needed)))
+
+    def apply(self, config: TrainConfig) -> TrainConfig:
+        """The configuration with the chosen settings."""
+        chosen = self.chosen
+        return dataclasses.replace(
+            config,
+            dataloader_num_workers=chosen.num_workers,
+            dataloader_prefetch_factor=chosen.prefetch_factor,
+            dataloader_pin_memory=chosen.pin_memory,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        chosen = self.chosen
+        return {
+            "micro_step_seconds": self.micro_step_seconds,
+            "times": [dataclasses.asdict(time) for time in self.times],
+            "chosen": dataclasses.asdict(chosen),
+            "keeps_up": chosen.keeps_up(self.micro_step_seconds),
+        }
+
+
+def loader_times_from_dict(values: Any) -> LoaderTimes:
+    """Read LoaderTimes.to_dict back. Raises ValueError."""
+    given = typed.mapping(values, "loader")
+    times = given.get("times")
+    if not isinstance(times, list) or not times:
+        raise ValueError(f"loader.times is {typed.shown(times)} and should be a list")
+    fields = {k: v for k, v in given.items() if k not in ("chosen", "keeps_up")}
+    fields["times"] = tuple(typed.record(LoaderTime, time, "loader.times") for time in times)
+    read: LoaderTimes = typed.record(LoaderTimes, fields, "loader")
+    return read
+
+
+def settings_to_time(num_cores: int, *, has_cuda: bool) -> Iterator[dict[str, Any]]:
+    """Fields of LoaderTime, what takes least of the machine first."""
+    pinned = (False, True) if has_cuda else (None,)
+    counts = [0]
+    while (count := max(2 * counts[-1], 1)) <= min(num_cores, MAX_WORKERS):
+        counts.append(count)
+    for count in counts:
+        for prefetch in PREFETCH_FACTORS if count == counts[-1] and count else PREFETCH_FACTORS[:1]:
+            for pin_memory in pinned:
+                yield {
+                    "num_workers": count,
+                    "prefetch_factor": prefetch if count else None,
+                    "pin_memory": pin_memory,
+                }

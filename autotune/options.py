@@ -1,0 +1,96 @@
+"""What `find` is asked, on the command line and in code: one record, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
+from autotune.errors import ConfigError, nearest
+from autotune.results import BACKENDS
+
+EFFORTS = ("quick", "normal", "thorough")
+"""The keys of autotune.tune.EFFORTS, whose import is slow."""
+SEQUENCE_LENGTH = 1024
+EFFECTIVE_BATCH_SIZE = 32
+MAX_GPUS = 16
+"""In one machine (NVIDIA's DGX-2 and HGX boards hold 16): several machines are not modelled."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "task": TASKS,
+    "backend": ("auto", "predict", *BACKENDS),
+    "methods": METHODS,
+    "allow": TRADEOFF_CLASSES,
+    "compile_mode": COMPILE_MODES,
+    "effort": EFFORTS,
+}
+RANGES: dict[str, tuple[int, int]] = {
+    "num_gpus": (1, MAX_GPUS),
+    "seq_len": (1, 10_000_000),
+    "effective_batch": (1, 1_000_000),
+    "confirm_steps": (0, 1_000_000),
+    "train_steps": (1, 1_000_000),
+}
+_TEXTS = ("model", "gpu", "gpu_mem", "text_field", "tokenizer", "peft", "space", "study")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FindOptions:
+    """The options of `autotune find`, by their names; None where one was left out.
+
+    Making one raises ConfigError for a value outside CHOICES and RANGES.
+    """
+
+    model: str | None = None
+    """None: the base's."""
+    task: str | None = None
+    gpu: str | None = None
+    gpu_mem: str | None = None
+    num_gpus: int | None = None
+    """None: the base's, or 1."""
+    seq_len: int | None = None
+    """None: the base's, or SEQUENCE_LENGTH as far as the model has positions."""
+    dataset: Path | None = None
+    text_field: str = "text"
+    tokenizer: str | None = None
+    backend: str = "auto"
+    effective_batch: int | None = None
+    """None: the base's, or EFFECTIVE_BATCH_SIZE."""
+    methods: tuple[str, ...] = ()
+    """Empty: all."""
+    peft: str | None = None
+    """As autotune.adapters.read_peft gives it."""
+    space: str = "default"
+    allow: str | None = None
+    base: Path | None = None
+    effort: str = "normal"
+    confirm_steps: int | None = None
+    """None: by the backend."""
+    compile_mode: str | None = None
+    """Of torch.compile, beside none. None: as the space says."""
+    train_steps: int | None = None
+    """None: an epoch of the dataset; without one steady speed decides."""
+    study: str | None = None
+    """None: named by the workload."""
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            for each in value if isinstance(value, tuple) else (value,):
+                if each is not None and each not in choices:
+                    shown = str(each)[:40]
+                    raise ConfigError(f"{name} is {shown!r}", remedy=nearest(shown, choices))
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not (type(value) is int and least <= value <= most):
+                raise ConfigError(
+                    f"{name} is {str(value)[:40]}",
+                    why=f"It should be a whole number from {least:,} to {most:,}",
+                )
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if not isinstance(value, str) and value is not None:
+                raise ConfigError(
+                    f"{name} is {str(value)[:40]}",
+                    why=f"It should be a text, not {type(value).__name__}",
+                )

@@ -1,0 +1,163 @@
+"""Stored answers side by side: what was asked differently, what is different in the answer.
+
+A record, and the table that is drawn of it. Predicted and measured figures have rows of their own: a
+gain is one of predictions over a prediction, or of measurements over a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.knobs import KNOBS, describe
+from autotune.results import Estimate, Measurement
+from autotune.studies import StoredAnswer
+from autotune.units import format_bytes
+
+_MISSING = "-"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """Speed and peak of each answer, all predicted or all measured; None where that was not done."""
+
+    tokens_per_second: tuple[float | None, ...]
+    peak_device_bytes: tuple[int | None, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "tokens_per_second": list(self.tokens_per_second),
+            "peak_device_bytes": list(self.peak_device_bytes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What differs between answers, a value per study in each row."""
+
+    studies: tuple[str, ...]
+    answers: tuple[str, ...]
+    """The configurations, in words."""
+    question: dict[str, tuple[Any, ...]]
+    """Model and budget; and what else differs of the workload, the card, the space and the class allowed."""
+    settings: dict[str, tuple[Any, ...]]
+    """Fields of TrainConfig that differ, as their knob says them."""
+    predicted: Figures
+    measured: Figures
+    measured_on: tuple[str | None, ...]
+    versions: dict[str, tuple[str | None, ...]]
+    """Of the libraries that differ."""
+
+    def to_dict(self) -> dict[str, object]:
+        """The object of `studies compare --json`."""
+        return {
+            "studies": list(self.studies),
+            "answers": list(self.answers),
+            "question": {name: list(values) for name, values in self.question.items()},
+            "settings": {name: list(values) for name, values in self.settings.items()},
+            "predicted": self.predicted.to_dict(),
+            "measured": {**self.measured.to_dict(), "device": list(self.measured_on)},
+            "versions": {name: list(values) for name, values in self.versions.items()},
+        }
+
+
+def compare(stored: Sequence[StoredAnswer]) -> Comparison:
+    """The answers of several studies, each against the others."""
+    summaries = [answer.summary for answer in stored]
+    asked = [
+        {
+            **summary.workload.to_dict(),
+            "gpu": summary.gpu,
+            "space": summary.space,
+            "allow": summary.allow,
+        }
+        for summary in summaries
+    ]
+    configs = [summary.best.config for summary in summaries]
+    found = [None if s.measured is None else s.measured.final for s in summaries]
+    return Comparison(
+        studies=tuple(answer.study for answer in stored),
+        answers=tuple(map(describe, configs)),
+        question=_differing(asked, always=("model", "memory_budget_bytes")),
+        settings={
+            name: tuple(_said(name, value) for value in values)
+            for name, values in _differing([config.to_dict() for config in configs]).items()
+        },
+        predicted=_figures([summary.best for summary in summaries]),
+        measured=_figures(found),
+        measured_on=tuple(None if m is None else m.fingerprint.device for m in found),
+        versions=_differing([answer.versions for answer in stored]),
+    )
+
+
+def _differing(
+    records: Sequence[Mapping[str, Any]], always: Sequence[str] = ()
+) -> dict[str, tuple[Any, ...]]:
+    """The values of each key that is in `always`, or whose values differ."""
+    keys = dict.fromkeys([*always, *(key for record in records for key in record)])
+    rows = {key: tuple(record.get(key) for record in records) for key in keys}
+    return {
+        key: values
+        for key, values in rows.items()
+        if key in always or any(value != values[0] for value in values)
+    }
+
+
+def _said(name: str, value: Any) -> Any:
+    """Of a setting in its knob's words; None where the configuration has no such setting."""
+    return KNOBS[name].words(value) if name in KNOBS and value is not None else value
+
+
+def _figures(found: Sequence[Estimate | Measurement | None]) -> Figures:
+    return Figures(
+        tokens_per_second=tuple(None if f is None else f.tokens_per_second for f in found),
+        peak_device_bytes=tuple(None if f is None else f.peak_device_bytes for f in found),
+    )
+
+
+def rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """A label and a text per study in each row."""
+    texts = [("study", *comparison.studies)]
+    for name, values in comparison.question.items():
+        say = _size if name.endswith("_bytes") else _text
+        texts.append((_label(name), *map(say, values)))
+    texts.append(("answer", *comparison.answers))
+    texts += [(f"  {_label(name)}", *map(_text, v)) for name, v in comparison.settings.items()]
+    for evidence, figures in (
+        ("predicted", comparison.predicted),
+        ("measured", comparison.measured),
+    ):
+        speeds, peaks = figures.tokens_per_second, figures.peak_device_bytes
+        if any(speed is not None for speed in speeds):
+            texts.append((f"{evidence} tokens/s", *_speeds(speeds)))
+            texts.append((f"{evidence} memory", *map(_size, peaks)))
+    if any(comparison.measured_on):
+        texts.append(("measured on", *map(_text, comparison.measured_on)))
+    return texts + [(name, *map(_text, values)) for name, values in comparison.versions.items()]
+
+
+def _label(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{value['num_samples']:,} samples" if "num_samples" in value else "given"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return _MISSING if value is None else str(value)
+
+
+def _size(size_bytes: int | None) -> str:
+    return _MISSING if size_bytes is None else format_bytes(size_bytes)
+
+
+def _speeds(speeds: Sequence[float | None]) -> list[str]:
+    """Each speed, and what it is against the first study's of the same evidence."""
+    first, *_ = speeds
+    texts = []
+    for number, speed in enumerate(speeds):
+        gain = f" ({100 * (speed / first - 1):+.0f} %)" if number and first and speed else ""
+        texts.append(_MISSING if speed is None else f"{speed:,.0f}{gain}")
+    return texts

@@ -1,0 +1,70 @@
+"""Draws what a database holds: its studies, one of them, several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from autotune.report import comparison, terminal, words
+from autotune.report.words import printable
+from autotune.studies import ListedStudy, StoredAnswer
+
+_ENDINGS = {"complete": "fit", "pruned": "do not fit"}
+"""Of predicted trials, by what Optuna was told."""
+
+
+def draw_list(studies: Iterable[ListedStudy], file: TextIO) -> None:
+    """A row per study; what is not autotune's is said to be so."""
+    headers = ("study", "model", "budget>", "evidence", "tokens/s>", "trials>", "last trial")
+    terminal.draw_table(headers, map(_cells, studies), file)
+
+
+def _cells(study: ListedStudy) -> tuple[str, ...]:
+    workload, summary = study.workload or {}, study.summary
+    budget, at = workload.get("memory_budget_bytes"), study.last_trial_at
+    speed = None if summary is None else summary.tokens_per_second
+    return (
+        words.model_name(study.name),
+        words.model_name(str(workload.get("model", ""))),
+        words.short_size(budget) if isinstance(budget, int) else "",
+        study.problem if summary is None else summary.evidence,
+        "" if speed is None else f"{speed:,.0f}",
+        f"{study.num_trials:,}",
+        "" if at is None else f"{at.astimezone():%Y-%m-%d %H:%M}",
+    )
+
+
+def draw_stored(
+    answer: StoredAnswer,
+    counts: Mapping[str, Mapping[str, int]],
+    *,
+    place: str,
+    file: TextIO,
+) -> None:
+    """The answer as `find` drew it, then what made it and what the study holds."""
+    terminal.draw_summary(answer.summary, file)
+    versions = ", ".join(f"{name} {version}" for name, version in answer.versions.items())
+    trials = "; ".join(trials_in_words(evidence, of) for evidence, of in counts.items() if of)
+    rows = [
+        ("command", printable(answer.command) or "unknown"),
+        ("trials", printable(trials) or "none"),
+        ("versions", printable(versions) or "unknown"),
+    ]
+    print(file=file)
+    terminal.draw_rows(rows, file)
+    files = [Path(path) for path in answer.result.get("files", []) if Path(path).exists()]
+    terminal.draw_outcome(files, place, file)
+
+
+def trials_in_words(evidence: str, outcomes: Mapping[str, int]) -> str:
+    """`300 predicted (280 fit, 20 do not fit)`."""
+    said = _ENDINGS if evidence == "predicted" else {}
+    each = ", ".join(f"{count:,} {said.get(name, name)}" for name, count in outcomes.items())
+    return f"{sum(outcomes.values()):,} {evidence} ({each})"
+
+
+def draw_comparison(record: comparison.Comparison, file: TextIO) -> None:
+    headers = ("", *(str(number + 1) for number in range(len(record.studies))))
+    rows = ([words.model_name(cell) for cell in row] for row in comparison.rows(record))
+    terminal.draw_table(headers, rows, file)

@@ -1,0 +1,155 @@
+"""axolotl.yaml goes through axolotl's own schema: every key is known to it and means what it should.
+
+The schema is asked in a process of its own: axolotl sets up logging, and its dependencies are not ours
+(tests/loaders.txt).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.export import axolotl
+from autotune.export.mapping import read
+
+pytestmark = pytest.mark.slow
+
+WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
+RESULT: dict[str, object] = {"evidence": "predicted"}
+
+LORA = TrainConfig(
+    method="lora",
+    micro_batch_size=4,
+    gradient_accumulation_steps=8,
+    sequence_length=1536,
+    precision="bf16-autocast",
+    optimizer="adamw_torch",
+    lora_rank=24,
+    lora_targets="all-linear",
+)
+FULL = dataclasses.replace(LORA, method="full", lora_rank=None, lora_targets=None)
+CONFIGS = {
+    "lora": LORA,
+    "full": FULL,
+    "full in float32": dataclasses.replace(FULL, precision="fp32"),
+    "full in tf32": dataclasses.replace(FULL, precision="tf32"),
+    "float16": dataclasses.replace(LORA, precision="fp16-autocast"),
+    "dora": dataclasses.replace(LORA, lora_variant="dora", lora_targets="q_proj,v_proj"),
+    "rslora": dataclasses.replace(LORA, lora_variant="rslora", lora_targets="attention"),
+    **{
+        name: dataclasses.replace(LORA, method="qlora", quantization=name)
+        for name in ("nf4", "nf4-double", "fp4", "fp4-double", "int8")
+    },
+    "checkpointing": dataclasses.replace(LORA, activation_checkpointing=1),
+    "offloading": dataclasses.replace(LORA, activation_checkpointing=1, activation_offloading=True),
+    "attention": dataclasses.replace(LORA, attention="flash_attention_2"),
+    "liger": dataclasses.replace(LORA, liger=True),
+    "padded": dataclasses.replace(LORA, batching="padded"),
+    "grouped": dataclasses.replace(LORA, batching="grouped"),
+    "compiled": dataclasses.replace(LORA, torch_compile="reduce-overhead"),
+    "noise": dataclasses.replace(LORA, neftune_noise_alpha=5.0, torch_empty_cache_steps=4),
+    "galore": dataclasses.replace(FULL, optimizer="galore_adamw"),
+    "schedule-free": dataclasses.replace(FULL, optimizer="schedule_free_adamw"),
+}
+
+LOADER = """
+import json, logging, sys
+import torch
+from axolotl.utils.config import prepare_plugins, resolve_dtype, validate_config
+from axolotl.utils.dict import DictDefault
+from axolotl.integrations.liger.args import LigerArgs
+from axolotl.utils.schemas.config import AxolotlInputConfig
+
+logging.disable()
+fields = {**AxolotlInputConfig.model_fields, **LigerArgs.model_fields}
+answer = {"read": {}, "dtype": {}, "unknown": {}}
+for name, content in json.load(sys.stdin).items():
+    answer["unknown"][name] = [key for key in content if key not in fields]
+    cfg = DictDefault(content)
+    prepare_plugins(cfg)
+    cfg = validate_config(cfg)
+    answer["read"][name] = json.loads(json.dumps(dict(cfg), default=str))
+    resolve_dtype(cfg)
+    answer["dtype"][name] = str(cfg.torch_dtype).removeprefix("torch.")
+answer["defaults"] = {
+    key: field.default if isinstance(field.default, (str, int, float)) else None
+    for key, field in fields.items()
+}
+json.dump(answer, sys.stdout)
+"""
+
+
+def written(config: TrainConfig) -> dict[str, Any]:
+    text = axolotl.write(workload=WORKLOAD, config=config, result=RESULT)
+    content: dict[str, Any] = yaml.safe_load(text)
+    return content
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What axolotl makes of every file."""
+    folder: Path = tmp_path_factory.mktemp("axolotl")
+    ran = subprocess.run(
+        [sys.executable, "-c", LOADER],
+        input=json.dumps({name: written(config) for name, config in CONFIGS.items()}),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return answer
+
+
+def test_no_key_is_unknown_to_it(asked: dict[str, Any]) -> None:
+    assert set(asked["unknown"]) == set(CONFIGS)
+    assert not any(asked["unknown"].values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_keeps_what_was_written(name: str, asked: dict[str, Any]) -> None:
+    values = asked["read"][name]
+    content = written(CONFIGS[name])
+    changed = {
+        key: (said, values.get(key)) for key, said in content.items() if said != values.get(key)
+    }
+    changed.pop("datasets")  # with its defaults
+    assert changed == {}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_it_fills_in_is_read_back_as_the_same_run(name: str, asked: dict[str, Any]) -> None:
+    values, problems = read(axolotl.TARGET, asked["read"][name])
+    assert problems == []
+    assert TrainConfig(**values) == CONFIGS[name]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_are_loaded_in_the_predicted_dtype(name: str, asked: dict[str, Any]) -> None:
+    precision = PRECISIONS[CONFIGS[name].precision]
+    assert asked["dtype"][name] == precision.parameter_dtype
+
+
+def test_the_defaults_are_its_own(asked: dict[str, Any]) -> None:
+    table = {key: value for key, value in axolotl.TARGET.defaults.items() if "." not in key}
+    # None of the schema, which leaves both to Transformers and torch.
+    assert (table.pop("attn_implementation"), table.pop("torch_compile_mode")) == (
+        "sdpa",
+        "default",
+    )
+    assert table == {key: asked["defaults"][key] for key in table}
+    keys = {key for row in axolotl.TARGET.rows for key in row.keys if "." not in key}
+    left_out = {key: asked["defaults"][key] for key in keys - set(axolotl.TARGET.defaults)}
+    # A schedule is nothing of ours but for optimizers that have none.
+    assert left_out.pop("lr_scheduler") == "cosine"
+    assert not any(left_out.values())

@@ -1,0 +1,292 @@
+"""autotune.find is the command line's find; its Result is shown, kept, written and read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import answers
+import click
+import optuna
+import pytest
+
+import autotune
+from autotune import api, cli, tune
+from autotune.api import Result
+from autotune.config import METHODS
+from autotune.errors import ConfigError, NothingFitsError, StorageError
+from autotune.models import ModelSource
+from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
+from autotune.tune import Found
+
+ASK = {"model": "qwen2.5-1.5b", "gpu_mem": "12GB"}
+PEFT = {"peft_type": "LORA", "r": 4, "bias": "all"}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """What `tune.find` is asked; its answer is made up, for that workload. The folder is empty."""
+    calls: list[dict[str, Any]] = []
+
+    def find(
+        model: ModelSource, workload: Any, space: Any, gpu: Any, *, gpu_reason: str, **rest: Any
+    ) -> Found:
+        told = {name: value for name, value in rest.items() if name != "progress"}
+        calls.append({"model": model, "workload": workload, "space": space, "gpu": gpu, **told})
+        return answers.found(workload=workload, gpu=gpu.name, gpu_reason=gpu_reason)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autotune.gpus.detect", list)
+    monkeypatch.setattr(tune, "find", find)
+    return calls
+
+
+def test_the_package_has_what_it_says() -> None:
+    assert set(autotune.__all__) == {"Result", "find", "__version__"}
+    assert autotune.find is api.find
+    assert autotune.Result is Result
+    with pytest.raises(AttributeError, match="no attribute 'fnid'"):
+        autotune.fnid  # noqa: B018
+
+
+def test_its_options_are_those_of_the_command() -> None:
+    command = cli.cli.commands["find"]
+    context = click.Context(command)
+    typed = {}
+    for option in command.params:
+        default = option.get_default(context)
+        name = option.opts[0].removeprefix("--").replace("-", "_")
+        typed[name] = default if isinstance(default, str | int) else None
+    del typed["json"]
+    named = {
+        name: parameter.default
+        for name, parameter in inspect.signature(autotune.find).parameters.items()
+    }
+    assert set(typed) == set(named) - {"progress"}
+    # None: the base's, then the command's default.
+    of_a_base = {
+        "num_gpus": 1,
+        "seq_len": SEQUENCE_LENGTH,
+        "effective_batch": EFFECTIVE_BATCH_SIZE,
+    }
+    # Nothing is kept unless it is asked for; `progress` takes the place of --json.
+    differs = {"storage", "out", "method", "model"}
+    for name in set(typed) - differs:
+        assert of_a_base.get(name, named[name]) == typed[name], name
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({}, ()),
+        ({"method": "lora", "seq_len": 512}, ("--method", "lora", "--seq-len", "512")),
+        (
+            {"method": ["qlora", "lora"], "allow": "exact", "effort": "quick", "gpu": "rtx-4090"},
+            (
+                *("--method", "qlora", "--method", "lora", "--allow", "exact"),
+                *("--effort", "quick", "--gpu", "rtx-4090"),
+            ),
+        ),
+        ({"peft": PEFT, "effective_batch": 8}, ("--peft", "peft.json", "--effective-batch", "8")),
+        ({"num_gpus": 2, "space": "lora"}, ("--num-gpus", "2", "--space", "lora")),
+    ],
+)
+def test_it_asks_what_the_command_asks(
+    asked: list[dict[str, Any]], options: dict[str, Any], arguments: tuple[str, ...]
+) -> None:
+    Path("peft.json").write_text(json.dumps(PEFT), encoding="utf-8")
+    autotune.find(**ASK, **options)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(("find", "--model", ASK["model"], "--gpu-mem", ASK["gpu_mem"], *arguments))
+    assert not ended.value.code
+    assert asked[0] == asked[1]
+
+
+def test_it_keeps_and_prints_nothing_unless_asked(
+    asked: list[dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = autotune.find(**ASK)
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+    assert (result.study, result.files, result.notes) == ("", (), ())
+    assert result.config == answers.CONFIG
+    assert result.workload.sequence_length == SEQUENCE_LENGTH
+    assert result.workload.methods == METHODS
+    assert result.evidence == "predicted"
+
+
+def test_notes_are_in_the_result_and_told_with_progress(
+    asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    quiet = autotune.find("bert-base-uncased", gpu_mem="12GB")
+    assert capfd.readouterr() == ("", "")
+    told = autotune.find("bert-base-uncased", gpu_mem="12GB", progress=True)
+    (note,) = told.notes
+    assert note.startswith("bert-base-uncased has positions for 512 tokens")
+    assert quiet.notes == told.notes
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", f"note: {note}\n")
+    assert note in repr(told)
+
+
+def test_what_is_asked_for_is_kept_and_read_back(
+    asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    storage = f"sqlite:///{tmp_path}/mine.db"
+    result = autotune.find(
+        Path("qwen2.5-1.5b"), gpu_mem="12GB", seq_len=512, storage=storage, out=tmp_path / "out"
+    )
+    assert {path.name for path in result.files} == {
+        "train.py",
+        "training_args.json",
+        "train_config.yaml",
+        "result.json",
+    }
+    assert all(path.is_file() for path in result.files)
+    (study,) = optuna.get_all_study_summaries(storage)
+    assert study.study_name == result.study == "qwen2.5-1.5b-12gb-seq512"
+    assert study.user_attrs["command"] == (
+        f"autotune.find(model='qwen2.5-1.5b', gpu_mem='12GB', seq_len=512, out='{tmp_path}/out')"
+    )
+    loaded = Result.load(result.study, storage=storage)
+    assert loaded.summary == result.summary
+    assert loaded.config == result.config
+    with pytest.raises(ConfigError, match="There is no study 'other'"):
+        Result.load("other", storage=storage)
+
+
+def test_what_cannot_be_written_does_not_cost_the_answer(
+    asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.warns(UserWarning, match="files cannot be written"):
+        result = autotune.find(**ASK, out=tmp_path / "file" / "out")
+    assert result.config == answers.CONFIG
+    assert result.files == ()
+    assert "files cannot be written" in result.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"method": "loar"}, r"methods is 'loar'. Did you mean \"lora\""),
+        ({"method": ("full", 3)}, "methods is '3'"),
+        ({"backend": "gpu"}, "backend is 'gpu'"),
+        ({"effort": "fast"}, "effort is 'fast'"),
+        ({"allow": "all"}, "allow is 'all'"),
+        ({"task": "causal"}, "task is 'causal'"),
+        ({"seq_len": 0}, "seq_len is 0. It should be a whole number from 1"),
+        ({"seq_len": "512"}, "seq_len is 512. It should be a whole number"),
+        ({"num_gpus": True}, "num_gpus is True"),
+        ({"effective_batch": 2.0}, "effective_batch is 2.0"),
+        ({"confirm_steps": -1}, "confirm_steps is -1"),
+        ({"gpu_mem": 12}, "gpu_mem is 12. It should be a text, not int"),
+        ({"gpu_mem": "12"}, "has no unit"),
+        ({"gpu": "rtx-9999"}, "rtx-9999"),
+        ({"model": 3}, "model is 3"),
+        ({"model": "no/such", "space": "nowhere.yaml"}, "nowhere.yaml"),
+        ({"peft": {"r": 4}}, "peft is .*must be a mapping with a peft_type"),
+        ({"peft": "missing.json"}, "missing.json cannot be read"),
+        ({"base": "missing.yaml"}, "missing.yaml cannot be read"),
+        ({"num_gpus": 2, "backend": "cpu"}, "does not go with --backend cpu"),
+    ],
+)
+def test_what_cannot_be_used_is_said_as_on_the_command_line(
+    asked: list[dict[str, Any]], options: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(ConfigError, match=part):
+        autotune.find(**{**ASK, **options})
+    assert asked == []
+
+
+def test_that_nothing_fits_is_an_exception(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NothingFitsError("Nothing fits")
+
+    monkeypatch.setattr(tune, "find", refuse)
+    with pytest.raises(NothingFitsError):
+        autotune.find(**ASK)
+
+
+def test_a_database_that_cannot_be_used_is_warned_of(asked: list[dict[str, Any]]) -> None:
+    Path("text.db").write_text("no database, and long enough to be read as one" * 9)
+    with pytest.warns(UserWarning, match="damaged"):
+        result = autotune.find(**ASK, storage="sqlite:///text.db")
+    assert result.study == ""
+    with pytest.raises(StorageError):
+        Result.load("any", storage="sqlite:///text.db")
+
+
+def test_the_files_of_some_formats(tmp_path: Path) -> None:
+    result = Result(summary=answers.summary())
+    paths = result.export(tmp_path / "some", ["training-args", "train-config"])
+    assert [path.name for path in paths] == ["training_args.json", "train_config.yaml"]
+    assert sorted(tmp_path.joinpath("some").iterdir()) == sorted(paths)
+    assert "train.py" in {path.name for path in result.export(str(tmp_path / "all"))}
+    with pytest.raises(ConfigError, match=r"no format 'train_config'\. Did you mean"):
+        result.export(tmp_path, ["train_config"])
+
+
+HOSTILE = '<script>alert("1")</script>\n\x1b[31m' + "x" * 10_000
+
+
+class Seen(HTMLParser):
+    """Tags and text of a document."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_a_notebook_shows_the_answer_and_its_evidence(is_measured: bool) -> None:
+    summary = answers.summary(measured=answers.measured() if is_measured else None)
+    shown = Seen(Result(summary=summary, notes=("look here",))._repr_html_())
+    assert ("MEASURED" in shown.text) is is_measured
+    assert ("PREDICTED, not measured" in shown.text) is not is_measured
+    assert "adamw_bnb_8bit" in shown.text
+    assert "look here" in shown.text
+    widths = [
+        float(str(attributes["style"]).partition("width:")[2].rstrip("%"))
+        for tag, attributes in shown.tags
+        if tag == "span" and "title" in attributes
+    ]
+    # The peak of 10 GiB, of 12 GB = 11.18 GiB.
+    assert sum(widths) == pytest.approx(100 * 10 * 2**30 / 12e9, abs=0.1)
+    assert {tag for tag, _ in shown.tags}.isdisjoint({"script", "link", "img", "a"})
+
+
+def test_text_of_others_stays_text() -> None:
+    workload = dataclasses.replace(answers.WORKLOAD, model=HOSTILE)
+    found = answers.measured(
+        best=answers.measurement(
+            fingerprint=dataclasses.replace(answers.measurement().fingerprint, device=HOSTILE)
+        )
+    )
+    summary = answers.summary(workload=workload, gpu=HOSTILE, measured=found)
+    page = Result(summary=summary, notes=(HOSTILE,))._repr_html_()
+    tags = {tag for tag, _ in Seen(page).tags}
+    assert tags <= {"div", "style", "table", "caption", "b", "tr", "th", "td", "span", "small"}
+    assert "\x1b" not in page
+    assert "\x1b" not in repr(Result(summary=summary))
+
+
+def test_its_words_are_one_screen() -> None:
+    lines = repr(Result(summary=answers.summary())).splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 100
+    assert "PREDICTED, not measured." in lines[0]

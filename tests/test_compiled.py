@@ -1,0 +1,181 @@
+"""torch.compile's variants of what was measured, and what a cold start costs a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import answers
+import pytest
+
+from autotune import compiled
+from autotune.config import TrainConfig
+from autotune.report import words
+from autotune.results import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
+from autotune.space import MethodSpace, SearchSpace
+from autotune.summary import Measured
+
+EAGER = TrainConfig(
+    method="full",
+    micro_batch_size=2,
+    gradient_accumulation_steps=4,
+    sequence_length=125,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+COMPILED = dataclasses.replace(EAGER, torch_compile="default")
+
+
+def measured(config: TrainConfig, step_seconds: float, **changes: Any) -> Measurement:
+    """A step of 1000 tokens."""
+    figures: dict[str, Any] = {
+        "outcome": "ok",
+        "message": "",
+        "micro_step_seconds": step_seconds / 8,
+        "optimizer_step_seconds": step_seconds / 2,
+        "cold_start_seconds": 0.0,
+        "peak_reserved_bytes": 1000,
+        "nontorch_bytes": 0,
+        **changes,
+    }
+    return Measurement(
+        config=config,
+        spec=ProbeSpec(task="causal-lm", backend="cpu", memory_budget_bytes=2000, max_seconds=1.0),
+        fingerprint=Fingerprint(device="", driver="", cuda="", versions=(), allocator=""),
+        **figures,
+    )
+
+
+def space(**domains: tuple[Any, ...]) -> SearchSpace:
+    return SearchSpace(
+        name="s", description="", methods=(MethodSpace(method="full", domains=domains),)
+    )
+
+
+def test_what_a_space_says_of_compilation() -> None:
+    assert compiled.settings_of(space(precision=("fp32",))) == {"full": ()}
+    both = space(
+        torch_compile=("none", "default", "max-autotune"),
+        torch_compile_backend=("inductor", "cudagraphs"),
+    )
+    assert len(compiled.settings_of(both)["full"]) == 4
+    one = compiled.with_mode(space(precision=("fp32",)), "reduce-overhead")
+    assert compiled.settings_of(one) == {"full": (("reduce-overhead", "inductor"),)}
+
+
+def test_a_variant_has_the_figures_of_eager_and_says_that_they_are_a_bound() -> None:
+    eager = dataclasses.replace(answers.estimate(), config=EAGER)
+    ways = {"full": (("default", "inductor"), ("max-autotune", "cudagraphs"))}
+    (variant,) = compiled.variants(eager, ways)
+    assert variant == dataclasses.replace(eager, config=COMPILED)
+    assert (eager.is_bound, variant.is_bound) == (False, True)
+    assert variant.to_dict(10**9)["bounded_by_eager"] is True
+    assert "without torch.compile" in words.predicted(variant)
+    assert compiled.variants(eager, {"lora": ways["full"]}) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "on_cpu", "without_compiler"),
+    [("inductor", True, False), ("cudagraphs", False, False), ("aot_eager", True, True)],
+)
+def test_what_a_cpu_compiles(
+    backend: str, on_cpu: bool, without_compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(COMPILED, torch_compile_backend=backend)
+    monkeypatch.setenv("CXX", "sh")
+    assert compiled.can_compile(config, "cpu") == on_cpu
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiled.can_compile(config, "cpu") == without_compiler
+    assert compiled.can_compile(config, "cuda")
+    assert compiled.can_compile(EAGER, "cpu")
+
+
+def test_the_fastest_eager_ones_are_compiled() -> None:
+    others = [dataclasses.replace(EAGER, activation_checkpointing=n) for n in (1, 2, 3)]
+    seen = [measured(config, 1.0 + n) for n, config in enumerate([EAGER, *others])]
+    seen.append(measured(COMPILED, 0.1))
+    assert [m.config for m in compiled.bases(seen, ())] == [EAGER, others[0]]
+    assert [m.config for m in compiled.bases(seen, {EAGER})] == others[:2]
+
+
+def test_a_cold_start_is_part_of_a_run() -> None:
+    """1000 tokens in a second, 30 seconds late: after 30 steps half as fast."""
+    seen = measured(COMPILED, 1.0, cold_start_seconds=30.0)
+    assert seen.tokens_per_second == seen.tokens_per_second_over(None) == pytest.approx(1000)
+    assert seen.tokens_per_second_over(30) == pytest.approx(500)
+    assert seen.tokens_per_second_over(970) == pytest.approx(970)
+    half = dataclasses.replace(seen, useful_share=0.5)
+    assert half.tokens_per_second_over(30) == pytest.approx(250)
+    unknown = dataclasses.replace(seen, cold_start_seconds=None)
+    assert unknown.tokens_per_second_over(30) == pytest.approx(1000)
+
+
+def found(eager: Measurement | None, best: Measurement | None, **changes: Any) -> Measured:
+    final = best or eager
+    assert final is not None
+    estimate = dataclasses.replace(answers.estimate(), config=final.config)
+    return Measured(
+        best=final,
+        predicted=estimate,
+        baseline=None,
+        num_run=2,
+        num_reused=0,
+        num_tied=0,
+        outcomes={"ok": 2},
+        eager=eager,
+        compiled=best,
+        num_compiled=1,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("eager_seconds", "compiled_seconds", "pays_after"),
+    [
+        (1.0, 0.75, 118),  # 29.5 s late, a quarter of a second a step
+        (1.0, 1.0, None),
+        (1.0, 1.5, None),
+    ],
+)
+def test_compilation_pays_after_so_many_steps(
+    eager_seconds: float, compiled_seconds: float, pays_after: int | None
+) -> None:
+    eager = measured(EAGER, eager_seconds, cold_start_seconds=0.5)
+    late = measured(COMPILED, compiled_seconds, cold_start_seconds=30.0)
+    answer = found(eager, late)
+    assert answer.compile_pays_after_steps == pays_after
+    assert answer.to_dict()["compile_pays_after_steps"] == pays_after
+    said = words.compilation(answer)
+    assert ("after 118 steps" in said) == (pays_after == 118)
+    assert ("never pays" in said) == (pays_after is None)
+    if pays_after is not None:
+        over = [m.tokens_per_second_over(pays_after - 1) or 0 for m in (eager, late)]
+        assert over[0] > over[1]
+        over = [m.tokens_per_second_over(pays_after + 1) or 0 for m in (eager, late)]
+        assert over[0] < over[1]
+
+
+def test_what_did_not_compile_is_said() -> None:
+    answer = found(measured(EAGER, 1.0), None)
+    assert answer.compile_pays_after_steps is None
+    assert "1 tried, none ran" in words.compilation(answer)
+
+
+def test_the_run_is_said() -> None:
+    late = measured(COMPILED, 1.0, cold_start_seconds=30.0)
+    assert "--train-steps" in words.run(found(None, late))
+    said = words.run(found(None, late, train_steps=970))
+    assert "970 tokens/s over 970 steps" in said
+    assert "30.0 s" in said
+
+
+def test_a_record_from_before_cold_starts_is_read() -> None:
+    record = measured(EAGER, 1.0).to_dict()
+    del record["cold_start_seconds"]
+    config = record["config"]
+    assert isinstance(config, dict)
+    for name in list(config):
+        if name.startswith(("torch_compile_", "dataloader_")):
+            del config[name]
+    read = measurement_from_dict(record)
+    assert read == measured(EAGER, 1.0, cold_start_seconds=None)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from autotune.export.edit import Change, edited
+
+FILE = """\
+# what this is
+a: 1   # one
+
+b:
+- x
+- y # why
+c: {d: 1, e: 2}
+f:
+  g: true  # on
+  h: false
+
+i:
+last: "quoted"
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "old", "new"),
+    [
+        (Change(key="a", value=2), "a: 1   # one", "a: 2   # one"),
+        (Change(key="a", value="yes"), "a: 1   # one", "a: 'yes'   # one"),
+        (Change(key="a", value=None), "a: 1   # one\n", ""),
+        (Change(key="b", value=["z"]), "b:\n- x\n- y # why", "b: [z] # why"),
+        (Change(key="b", value=None), "b:\n- x\n- y # why\n", ""),
+        (Change(key="c.d", value=3), "{d: 1, e: 2}", "{d: 3, e: 2}"),
+        (Change(key="c.d", value=None), "{d: 1, e: 2}", "{e: 2}"),
+        (Change(key="c.e", value=None), "{d: 1, e: 2}", "{d: 1}"),
+        (Change(key="c.f", value="x"), "{d: 1, e: 2}", "{d: 1, e: 2, f: x}"),
+        (Change(key="f.g", value=False), "g: true  # on", "g: false  # on"),
+        (Change(key="f.g", value=None), "  g: true  # on\n", ""),
+        (Change(key="f.new", value=1), "  h: false\n", "  h: false\n  new: 1\n"),
+        (Change(key="i", value=5), "i:\n", "i: 5\n"),
+        (Change(key="new", value=1), 'last: "quoted"\n', 'last: "quoted"\nnew: 1\n'),
+        (Change(key="new", value=1, after=("a",)), "# one\n", "# one\nnew: 1\n"),
+        (Change(key="n.m", value=1), '"quoted"\n', '"quoted"\nn: {m: 1}\n'),
+        (Change(key="new", value=1, instead="a"), "a: 1   # one", "new: 1   # one"),
+        (Change(key="absent", value=None), "", ""),
+    ],
+)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_one_change(change: Change, old: str, new: str, newline: str) -> None:
+    assert FILE.count(old) == 1 or not old
+    text = FILE.replace("\n", newline)
+    wanted = FILE.replace(old, new, 1).replace("\n", newline)
+    assert edited(text, [change]) == (wanted, True)
+
+
+def test_a_file_without_a_last_line_break() -> None:
+    changes = [Change(key="b", value=2), Change(key="c", value=3)]
+    assert edited("a: 1", changes) == ("a: 1\nb: 2\nc: 3", True)
+
+
+def test_a_whole_mapping_that_empties_goes() -> None:
+    text = "a: 1\nb:\n  c: 2\n"
+    assert yaml.safe_load(edited(text, [Change(key="b.c", value=None)])[0]) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: &x 1\nb: *x # same\n", "base: &base {a: 1}\nb:\n  <<: *base # merged\n  c: 1\n"],
+    ids=["alias", "merge"],
+)
+def test_what_cannot_be_edited_in_place_is_still_right(text: str) -> None:
+    """The value of an alias stands elsewhere: another key would change with it."""
+    key = "b" if "*x" in text else "b.a"
+    new, _ = edited(text, [Change(key=key, value=7)])
+    content = yaml.safe_load(text)
+    if key == "b":
+        content["b"] = 7
+    else:
+        content["b"]["a"] = 7
+    assert yaml.safe_load(new) == content
+
+
+def test_an_anchored_value_loses_its_comments_and_says_so() -> None:
+    new, keeps_comments = edited("a: &x 1 # one\nb: *x\n", [Change(key="a", value=2)])
+    assert yaml.safe_load(new) == {"a": 2, "b": 1}
+    assert not keeps_comments
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "wanted"),
+    [
+        ('{"a": 1, "b": 2}', Change(key="b", value=None), '{"a": 1}'),
+        ('{"a": 1, "b": 2}', Change(key="a", value="x"), '{"a": "x", "b": 2}'),
+        ('{\n\t"a": 1\n}\n', Change(key="b", value=True), '{\n  "a": 1,\n  "b": true\n}\n'),
+        ('{"a": 1}', Change(key="a", value=None), "{}\n"),
+    ],
+)
+def test_json(text: str, change: Change, wanted: str) -> None:
+    new, _ = edited(text, [change])
+    assert new == wanted
+    json.loads(new)

@@ -1,0 +1,125 @@
+"""Which loader is chosen, by hand; and where its settings go."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import answers
+import pytest
+
+from autotune.config import TrainConfig
+from autotune.export.train_config import from_yaml
+from autotune.export.train_config import write as write_yaml
+from autotune.export.training_args import training_arguments
+from autotune.loading import LoaderTime, LoaderTimes, loader_times_from_dict, settings_to_time
+from autotune.report import words
+
+CONFIG = TrainConfig(
+    method="full",
+    micro_batch_size=4,
+    gradient_accumulation_steps=8,
+    sequence_length=1024,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+
+
+def timed(num_workers: int, batch_seconds: float, pin_memory: bool | None = None) -> LoaderTime:
+    return LoaderTime(
+        num_workers=num_workers,
+        prefetch_factor=2 if num_workers else None,
+        pin_memory=pin_memory,
+        batch_seconds=batch_seconds,
+        num_batches=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch_seconds", "chosen", "keeps_up"),
+    [
+        # A hundredth of a micro-step of one second is lost in the noise.
+        ((0.01, 0.01, 0.01), 0, True),
+        # Loaded in turn, a twentieth of it is not; beside the step it is.
+        ((0.05, 0.05, 0.05), 1, True),
+        # One worker is slower than the step, two are not.
+        ((1.8, 1.8, 0.9), 2, True),
+        # None keeps up: the one that delays the step least.
+        ((4.0, 4.0, 2.0), 2, False),
+        # Without workers 1.5 s are waited for, with one 1.2 s, with two, who get in each other's way, 2 s.
+        ((1.5, 2.2, 3.0), 1, False),
+    ],
+)
+def test_the_least_that_keeps_up_is_chosen(
+    batch_seconds: tuple[float, ...], chosen: int, keeps_up: bool
+) -> None:
+    times = tuple(timed(number, seconds) for number, seconds in enumerate(batch_seconds))
+    found = LoaderTimes(micro_step_seconds=1.0, times=times)
+    assert found.chosen.num_workers == chosen
+    assert found.to_dict()["keeps_up"] == keeps_up
+
+
+def test_what_takes_least_of_the_machine_is_timed_first() -> None:
+    assert [s["num_workers"] for s in settings_to_time(1, has_cuda=False)] == [0, 1, 1]
+    settings = list(settings_to_time(6, has_cuda=False))
+    assert [s["num_workers"] for s in settings] == [0, 1, 2, 4, 4]
+    assert [s["prefetch_factor"] for s in settings] == [None, 2, 2, 2, 4]
+    assert {s["pin_memory"] for s in settings} == {None}
+    with_card = list(settings_to_time(1000, has_cuda=True))
+    assert [s["pin_memory"] for s in with_card[:4]] == [False, True, False, True]
+    assert max(s["num_workers"] for s in with_card) == 16
+
+
+def test_the_chosen_settings_are_exported() -> None:
+    found = LoaderTimes(micro_step_seconds=1.0, times=(timed(2, 0.5, pin_memory=False),))
+    config = found.apply(CONFIG)
+    added = training_arguments(config).items() - training_arguments(CONFIG).items()
+    assert dict(added) == {
+        "dataloader_num_workers": 2,
+        "dataloader_prefetch_factor": 2,
+        "dataloader_pin_memory": False,
+    }
+    text = write_yaml(workload=answers.WORKLOAD, config=config, result={"evidence": "measured"})
+    assert from_yaml(text).config == config
+
+
+def test_the_trainers_own_settings_are_left_out() -> None:
+    config = LoaderTimes(micro_step_seconds=1.0, times=(timed(0, 0.001),)).apply(CONFIG)
+    assert config == CONFIG
+    assert not [name for name in training_arguments(config) if name.startswith("dataloader")]
+
+
+def test_times_are_read_back() -> None:
+    found = LoaderTimes(micro_step_seconds=1.0, times=(timed(0, 0.5), timed(1, 0.5)))
+    assert loader_times_from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    with pytest.raises(ValueError, match="should be a list"):
+        loader_times_from_dict({"micro_step_seconds": 1.0, "times": []})
+    with pytest.raises(ValueError, match=r"loader.times.prefetch_factor is missing"):
+        loader_times_from_dict({"micro_step_seconds": 1.0, "times": [{"num_workers": 1}]})
+
+
+def test_an_answer_exports_what_was_timed_else_what_its_base_has() -> None:
+    predicted = answers.summary()
+    assert predicted.exported == predicted.best.config
+    base = dataclasses.replace(predicted.base, dataloader_num_workers=3)
+    assert answers.summary(base=base).exported.dataloader_num_workers == 3
+    loader = LoaderTimes(micro_step_seconds=1.0, times=(timed(1, 0.5),))
+    assert answers.summary(base=base, loader=loader).exported.dataloader_num_workers == 1
+
+
+def test_the_figures_are_said() -> None:
+    times = (timed(0, 0.05), timed(1, 0.051, pin_memory=True))
+    loader = LoaderTimes(micro_step_seconds=1.0, times=times)
+    said = words.loader(answers.summary(measured=answers.measured(), loader=loader))
+    assert said == (
+        "1 worker with 2 batches ready, pinned memory: 51.0 ms a batch, keeps up; a micro-step takes "
+        "1.00 s; timed too: no workers 50.0 ms a batch"
+    )
+    assert "the step waits for it" in words.loader(
+        answers.summary(
+            measured=answers.measured(),
+            loader=LoaderTimes(micro_step_seconds=0.01, times=times),
+        )
+    )
+    not_timed = words.loader(answers.summary(measured=answers.measured()))
+    assert not_timed == "as the Trainer's defaults have it: timed with --dataset only"
