@@ -222,7 +222,6 @@ TARGET = Target(
         "attn_implementation": "sdpa",  # none is named to Transformers, which takes it
         "torch_compile_mode": "default",
         "gradient_checkpointing_kwargs.use_reentrant": True,
-        "dataloader_pin_memory": True,
         _DOUBLE: True,
         _CODES: "nf4",
     },

@@ -220,7 +220,6 @@ TARGET = Target(
         "stage": "sft",
         "train_sampling_strategy": "random",
         "torch_compile_mode": "default",
-        "dataloader_pin_memory": True,
     },
     fixed={"trainer": "transformers"},
     flags={

@@ -39,7 +39,8 @@ def as_yaml(
     settings = {
         key: value
         for key, value in keys.items()
-        if value is not None and (value or target.defaults.get(key))
+        if value is not None
+        and (value or target.defaults.get(key) or key in LOADER_SETTINGS)
     }
     users = {key: value for key, value in {**yours, **carried}.items() if key not in settings}
     parts = (yaml.safe_dump(nested(part), sort_keys=False) for part in (settings, users))
@@ -48,7 +49,10 @@ def as_yaml(
 
 def loader_keys(config: TrainConfig) -> dict[str, Any]:
     """How batches are loaded: both trainers call it as TrainingArguments does."""
-    return {name: getattr(config, name) for name in LOADER_SETTINGS}
+    keys = {name: getattr(config, name) for name in LOADER_SETTINGS}
+    if not config.dataloader_num_workers:
+        del keys["dataloader_num_workers"]
+    return keys
 
 
 def caveats_of(target: Target, config: TrainConfig) -> list[str]:
