@@ -63,8 +63,8 @@ class Result:
 
     @property
     def config(self) -> TrainConfig:
-        """The configuration: every setting that was decided."""
-        return self.summary.best.config
+        """The configuration: every setting that was decided, the data loader's too where it was timed."""
+        return self.summary.exported
 
     @property
     def workload(self) -> Workload:
@@ -79,11 +79,11 @@ class Result:
     def training_arguments(self, **overrides: Any) -> TrainingArguments:
         """Transformers' TrainingArguments (TRL's SFTConfig where that trainer was decided).
 
-        They hold what was decided, what a base had set beside it, and the class's defaults elsewhere;
-        learning rate, epochs and the like are for `overrides`, which may also change what was decided:
-        `callback` then says so. Without a CUDA device what needs one is left out, with a warning. How
-        several GPUs share the run is in the files of `export`. Raises ConfigError for an override that
-        the class does not know.
+        They hold what was decided, what `base` has set beside it, and the class's defaults; learning
+        rate, epochs and the like are for `overrides`, which may also change what was decided: `callback`
+        then says so. Without a CUDA device what needs one is left out, with a warning. fp8 is told to
+        Transformers and accelerate in this process's environment. How several GPUs share the run is in
+        the files of `export`. Raises ConfigError for an override that the class does not know.
         """
         from autotune.worker import objects
 
@@ -184,7 +184,7 @@ class Result:
 
 
 def find(
-    model: StrPath,
+    model: StrPath | None = None,
     *,
     task: str | None = None,
     gpu: str | None = None,
@@ -203,6 +203,8 @@ def find(
     base: StrPath | None = None,
     effort: str = "normal",
     confirm_steps: int | None = None,
+    compile: str | None = None,  # noqa: A002
+    train_steps: int | None = None,
     study: str | None = None,
     storage: str | None = None,
     out: StrPath | None = None,
@@ -210,11 +212,12 @@ def find(
 ) -> Result:
     """The fastest configuration that fits: `autotune find`, with its options by their names.
 
-    `autotune find --help` says what they mean. Different from it, nothing is kept unless it is asked for:
-    no files without the folder `out`, no study and no measurements without `storage`
-    ("sqlite:///studies/autotune.db" is the command line's). Nothing is printed without `progress`, which
-    goes to stderr. `num_gpus`, `seq_len` and `effective_batch` None: the base's, else 1, 1024 and 32.
-    `method`: one or several [default: all]. `peft`: the fields of a PeftConfig, or a file of them.
+    `autotune find --help` says what they mean; `model` may be left out where `base` names one. Unlike
+    there, nothing is kept unless it is asked for: no files without the folder `out`, no study and no
+    measurements without `storage` ("sqlite:///studies/autotune.db" is the command line's). Nothing is
+    printed without `progress`, which goes to stderr; notes are in the Result. `num_gpus`, `seq_len` and
+    `effective_batch` None: the base's, else 1, 1024 and 32. `method`: one or several [default: all].
+    `peft`: the fields of a PeftConfig, or a file of them.
 
     Files or a study that cannot be written are warned of and noted in the Result, which is not lost.
     Raises ConfigError for options that cannot be used, HardwareError, NothingFitsError, WorkerError and
@@ -222,7 +225,7 @@ def find(
     """
     given = {name: value for name, value in locals().items() if name not in _NOT_IN_COMMAND}
     options = FindOptions(
-        model=_text(model),
+        model=None if model is None else _text(model),
         task=task,
         gpu=gpu,
         gpu_mem=gpu_mem,
@@ -240,6 +243,8 @@ def find(
         base=None if base is None else Path(base),
         effort=effort,
         confirm_steps=confirm_steps,
+        compile_mode=compile,
+        train_steps=train_steps,
         study=study,
     )
     command = _command(given)
@@ -251,6 +256,7 @@ def find(
     delivered = finding.deliver(
         answer, folder=None if out is None else Path(out), storage=storage, command=command
     )
+    notes += delivered.notes
     for problem in delivered.problems:
         notes.append(str(problem))
         warnings.warn(str(problem), stacklevel=2)
@@ -273,7 +279,7 @@ def _command(given: Mapping[str, Any]) -> str:
     told = (
         f"{name}={str(value)!r}" if isinstance(value, os.PathLike) else f"{name}={value!r}"
         for name, value in given.items()
-        if name not in defaults or value != defaults[name]
+        if value != defaults.get(name)
     )
     return f"autotune.find({', '.join(told)})"
 

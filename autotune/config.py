@@ -78,6 +78,10 @@ class Precision:
     """fp16=True: torch.amp.GradScaler."""
     tf32: bool
     """float32 matrix products may use TF32 units."""
+    fp8: bool = False
+    """accelerate's mixed_precision "fp8" with torchao: linear layers multiply in fp8 under bfloat16
+    autocast, but for the first and the last and those whose sizes are no multiples of 16
+    (accelerate 1.15 utils/ao.py)."""
     summary: str
 
 
@@ -137,6 +141,24 @@ PRECISIONS: dict[str, Precision] = {
         grad_scaler=False,
         tf32=False,
         summary="bfloat16 weights under bfloat16 autocast: fp32 adapters compute in bfloat16",
+    ),
+    "fp8-mixed": Precision(
+        parameter_dtype="float32",
+        compute_dtype="bfloat16",
+        autocast=True,
+        grad_scaler=False,
+        tf32=False,
+        fp8=True,
+        summary="as bf16-mixed, linear layers multiply in float8 (torchao)",
+    ),
+    "fp8-autocast": Precision(
+        parameter_dtype="bfloat16",
+        compute_dtype="bfloat16",
+        autocast=True,
+        grad_scaler=False,
+        tf32=False,
+        fp8=True,
+        summary="as bf16-autocast, linear layers multiply in float8 (torchao)",
     ),
 }
 
@@ -294,6 +316,11 @@ class Workload:
         return values
 
     @property
+    def sets_loader(self) -> bool:
+        """Whether the user has set what a timed loader would."""
+        return not self.extra.keys().isdisjoint(LOADER_SETTINGS)
+
+    @property
     def decays(self) -> bool:
         """Whether there is weight decay, which some optimizers need memory for."""
         return bool(self.extra.get("weight_decay"))
@@ -383,6 +410,15 @@ class TrainConfig:
     @property
     def is_compiled(self) -> bool:
         return self.torch_compile != "none"
+
+    @property
+    def loader_arguments(self) -> dict[str, Any]:
+        """TrainingArguments of the loader; without those that are the Trainer's defaults."""
+        values = {name: getattr(self, name) for name in LOADER_SETTINGS}
+        # No workers are the default, and False, which equals 0, is none.
+        return {
+            k: v for k, v in values.items() if v is not None and (k, v) != (LOADER_SETTINGS[0], 0)
+        }
 
     @property
     def effective_batch_size(self) -> int:

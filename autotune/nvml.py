@@ -141,6 +141,26 @@ def occupancy() -> Occupancy | None:
         return None
 
 
+_SLOWED = {
+    # bits of nvmlDeviceGetCurrentClocksEventReasons (nvidia-ml-py 13, pynvml.py), worst first
+    0x40: "too hot",
+    0x20: "too hot",
+    0x80: "its power supply asks for less",
+    0x08: "the hardware slows it down",
+    0x04: "at its power limit",
+}
+
+
+def slowed_down() -> str:
+    """Why the first visible card's clocks are lower than they could be; empty where nothing says so."""
+    try:
+        with opened() as pynvml:
+            reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(visible(pynvml)[0])
+    except NoCard:
+        return ""
+    return next((words for bit, words in _SLOWED.items() if reasons & bit), "")
+
+
 def memory_of(pynvml: Any, handle: Any) -> Any:
     """NVML's memory info; by version 2 where the driver has it, which tells its own share apart."""
     try:

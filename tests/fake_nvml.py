@@ -30,6 +30,7 @@ def fake_nvml(
     compute: Sequence[Process] = (),
     graphics: Sequence[Process] = (),
     programs: dict[int, str] | None = None,
+    clock_reasons: int = 0,
 ) -> list[str]:
     """Install the stand-in; return the list that records nvmlShutdown. `error` is what init says."""
     calls: list[str] = []
@@ -71,6 +72,7 @@ def fake_nvml(
     nvml.nvmlDeviceGetCudaComputeCapability = lambda _handle: (8, 9)
     nvml.nvmlDeviceGetComputeRunningProcesses = lambda _handle: running(compute)
     nvml.nvmlDeviceGetGraphicsRunningProcesses = lambda _handle: running(graphics)
+    nvml.nvmlDeviceGetCurrentClocksEventReasons = lambda _handle: clock_reasons
     nvml.nvmlSystemGetProcessName = program
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -13,8 +13,10 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from fake_nvml import fake_nvml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from autotune.api import Result
@@ -113,11 +115,21 @@ def test_a_run_that_is_faster_than_planned_says_so_once(tmp_path: Path) -> None:
     assert "memory not checked (no CUDA device): not as planned" in end
 
 
-def test_a_run_that_is_slower_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("load", "cause"),
+    [
+        (0.5, "Likely cause: unknown; "),
+        (1e4, "other programs are on the CPU: a load of 10000.0 on "),
+    ],
+)
+def test_a_run_that_is_slower_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, cause: str
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
     watch = trained(answer(step_seconds=1e-6), tmp_path)
     (slower,) = [line for line in watch.lines if "slower than measured" in line]
     assert "64,000,000 measured (-100 %)" in slower
-    assert "throttled or shared" in slower
+    assert cause in slower
 
 
 class SlowToLoad(TrainerCallback):
@@ -183,8 +195,11 @@ def test_a_step_after_an_evaluation_or_a_checkpoint_does_not_count(tmp_path: Pat
 
 
 def test_trl_trains_with_it(tmp_path: Path) -> None:
+    """An SFTConfig of the user's, a dataset of texts, TRL's own preparation of them."""
     trl = pytest.importorskip("trl")
-    config = dataclasses.replace(CONFIG, trainer="trl-sft")
+    config = dataclasses.replace(
+        CONFIG, method="lora", trainer="trl-sft", lora_rank=4, lora_targets="all-linear"
+    )
     summary = answer(step_seconds=1e-6).summary
     measured = summary.measured
     assert measured is not None
@@ -192,69 +207,123 @@ def test_trl_trains_with_it(tmp_path: Path) -> None:
     best = dataclasses.replace(summary.best, config=config)
     measured = dataclasses.replace(measured, best=seen, predicted=best)
     result = Result(summary=dataclasses.replace(summary, best=best, measured=measured))
-    arguments = result.training_arguments(
+    mine = trl.SFTConfig(
         output_dir=str(tmp_path),
         max_steps=NUM_STEPS,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
-        dataset_kwargs={"skip_prepare_dataset": True},
+        use_cpu=True,
+        bf16=False,
     )
-    assert type(arguments) is trl.SFTConfig
-    words = {f"w{number}": number for number in range(512)}
+    words = [f"w{number}" for number in range(510)]
+    ids = {word: number for number, word in enumerate(["<pad>", "<eos>", *words])}
+    plain = Tokenizer(WordLevel(ids, unk_token="w0"))
+    plain.pre_tokenizer = WhitespaceSplit()
     tokens = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
-        eos_token="w1",
-        pad_token="w2",
+        tokenizer_object=plain, eos_token="<eos>", pad_token="<pad>"
     )
     watch = result.callback(window_steps=WINDOW, say=lambda _: None)
-    trl.SFTTrainer(
+    trainer = trl.SFTTrainer(
         model=model(),
-        args=arguments,
-        train_dataset=Dataset.from_list(rows()),
+        args=result.apply(mine),
+        train_dataset=Dataset.from_dict({"text": [" ".join(words)] * 4}),
         processing_class=tokens,
+        peft_config=result.lora_config(),
         callbacks=[watch],
-    ).train()
-    # Nothing differs: the rows were cut beforehand.
-    assert "slower than measured" in watch.lines[1]
-    assert f"{NUM_STEPS} steps" in watch.lines[-1]
+    )
+    trainer.train()
+    # 4 texts of 510 words and an end, as one stream cut into blocks.
+    assert len(trainer.train_dataset) == 4 * 511 // LENGTH + 1
+    begin, slower, end = watch.lines
+    assert "the plan is" in begin
+    assert "slower than measured" in slower
+    assert "batches" not in slower
+    assert f"{NUM_STEPS} steps" in end
+    assert watch._largest_batch == (2, LENGTH)
+
+
+class Card:
+    """The counters of a card that is not here, and a run on it that is told each event."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peak_gib = 3.0
+        self.free_gib = 2.0
+        self.num_retries = 0
+        for name, fake in {
+            "max_memory_reserved": lambda _: int(self.peak_gib * GIB),
+            "memory_reserved": lambda _: int(self.peak_gib * GIB),
+            "mem_get_info": lambda _: (int(self.free_gib * GIB), 12 * GIB),
+            "memory_stats": lambda _: {"num_alloc_retries": self.num_retries},
+            "get_device_name": lambda _: "NVIDIA L4",
+            "synchronize": lambda _: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr("autotune.worker.callback.CudaClock", CpuClock)
+        result = answer(step_seconds=1e-9, device="NVIDIA L4")
+        measured = result.summary.measured
+        assert measured is not None
+        assert measured.best.peak_reserved_bytes == 9 * GIB
+        assert measured.best.nontorch_bytes == GIB
+        self.watch = result.callback(window_steps=1, say=lambda _: None)
+        self._arguments = result.training_arguments(output_dir="out", report_to=[])
+        monkeypatch.setattr(type(self._arguments), "device", torch.device("cuda", 0))
+        self.tell("on_train_begin", model=torch.nn.Linear(1, 1))
+
+    def tell(self, event: str, **kwargs: Any) -> None:
+        getattr(self.watch, event)(self._arguments, TrainerState(), TrainerControl(), **kwargs)
+
+    def step(self) -> None:
+        self.tell("on_step_begin")
+        self.watch._step_tokens = 64
+        # Far below 64 tokens in 1e-9 s.
+        time.sleep(1e-3)
+        self.tell("on_step_end")
 
 
 def test_memory_beyond_the_plan_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the counters of a card that is not here."""
-    reserved = {"peak": 3 * GIB, "now": 3 * GIB}
-    for name, fake in {
-        "max_memory_reserved": lambda _: reserved["peak"],
-        "memory_reserved": lambda _: reserved["now"],
-        "mem_get_info": lambda _: (2 * GIB, 12 * GIB),
-        "memory_stats": lambda _: {},
-        "get_device_name": lambda _: "NVIDIA L4",
-        "synchronize": lambda _: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr("autotune.worker.callback.CudaClock", CpuClock)
-    result = answer(step_seconds=1.0, device="NVIDIA L4")
-    measured = result.summary.measured
-    assert measured is not None
-    assert measured.best.peak_reserved_bytes == 9 * GIB
-    watch = result.callback(say=lambda _: None)
-    arguments = result.training_arguments(output_dir="out", report_to=[])
-    monkeypatch.setattr(type(arguments), "device", torch.device("cuda", 0))
-    state, control = TrainerState(), TrainerControl()
-    watch.on_train_begin(arguments, state, control, model=torch.nn.Linear(1, 1))
-    watch.on_step_end(arguments, state, control)
-    assert len(watch.lines) == 1
+    card = Card(monkeypatch)
+    card.step()
+    assert len(card.watch.lines) == 1
     # Within five per cent, then beyond.
-    for peak in (9.4, 9.9, 10.8):
-        reserved["peak"] = int(peak * GIB)
-        watch.on_step_end(arguments, state, control)
-    watch.on_train_end(arguments, state, control)
-    _, more, end = watch.lines
+    for peak_gib in (9.4, 9.9):
+        card.peak_gib = peak_gib
+        card.step()
+    card.peak_gib = 10.8
+    card.tell("on_train_end")
+    _, more, end = card.watch.lines
     assert more == (
         "autotune: more memory than measured: 9.90 GiB reserved at the peak, 9.00 GiB measured (+10 %); "
         "2.00 GiB of 12.00 GiB are free. Likely cause: unknown"
     )
     assert "10.80 GiB reserved (+20 %): not as planned" in end
+
+
+@pytest.mark.parametrize(
+    ("num_retries", "peak_gib", "free_gib", "clock_reasons", "cause"),
+    [
+        (3, 9.0, 2.0, 0, "memory is short: the allocator emptied its cache 3 times"),
+        # 12 - 9 - 1 outside torch - 0.5 free
+        (0, 9.0, 0.5, 0, "other programs are on the card, with 1.50 GiB of it"),
+        (0, 9.0, 2.0, 0x40, "the card is slowed down: too hot"),
+        (0, 9.0, 2.0, 0, "unknown; "),
+    ],
+)
+def test_why_a_card_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+    num_retries: int,
+    peak_gib: float,
+    free_gib: float,
+    clock_reasons: int,
+    cause: str,
+) -> None:
+    fake_nvml(monkeypatch, ["NVIDIA L4"], clock_reasons=clock_reasons)
+    card = Card(monkeypatch)
+    card.num_retries, card.peak_gib, card.free_gib = num_retries, peak_gib, free_gib
+    for _ in range(NUM_WARM_UP_STEPS + 2):
+        card.step()
+    (slower,) = card.watch.lines[1:]
+    assert f"Likely cause: {cause}" in slower
 
 
 class Ticks:

@@ -48,6 +48,23 @@ def test_processes_that_cannot_be_seen_are_said(monkeypatch: pytest.MonkeyPatch)
     assert str(nvml.occupancy()) == "5.00 GiB are held by a program (process 50)"
 
 
+def test_why_a_card_is_slower_than_it_could_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    hot, capped = (
+        real_nvml.nvmlClocksEventReasonHwThermalSlowdown,
+        real_nvml.nvmlClocksEventReasonSwPowerCap,
+    )
+    for reasons, expected in (
+        (0, ""),
+        (real_nvml.nvmlClocksEventReasonGpuIdle, ""),
+        (capped, "at its power limit"),
+        (capped | hot, "too hot"),
+    ):
+        fake_nvml(monkeypatch, L4, clock_reasons=reasons)
+        assert nvml.slowed_down() == expected
+    fake_nvml(monkeypatch, L4, error="Driver Not Loaded")
+    assert nvml.slowed_down() == ""
+
+
 def test_the_first_visible_card_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml(monkeypatch, ["Tesla T4", "NVIDIA L4"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")

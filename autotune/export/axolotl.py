@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import COMPILE_MODES, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import (
+    COMPILE_BACKENDS,
+    COMPILE_MODES,
+    LOADER_SETTINGS,
+    QUANTIZATIONS,
+    TrainConfig,
+    Workload,
+)
 from autotune.export.deepspeed_json import filename as deepspeed_filename
 from autotune.export.mapping import (
     Choice,
@@ -21,11 +28,12 @@ from autotune.export.mapping import (
     module_names,
     of_key,
     of_values,
+    said_only,
     says_method,
     targets_of,
     unsaid,
 )
-from autotune.export.text import as_yaml, loader_keys
+from autotune.export.text import as_yaml
 from autotune.optimizers import OPTIMIZERS
 
 name = "axolotl"
@@ -60,7 +68,7 @@ def _hear_targets(said: Mapping[str, Any]) -> str:
     if said["lora_target_linear"]:
         return "all-linear"
     if said["lora_target_modules"] is None:
-        raise ValueError("is off, and lora_target_modules is missing")
+        raise ValueError("is off: name lora_target_modules, or switch it on")
     return targets_of(said["lora_target_modules"])
 
 
@@ -81,6 +89,7 @@ TARGET = Target(
     name="axolotl",
     source="axolotl 0.19.0",
     model_key="base_model",
+    auto_bf16="bf16",
     rows=(
         choices(
             ("method", "quantization"),
@@ -165,8 +174,22 @@ TARGET = Target(
         choices(
             ("batching",),
             Choice(ours=("packed",), theirs={"sample_packing": True, "group_by_length": False}),
-            Choice(ours=("grouped",), theirs={"sample_packing": False, "group_by_length": True}),
-            Choice(ours=("padded",), theirs={"sample_packing": False, "group_by_length": False}),
+            *(
+                Choice(
+                    ours=(batching,),
+                    theirs={
+                        "sample_packing": False,
+                        "group_by_length": batching == "grouped",
+                        "batch_flattening": flattening,
+                    },
+                )
+                for batching, flattening in (
+                    ("grouped", False),
+                    ("padded", False),
+                    ("padding-free", True),
+                    ("padded", "auto"),  # on with FlashAttention and more than one sample
+                )
+            ),
         ),
         choices(
             ("liger",),
@@ -199,6 +222,15 @@ TARGET = Target(
                 for switch in (True, "auto")
             ),
         ),
+        choices(
+            ("torch_compile_backend",),
+            Choice(ours=("inductor",), theirs={"torch_compile_backend": None}),
+            *(
+                Choice(ours=(backend,), theirs={"torch_compile_backend": backend})
+                for backend in COMPILE_BACKENDS
+            ),
+        ),
+        *said_only(*LOADER_SETTINGS),
         # ddp is how it is launched.
         choices(
             ("parallelism",),
@@ -221,6 +253,7 @@ TARGET = Target(
         "tf32": "auto",
         "attn_implementation": "sdpa",  # none is named to Transformers, which takes it
         "torch_compile_mode": "default",
+        "dataloader_pin_memory": True,
         "gradient_checkpointing_kwargs.use_reentrant": True,
         _DOUBLE: True,
         _CODES: "nf4",
@@ -247,14 +280,14 @@ TARGET = Target(
         "reward_model": "trains another kind of model",
         "process_reward_model": "trains another kind of model",
         "relora": "restarts the adapter",
-        "fp8": "is not priced",
+        "fp8": "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)",
         "gptq": "is a base that is not priced",
         "qat": "adds quantisation to the step",
         "unfrozen_parameters": "trains a part of the weights",
         "layer_offloading": "moves weights from and to host memory",
-        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus",
-        "fsdp_config": "shares the run among GPUs, which is read from no file: give --num-gpus",
-        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus",
+        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+        "fsdp_config": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
         "tensor_parallel_size": "shares the run among GPUs as no prediction does",
         "context_parallel_size": "shares the run among GPUs as no prediction does",
         "float16": "loads float16 weights without autocast",
@@ -269,13 +302,13 @@ TARGET = Target(
         "flash_attn_cross_entropy": "is another kernel for the loss",
         "tiled_mlp": "computes the MLP in pieces",
         "selective_checkpointing": "keeps attention's outputs",
-        "batch_flattening": "joins the samples of a batch",
     },
     has_own_names=True,
     arguments={
         "adam_beta1": "adam_beta1",
         "adam_beta2": "adam_beta2",
         "adam_epsilon": "adam_epsilon",
+        **{name: name for name in LOADER_SETTINGS},
         "learning_rate": "learning_rate",
         "lr_scheduler": "lr_scheduler_type",
         "max_grad_norm": "max_grad_norm",
@@ -319,7 +352,7 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A YAML file for `axolotl train`; the data and the learning rate in it are to be filled in."""
-    keys = {"base_model": workload.model, **keys_of(TARGET, config), **loader_keys(config)}
+    keys = {"base_model": workload.model, **keys_of(TARGET, config)}
     if config.lora_rank is not None:
         keys |= {"lora_alpha": 2 * config.lora_rank, "lora_dropout": 0.0}
     return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

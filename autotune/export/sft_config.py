@@ -16,7 +16,7 @@ from autotune.export import installed
 from autotune.export.carried import comments, heading, unsaid
 from autotune.export.references import model_reference
 from autotune.export.training_args import CARRIED as OF_TRAINING_ARGUMENTS
-from autotune.export.training_args import installed_fields, training_arguments
+from autotune.export.training_args import environment, installed_fields, training_arguments
 
 name = "sft"
 filename = "sft_config.yaml"
@@ -51,7 +51,9 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     import yaml
 
     fields, known = sft_arguments(config, workload.extra), sft_fields()
+    variables = environment(config)
     content = {
+        **({"env": variables} if variables else {}),
         "model_name_or_path": model_reference(workload.model),
         **model_fields(config),
         **{key: fields[key] for key in fields if known is None or key in known},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import LOADER_SETTINGS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.export.mapping import Target, unsaid
 
 
@@ -25,6 +25,7 @@ def as_yaml(
     """
     import yaml
 
+    extra = {**extra, **config.loader_arguments}
     names = {argument: key for key, argument in target.arguments.items()}
     carried = {
         names.get(name, name): value
@@ -39,20 +40,11 @@ def as_yaml(
     settings = {
         key: value
         for key, value in keys.items()
-        if value is not None
-        and (value or target.defaults.get(key) or key in LOADER_SETTINGS)
+        if value is not None and (value or target.defaults.get(key))
     }
     users = {key: value for key, value in {**yours, **carried}.items() if key not in settings}
     parts = (yaml.safe_dump(nested(part), sort_keys=False) for part in (settings, users))
     return f"{comments}\n" + "\n# Yours: what is trained on, and how.\n".join(parts)
-
-
-def loader_keys(config: TrainConfig) -> dict[str, Any]:
-    """How batches are loaded: both trainers call it as TrainingArguments does."""
-    keys = {name: getattr(config, name) for name in LOADER_SETTINGS}
-    if not config.dataloader_num_workers:
-        del keys["dataloader_num_workers"]
-    return keys
 
 
 def caveats_of(target: Target, config: TrainConfig) -> list[str]:

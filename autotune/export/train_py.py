@@ -14,7 +14,7 @@ from autotune.adapters import ADAPTERS, peft_fields
 from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
-from autotune.export.training_args import training_arguments
+from autotune.export.training_args import environment, training_arguments
 
 name = "train"
 filename = "train.py"
@@ -60,6 +60,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         if config.quantization == "none"
         else quantization_fields(config, workload.task),
         "adapter": peft_fields(config) if config.method in ADAPTERS else None,
+        "environment": environment(config),
         # The newest names; the program translates them where it runs.
         "training_arguments": training_arguments(config, extra=workload.extra),
     }

@@ -68,9 +68,10 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
     """The model, the adapter and the data are not TrainingArguments'."""
     fields = installed_fields()
     dtype = PRECISIONS[config.precision].parameter_dtype
+    fp8 = ", products in float8: accelerate_config.yaml" if environment(config) else ""
     batching = {"batching"} if config.batching == "grouped" else set()
     return (
-        f"precision: weights in {dtype}",
+        f"precision: weights in {dtype}{fp8}",
         *unsaid(config, {*CARRIED, "precision", *batching}),
         *installed.unknown(training_arguments(config, fields), fields, "transformers"),
     )
@@ -103,7 +104,8 @@ def training_arguments(
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "optim": config.optimizer,
         **dict(OPTIMIZERS[config.optimizer].arguments),
-        "bf16": precision.autocast and precision.compute_dtype == "bfloat16",
+        # What is left off here can come from the environment: `environment`.
+        "bf16": precision.autocast and precision.compute_dtype == "bfloat16" and not precision.fp8,
         "fp16": precision.autocast and precision.compute_dtype == "float16",
     }
     row = PARALLELISMS[config.parallelism]
@@ -134,12 +136,24 @@ def training_arguments(
     for knob in KNOBS.values():
         if knob.arguments is not None:
             arguments |= knob.arguments(getattr(config, knob.name))
-    for name in LOADER_SETTINGS:
-        value = getattr(config, name)
-        # Trainer's own are left out. False, which equals 0, is none of them.
-        if value is not None and (name, value) != ("dataloader_num_workers", 0):
-            arguments[name] = value
-    return arguments
+    return arguments | config.loader_arguments
+
+
+def environment(config: TrainConfig) -> dict[str, str]:
+    """Variables that the Trainer's process needs: TrainingArguments has no field for fp8.
+
+    transformers 5.23 training_args.py takes the mixed precision from the first; accelerate 1.15
+    (utils/dataclasses.py, AORecipeKwargs) would by default prepare the weights for FSDP2, which on one
+    GPU puts tensors into the model that the optimizer does not have: they would never be trained.
+    """
+    if not PRECISIONS[config.precision].fp8:
+        return {}
+    return {
+        "ACCELERATE_MIXED_PRECISION": "fp8",
+        "ACCELERATE_FP8_BACKEND": "AO",
+        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "false",
+        "ACCELERATE_FP8_PAD_INNER_DIM": "true",
+    }
 
 
 def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:
@@ -157,7 +171,9 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
     if "padding_free" in fields:
         decided["padding_free"] = config.batching == "padding-free"
     if "packing" in fields:
-        decided |= {"max_length": config.sequence_length, "packing": config.batching == "packed"}
+        # Padding-free SFTTrainer wants samples that are cut off already (trl 1.16, its __init__).
+        length = None if config.batching == "padding-free" else config.sequence_length
+        decided |= {"max_length": length, "packing": config.batching == "packed"}
         if config.batching == "packed":
             # One stream cut into blocks: what was priced. TRL's own default joins samples unpadded.
             decided["packing_strategy"] = "wrapped"

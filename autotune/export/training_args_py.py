@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autotune.config import TrainConfig, Workload
 from autotune.export.carried import heading, keywords
-from autotune.export.training_args import cannot_express, known_arguments, part
+from autotune.export.training_args import cannot_express, environment, known_arguments, part
 
 __all__ = ["cannot_express", "filename", "name", "part", "write"]
 
@@ -18,8 +18,19 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """A Python module that makes `arguments`. Every value in it is an ASCII literal."""
     what = "transformers.TrainingArguments"
     head = heading(what, config, result["evidence"], cannot_express(config))
-    return f"""{head}from transformers import TrainingArguments
+    variables = set_environment(config)
+    system = "import os\n\n" if variables else ""
+    return f"""{head}{system}from transformers import TrainingArguments
 
-arguments = TrainingArguments(
+{variables}arguments = TrainingArguments(
 {keywords(known_arguments(workload, config))})
 """
+
+
+def set_environment(config: TrainConfig) -> str:
+    """A statement that sets what no argument can; empty where nothing is to be set."""
+    variables = environment(config)
+    if not variables:
+        return ""
+    entries = "".join(f"    {key!a}: {value!a},\n" for key, value in variables.items())
+    return f"# Read when the arguments are made.\nos.environ |= {{\n{entries}}}\n"

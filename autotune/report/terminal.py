@@ -96,6 +96,8 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
     rows += [("note", words.bound(text)) for text in needs.unpredicted(best.config)]
+    if note := words.unfused_casts(best.config):
+        rows.append(("note", note))
     if summary.tied:
         rows.append(("tied", words.tied(summary)))
     _print_rows(console, rows)
@@ -104,11 +106,17 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
 
 
 def draw_outcome(
-    files: Sequence[Path], study: str, file: TextIO, *, unsaid: Sequence[str] = ()
+    files: Sequence[Path],
+    study: str,
+    file: TextIO,
+    *,
+    report: str = "",
+    unsaid: Sequence[str] = (),
 ) -> None:
     """What was written where, what to do next, and what a prediction leaves out.
 
-    No files, or an empty study: they could not be written. `unsaid`: what files do not carry.
+    No files, or an empty study: they could not be written. `report`: the command that draws one.
+    `unsaid`: what files do not carry.
     """
     rows: list[Row] = []
     if files:
@@ -116,6 +124,8 @@ def draw_outcome(
         rows += [("unsaid", printable(line), "dim") for line in unsaid]
     if study:
         rows.append(("study", printable(study)))
+    if report:
+        rows.append(("report", printable(report).replace(" ", words.GLUE)))
     for path in files:
         if path.name == "train.py":
             command = f"python {printable(shlex.quote(str(path)))} --dataset FILE.jsonl"
@@ -176,6 +186,8 @@ def draw_estimate(
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
+    if note := words.unfused_casts(estimate.config):
+        rows.append(("note", note))
     rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
     rows += [("note", words.bound(text)) for text in needs.unpredicted(estimate.config)]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))

@@ -30,7 +30,7 @@ from autotune import gpus, nvml
 from autotune.knobs import describe
 from autotune.results import Estimate, Measurement
 from autotune.summary import Summary
-from autotune.units import format_bytes
+from autotune.units import MIB, format_bytes
 from autotune.worker import objects
 from autotune.worker.fingerprint import cpu_name
 from autotune.worker.pace import Pace
@@ -44,6 +44,10 @@ MEMORY_EVERY_STEPS = 10
 """Beside the first as many: torch's counters lose nothing in between."""
 SLOW_LOADER_SHARE = 0.2
 """[judgement] Of the time, spent before a step begins."""
+OTHERS_BYTES = 512 * MIB
+"""[judgement] Of a card's memory: less is a display, or what a context takes more than planned."""
+BUSY = 1.5
+"""[judgement] Threads that want to run, per core: more than one run's own."""
 LONGER = 1.05
 """[judgement] A batch of so many times the planned tokens is another batch."""
 
@@ -197,17 +201,25 @@ class WatchCallback(TrainerCallback):
                 f"data loading: {100 * share:.0f} % of the time goes by before a step begins "
                 "(dataloader_num_workers)"
             )
-        otherwise = "a device that is throttled or shared, or a callback that takes time"
+        otherwise = "unknown; another program, a slow callback"
         if self._evidence == "predicted":
-            otherwise += "; or the prediction is off"
-        if self._is_cuda:
-            retries = torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
-            if retries:
-                return f"memory is short: the allocator emptied its cache {retries} times"
-            others = _others_on_the_card()
-            if others:
-                otherwise = f"others use the card: {others}"
-        return self._why_different(otherwise)
+            otherwise += ", or the prediction is off"
+        busy = self._why_busy() if self._is_cuda else _why_cpu_busy()
+        return self._why_different(busy or otherwise)
+
+    def _why_busy(self) -> str:
+        """What keeps the card from being as fast as it was; empty where nothing can be seen."""
+        stats = torch.cuda.memory_stats(self._device)
+        retries = stats.get("num_alloc_retries", 0)
+        if retries:
+            return f"memory is short: the allocator emptied its cache {retries} times"
+        free, total = torch.cuda.mem_get_info(self._device)
+        ours = torch.cuda.memory_reserved(self._device) + (self._plan.nontorch_bytes or 0)
+        others_bytes = total - free - ours
+        if others_bytes > OTHERS_BYTES:
+            return f"other programs are on the card, with {format_bytes(others_bytes)} of it"
+        slowed = nvml.slowed_down()
+        return f"the card is slowed down: {slowed}" if slowed else ""
 
     def _why_different(self, otherwise: str) -> str:
         """What of the run is not what was planned."""
@@ -287,8 +299,8 @@ def _off(seen: float, planned: float) -> str:
     return f"{100 * (seen / planned - 1):+.0f} %"
 
 
-def _others_on_the_card() -> str:
-    """Processes on the first visible card beside this one."""
-    seen = nvml.occupancy()
-    holders = () if seen is None else seen.holders
-    return ", ".join(str(holder) for holder in holders if holder.pid != os.getpid())
+def _why_cpu_busy() -> str:
+    num_waiting, num_cores = os.getloadavg()[0], os.cpu_count() or 1
+    if num_waiting < BUSY * num_cores:
+        return ""
+    return f"other programs are on the CPU: a load of {num_waiting:.1f} on {num_cores} cores"
