@@ -156,7 +156,7 @@ class Result:
 
         None: those that `autotune find` writes. Raises ConfigError for an unknown format, StorageError.
         """
-        exporters = export.exporters_for(self.config)
+        exporters = export.exporters_for(self.config, self.workload)
         if formats is not None:
             by_name = {exporter.name: exporter for exporter in exporters}
             for name in formats:

@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig, TrainingArguments
 from autotune import adapters as fields_of
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.errors import ConfigError, nearest
-from autotune.export.train_py import quantization_fields
+from autotune.export.quantization_config import quantization_fields
 from autotune.export.training_args import decided_arguments, environment
 from autotune.export.training_args import training_arguments as keyword_arguments
 from autotune.results import TraceSpec
