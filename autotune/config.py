@@ -294,6 +294,11 @@ class Workload:
         return values
 
     @property
+    def sets_loader(self) -> bool:
+        """Whether the user has set what a timed loader would."""
+        return not self.extra.keys().isdisjoint(LOADER_SETTINGS)
+
+    @property
     def decays(self) -> bool:
         """Whether there is weight decay, which some optimizers need memory for."""
         return bool(self.extra.get("weight_decay"))
@@ -383,6 +388,15 @@ class TrainConfig:
     @property
     def is_compiled(self) -> bool:
         return self.torch_compile != "none"
+
+    @property
+    def loader_arguments(self) -> dict[str, Any]:
+        """TrainingArguments of the loader; without those that are the Trainer's defaults."""
+        values = {name: getattr(self, name) for name in LOADER_SETTINGS}
+        # No workers are the default, and False, which equals 0, is none.
+        return {
+            k: v for k, v in values.items() if v is not None and (k, v) != (LOADER_SETTINGS[0], 0)
+        }
 
     @property
     def effective_batch_size(self) -> int:

@@ -79,7 +79,12 @@ def time_loaders(
         "backend": backend,
         "micro_step_seconds": needed_seconds,
         "settings": list(
-            settings_to_time(len(os.sched_getaffinity(0)), has_cuda=backend == "cuda")
+            settings_to_time(
+                len(os.sched_getaffinity(0)),
+                has_cuda=backend == "cuda",
+                # Torch refuses to keep workers where there are none.
+                least_workers=int(bool(workload.extra.get("dataloader_persistent_workers"))),
+            )
         ),
     }
     end = server.run("loader", request, deadline_seconds=DEADLINE_SECONDS)

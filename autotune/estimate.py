@@ -17,13 +17,15 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from autotune import roofline
-from autotune.allocator import EMPTY_CACHE_BYTES, Tape, replay
+from autotune.allocator import CATEGORIES, EMPTY_CACHE_BYTES, Tape, replay
 from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.details import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
 from autotune.gpus import Gpu
 from autotune.optimizer_steps import (
     StepCost,
@@ -53,6 +55,21 @@ _BREAKDOWN_OF_CATEGORY = {
 # "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
 # what giving segments back and asking for them again adds to a step that does it.
 _EMPTY_CACHE_SHARE = 0.10
+
+
+_SETUP, _FORWARD, _BACKWARD, _OPTIMIZER = "set-up", "forward", "backward", "optimizer"
+_AGAIN = ", further micro-batches"
+"""They are alike: one is replayed, however many the configuration accumulates."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Events of one phase, in order."""
+
+    step: int
+    """Optimizer step, from 0; -1 before the first."""
+    phase: str
+    events: list[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,20 +249,14 @@ class Estimator:
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         trace = self._traces[spec]
         optimizer = self._update(spec, rank, config.optimizer)
-        micro_sizes = trace.sizes(config.micro_batch_size, rank)
-        if OPTIMIZERS[config.optimizer].updates:
-            assert isinstance(trace, Trace)  # A rule: on one GPU only.
-            tape, events = self._two_fused_steps(trace, OPTIMIZERS[config.optimizer], config)
-        else:
-            tape, events = self._two_steps(trace, optimizer, len(micro_sizes), config)
-        sizes = [*micro_sizes, *tape.sizes, EMPTY_CACHE_BYTES]
+        sizes, categories, parts = self._written(config)
+        events = [event for part in parts for event in part.events]
         result = replay(sizes, events)
         outside = self._outside_bytes(spec)
         resident = result.peak_reserved_bytes + outside
         managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)
         seconds = self.seconds(config, resident)
         flops, model_flops = self._flops(config, spec, rank)
-        categories = [*trace.categories, *tape.categories, "temporary"]
         total, trainable = trace.num_parameters(rank)
         state = StateBytes(
             parameters_bytes=_sum_of(sizes, categories, trace.setup, "parameter"),
@@ -320,24 +331,43 @@ class Estimator:
         trace = self._traces[spec]
         return trace.exchange(rank) if isinstance(trace, RankTrace) else None
 
+    def _written(self, config: TrainConfig) -> tuple[list[int], list[str], list[_Part]]:
+        """(size and category of each tensor, the events of two optimizer steps)."""
+        trace = self._traces[TraceSpec.of(config)]
+        rank = config.lora_rank or 0
+        micro_sizes = trace.sizes(config.micro_batch_size, rank)
+        if OPTIMIZERS[config.optimizer].updates:
+            assert isinstance(trace, Trace)  # A rule: on one GPU only.
+            tape, parts = self._two_fused_steps(trace, OPTIMIZERS[config.optimizer], config)
+        else:
+            optimizer = self._update(TraceSpec.of(config), rank, config.optimizer)
+            tape, parts = self._two_steps(trace, optimizer, len(micro_sizes), config)
+        sizes = [*micro_sizes, *tape.sizes, EMPTY_CACHE_BYTES]
+        return sizes, [*trace.categories, *tape.categories, "temporary"], parts
+
     def _two_steps(
         self, trace: Trace | RankTrace, optimizer: _OptimizerStep, offset: int, config: TrainConfig
-    ) -> tuple[Tape, list[int]]:
+    ) -> tuple[Tape, list[_Part]]:
         every, marker = config.torch_empty_cache_steps, offset + len(optimizer.tape.sizes)
 
-        def micro_step(events: list[int], step: int, *, is_first: bool = False) -> list[int]:
+        def micro_step(
+            events: list[int], step: int, *, is_first: bool = False, suffix: str = ""
+        ) -> list[_Part]:
             """The Trainer empties the cache between forward and backward (training_step)."""
-            if not every or step % every:
-                return events
-            assert isinstance(trace, Trace)  # A rule: on one GPU only.
+            if not isinstance(trace, Trace):
+                return [_Part(step, f"{_FORWARD} and {_BACKWARD}{suffix}", events)]
             middle = trace.num_forward_events
             if is_first:
                 middle += trace.num_forward_workspaces
-            return [*events[:middle], marker, ~marker, *events[middle:]]
+            emptied = [marker, ~marker] if every and not step % every else []
+            return [
+                _Part(step, f"{_FORWARD}{suffix}", events[:middle]),
+                _Part(step, f"{_BACKWARD}{suffix}", [*emptied, *events[middle:]]),
+            ]
 
         is_more = config.gradient_accumulation_steps > 1
         first_more, later_more = (
-            micro_step(trace.next, step) if is_more else [] for step in (0, 1)
+            micro_step(trace.next, step, suffix=_AGAIN) if is_more else [] for step in (0, 1)
         )
         zero_grad = [~gradient for gradient in trace.gradients]
         first, later = (
@@ -345,15 +375,19 @@ class Estimator:
             for events in (optimizer.first, optimizer.later)
         )
         done = [~number for number in trace.step_buffers]
-        first = [*trace.step_buffers, *first, *done, *zero_grad]
-        later = [*trace.step_buffers, *later, *done, *zero_grad]
-        first_step = micro_step(trace.first, 0, is_first=True)
-        events = [*trace.setup, *first_step, *first_more, *first]
-        return optimizer.tape, [*events, *micro_step(trace.again, 1), *later_more, *later]
+        return optimizer.tape, [
+            _Part(-1, _SETUP, trace.setup),
+            *micro_step(trace.first, 0, is_first=True),
+            *first_more,
+            _Part(0, _OPTIMIZER, [*trace.step_buffers, *first, *done, *zero_grad]),
+            *micro_step(trace.again, 1),
+            *later_more,
+            _Part(1, _OPTIMIZER, [*trace.step_buffers, *later, *done, *zero_grad]),
+        ]
 
     def _two_fused_steps(
         self, trace: Trace, row: Optimizer, config: TrainConfig
-    ) -> tuple[Tape, list[int]]:
+    ) -> tuple[Tape, list[_Part]]:
         """The same where each weight is updated in the backward pass: nothing is left to clip."""
         rank = config.lora_rank or 0
         offset = len(trace.sizes(config.micro_batch_size, rank))
@@ -368,10 +402,12 @@ class Estimator:
             written = [e + offset if e >= 0 else e - offset for e in tape.events[start:]]
             return [~gradient, *written] if row.updates == "one-behind" else [*written, ~gradient]
 
-        events = list(trace.setup)
-        for step in (trace.released_first, trace.released):
+        parts = [_Part(-1, _SETUP, trace.setup)]
+        for step, micro_step in enumerate((trace.released_first, trace.released)):
+            middle = trace.num_forward_events + (0 if step else trace.num_forward_workspaces)
+            events: list[int] = []
             waiting: int | None = None
-            for event in step:
+            for event in micro_step[middle:]:
                 if ~event not in gradients:
                     events.append(event)
                 elif row.updates == "at-once":
@@ -382,7 +418,44 @@ class Estimator:
                     waiting = ~event
             if waiting is not None:
                 events += update(waiting)
-        return tape, events
+            parts.append(_Part(step, _FORWARD, micro_step[:middle]))
+            parts.append(_Part(step, f"{_BACKWARD} and {_OPTIMIZER}", events))
+        return tape, parts
+
+    def timeline(self, config: TrainConfig) -> Timeline:
+        """Memory over the optimizer step in which the replay of `estimate` peaks."""
+        sizes, categories, parts = self._written(config)
+        events = [event for part in parts for event in part.events]
+        peak_event = replay(sizes, events).peak_allocated_event
+        order = np.asarray(events, dtype=np.int64)
+        rounded = np.maximum((np.asarray(sizes, dtype=np.int64) + 511) // 512 * 512, 0)
+        numbers = np.where(order < 0, ~order, order)
+        deltas = np.where(order < 0, -rounded[numbers], rounded[numbers])
+        category_of = np.asarray(categories)[numbers]
+        running = np.stack([np.cumsum(np.where(category_of == n, deltas, 0)) for n in CATEGORIES])
+        starts = [0, *accumulate(len(part.events) for part in parts)]
+        owner = next(i for i, end in enumerate(starts[1:]) if peak_event < end)
+        # What peaks while the weights are loaded peaks before any step.
+        step = max(parts[owner].step, 0)
+        drawn = [(p, a, b) for p, a, b in zip(parts, starts, starts[1:], strict=False) if a < b]
+        drawn = [row for row in drawn if row[0].step == step]
+        num_events = sum(end - start for _, start, end in drawn)
+        totals, kept, phases = running.sum(axis=0), list[int](), dict[str, int]()
+        for part, start, end in drawn:
+            phases[part.phase] = len(kept)
+            shared = MAX_POINTS - MIN_POINTS_OF_PHASE * len(drawn)
+            num_points = MIN_POINTS_OF_PHASE + shared * (end - start) // num_events
+            for stretch in np.array_split(np.arange(start, end), min(num_points, end - start)):
+                has_peak = stretch[0] <= peak_event <= stretch[-1]
+                kept.append(peak_event if has_peak else int(stretch[totals[stretch].argmax()]))
+        return Timeline(
+            phases=phases,
+            bytes_by_category={
+                name: tuple(figures[kept].tolist())
+                for name, figures in zip(CATEGORIES, running, strict=True)
+            },
+            peak_point=kept.index(peak_event) if peak_event in kept else 0,
+        )
 
     def _paged_out_bytes(self, optimizer: _OptimizerStep, resident_bytes: int) -> int:
         """Managed state that the budget has no room for beside what torch holds."""

@@ -36,6 +36,9 @@ from autotune.models import ModelSource, resolve
 from autotune.optimizers import OPTIMIZERS
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
 from autotune.probes import open_probes
+from autotune.report import html
+from autotune.report.data import collect
+from autotune.report.files import write
 from autotune.report.progress import SILENT, Listener
 from autotune.results import BACKENDS, ProbeSpec
 from autotune.space import may_pack, with_peft
@@ -45,6 +48,10 @@ from autotune.tune import Found
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
 """Of timed steps per probe, at most."""
 CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
+
+REPORT = "report.html"
+MAX_TRIALS_OF_PAGE = 1000
+"""Reading and drawing so many takes under a second."""
 
 _LIBRARIES = ("autotune", "torch", "transformers", "peft", "optuna", "liger-kernel", "trl")
 """And those of the optimizers, bitsandbytes among them."""
@@ -73,8 +80,12 @@ class Delivered:
     result: dict[str, Any]
     """The object of `find --json`."""
     files: list[Path]
+    """That a trainer loads."""
     study: str
     """Empty where none was kept."""
+    report: Path | None
+    """None where there is no folder or no study to draw, or the study is too large to read in passing:
+    `autotune report` draws it then."""
     problems: list[AutotuneError]
     """What could not be written; the answer is not lost by it."""
     notes: tuple[str, ...] = ()
@@ -306,8 +317,8 @@ def _time_loaders(
     measured: Measured,
     listener: Listener,
 ) -> LoaderTimes | None:
-    """None without a dataset; and where it fails, for that costs nobody the answer."""
-    if options.dataset is None:
+    """None without a dataset, and where the user has decided; where it fails that costs no answer."""
+    if options.dataset is None or workload.sets_loader:
         return None
     data = Dataset(
         path=options.dataset,
@@ -348,17 +359,25 @@ def deliver(
                 notes = tuple(bases.changed(run, summary.base, config))
         except StorageError as error:
             problems.append(error)
-    study = ""
+    study, report = "", None
     if storage is not None:
         try:
-            _record(answer, result, storage=storage, command=command)
+            page = _record(answer, result, storage=storage, command=command, draws=bool(files))
             study = answer.study
+            if page is not None and folder is not None:
+                report = folder / REPORT
+                write(report, page)
         except (ConfigError, StorageError) as error:
             problems.append(error)
-    return Delivered(result=result, files=files, study=study, problems=problems, notes=notes)
+    return Delivered(
+        result=result, files=files, study=study, report=report, problems=problems, notes=notes
+    )
 
 
-def _record(answer: Answer, result: dict[str, Any], *, storage: str, command: str) -> None:
+def _record(
+    answer: Answer, result: dict[str, Any], *, storage: str, command: str, draws: bool
+) -> str | None:
+    """Keep the answer in its study. The page of its report, where that is wanted and quick."""
     summary = answer.summary
     with store.open_study(
         storage,
@@ -376,6 +395,11 @@ def _record(answer: Answer, result: dict[str, Any], *, storage: str, command: st
                 budget_bytes=summary.workload.memory_budget_bytes,
             )
         opened.set_user_attr(studies.RESULT, result)
+        opened.set_user_attr(studies.DETAILS, answer.found.details(summary).to_dict())
+        trials = opened.get_trials(deepcopy=False) if draws else []
+        if not 0 < len(trials) <= MAX_TRIALS_OF_PAGE:
+            return None
+        return html.draw(collect(studies.answer_of(opened), trials))
 
 
 def _versions() -> dict[str, str]:

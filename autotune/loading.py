@@ -94,10 +94,12 @@ def loader_times_from_dict(values: Any) -> LoaderTimes:
     return read
 
 
-def settings_to_time(num_cores: int, *, has_cuda: bool) -> Iterator[dict[str, Any]]:
+def settings_to_time(
+    num_cores: int, *, has_cuda: bool, least_workers: int = 0
+) -> Iterator[dict[str, Any]]:
     """Fields of LoaderTime, what takes least of the machine first."""
     pinned = (False, True) if has_cuda else (None,)
-    counts = [0]
+    counts = [least_workers]
     while (count := max(2 * counts[-1], 1)) <= min(num_cores, MAX_WORKERS):
         counts.append(count)
     for count in counts:

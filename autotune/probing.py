@@ -380,7 +380,7 @@ def _probe(
     leave_out = _left_out(study, prober.fingerprint, refused)
     study.pruner = SpeedPruner(noise=NOISE, leave_out=leave_out)
     distributions = parameter_distributions(study, [e.config for e in pool])
-    of_params: dict[frozenset[tuple[str, Any]], TrainConfig] = {}
+    of_params: dict[frozenset[tuple[str, Any]], Estimate] = {}
     candidates = []
     for estimate in pool:
         if estimate.config in refused:
@@ -392,7 +392,7 @@ def _probe(
             tokens_per_second=estimate.tokens_per_second,
             peak_device_bytes=estimate.peak_device_bytes,
         )
-        of_params[frozenset(candidate.params.items())] = estimate.config
+        of_params[frozenset(candidate.params.items())] = estimate
         candidates.append(candidate)
     if refused and not candidates:
         return
@@ -410,10 +410,10 @@ def _probe(
             break
         study.sampler = sampler
         trial = study.ask(sampler.search_space(proposed))
-        config = of_params[frozenset(proposed.params.items())]
+        estimate = of_params[frozenset(proposed.params.items())]
         with told_when_interrupted(study, trial):
-            measurement = prober.measure(config, watch=watched(study, trial))
-            tell(study, trial, measurement)
+            measurement = prober.measure(estimate.config, watch=watched(study, trial))
+            tell(study, trial, measurement, estimate)
         measured.append(measurement)
         on_probe(len(measured), measurement, _fastest(measured, refused))
 

@@ -12,16 +12,20 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autotune.details import Details, details_from_dict
 from autotune.errors import ConfigError, StorageError
 from autotune.store import existing_storage, existing_study, is_ours
 from autotune.summary import Summary, summary_from_dict
 
 if TYPE_CHECKING:
+    import optuna
     from sqlalchemy import Engine
     from sqlalchemy.sql import FromClause
 
 RESULT = "result"
 """User attribute of a study: the latest answer, the object of `find --json`."""
+DETAILS = "details"
+"""User attribute of a study: what a report draws beside it, Details.to_dict."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +40,19 @@ class StoredAnswer:
     """That made the study."""
     versions: dict[str, str]
     """Of the libraries that were installed then."""
+    details: Details | None = None
+    """None where an older autotune made the answer."""
 
 
 def load(url: str, name: str) -> StoredAnswer:
     """The answer of a study. Raises ConfigError for a study without one, StorageError."""
     with existing_study(url, name) as study:
-        attributes = study.user_attrs
+        return answer_of(study)
+
+
+def answer_of(study: optuna.Study) -> StoredAnswer:
+    """The answer of a study that is open. Raises as `load` does."""
+    name, attributes = study.study_name, study.user_attrs
     result = attributes.get(RESULT)
     if result is None:
         raise ConfigError(
@@ -51,6 +62,8 @@ def load(url: str, name: str) -> StoredAnswer:
         )
     try:
         summary = summary_from_dict(result)
+        stored = attributes.get(DETAILS)
+        details = None if stored is None else details_from_dict(stored)
     except ValueError as error:
         raise StorageError(
             f'The answer of the study "{name}" cannot be read',
@@ -63,6 +76,7 @@ def load(url: str, name: str) -> StoredAnswer:
         result=result,
         command=str(attributes.get("command", "")),
         versions=dict(attributes.get("versions", {})),
+        details=details,
     )
 
 

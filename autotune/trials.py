@@ -9,7 +9,7 @@ import optuna
 from optuna.trial import TrialState
 
 from autotune.pruner import SpeedPruner
-from autotune.results import Measurement
+from autotune.results import Estimate, Measurement
 from autotune.sampler import INTERRUPTED
 from autotune.store import CONSTRAINT
 
@@ -33,15 +33,23 @@ def watched(study: optuna.Study, trial: optuna.Trial) -> Watch:
     return watch
 
 
-def tell(study: optuna.Study, trial: optuna.Trial, measurement: Measurement) -> None:
-    """DESIGN section 5: what becomes of each outcome."""
-    attributes = {
+def tell(
+    study: optuna.Study,
+    trial: optuna.Trial,
+    measurement: Measurement,
+    predicted: Estimate | None = None,
+) -> None:
+    """DESIGN section 5: what becomes of each outcome. What was predicted is kept beside it."""
+    attributes: dict[str, object] = {
         "evidence": "measured",
         "config": measurement.config.to_dict(),
         "outcome": measurement.outcome,
         "message": measurement.message,
         "measurement": measurement.to_dict(),
     }
+    if predicted is not None:
+        attributes["predicted_tokens_per_second"] = predicted.tokens_per_second
+        attributes["predicted_peak_device_bytes"] = predicted.peak_device_bytes
     for name, value in attributes.items():
         trial.set_user_attr(name, value)
     over_bytes = measurement.over_budget_bytes

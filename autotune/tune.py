@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune import compiled
+from autotune import compiled, waterfall
 from autotune.config import METHODS, TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.details import Details
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator, least_bytes
 from autotune.gpus import Gpu
@@ -85,6 +86,8 @@ class Found:
     considered: tuple[Estimate, ...]
     pool: Callable[[], tuple[Estimate, ...]]
     """Makes the candidates for probes, fastest first; costs a replay each."""
+    details: Callable[[Summary], Details]
+    """What a report draws of an answer of this search: ten replays or so."""
     variants: Callable[[Estimate], Sequence[Estimate]] = lambda _: ()
     """Of a candidate: compiled, as far as the space and --allow have that."""
 
@@ -243,11 +246,36 @@ def find(
         summary=summary,
         considered=candidates.considered(EFFORTS[effort].num_recorded),
         pool=lambda: candidates.pool(candidates.at_most(chosen), POOL_SIZE),
+        details=functools.partial(
+            _details, estimator, baselines[-1], _context(workload, gpu), candidates.priced
+        ),
         variants=lambda estimate: [
             variant
             for variant in compiled.variants(estimate, ways_to_compile)
             if candidates.at_most(chosen)(variant.config)
         ],
+    )
+
+
+def _details(
+    estimator: Estimator,
+    smallest_base: TrainConfig,
+    context: Context,
+    priced: Callable[[], list[tuple[float, int]]],
+    summary: Summary,
+) -> Details:
+    """From the base that fits, else from its smallest micro-batch."""
+    baseline = smallest_base if summary.baseline is None else summary.baseline.config
+    base = baseline if estimator.supports(baseline) else None
+    return waterfall.details(estimator, base, summary.best.config, context, priced())
+
+
+def _context(workload: Workload, gpu: Gpu) -> Context:
+    return Context(
+        effective_batch_size=workload.effective_batch_size,
+        compute_capability=gpu.compute_capability,
+        weight_decay=workload.decays,
+        task=workload.task,
     )
 
 
@@ -325,6 +353,10 @@ class Candidates:
     def num_possible(self) -> int:
         """Configurations whose live tensors alone fit."""
         return len(self._ranked)
+
+    def priced(self) -> list[tuple[float, int]]:
+        """(tokens per second, device bytes at least) of each, fastest first."""
+        return [(speed, self._estimator.floor_bytes(config)) for speed, config in self._ranked]
 
     @property
     def num_replayed(self) -> int:
@@ -470,12 +502,7 @@ def _changes(
     estimator: Estimator, best: Estimate, base: TrainConfig, workload: Workload, gpu: Gpu
 ) -> tuple[Change, ...]:
     """The answer with one setting put back to the base's, where that is valid and was traced."""
-    context = Context(
-        effective_batch_size=workload.effective_batch_size,
-        compute_capability=gpu.compute_capability,
-        weight_decay=workload.decays,
-        task=workload.task,
-    )
+    context = _context(workload, gpu)
     changes = []
     for setting in KNOBS:
         if setting == "micro_batch_size":

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from autotune.config import TrainConfig, Workload
+from autotune.details import Details, Step, Timeline
 from autotune.results import (
     Breakdown,
     Estimate,
@@ -192,4 +193,45 @@ def summary(**changed: Any) -> Summary:
 def found(**changed: Any) -> Found:
     made = summary(**changed)
     considered = (made.best, *made.tied)
-    return Found(summary=made, considered=considered, pool=lambda: considered)
+    return Found(
+        summary=made,
+        considered=considered,
+        pool=lambda: considered,
+        details=lambda _: details(),
+    )
+
+
+def details(**changed: Any) -> Details:
+    """A way of two steps; memory that rises over the backward pass to 8 GiB."""
+    timeline = Timeline(
+        phases={"forward": 0, "backward": 2, "optimizer": 4},
+        bytes_by_category={
+            "parameter": (3 * GIB,) * 6,
+            "gradient": (0, 0, GIB, 2 * GIB, 2 * GIB, 0),
+            "optimizer_state": (GIB,) * 6,
+            "activation": (GIB, 2 * GIB, 2 * GIB, GIB, 0, 0),
+            "logits": (0, GIB // 4, 0, 0, 0, 0),
+            "temporary": (0, 0, 0, 4, 0, 0),
+            "workspace": (0, 8320 * 1024, 8320 * 1024, 8320 * 1024, 8320 * 1024, 8320 * 1024),
+        },
+        peak_point=2,
+    )
+    values: dict[str, Any] = {
+        "answer": timeline,
+        "base": None,
+        "path": (
+            Step(changed={}, tokens_per_second=2048.0, peak_device_bytes=11 * GIB),
+            Step(
+                changed={"optimizer": "adamw_bnb_8bit"},
+                tokens_per_second=2000.0,
+                peak_device_bytes=8 * GIB,
+            ),
+            Step(
+                changed={"micro_batch_size": 4, "gradient_accumulation_steps": 8},
+                tokens_per_second=4096.0,
+                peak_device_bytes=10 * GIB,
+            ),
+        ),
+        "priced": ((4200.0, 9 * GIB), (2100.0, 5 * GIB)),
+    }
+    return Details(**values | changed)

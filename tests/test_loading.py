@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import answers
 import pytest
+import yaml
 
 from autotune.config import TrainConfig
+from autotune.export import axolotl, llama_factory
+from autotune.export.read import changes, read_base
 from autotune.export.train_config import from_yaml
 from autotune.export.train_config import write as write_yaml
 from autotune.export.training_args import training_arguments
@@ -65,6 +69,8 @@ def test_what_takes_least_of_the_machine_is_timed_first() -> None:
     assert [s["num_workers"] for s in settings] == [0, 1, 2, 4, 4]
     assert [s["prefetch_factor"] for s in settings] == [None, 2, 2, 2, 4]
     assert {s["pin_memory"] for s in settings} == {None}
+    kept = settings_to_time(6, has_cuda=False, least_workers=1)
+    assert [s["num_workers"] for s in kept] == [1, 2, 4, 4]
     with_card = list(settings_to_time(1000, has_cuda=True))
     assert [s["pin_memory"] for s in with_card[:4]] == [False, True, False, True]
     assert max(s["num_workers"] for s in with_card) == 16
@@ -123,3 +129,44 @@ def test_the_figures_are_said() -> None:
     )
     not_timed = words.loader(answers.summary(measured=answers.measured()))
     assert not_timed == "as the Trainer's defaults have it: timed with --dataset only"
+
+
+THEIRS = {
+    "axolotl": "base_model: x\nmicro_batch_size: 2\nsequence_len: 1024\nbf16: true\n",
+    "TrainingArguments": "per_device_train_batch_size: 2\nbf16: true\n",
+}
+
+
+@pytest.mark.parametrize("trainer", THEIRS)
+def test_another_trainers_file_gets_them_unless_it_has_its_own(
+    trainer: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(THEIRS[trainer], encoding="utf-8")
+    run = read_base(path)
+    loader = LoaderTimes(micro_step_seconds=1.0, times=(timed(2, 0.5, pin_memory=True),))
+    made = {c.key: c.value for c in changes(run, run.config, loader.apply(run.config))}
+    assert made == {
+        "dataloader_num_workers": 2,
+        "dataloader_prefetch_factor": 2,
+        "dataloader_pin_memory": True,
+    }
+    path.write_text(f"{THEIRS[trainer]}dataloader_num_workers: 8\n", encoding="utf-8")
+    extra = read_base(path).extra_arguments
+    workload = dataclasses.replace(answers.WORKLOAD, extra_arguments=extra)
+    assert workload.sets_loader
+    assert not answers.WORKLOAD.sets_loader
+    assert training_arguments(CONFIG, extra=workload.extra)["dataloader_num_workers"] == 8
+    said = words.loader(answers.summary(workload=workload))
+    assert "what you have set is not changed" in said
+
+
+def test_a_fresh_file_for_another_trainer_has_them() -> None:
+    loader = LoaderTimes(micro_step_seconds=1.0, times=(timed(2, 0.5),))
+    for exporter in (axolotl, llama_factory):
+        text = exporter.write(
+            workload=answers.WORKLOAD,
+            config=loader.apply(CONFIG),
+            result={"evidence": "measured"},
+        )
+        assert yaml.safe_load(text)["dataloader_num_workers"] == 2

@@ -135,6 +135,15 @@ def test_what_a_knob_turns_on_is_turned_off_by_an_answer_without_it() -> None:
     assert training_args.decided_arguments(compiled, fields)["torch_compile"] is True
 
 
+def test_sft_trainer_is_left_no_length_to_cut_padding_free_samples_to() -> None:
+    """It would raise ValueError: "`max_length` is not enforced"."""
+    config = dataclasses.replace(FULL, batching="padding-free", attention="flash_attention_2")
+    fields = [field.name for field in dataclasses.fields(SFTConfig)]
+    decided = training_args.decided_arguments(config, fields)
+    assert (decided["padding_free"], decided["packing"]) == (True, False)
+    assert decided["max_length"] is None
+
+
 def test_an_older_transformers_gets_the_names_it_has() -> None:
     old = [
         field.name.replace("activation_checkpointing", "gradient_checkpointing")

@@ -16,7 +16,7 @@ from typing import NoReturn
 import click
 
 from autotune import __version__
-from autotune.cli import estimate, find, maximum, studies, tables
+from autotune.cli import estimate, find, maximum, report, studies, tables
 from autotune.cli.output import drop_output, explain, say
 from autotune.errors import EXIT_INTERRUPTED, AutotuneError, StorageError
 
@@ -86,6 +86,7 @@ for command in (
     find.find,
     estimate.estimate,
     maximum.maximum,
+    report.report,
     studies.studies,
     tables.gpus,
     tables.models,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,12 @@ def find(
         # After the @: whatever comes before it may be a password.
         study = delivered.study
         place = f"{study} in {storage.rpartition('@')[2]}" if study else ""
-        terminal.draw_outcome(delivered.files, place, sys.stdout)
+        written, report = delivered.files, ""
+        if delivered.report is not None:
+            written = [*written, delivered.report]
+        elif study:
+            report = f"autotune report {shlex.quote(study)}"
+        terminal.draw_outcome(written, place, sys.stdout, report=report)
     for note in delivered.notes:
         say(f"note: {note}")
     for problem in delivered.problems[:-1]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import COMPILE_MODES, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import COMPILE_MODES, LOADER_SETTINGS, QUANTIZATIONS, TrainConfig, Workload
 from autotune.export.deepspeed_json import filename as deepspeed_filename
 from autotune.export.mapping import (
     Choice,
@@ -276,6 +276,7 @@ TARGET = Target(
         "adam_beta1": "adam_beta1",
         "adam_beta2": "adam_beta2",
         "adam_epsilon": "adam_epsilon",
+        **{name: name for name in LOADER_SETTINGS},
         "learning_rate": "learning_rate",
         "lr_scheduler": "lr_scheduler_type",
         "max_grad_norm": "max_grad_norm",

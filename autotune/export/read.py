@@ -165,6 +165,8 @@ def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[Change
             continue
         made += _of_row(target, row, answer, wanted, current)
     made += _of_adapter(target, base, answer, current)
+    # The user has none of them in the file, or the loader would not have been timed.
+    made += [Change(key=key, value=value) for key, value in answer.loader_arguments.items()]
     return [each for change in made for each in _in_its_words(target, change, content)]
 
 

@@ -25,6 +25,7 @@ def as_yaml(
     """
     import yaml
 
+    extra = {**extra, **config.loader_arguments}
     names = {argument: key for key, argument in target.arguments.items()}
     carried = {
         names.get(name, name): value

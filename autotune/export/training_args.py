@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from autotune.config import LOADER_SETTINGS, PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 
@@ -107,12 +107,7 @@ def training_arguments(
     for knob in KNOBS.values():
         if knob.arguments is not None:
             arguments |= knob.arguments(getattr(config, knob.name))
-    for name in LOADER_SETTINGS:
-        value = getattr(config, name)
-        # Trainer's own are left out. False, which equals 0, is none of them.
-        if value is not None and (name, value) != ("dataloader_num_workers", 0):
-            arguments[name] = value
-    return arguments
+    return arguments | config.loader_arguments
 
 
 def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:
@@ -130,7 +125,9 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
     if "padding_free" in fields:
         decided["padding_free"] = config.batching == "padding-free"
     if "packing" in fields:
-        decided |= {"max_length": config.sequence_length, "packing": config.batching == "packed"}
+        # Padding-free SFTTrainer wants samples that are cut off already (trl 1.16, its __init__).
+        length = None if config.batching == "padding-free" else config.sequence_length
+        decided |= {"max_length": length, "packing": config.batching == "packed"}
         if config.batching == "packed":
             # One stream cut into blocks: what was priced. TRL's own default joins samples unpadded.
             decided["packing_strategy"] = "wrapped"

@@ -102,10 +102,10 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     _print_classes(console, summary)
 
 
-def draw_outcome(files: Sequence[Path], study: str, file: TextIO) -> None:
+def draw_outcome(files: Sequence[Path], study: str, file: TextIO, *, report: str = "") -> None:
     """What was written where, what to do next, and what a prediction leaves out.
 
-    No files, or an empty study: they could not be written.
+    No files, or an empty study: they could not be written. `report`: the command that draws one.
     """
     rows: list[Row] = []
     if files:
@@ -113,6 +113,8 @@ def draw_outcome(files: Sequence[Path], study: str, file: TextIO) -> None:
         rows.append(("written", f"{printable(str(files[0].parent))}/  {names}"))
     if study:
         rows.append(("study", printable(study)))
+    if report:
+        rows.append(("report", printable(report).replace(" ", words.GLUE)))
     for path in files:
         if path.suffix == ".py":
             command = f"python {printable(shlex.quote(str(path)))} --dataset FILE.jsonl"

@@ -84,6 +84,8 @@ def loader(summary: Summary) -> str:
         why = "timed with --dataset only" if summary.workload.lengths is None else "not timed"
         if summary.measured is None:
             why = "timed beside measured steps only"
+        if summary.workload.sets_loader:
+            why = "what you have set is not changed"
         return f"as {summary.base_name} have it: {why}"
     chosen, needed = timed.chosen, timed.micro_step_seconds
     verdict = "keeps up" if chosen.keeps_up(needed) else "the step waits for it"

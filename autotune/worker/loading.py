@@ -78,15 +78,13 @@ def _program(text: str) -> Any:
 def _rows(program: Any, request: dict[str, Any]) -> tuple[Any, Any]:
     """What train.py makes of the dataset: (rows, collator)."""
     options = argparse.Namespace(
-        dataset=request["dataset"],
-        text_field=request["text_field"],
-        answer_field=program.ANSWER_FIELD,
+        text_field=request["text_field"], answer_field=program.ANSWER_FIELD
     )
     tokenizer = load_tokenizer(request["tokenizer"])
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     try:
-        documents = program.read_documents(options)[:MAX_SAMPLES]
+        documents = program.read_documents(request["dataset"], options)[:MAX_SAMPLES]
         labels = sorted({answer for _, answer in documents}, key=str)
         rows = program.make_dataset(documents, tokenizer, labels)
     except SystemExit as end:  # The program's way to say that it cannot read something.
@@ -102,17 +100,20 @@ def _arguments(
     recipe: dict[str, Any], setting: dict[str, Any], folder: str, backend: str
 ) -> TrainingArguments:
     kept = ("per_device_train_batch_size", "train_sampling_strategy")
-    values = {k: v for k, v in recipe["training_arguments"].items() if k in kept}
-    pinned = setting["pin_memory"]
-    return TrainingArguments(
-        **values,
-        output_dir=folder,
-        use_cpu=backend == "cpu",
-        report_to="none",
-        dataloader_num_workers=setting["num_workers"],
-        dataloader_prefetch_factor=setting["prefetch_factor"],
-        dataloader_pin_memory=bool(pinned),
-    )
+    values = {
+        name: value
+        for name, value in recipe["training_arguments"].items()
+        if name in kept or name.startswith("dataloader_")
+    }
+    values |= {
+        "output_dir": folder,
+        "use_cpu": backend == "cpu",
+        "report_to": "none",
+        "dataloader_num_workers": setting["num_workers"],
+        "dataloader_prefetch_factor": setting["prefetch_factor"],
+        "dataloader_pin_memory": bool(setting["pin_memory"]),
+    }
+    return TrainingArguments(**values)
 
 
 def _timed(loader: Any, setting: dict[str, Any]) -> tuple[float, int]:

@@ -117,6 +117,27 @@ def test_a_batch_takes_what_its_rows_take_and_workers_share_it(
     assert LoaderTimes(micro_step_seconds=0.08, times=times).chosen == times[2]
 
 
+def test_what_the_user_has_set_of_the_loader_is_timed_with_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    timed = loading._timed
+
+    def watched(loader: Any, setting: dict[str, Any]) -> tuple[float, int]:
+        sampler = loader.batch_sampler
+        seen.append((sampler.drop_last, loader.num_workers, sampler.batch_size))
+        return timed(loader, setting)
+
+    monkeypatch.setattr(loading, "_timed", watched)
+    workload = Workload(
+        model="tiny", memory_budget_bytes=1, extra_arguments='{"dataloader_drop_last": true}'
+    )
+    program = train_py.write(workload=workload, config=PADDED, result={"evidence": "measured"})
+    request = loader_request(folder, program=program, micro_step_seconds=1000.0)
+    list(loading.time_loaders(request))
+    assert seen == [(True, 0, 4)]
+
+
 def test_a_dataset_that_cannot_be_read_is_said(folder: Path) -> None:
     request = loader_request(folder, dataset=str(folder / "nowhere.txt"))
     with pytest.raises(UnreadableDataset, match=r"nowhere.txt: No such file"):

@@ -1,0 +1,82 @@
+"""autotune report: the answer of a study with its evidence, as one file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autotune import store
+from autotune.cli.output import print_json
+
+if TYPE_CHECKING:
+    from autotune.report.data import ReportData
+
+FILENAME = "report.html"
+FORMATS = ("html", "markdown", "json", "terminal")
+
+
+@click.command()
+@click.argument("study")
+@click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(FORMATS),
+    default="html",
+    help="html is one file that needs no network; the others go to stdout.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help=f"Where it goes [default: {FILENAME} for html, else stdout].",
+)
+@click.option(
+    "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
+)
+def report(*, study: str, format_name: str, out: Path | None, storage: str) -> None:
+    """Write the report of STUDY: the answer, its evidence, every trial.
+
+    Example: autotune report qwen2.5-1.5b-12gb --out report.html
+    """
+    from autotune.report.data import read
+    from autotune.report.files import write
+    from autotune.units import format_bytes
+
+    data = read(storage, study)
+    if out is None and format_name != "html":
+        _print(data, format_name)
+        return
+    path = out or Path(FILENAME)
+    text = _text(data, format_name)
+    write(path, text)
+    click.echo(f"written {click.format_filename(path)} ({format_bytes(len(text.encode()))})")
+
+
+def _text(data: ReportData, format_name: str) -> str:
+    """The whole of a file."""
+    import io
+    import json
+
+    from autotune.report import html, markdown, terminal
+
+    if format_name == "json":
+        return json.dumps(data.to_dict(), indent=2, allow_nan=False) + "\n"
+    if format_name == "terminal":
+        file = io.StringIO()
+        terminal.draw_summary(data.answer.summary, file)
+        return file.getvalue()
+    return html.draw(data) if format_name == "html" else markdown.draw(data)
+
+
+def _print(data: ReportData, format_name: str) -> None:
+    from autotune.report import terminal
+
+    if format_name == "terminal":  # which has colours
+        terminal.draw_summary(data.answer.summary, sys.stdout)
+    elif format_name == "json":
+        print_json(data.to_dict())
+    else:
+        sys.stdout.write(_text(data, format_name))

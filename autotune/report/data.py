@@ -1,0 +1,163 @@
+"""The record of a report: a study's answer, its details and its trials, ready to be drawn.
+
+report.html and report.markdown draw it; `to_dict` is `autotune report --format json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autotune import typed
+from autotune.config import TrainConfig
+from autotune.knobs import describe
+from autotune.report.words import printable
+from autotune.results import measurement_from_dict
+from autotune.space import tradeoff_class
+from autotune.store import existing_study
+from autotune.studies import StoredAnswer, answer_of
+from autotune.units import format_bytes
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+FITS, DOES_NOT_FIT = "fits", "does not fit"
+"""Outcomes of what is predicted; results.OUTCOMES are those of what was measured."""
+NOT_FINISHED = "not finished"
+"""Outcome of a probe that was broken off, or is running."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialRow:
+    """One trial of the study."""
+
+    number: int
+    evidence: str
+    """predicted or measured: of the figures below that do not say which."""
+    outcome: str
+    tradeoff: str
+    """Class against the base; empty where the configuration cannot be read."""
+    config: str
+    tokens_per_second: float | None
+    peak_device_bytes: int | None
+    predicted_tokens_per_second: float | None = None
+    """Of a measured one, where it was kept."""
+    predicted_peak_device_bytes: int | None = None
+    reason: str = ""
+    """Why the outcome is what it is."""
+    is_answer: bool = False
+    is_frontier: bool = False
+    """Of those that fit, with its evidence: nothing faster needs less memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportData:
+    answer: StoredAnswer
+    trials: tuple[TrialRow, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """The object of `autotune report --format json`."""
+        details = self.answer.details
+        return {
+            "study": self.answer.study,
+            "command": self.answer.command,
+            "versions": self.answer.versions,
+            "result": self.answer.result,
+            "details": None if details is None else details.to_dict(),
+            "trials": [dataclasses.asdict(row) for row in self.trials],
+        }
+
+
+def read(url: str, name: str) -> ReportData:
+    """The record of a stored study. Raises ConfigError for one without an answer, StorageError."""
+    with existing_study(url, name) as study:
+        return collect(answer_of(study), study.get_trials(deepcopy=False))
+
+
+def collect(answer: StoredAnswer, trials: Iterable[FrozenTrial]) -> ReportData:
+    """The record of an answer and its trials."""
+    rows = [_row(trial, answer) for trial in trials]
+    frontier = _frontier(rows)
+    return ReportData(
+        answer=answer,
+        trials=tuple(
+            dataclasses.replace(row, is_frontier=True) if row.number in frontier else row
+            for row in rows
+        ),
+    )
+
+
+def _row(trial: FrozenTrial, answer: StoredAnswer) -> TrialRow:
+    attributes, summary = trial.user_attrs, answer.summary
+    try:
+        config: TrainConfig = typed.record(TrainConfig, attributes.get("config"), "config")
+        figures = (_measured if "measurement" in attributes else _predicted)(
+            attributes, summary.workload.memory_budget_bytes
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        is_unfinished = "config" not in attributes
+        return TrialRow(
+            number=trial.number,
+            evidence="measured" if is_unfinished else str(attributes.get("evidence")),
+            outcome=NOT_FINISHED if is_unfinished else "unreadable",
+            tradeoff="",
+            config="",
+            tokens_per_second=None,
+            peak_device_bytes=None,
+            reason=str(attributes.get("outcome", "")) if is_unfinished else printable(str(error)),
+        )
+    return TrialRow(
+        number=trial.number,
+        tradeoff=tradeoff_class(config, summary.base),
+        config=printable(describe(config)),
+        is_answer=config == summary.best.config and figures["evidence"] == summary.evidence,
+        **figures,
+    )
+
+
+def _predicted(attributes: Mapping[str, Any], budget_bytes: int) -> dict[str, Any]:
+    peak_bytes = attributes["peak_device_bytes"]
+    excess_bytes = peak_bytes - budget_bytes
+    return {
+        "evidence": "predicted",
+        "outcome": DOES_NOT_FIT if excess_bytes > 0 else FITS,
+        "tokens_per_second": attributes["tokens_per_second"],
+        "peak_device_bytes": peak_bytes,
+        "reason": f"{format_bytes(excess_bytes)} over the budget" if excess_bytes > 0 else "",
+    }
+
+
+def _measured(attributes: Mapping[str, Any], _: int) -> dict[str, Any]:
+    measurement = measurement_from_dict(attributes["measurement"])
+    problem = "" if measurement.fits else measurement.message or measurement.problem
+    return {
+        "evidence": "measured",
+        "outcome": measurement.outcome,
+        "tokens_per_second": measurement.tokens_per_second,
+        "peak_device_bytes": measurement.peak_device_bytes,
+        "predicted_tokens_per_second": attributes.get("predicted_tokens_per_second"),
+        "predicted_peak_device_bytes": attributes.get("predicted_peak_device_bytes"),
+        "reason": printable(problem),
+    }
+
+
+def _frontier(rows: Iterable[TrialRow]) -> set[int]:
+    """Numbers of the rows that nothing of their evidence beats in both speed and memory."""
+    found: set[int] = set()
+    fitting = [row for row in rows if row.outcome in (FITS, "ok") and not row.reason]
+    for evidence in ("predicted", "measured"):
+        fastest = float("-inf")
+        of_evidence = (
+            (row.peak_device_bytes, -row.tokens_per_second, row.number)
+            for row in fitting
+            if row.evidence == evidence
+            and row.peak_device_bytes is not None
+            and row.tokens_per_second is not None
+        )
+        for _, negative_speed, number in sorted(of_evidence):
+            if -negative_speed > fastest:
+                fastest = -negative_speed
+                found.add(number)
+    return found

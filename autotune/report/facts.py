@@ -1,0 +1,364 @@
+"""What a report says, in words and figures that its HTML and its Markdown share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autotune.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.details import Step
+from autotune.knobs import KNOBS, METHOD_WORDS, describe
+from autotune.report import words
+from autotune.report.data import ReportData
+from autotune.report.words import printable
+from autotune.summary import Summary
+from autotune.units import GIB, format_bytes, format_count, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """One figure of the first screen."""
+
+    label: str
+    figure: str
+    unit: str
+    evidence: str
+    """predicted or measured; empty where the figure is neither."""
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """Memory at the peak of one configuration. Predicted; `measured_bytes` apart."""
+
+    label: str
+    config: str
+    parts: tuple[tuple[str, int], ...]
+    total_bytes: int
+    measured_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PathRow:
+    """One change on the way from the base to the answer. Predicted."""
+
+    change: str
+    tokens_per_second: float
+    previous_tokens_per_second: float | None
+    """None at the start."""
+    peak_device_bytes: int
+    previous_peak_device_bytes: int | None
+    fits: bool
+
+    @property
+    def gain(self) -> str:
+        if self.previous_tokens_per_second is None:
+            return ""
+        ratio = self.tokens_per_second / self.previous_tokens_per_second - 1
+        return "as fast" if abs(ratio) < 0.005 else f"{100 * ratio:+.0f} %"
+
+    @property
+    def saving(self) -> str:
+        if self.previous_peak_device_bytes is None:
+            return ""
+        difference = self.peak_device_bytes - self.previous_peak_device_bytes
+        return f"{difference / GIB:+.2f} GiB"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassRow:
+    """The best of a trade-off class. Predicted."""
+
+    name: str
+    meaning: str
+    entry: str
+    tokens_per_second: float | None
+    peak_device_bytes: int | None
+    against_answer: str
+
+
+def tiles(summary: Summary) -> tuple[Tile, ...]:
+    """Speed, memory and what they are worth."""
+    return (_speed(summary), _memory(summary), _against_base(summary))
+
+
+def _speed(summary: Summary) -> Tile:
+    best, found = summary.best, summary.measured
+    if found is None:
+        speed = best.tokens_per_second
+        note = f"a step takes {words.step(best)}"
+    else:
+        speed = found.final.tokens_per_second
+        spread = found.final.spread
+        off = words.off(best.tokens_per_second, speed)
+        note = (
+            "" if spread is None else f"\N{PLUS-MINUS SIGN} {100 * spread:.1f} %, "
+        ) + f"{words.confirmation(found)}. Predicted: {words.speed(best)}, off by {off}"
+    figure = "unknown" if speed is None else f"{speed:,.0f}"
+    return Tile(label="Speed", figure=figure, unit="tokens/s", evidence=summary.evidence, note=note)
+
+
+def _memory(summary: Summary) -> Tile:
+    best, found = summary.best, summary.measured
+    budget_bytes = summary.workload.memory_budget_bytes
+    peak_bytes: int | None = best.peak_device_bytes
+    note = f"on the device; {format_bytes(budget_bytes - best.peak_device_bytes)} to spare"
+    if found is not None:
+        peak_bytes = found.final.peak_device_bytes
+        off = words.off(best.peak_device_bytes, peak_bytes)
+        note = f"Predicted: {format_bytes(best.peak_device_bytes)}, off by {off}"
+    figure, _, unit = "unknown".partition(" ")
+    if peak_bytes is not None:
+        figure, _, unit = format_bytes(peak_bytes).partition(" ")
+    return Tile(
+        label="Memory at the peak",
+        figure=figure,
+        unit=f"{unit} of {format_bytes(budget_bytes)}",
+        evidence=summary.evidence,
+        note=note,
+    )
+
+
+def _against_base(summary: Summary) -> Tile:
+    found = summary.measured
+    if found is None:
+        note, speedup, baseline = (
+            words.against_baseline(summary),
+            summary.speedup,
+            None if summary.baseline is None else summary.baseline.config,
+        )
+    else:
+        note, speedup, baseline = (
+            words.against_measured_baseline(found, summary.base_name),
+            found.speedup,
+            None if found.baseline is None else found.baseline.config,
+        )
+    label, figure, unit, evidence = f"Against {summary.base_name}", "", "", ""
+    if baseline == summary.best.config:
+        figure = "the same"
+    elif speedup is not None:
+        figure, unit = f"{speedup:.2f}", "\N{MULTIPLICATION SIGN} as fast"
+        evidence, note = summary.evidence, note.partition(" x ")[2]
+    elif baseline is None:
+        label = sentence(summary.base_name)
+        figure, evidence = "does not fit", "predicted"
+    else:
+        label = sentence(summary.base_name)
+        figure, evidence = "did not run", "measured"
+    return Tile(
+        label=label,
+        figure=figure,
+        unit=unit,
+        evidence=evidence,
+        note=printable(note),
+    )
+
+
+def sentence(text: str) -> str:
+    """With a capital at its start."""
+    return text[:1].upper() + text[1:]
+
+
+def size_words(summary: Summary) -> str:
+    """`1.54 B parameters`, an adapter's not counted."""
+    best = summary.best
+    count = best.parameters
+    of_adapter = 0 if best.config.method == "full" else count.trainable
+    return f"{format_count(count.total - of_adapter)} parameters"
+
+
+def bars(data: ReportData) -> tuple[Bar, ...]:
+    """The answer's peak, and the base's."""
+    summary, details = data.answer.summary, data.answer.details
+    best, found = summary.best, summary.measured
+    drawn = [
+        Bar(
+            label="The answer",
+            config=printable(describe(best.config)),
+            parts=tuple(words.memory_parts(best)),
+            total_bytes=best.peak_device_bytes,
+            measured_bytes=None if found is None else found.final.peak_device_bytes,
+        )
+    ]
+    label = sentence(summary.base_name)
+    if summary.baseline is not None:
+        baseline = None if found is None else found.baseline
+        drawn.append(
+            Bar(
+                label=label,
+                config=printable(describe(summary.baseline.config)),
+                parts=tuple(words.memory_parts(summary.baseline)),
+                total_bytes=summary.baseline.peak_device_bytes,
+                measured_bytes=None if baseline is None else baseline.peak_device_bytes,
+            )
+        )
+    elif details is not None and details.base is not None and details.path:
+        base, total_bytes = details.base, details.path[0].peak_device_bytes
+        alive = {name: row[base.peak_point] for name, row in base.bytes_by_category.items()}
+        parts = (
+            ("weights", alive["parameter"]),
+            ("gradients", alive["gradient"]),
+            ("optimizer", alive["optimizer_state"]),
+            ("activations", alive["activation"]),
+            ("logits", alive["logits"]),
+            ("other", alive["temporary"] + alive["workspace"]),
+            ("cached, CUDA", total_bytes - sum(alive.values())),
+        )
+        drawn.append(
+            Bar(
+                label=label,
+                config=f"{words.describe_base(summary.base)}, micro-batch 1",
+                parts=parts,
+                total_bytes=total_bytes,
+            )
+        )
+    return tuple(drawn)
+
+
+def settings(summary: Summary) -> list[tuple[str, str, str]]:
+    """(setting, the base's, the answer's) of what differs."""
+    base, best = summary.base, summary.best.config
+    if summary.baseline is not None:
+        base = summary.baseline.config
+    rows = []
+    if base.method != best.method:
+        rows.append(("method", METHOD_WORDS[base.method], METHOD_WORDS[best.method]))
+    for name, knob in KNOBS.items():
+        before, after = getattr(base, name), getattr(best, name)
+        if before != after:
+            said = [
+                "none" if value is None else printable(knob.words(value))
+                for value in (before, after)
+            ]
+            rows.append((name.replace("_", " "), said[0], said[1]))
+    return rows
+
+
+def path_rows(data: ReportData) -> tuple[PathRow, ...]:
+    """The way from the base to the answer; empty where it is not known."""
+    summary, details = data.answer.summary, data.answer.details
+    if details is None:
+        return ()
+    rows = []
+    before: Step | None = None
+    for step in details.path:
+        rows.append(
+            PathRow(
+                change=summary.base_name if before is None else _change_words(step),
+                tokens_per_second=step.tokens_per_second,
+                previous_tokens_per_second=None if before is None else before.tokens_per_second,
+                peak_device_bytes=step.peak_device_bytes,
+                previous_peak_device_bytes=None if before is None else before.peak_device_bytes,
+                fits=step.peak_device_bytes <= summary.workload.memory_budget_bytes,
+            )
+        )
+        before = step
+    return tuple(rows)
+
+
+def _change_words(step: Step) -> str:
+    changed = dict(step.changed)
+    said = []
+    if (method := changed.pop("method", None)) is not None:
+        said.append(METHOD_WORDS.get(str(method), str(method)))
+    accumulation = changed.pop("gradient_accumulation_steps", None)
+    for name, value in changed.items():
+        if value is None:
+            continue
+        text = KNOBS[name].words(value) if name in KNOBS else f"{name} {value}"
+        if name == "micro_batch_size" and accumulation is not None:
+            text += f" x {accumulation}"
+        said.append(text)
+    return printable(", ".join(said))
+
+
+_MEANINGS = dict(part.split(": ") for part in words.CLASS_MEANINGS.split("; "))
+
+
+def class_rows(summary: Summary) -> tuple[ClassRow, ...]:
+    """The best of each class, the lowest first."""
+    rows = []
+    for name in TRADEOFF_CLASSES:
+        estimate = summary.best_by_class.get(name)
+        is_answer = estimate is not None and estimate.config == summary.best.config
+        rows.append(
+            ClassRow(
+                name=name,
+                meaning=_MEANINGS[name],
+                entry=printable(words.class_entry(name, summary)),
+                tokens_per_second=None if estimate is None else estimate.tokens_per_second,
+                peak_device_bytes=None if estimate is None else estimate.peak_device_bytes,
+                against_answer=""
+                if estimate is None or is_answer
+                else words.gain(estimate, summary.best),
+            )
+        )
+    return tuple(rows)
+
+
+def reasons(summary: Summary) -> list[str]:
+    """Why this one, and what else the terminal would say of it."""
+    best, found = summary.best, summary.measured
+    said = []
+    if found is None:
+        said.append(words.why(summary))
+    else:
+        said.append(f"Probes: {words.probes(found)}")
+        said += [f"Rejected: {words.rejected(failed)}" for failed in found.rejected]
+    if summary.widened:
+        said.append("Nothing of a lower class fits, so another recipe was allowed.")
+    if best.state.optimizer_state_managed_bytes:
+        said.append(words.paging(best))
+    if summary.tied:
+        said.append(f"Tied: {words.tied(summary)}.")
+    return [printable(text) for text in said]
+
+
+def provenance(data: ReportData) -> list[tuple[str, str]]:
+    """What the figures hold for, and how they were made."""
+    answer = data.answer
+    summary = answer.summary
+    workload, counts, found = summary.workload, summary.counts, summary.measured
+    num_valid = counts.enumerated - counts.invalid
+    rows = [
+        ("command", answer.command or "not known"),
+        ("study", answer.study),
+        ("model", workload.model),
+        ("card", f"{summary.gpu}, {summary.gpu_reason}"),
+        ("budget", words.exact_size(workload.memory_budget_bytes)),
+        (
+            "workload",
+            f"{workload.task}, {workload.sequence_length:,} tokens per sample, effective batch "
+            f"{workload.effective_batch_size}",
+        ),
+        (
+            "space",
+            f"{summary.space}: {counts.enumerated:,} points, {num_valid:,} valid, "
+            f"{counts.feasible:,} may fit, {counts.replayed:,} replayed in full, in "
+            f"{format_seconds(summary.elapsed_seconds)}",
+        ),
+        *(("left out", text) for text in summary.left_out),
+    ]
+    if workload.lengths is not None:
+        rows.append(("data", words.data(workload)))
+    if found is not None:
+        seen = found.final.fingerprint
+        rows.append(("measured on", seen.device))
+        rows += [("driver", f"{seen.driver}, CUDA {seen.cuda}")] if seen.driver else []
+        rows.append(("libraries", _versions(seen.versions)))
+        rows += [("allocator", seen.allocator)] if seen.allocator else []
+    else:
+        rows.append(("libraries", _versions(answer.versions.items())))
+    rows.append(("not modelled", words.LIMITS))
+    if found is not None and found.final.spec.backend == "cpu":
+        rows.append(("limits", "Measured on a CPU: it says nothing about a GPU's speed"))
+    return [(label, printable(text)) for label, text in rows]
+
+
+def _versions(versions: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions) or "not known"
+
+
+def config_parts(config: TrainConfig) -> list[str]:
+    """The settings, one by one."""
+    return printable(describe(config)).split(", ")

@@ -1,0 +1,337 @@
+"""A report's charts as plotly.js takes them: plain dicts, colours by the names of the page's CSS.
+
+A string that starts with `--` where plotly wants a colour is one of page.css's variables, which page.js
+puts in, so that a chart follows the page into the dark. A trace with `rows` takes its points from the
+table of trials: `x` and `y` name its columns. Text of others is escaped: plotly reads HTML in it.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from typing import Any
+
+from autotune.details import Timeline
+from autotune.report.data import FITS, ReportData, TrialRow
+from autotune.units import GIB, MIB
+
+Figure = dict[str, Any]
+Unit = tuple[str, int]
+"""(name, bytes): what memory is drawn in."""
+
+_STACK = (
+    # category of allocator.CATEGORIES, name, colour
+    ("parameter", "weights", "--weights"),
+    ("gradient", "gradients", "--gradients"),
+    ("optimizer_state", "optimizer", "--optimizer"),
+    ("activation", "activations", "--activations"),
+    ("logits", "logits", "--logits"),
+    ("temporary", "temporaries", "--other"),
+    ("workspace", "workspace", "--cached"),
+)
+_PHASE_WORDS = {
+    "forward, further micro-batches": "forward again",
+    "backward, further micro-batches": "backward again",
+}
+
+
+def unit_of(data: ReportData) -> Unit:
+    """Of all of a report's charts, by its budget."""
+    budget_bytes = data.answer.summary.workload.memory_budget_bytes
+    return ("GiB", GIB) if budget_bytes >= GIB / 2 else ("MiB", MIB)
+
+
+def all_figures(data: ReportData) -> dict[str, Figure]:
+    """By the name of the place that the page has for it; what there is nothing to draw of is not there."""
+    details = data.answer.details
+    figures = {"speed-memory": speed_against_memory(data)}
+    if details is not None:
+        budget_bytes = data.answer.summary.workload.memory_budget_bytes
+        lines = [line for line in (details.answer, details.base) if line is not None]
+        top_bytes = max(line.at(line.peak_point) for line in lines)
+        # A budget far above would leave the areas flat.
+        if budget_bytes < 3 * top_bytes:
+            top_bytes = max(top_bytes, budget_bytes)
+        unit = unit_of(data)
+        figures["timeline-answer"] = memory_over_step(details.answer, budget_bytes, top_bytes, unit)
+        if details.base is not None and len(details.path) > 1:
+            figures["timeline-base"] = memory_over_step(details.base, budget_bytes, top_bytes, unit)
+    compared = [
+        index
+        for index, row in enumerate(data.trials)
+        if row.predicted_tokens_per_second is not None and row.outcome == "ok"
+    ]
+    if compared:
+        figures["compared-speed"] = _predicted_against_measured(
+            "speed",
+            ("tokens/s", 1),
+            compared,
+            [
+                each
+                for row in map(data.trials.__getitem__, compared)
+                for each in (row.predicted_tokens_per_second, row.tokens_per_second)
+                if each is not None
+            ],
+        )
+        figures["compared-memory"] = _predicted_against_measured(
+            "memory",
+            unit_of(data),
+            compared,
+            [
+                each / unit_of(data)[1]
+                for row in map(data.trials.__getitem__, compared)
+                for each in (row.predicted_peak_device_bytes, row.peak_device_bytes)
+                if each is not None
+            ],
+        )
+    return figures
+
+
+def memory_over_step(timeline: Timeline, budget_bytes: int, top_bytes: int, unit: Unit) -> Figure:
+    """Stacked areas by category; the budget a line."""
+    name_of_unit, unit_bytes = unit
+    points = list(range(timeline.num_points))
+    traces: list[Figure] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "x": points,
+            "y": [round(value / unit_bytes, 4) for value in timeline.bytes_by_category[category]],
+            "stackgroup": "one",
+            "line": {"width": 0.5, "color": color},
+            "fillcolor": color,
+            "hovertemplate": f"%{{y:.2f}} {name_of_unit}",
+        }
+        for category, name, color in _STACK
+        if any(timeline.bytes_by_category[category])
+    ]
+    starts = list(timeline.phases.values())
+    ends = [*starts[1:], timeline.num_points]
+    shapes = [_vertical(start, "--grid") for start in starts[1:]]
+    return {
+        "data": traces,
+        "layout": {
+            "hovermode": "x unified",
+            "showlegend": False,
+            "shapes": [*shapes, _horizontal(budget_bytes / unit_bytes)],
+            "annotations": [
+                _budget_label(budget_bytes, unit, x=0.01, xref="paper", xanchor="left")
+            ],
+            "xaxis": {
+                "tickvals": [(a + b) / 2 for a, b in zip(starts, ends, strict=True)],
+                "ticktext": [_PHASE_WORDS.get(name, name) for name in timeline.phases],
+                "showgrid": False,
+                "range": [0, timeline.num_points - 1],
+            },
+            "yaxis": {"title": {"text": name_of_unit}, "range": [0, 1.08 * top_bytes / unit_bytes]},
+        },
+    }
+
+
+def speed_against_memory(data: ReportData) -> Figure:
+    """Every trial, the frontier, the base and what was only priced."""
+    summary, details = data.answer.summary, data.answer.details
+    budget_bytes = summary.workload.memory_budget_bytes
+    name_of_unit, unit_bytes = unit = unit_of(data)
+    traces: list[Figure] = []
+    if details is not None and details.priced:
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": "priced only: memory at least",
+                "x": [round(num_bytes / unit_bytes, 3) for _, num_bytes in details.priced],
+                "y": [speed for speed, _ in details.priced],
+                "marker": {"size": 4, "color": "--muted", "opacity": 0.35},
+                "hoverinfo": "skip",
+                # Predictions of another speed than what was measured would take all the room.
+                "visible": True if summary.measured is None else "legendonly",
+            }
+        )
+    groups = (
+        # name, marker, which
+        (
+            "predicted to fit",
+            {"symbol": "circle-open", "size": 8, "color": "--predicted", "line": {"width": 1.6}},
+            lambda row: row.outcome == FITS,
+        ),
+        (
+            "predicted not to fit",
+            {"symbol": "x-thin-open", "size": 7, "color": "--muted", "line": {"width": 1.4}},
+            lambda row: row.evidence == "predicted" and row.outcome != FITS,
+        ),
+        (
+            "measured",
+            {"symbol": "circle", "size": 8, "color": "--measured"},
+            lambda row: row.outcome == "ok" and not row.reason,
+        ),
+        (
+            "measured, not to be used",
+            {"symbol": "x", "size": 7, "color": "--muted"},
+            lambda row: row.evidence == "measured" and (row.outcome != "ok" or row.reason != ""),
+        ),
+    )
+    for name, marker, wanted in groups:
+        rows = _drawable(data, wanted)
+        if rows:
+            traces.append(_points(name, rows, marker, unit))
+    for evidence, dash in (("predicted", "dot"), ("measured", "solid")):
+        frontier = [
+            index
+            for index, row in enumerate(data.trials)
+            if row.is_frontier and row.evidence == evidence
+        ]
+        frontier.sort(key=lambda index: data.trials[index].peak_device_bytes or 0)
+        if len(frontier) > 1:
+            traces.append(
+                {
+                    **_points(f"frontier, {evidence}", frontier, {}, unit),
+                    "mode": "lines",
+                    "line": {
+                        "shape": "hv",
+                        "width": 1.4,
+                        "dash": dash,
+                        "color": f"--{evidence}",
+                    },
+                    "hoverinfo": "skip",
+                    "hovertemplate": None,
+                }
+            )
+    traces += _landmarks(data, unit)
+    return {
+        "data": traces,
+        "layout": {
+            "hovermode": "closest",
+            "legend": {"orientation": "h", "y": -0.2, "x": 0},
+            "shapes": [_vertical(budget_bytes / unit_bytes, "--budget", dash="dash")],
+            "annotations": [_budget_label(budget_bytes, unit, y=1, yref="paper", yanchor="bottom")],
+            "xaxis": {
+                "title": {"text": f"{name_of_unit} on the device at the peak"},
+                "rangemode": "normal",
+            },
+            "yaxis": {"title": {"text": "tokens/s"}, "rangemode": "normal"},
+        },
+    }
+
+
+def _landmarks(data: ReportData, unit: Unit) -> list[Figure]:
+    """The answer and the base, with the evidence of the answer."""
+    summary = data.answer.summary
+    found = summary.measured
+    marks = [
+        ("the answer", summary.best if found is None else found.final, "star", "--accent", 15),
+        (
+            summary.base_name,
+            summary.baseline if found is None else found.baseline,
+            "square",
+            "--text",
+            9,
+        ),
+    ]
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": f"{name}, {summary.evidence}",
+            "x": [round(mark.peak_device_bytes / unit[1], 4)],
+            "y": [round(mark.tokens_per_second, 1)],
+            "marker": {
+                "symbol": symbol,
+                "size": size,
+                "color": color,
+                "line": {"width": 1.2, "color": "--surface"},
+            },
+            "hovertemplate": f"%{{y:,.0f}} tokens/s, %{{x:.2f}} {unit[0]}",
+        }
+        for name, mark, symbol, color, size in marks
+        if mark is not None
+        and mark.tokens_per_second is not None
+        and mark.peak_device_bytes is not None
+    ]
+
+
+def _predicted_against_measured(
+    column: str, unit: Unit, rows: list[int], values: list[float]
+) -> Figure:
+    """Points of the diagonal were predicted right. `values`: all that is to be seen, of both axes."""
+    margin = 0.06 * (max(values) - min(values)) or 0.05 * max(values)
+    low, high = min(values) - margin, max(values) + margin
+    diagonal = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "predicted = measured",
+        "x": [low, high],
+        "y": [low, high],
+        "line": {"width": 1, "dash": "dash", "color": "--muted"},
+        "hoverinfo": "skip",
+    }
+    marker = {"symbol": "circle", "size": 8, "color": "--measured"}
+    points = _points("trials", rows, marker, unit) | {"x": f"predicted-{column}", "y": column}
+    points["hovertemplate"] = "measured %{y:,.4~g}, predicted %{x:,.4~g}<br>%{text}<extra></extra>"
+    return {
+        "data": [diagonal, points],
+        "layout": {
+            "hovermode": "closest",
+            "showlegend": False,
+            "xaxis": {"title": {"text": f"predicted {unit[0]}"}, "range": [low, high]},
+            "yaxis": {"title": {"text": f"measured {unit[0]}"}, "range": [low, high]},
+        },
+    }
+
+
+def _drawable(data: ReportData, wanted: Callable[[TrialRow], bool]) -> list[int]:
+    return [
+        index
+        for index, row in enumerate(data.trials)
+        if row.tokens_per_second is not None and row.peak_device_bytes is not None and wanted(row)
+    ]
+
+
+def _points(name: str, rows: list[int], marker: Figure, unit: Unit) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": html.escape(name),
+        "rows": rows,
+        "x": "memory",
+        "y": "speed",
+        "marker": marker,
+        "hovertemplate": f"%{{y:,.0f}} tokens/s, %{{x:.2f}} {unit[0]}<br>%{{text}}<extra></extra>",
+    }
+
+
+def _vertical(x: float, color: str, dash: str = "solid") -> Figure:
+    return {
+        "type": "line",
+        "x0": x,
+        "x1": x,
+        "y0": 0,
+        "y1": 1,
+        "yref": "paper",
+        "line": {"width": 1.4, "color": color, "dash": dash},
+    }
+
+
+def _horizontal(y: float) -> Figure:
+    return {
+        "type": "line",
+        "x0": 0,
+        "x1": 1,
+        "xref": "paper",
+        "y0": y,
+        "y1": y,
+        "line": {"width": 1.4, "color": "--budget", "dash": "dash"},
+    }
+
+
+def _budget_label(budget_bytes: int, unit: Unit, **place: Any) -> Figure:
+    at = budget_bytes / unit[1]
+    where = {"y": at, "yanchor": "bottom"} if "x" in place else {"x": at, "xanchor": "right"}
+    return {
+        "text": f"budget {at:.2f} {unit[0]}",
+        "showarrow": False,
+        "font": {"size": 12, "color": "--budget"},
+        **where,
+        **place,
+    }

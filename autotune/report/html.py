@@ -1,0 +1,145 @@
+"""Draws a report as one HTML file that needs nothing else: no network, no server, no other file.
+
+Whatever comes from others (names, paths, messages) passes Jinja2's escaping, or stands in JSON with
+`<`, `>` and `&` escaped. A Content-Security-Policy lets run only the two scripts that are in the file,
+by their hashes, and lets nothing be fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autotune import __version__
+from autotune.config import TRADEOFF_CLASSES
+from autotune.errors import ConfigError
+from autotune.report import facts, figures, words
+from autotune.report.data import ReportData
+from autotune.units import format_bytes
+
+_FILES = resources.files("autotune.report")
+
+
+def draw(data: ReportData) -> str:
+    """The page."""
+    import jinja2
+    from jinja2.utils import htmlsafe_json_dumps
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"size": format_bytes, "speed": lambda value: f"{value:,.0f}"}
+    scripts = [_own("page.js"), _plotly()]
+    summary, answer = data.answer.summary, data.answer
+    drawn = figures.all_figures(data)
+    return environment.from_string(_own("page.html.j2")).render(
+        autotune=__version__,
+        policy=_policy(scripts),
+        css=_own("page.css"),
+        scripts=scripts,
+        data=htmlsafe_json_dumps(
+            {"figures": drawn, "trials": _columns(data), "unit": figures.unit_of(data)[0]},
+            dumps=_compact,
+            ensure_ascii=True,
+        ),
+        figures=set(drawn),
+        unit=figures.unit_of(data)[0],
+        study=answer.study,
+        model=words.model_name(summary.workload.model),
+        summary=summary,
+        size=facts.size_words(summary),
+        answer_parts=facts.config_parts(summary.best.config),
+        base_title=facts.sentence(summary.base_name),
+        tiles=facts.tiles(summary),
+        bars=facts.bars(data),
+        widest_bytes=max(
+            summary.workload.memory_budget_bytes, *(bar.total_bytes for bar in facts.bars(data))
+        ),
+        budget_bytes=summary.workload.memory_budget_bytes,
+        reasons=facts.reasons(summary),
+        settings=facts.settings(summary),
+        path=facts.path_rows(data),
+        classes=facts.class_rows(summary),
+        provenance=facts.provenance(data),
+        num_trials=len(data.trials),
+        has_predictions=any(row.predicted_tokens_per_second is not None for row in data.trials),
+        outcomes=sorted({row.outcome for row in data.trials}),
+        tradeoffs=[
+            name for name in TRADEOFF_CLASSES if any(row.tradeoff == name for row in data.trials)
+        ],
+        evidences=sorted({row.evidence for row in data.trials}),
+    )
+
+
+def _columns(data: ReportData) -> dict[str, Any]:
+    """The trials by column; a configuration's settings are numbers of a list of words."""
+    numbers: dict[str, int] = {}
+
+    def settings(config: str) -> list[int]:
+        return [numbers.setdefault(part, len(numbers)) for part in config.split(", ") if part]
+
+    rows = data.trials
+    unit_bytes = figures.unit_of(data)[1]
+    columns = {
+        "number": [row.number for row in rows],
+        "config": [settings(row.config) for row in rows],
+        "speed": [_rounded(row.tokens_per_second) for row in rows],
+        "memory": [_in(unit_bytes, row.peak_device_bytes) for row in rows],
+        "predicted-speed": [_rounded(row.predicted_tokens_per_second) for row in rows],
+        "predicted-memory": [_in(unit_bytes, row.predicted_peak_device_bytes) for row in rows],
+        "answer": [int(row.is_answer) for row in rows],
+        "frontier": [int(row.is_frontier) for row in rows],
+        **{
+            name: _numbered([getattr(row, name) for row in rows])
+            for name in ("evidence", "outcome", "tradeoff", "reason")
+        },
+    }
+    return {**columns, "words": list(numbers)}
+
+
+def _numbered(values: list[str]) -> dict[str, Any]:
+    """Texts that repeat, once each."""
+    numbers: dict[str, int] = {}
+    listed = [numbers.setdefault(value, len(numbers)) for value in values]
+    return {"texts": list(numbers), "of": listed}
+
+
+def _rounded(speed: float | None) -> float | None:
+    return None if speed is None or not math.isfinite(speed) else round(speed, 1)
+
+
+def _in(unit_bytes: int, num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else round(num_bytes / unit_bytes, 4)
+
+
+def _compact(value: Any, **options: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, **options)
+
+
+def _own(name: str) -> str:
+    return _FILES.joinpath(name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    """plotly.js, as the Python package has it; the package itself is slow to import."""
+    found = importlib.util.find_spec("plotly")
+    if found is None or found.origin is None:
+        raise ConfigError("plotly is not installed", remedy="Run `pip install plotly`")
+    path = Path(found.origin).parent / "package_data" / "plotly.min.js"
+    return path.read_text(encoding="utf-8")
+
+
+def _policy(scripts: list[str]) -> str:
+    hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    # plotly.js writes style attributes and a style sheet of its own.
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )

@@ -1,0 +1,127 @@
+"""Draws a report as Markdown: for an issue, a pull request, a wiki. Text of others is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from autotune.report import facts, words
+from autotune.report.data import ReportData, TrialRow
+from autotune.units import GIB, format_bytes
+
+MAX_TRIALS = 20
+"""The fastest; all of them are in the HTML."""
+
+
+def draw(data: ReportData) -> str:
+    """The document."""
+    summary = data.answer.summary
+    budget_bytes = summary.workload.memory_budget_bytes
+    banner = "Predicted, nothing was run"
+    if summary.measured is not None:
+        banner = f"Measured on {summary.measured.final.fingerprint.device}"
+    parts = [
+        f"# {_plain(words.model_name(summary.workload.model))}",
+        f"**{_plain(banner)}.** The fastest configuration that fits {format_bytes(budget_bytes)} of "
+        f"{_plain(summary.gpu)}:",
+        f"> {_plain(', '.join(facts.config_parts(summary.best.config)))}",
+        _table(
+            ("", "", "evidence", ""),
+            (
+                (tile.label, f"**{tile.figure}** {tile.unit}", tile.evidence, tile.note)
+                for tile in facts.tiles(summary)
+            ),
+        ),
+        "\n\n".join(_plain(text) for text in facts.reasons(summary)),
+        "## Memory at the peak, predicted",
+        *map(_bar, facts.bars(data)),
+    ]
+    if path := facts.path_rows(data):
+        parts += [
+            "## What each change bought, predicted",
+            _table(
+                ("change", "tokens/s>", ">", "peak>", ">", ""),
+                (
+                    (
+                        row.change,
+                        f"{row.tokens_per_second:,.0f}",
+                        row.gain,
+                        format_bytes(row.peak_device_bytes),
+                        row.saving,
+                        "" if row.fits else "does not fit",
+                    )
+                    for row in path
+                ),
+            ),
+        ]
+    parts += [
+        "## Best of each trade-off class, predicted",
+        _table(
+            ("class", "fastest of its class", "tokens/s>", "peak>", "speed>"),
+            (
+                (
+                    f"{row.name} ({row.meaning})",
+                    row.entry,
+                    "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+                    "" if row.peak_device_bytes is None else format_bytes(row.peak_device_bytes),
+                    row.against_answer,
+                )
+                for row in facts.class_rows(summary)
+            ),
+        ),
+        _trials(data.trials),
+        "## Where this comes from",
+        _table(("", ""), facts.provenance(data)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _bar(bar: facts.Bar) -> str:
+    seen = "" if bar.measured_bytes is None else f", measured {format_bytes(bar.measured_bytes)}"
+    listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in bar.parts)
+    return (
+        f"**{_plain(bar.label)}** ({_plain(bar.config)}): {format_bytes(bar.total_bytes)}{seen}. "
+        f"{_plain(listed)}."
+    )
+
+
+def _trials(rows: Sequence[TrialRow]) -> str:
+    fastest = sorted(rows, key=lambda row: (row.tokens_per_second is None, -_speed(row)))
+    title = f"## The fastest {MAX_TRIALS} of {len(rows):,} trials"
+    table = _table(
+        ("trial>", "outcome", "evidence", "class", "tokens/s>", "GiB>", "configuration", "reason"),
+        (
+            (
+                str(row.number),
+                row.outcome,
+                row.evidence,
+                row.tradeoff,
+                "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+                "" if row.peak_device_bytes is None else f"{row.peak_device_bytes / GIB:.2f}",
+                row.config,
+                row.reason,
+            )
+            for row in fastest[:MAX_TRIALS]
+        ),
+    )
+    return f"{title if len(rows) > MAX_TRIALS else '## Trials'}\n\n{table}"
+
+
+def _speed(row: TrialRow) -> float:
+    return row.tokens_per_second or 0.0
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A column whose header ends in `>` is aligned to the right."""
+    lines = [
+        "| " + " | ".join(header.removesuffix(">") for header in headers) + " |",
+        "|" + "|".join("---:" if header.endswith(">") else "---" for header in headers) + "|",
+        *("| " + " | ".join(map(_plain, row)) + " |" for row in rows),
+    ]
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown, and the HTML in it, leave alone; our own ** stays."""
+    line = " ".join(words.printable(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`|_\[\]~$#]|(?<!\*)\*(?!\*))", r"\\\1", line)
