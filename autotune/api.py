@@ -79,11 +79,11 @@ class Result:
     def training_arguments(self, **overrides: Any) -> TrainingArguments:
         """Transformers' TrainingArguments (TRL's SFTConfig where that trainer was decided).
 
-        They hold what was decided, what a base had set beside it, and the class's defaults elsewhere;
-        learning rate, epochs and the like are for `overrides`, which may also change what was decided:
-        `callback` then says so. Without a CUDA device what needs one is left out, with a warning. How
-        several GPUs share the run is in the files of `export`. Raises ConfigError for an override that
-        the class does not know.
+        They hold what was decided, what `base` has set beside it, and the class's defaults; learning
+        rate, epochs and the like are for `overrides`, which may also change what was decided: `callback`
+        then says so. Without a CUDA device what needs one is left out, with a warning. fp8 is told to
+        Transformers and accelerate in this process's environment. How several GPUs share the run is in
+        the files of `export`. Raises ConfigError for an override that the class does not know.
         """
         from autotune.worker import objects
 

@@ -20,13 +20,14 @@ def read_run(
     seq_len: int | None,
     methods: Sequence[str] = (),
     num_gpus: int,
+    has_bf16: bool,
     usual_length: int,
     note: Callable[[str], None],
 ) -> BaseRun:
     """The run of the file. Another trainer's says nothing of GPUs, and perhaps nothing of the length
     of a sequence or the method: then these are taken."""
     method = methods[0] if len(methods) == 1 else "full"
-    run = read_base(path, sequence_length=seq_len or usual_length, method=method)
+    run = read_base(path, sequence_length=seq_len or usual_length, method=method, has_bf16=has_bf16)
     if run.target is None:
         return run
     for words in run.notes:

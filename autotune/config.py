@@ -78,6 +78,10 @@ class Precision:
     """fp16=True: torch.amp.GradScaler."""
     tf32: bool
     """float32 matrix products may use TF32 units."""
+    fp8: bool = False
+    """accelerate's mixed_precision "fp8" with torchao: linear layers multiply in fp8 under bfloat16
+    autocast, but for the first and the last and those whose sizes are no multiples of 16
+    (accelerate 1.15 utils/ao.py)."""
     summary: str
 
 
@@ -137,6 +141,24 @@ PRECISIONS: dict[str, Precision] = {
         grad_scaler=False,
         tf32=False,
         summary="bfloat16 weights under bfloat16 autocast: fp32 adapters compute in bfloat16",
+    ),
+    "fp8-mixed": Precision(
+        parameter_dtype="float32",
+        compute_dtype="bfloat16",
+        autocast=True,
+        grad_scaler=False,
+        tf32=False,
+        fp8=True,
+        summary="as bf16-mixed, linear layers multiply in float8 (torchao)",
+    ),
+    "fp8-autocast": Precision(
+        parameter_dtype="bfloat16",
+        compute_dtype="bfloat16",
+        autocast=True,
+        grad_scaler=False,
+        tf32=False,
+        fp8=True,
+        summary="as bf16-autocast, linear layers multiply in float8 (torchao)",
     ),
 }
 

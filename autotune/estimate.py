@@ -618,6 +618,8 @@ def _optimizer_kernels(cost: StepCost, paged_out_bytes: int) -> list[roofline.Ke
 
 def _rate_dtype(dtype: str, *, tf32: bool) -> str:
     """Whose rate a matrix product runs at."""
+    if dtype.startswith("float8"):  # e4m3 by e4m3 or by e5m2, at one rate
+        return "float8"
     return "tf32" if tf32 and dtype == "float32" else dtype
 
 

@@ -41,7 +41,7 @@ from autotune.report.data import collect
 from autotune.report.files import write
 from autotune.report.progress import SILENT, Listener
 from autotune.results import BACKENDS, ProbeSpec
-from autotune.space import may_pack, with_peft
+from autotune.space import AMPERE, may_pack, with_peft
 from autotune.summary import Measured, Summary
 from autotune.tune import Found
 
@@ -123,6 +123,7 @@ def find(
             seq_len=options.seq_len,
             methods=methods,
             num_gpus=options.num_gpus or 1,
+            has_bf16=(card.compute_capability or AMPERE) >= AMPERE,
             usual_length=SEQUENCE_LENGTH,
             note=listener.note,
         )

@@ -19,7 +19,7 @@ from autotune import nvml
 from autotune.errors import ConfigError, nearest
 from autotune.units import GIB, KIB, MIB, format_bytes
 
-PEAK_DTYPES = ("float16", "bfloat16", "tf32", "float32")
+PEAK_DTYPES = ("float8", "float16", "bfloat16", "tf32", "float32")
 
 _CATALOGUE = Path(__file__).with_name("data") / "gpus.toml"
 

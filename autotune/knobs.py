@@ -210,6 +210,9 @@ KNOBS: dict[str, Knob] = {
             tradeoff="numerics",
             read=_one_of(tuple(PRECISIONS), "precision"),
             choices=tuple(PRECISIONS),
+            # Only torch.compile fuses the casts: without it they cost more than fp8 saves (pytorch/ao
+            # issue 685).
+            needs={name: "torchao" for name, row in PRECISIONS.items() if row.fp8},
             flag="--precision",
             summary="[default: bf16-true, bf16-autocast with an adapter, fp16 on old cards]",
         ),

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import compiled
-from autotune.config import TrainConfig
+from autotune import compiled, needs
+from autotune.config import PRECISIONS, TrainConfig
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
@@ -92,7 +92,7 @@ class Prober:
         self._model = model
         self._useful_share = useful_share
         self.spec = spec
-        self.fingerprint = self._ask_fingerprint()
+        self._fingerprint = self._ask_fingerprint()
         self.num_run = 0
         """Probes; confirmations are counted nowhere."""
         self.num_reused = 0
@@ -116,6 +116,10 @@ class Prober:
             )
         return dataclasses.replace(measurement, useful_share=share)
 
+    def fingerprint_of(self, config: TrainConfig) -> Fingerprint:
+        """What a measurement of the configuration would have, made here and now."""
+        return needs.fingerprint_for(config, self._fingerprint)
+
     def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
         """The table's confirmation of what a probe measured, or a new one."""
         spec = dataclasses.replace(self.spec, confirm_steps=num_steps)
@@ -135,7 +139,9 @@ class Prober:
         return dataclasses.replace(measurement, useful_share=best.useful_share)
 
     def _find(self, config: TrainConfig, spec: ProbeSpec) -> Measurement | None:
-        return self._table.find(probe_key(self._model.config, config, spec, self.fingerprint))
+        return self._table.find(
+            probe_key(self._model.config, config, spec, self.fingerprint_of(config))
+        )
 
     def _run(
         self,
@@ -161,7 +167,7 @@ class Prober:
                 on_answer=None if watch is None else functools.partial(_follow, watch, folder),
             )
         measurement = self._read(end, config, spec)
-        key = probe_key(self._model.config, config, spec, self.fingerprint)
+        key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
         self._table.add(key, measurement)
         return measurement
 
@@ -200,7 +206,7 @@ class Prober:
         return Measurement(
             config=config,
             spec=spec,
-            fingerprint=self.fingerprint,
+            fingerprint=self.fingerprint_of(config),
             outcome=outcome,
             message=f"{message} {last_words}".strip()[:500],
         )
@@ -275,7 +281,10 @@ def can_run(config: TrainConfig, backend: str) -> bool:
     if config.trainer != "transformers":
         return False
     only_cuda = (
-        config.activation_offloading or config.liger or OPTIMIZERS[config.optimizer].only_cuda
+        config.activation_offloading
+        or config.liger
+        or PRECISIONS[config.precision].fp8
+        or OPTIMIZERS[config.optimizer].only_cuda
     )
     return (backend == "cuda" or not only_cuda) and compiled.can_compile(config, backend)
 
@@ -377,7 +386,7 @@ def _probe(
     on_probe: OnProbe,
 ) -> None:
     """Probe until nothing that is not refused is likely to be faster; adds to `measured`."""
-    leave_out = _left_out(study, prober.fingerprint, refused)
+    leave_out = _left_out(study, prober, refused)
     study.pruner = SpeedPruner(noise=NOISE, leave_out=leave_out)
     distributions = parameter_distributions(study, [e.config for e in pool])
     of_params: dict[frozenset[tuple[str, Any]], Estimate] = {}
@@ -427,21 +436,24 @@ def _known(
     """What was measured of the candidates; what the study has of them from before, measured here."""
     found: dict[TrainConfig, Measurement] = {}
     for _, earlier in _recorded(study):
-        if earlier.config in configs and earlier.fingerprint == prober.fingerprint:
+        if earlier.config in configs and _is_from_here(earlier, prober):
             # Of what was tried twice, the second try.
             found[earlier.config] = earlier
     return list((found | {m.config: m for m in measured}).values())
 
 
-def _left_out(
-    study: optuna.Study, fingerprint: Fingerprint, refused: Collection[TrainConfig]
-) -> set[int]:
+def _left_out(study: optuna.Study, prober: Prober, refused: Collection[TrainConfig]) -> set[int]:
     """Numbers of the trials that say nothing to this search: measured elsewhere, or refused since."""
     return {
         number
         for number, seen in _recorded(study)
-        if seen.fingerprint != fingerprint or seen.config in refused
+        if not _is_from_here(seen, prober) or seen.config in refused
     }
+
+
+def _is_from_here(seen: Measurement, prober: Prober) -> bool:
+    """Whether it was measured on this machine, with the libraries that are here."""
+    return seen.fingerprint == prober.fingerprint_of(seen.config)
 
 
 def _recorded(study: optuna.Study) -> Iterator[tuple[int, Measurement]]:

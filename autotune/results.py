@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune import typed
 from autotune.adapters import ADAPTERS
-from autotune.config import PARALLELISMS, TrainConfig
+from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig
 from autotune.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -58,7 +58,9 @@ class TraceSpec:
         cast = dict(PARALLELISMS[config.parallelism].traced_as)
         shared["precision"] = cast.get(shared["precision"], shared["precision"])
         adapter = ADAPTERS.get(config.method)
-        if adapter is not None and adapter.scales:
+        # In fp8 it depends on the rank which of its layers are converted.
+        scales = adapter is not None and adapter.scales
+        if scales and not PRECISIONS[config.precision].fp8:
             shared["lora_rank"] = None
         # rsLoRA multiplies by another number.
         if config.lora_variant == "rslora":
@@ -248,7 +250,8 @@ class Fingerprint:
     cuda: str
     """That torch was built for; empty on a CPU."""
     versions: tuple[tuple[str, str], ...]
-    """(library, version) of torch, transformers, peft, bitsandbytes, accelerate, python; sorted."""
+    """(library, version) of torch, transformers, peft, bitsandbytes, accelerate, python, and of what
+    the measured configuration uses beyond (autotune.needs); sorted."""
     allocator: str
     """PYTORCH_ALLOC_CONF, as set."""
 

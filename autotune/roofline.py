@@ -123,7 +123,7 @@ class Kernel:
     kind: str
     """One of KINDS; kind_of(name) knows ATen's."""
     dtype: str
-    """What it computes in: a key of config.DTYPE_BYTES, or tf32."""
+    """What it computes in: a key of config.DTYPE_BYTES, tf32, or float8."""
     flops: float
     """Floating-point operations of one launch; a multiplication and its addition are two. A causal
     attention counts only what it computes: half of the square."""

@@ -27,8 +27,10 @@ from autotune.config import (
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 
-# CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units.
-_AMPERE = (8, 0)
+# CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
+# with float8.
+AMPERE = (8, 0)
+_ADA = (8, 9)
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
@@ -197,7 +199,7 @@ def _has_settings_of_others(config: TrainConfig) -> bool:
 
 def _lacks_ampere(context: Context) -> bool:
     capability = context.compute_capability
-    return capability is not None and capability < _AMPERE
+    return capability is not None and capability < AMPERE
 
 
 _FOR_ONE_GPU = frozenset(
@@ -398,12 +400,36 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        # accelerate 1.15 state.py: on a card below it trains in float16 instead, with a warning.
+        name="fp8-needs-ada",
+        reason="float8 matrix products need compute capability 8.9",
+        breaks=lambda c, context: (
+            PRECISIONS[c.precision].fp8
+            and context.compute_capability is not None
+            and context.compute_capability < _ADA
+        ),
+    ),
+    Rule(
+        name="fp8-needs-multiples-of-16",
+        reason="float8 matrix products take 16 tokens at a time: how torchao pads others is not "
+        "modelled",
+        breaks=lambda c, _: PRECISIONS[c.precision].fp8 and c.sequence_length % 16 != 0,
+    ),
+    Rule(
+        # accelerate converts every nn.Linear, and bitsandbytes' layers are such.
+        name="fp8-needs-float-weights",
+        reason="torchao would take quantised weights for float ones",
+        breaks=lambda c, _: PRECISIONS[c.precision].fp8 and c.quantization != "none",
+    ),
+    Rule(
         name="one-gpu-only",
-        reason="on several GPUs neither Liger, SFTTrainer, NEFTune nor an emptied cache is modelled",
+        reason="on several GPUs neither fp8, Liger, SFTTrainer, NEFTune nor an emptied cache is "
+        "modelled",
         breaks=lambda c, _: (
             c.parallelism != "none"
             and bool(
-                c.liger
+                PRECISIONS[c.precision].fp8
+                or c.liger
                 or c.trainer != "transformers"
                 or c.neftune_noise_alpha
                 or c.torch_empty_cache_steps

@@ -185,7 +185,7 @@ class Probes:
             max_seconds=self._max_seconds,
         )
         source, prober = self._prober(model, spec)
-        key = probe_key(source.config, config, spec, prober.fingerprint)
+        key = probe_key(source.config, config, spec, prober.fingerprint_of(config))
         if key in self._records:
             return True
         estimate = predict()

@@ -18,7 +18,7 @@ QUICK = Workload(model="m", memory_budget_bytes=1, sequence_length=2048, effecti
 
 def read(name: str, **given: int) -> tuple[BaseRun, list[str]]:
     notes: list[str] = []
-    options = {"seq_len": None, "num_gpus": 1, **given}
+    options = {"seq_len": None, "num_gpus": 1, "has_bf16": True, **given}
     run = bases.read_run(FILES / name, **options, usual_length=1024, note=notes.append)  # type: ignore[arg-type]
     return run, notes
 
@@ -28,6 +28,13 @@ def test_gpus_are_those_that_were_named() -> None:
     assert (config.num_gpus, config.parallelism) == (4, "ddp")
     # Batches are per GPU in a file.
     assert config.effective_batch_size == 2 * 8 * 4
+
+
+def test_what_is_left_to_the_card_is_float16_on_an_old_one() -> None:
+    assert read("axolotl.yaml")[0].config.precision == "bf16-autocast"
+    assert read("axolotl.yaml", has_bf16=False)[0].config.precision == "fp16-autocast"
+    # That file says bfloat16.
+    assert read("llama_factory.yaml", has_bf16=False)[0].config.precision == "bf16-autocast"
 
 
 def test_a_method_that_the_file_leaves_open_is_searched() -> None:

@@ -328,6 +328,7 @@ def test_the_recipe_of_qlora() -> None:
             "lora_alpha": 128,
             "target_modules": "all-linear",
         },
+        "environment": {},
         "training_arguments": training_args.training_arguments(QLORA),
         "evidence": "predicted",
     }
@@ -469,3 +470,20 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=part):
             train_config.read_train_config(path)
+
+
+# fp8
+
+
+def test_fp8_is_told_by_the_environment() -> None:
+    """TrainingArguments takes it from there, and only where bf16 and fp16 are off."""
+    config = dataclasses.replace(FULL, precision="fp8-autocast")
+    values = recipe(write(train_py, config))
+    assert values["dtype"] == "bfloat16"
+    assert values["environment"]["ACCELERATE_MIXED_PRECISION"] == "fp8"
+    assert values["environment"]["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] == "false"
+    arguments = training_args.training_arguments(config)
+    assert (arguments["bf16"], arguments["fp16"]) == (False, False)
+    assert recipe(write(train_py))["environment"] == {}
+    written = {exporter.filename for exporter in export.exporters_for(config)}
+    assert "accelerate_config.yaml" in written

@@ -253,6 +253,17 @@ def test_training_arguments_keep_the_names_they_have() -> None:
     ]
 
 
+def test_the_loader_is_the_users_until_its_time_was_measured() -> None:
+    text = "base_model: x\ndataloader_num_workers: 8\n"
+    assert read(axolotl.TARGET, yaml.safe_load(text))[0].get("dataloader_num_workers") is None
+    assert diff("axolotl.yaml", micro_batch_size=4)[1] == "+ micro_batch_size: 4"
+    run = read_base(BASES / "axolotl.yaml")
+    answer = dataclasses.replace(run.config, dataloader_num_workers=4, dataloader_pin_memory=False)
+    edited = EditedBase(run=run, base=run.config, filename="mine.yaml")
+    written = yaml.safe_load(edited.write(workload=WORKLOAD, config=answer, result={}))
+    assert (written["dataloader_num_workers"], written["dataloader_pin_memory"]) == (4, False)
+
+
 def test_json_stays_json() -> None:
     assert diff("training_arguments.json", micro_batch_size=8, neftune_noise_alpha=5.0) == [
         '-   "per_device_train_batch_size": 2,',
@@ -294,9 +305,20 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
         "unknown optimizer 'adamw_tortch'. Did you mean",
         "micro_batch_size must be a whole number, not the text 'lots'",
         "attn_implementation: xformers is not predicted",
-        "gradient_checkpointing: true, activation_offloading: true is not predicted together",
+        "gradient_checkpointing: true, activation_offloading: true is not predicted together; "
+        "activation_offloading: false or activation_offloading: hidden_states would be",
     ):
         assert words in said
+
+
+def test_a_problem_is_said_once_and_by_the_key_that_the_file_has(tmp_path: Path) -> None:
+    said = refusal(
+        tmp_path, "base_model: x\nadapter: lora\nlora_r: 8\nlora_target_modules: 'a.*'\n"
+    )
+    assert "lora_target_modules must be all-linear, attention, or module names" in said
+    assert "lora_target_linear" not in said
+    said = refusal(tmp_path, "base_model: x\ndeepspeed: zero3.json\n")
+    assert said.count("deepspeed") == 1
 
 
 @pytest.mark.parametrize(
@@ -323,6 +345,18 @@ def test_a_degree_of_one_is_no_parallelism(tmp_path: Path) -> None:
 def test_what_no_prediction_has_is_noted() -> None:
     notes = read_base(BASES / "axolotl.yaml").notes
     assert any(note.startswith("lora_dropout: 0.05 keeps a mask") for note in notes)
+    assert not any(note.startswith("plugins") for note in notes)
+
+
+def test_another_plugin_than_ligers_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    plugins = "plugins: [axolotl.integrations.liger.LigerPlugin, my.Plugin]\n"
+    path.write_text(f"base_model: x\nadapter: lora\n{plugins}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"lora_r is missing; lora_target_linear is missing"):
+        read_base(path)
+    path.write_text(f"base_model: x\n{plugins}", encoding="utf-8")
+    (note,) = (note for note in read_base(path).notes if note.startswith("plugins"))
+    assert note == "plugins: my.Plugin may change the model, which is not predicted"
 
 
 def test_of_two_formats_that_could_be_meant_the_first_reads() -> None:

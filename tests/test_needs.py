@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
 import pytest
 
 from autotune import needs
 from autotune.config import TrainConfig
 from autotune.knobs import KNOBS
+from autotune.results import Fingerprint, fingerprint_from_dict
 from autotune.space import MethodSpace, SearchSpace
 
 CONFIG = TrainConfig(
@@ -93,3 +96,42 @@ def test_a_section_that_has_no_optimizer_left_goes() -> None:
     left, said = needs.predictable(SearchSpace(name="s", description="", methods=(section,)))
     assert left.methods == ()
     assert said == ("lomo (needs: pip install lomo-optim)",)
+
+
+BARE = Fingerprint(
+    device="a CPU",
+    driver="",
+    cuda="",
+    versions=(("bitsandbytes", "0.50"), ("torch", "2.13")),
+    allocator="",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({}, []),
+        ({"optimizer": "paged_adamw_8bit"}, []),
+        ({"liger": True}, ["liger-kernel"]),
+        ({"trainer": "trl-sft", "attention": "flash_attention_2"}, ["flash-attn", "trl"]),
+        ({"precision": "fp8-mixed", "optimizer": "lomo"}, ["lomo-optim", "torchao"]),
+    ],
+)
+def test_a_fingerprint_has_the_versions_of_what_was_used(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], more: list[str]
+) -> None:
+    """Where nothing more is used it is the one that older databases have."""
+    monkeypatch.setattr(needs, "version", lambda library: f"{library}'s")
+    config = dataclasses.replace(CONFIG, **changes)
+    found = needs.fingerprint_for(config, BARE)
+    assert found.versions == tuple(
+        sorted([*BARE.versions, *((name, f"{name}'s") for name in more)])
+    )
+    assert fingerprint_from_dict(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+    assert (found == BARE) == (not more)
+
+
+def test_what_is_not_installed_has_no_version() -> None:
+    config = dataclasses.replace(CONFIG, attention="flash_attention_3")
+    assert needs.version("flash-attn-3") is None
+    assert needs.fingerprint_for(config, BARE) == BARE

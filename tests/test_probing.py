@@ -698,6 +698,20 @@ def test_what_other_libraries_measured_is_measured_again(url: str, table: ProbeT
     assert found.best.outcome == "ok"
 
 
+def test_another_version_of_what_only_some_use_is_another_measurement(
+    table: ProbeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = []
+    for version in ("1", "1", "2"):
+        monkeypatch.setattr("autotune.needs.version", lambda _, version=version: version)
+        server = Server(measured)
+        prober = Prober(server, table, MODEL, SPEC)  # type: ignore[arg-type]
+        for config in (with_size(8), dataclasses.replace(with_size(4), liger=True)):
+            prober.measure(config)
+        probed.append(server.probed)
+    assert probed == [[8, 4], [], [4]]
+
+
 def test_of_two_tries_the_second_is_remembered(url: str, table: ProbeTable) -> None:
     crash = ended(how="crashed", code=-signal.SIGSEGV)
     ends: list[WorkerEnd | Measurement] = [crash, measured(with_size(8))]

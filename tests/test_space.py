@@ -158,6 +158,15 @@ BREAKERS = {
     ),
     "optimizer-needs-full": (dataclasses.replace(LORA, optimizer="apollo_adamw"), ADA),
     "backward-update-needs-accumulation-1": (dataclasses.replace(FULL, optimizer="lomo"), ADA),
+    "fp8-needs-ada": (
+        dataclasses.replace(FULL, precision="fp8-mixed"),
+        dataclasses.replace(ADA, compute_capability=(8, 6)),
+    ),
+    "fp8-needs-multiples-of-16": (
+        dataclasses.replace(FULL, precision="fp8-autocast", sequence_length=1000),
+        ADA,
+    ),
+    "fp8-needs-float-weights": (dataclasses.replace(QLORA, precision="fp8-autocast"), ADA),
     "one-gpu-only": (dataclasses.replace(ON_TWO, liger=True), ADA),
     "whole-matrix-optimizers-need-one-gpu": (
         dataclasses.replace(ON_TWO, parallelism="ddp", optimizer="galore_adamw"),

@@ -239,6 +239,14 @@ def test_colours_are_for_terminals_without_no_color(
     assert bool(re.search(r"\x1b\[[0-9;]*3[23]m", seen)) is not no_colour
 
 
+def test_what_fp8_costs_without_torch_compile_is_said() -> None:
+    config = dataclasses.replace(answers.CONFIG, precision="fp8-mixed")
+    assert "issue 685" in one_line(everything(answers.estimate(config)))
+    assert "issue 685" in one_line(drawn(answers.summary(best=answers.estimate(config))))
+    for other in (answers.CONFIG, dataclasses.replace(config, torch_compile="default")):
+        assert "issue 685" not in one_line(everything(answers.estimate(other)))
+
+
 def test_an_estimate_that_does_not_fit_says_by_how_much() -> None:
     file = io.StringIO()
     terminal.draw_estimate(

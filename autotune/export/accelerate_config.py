@@ -1,4 +1,4 @@
-"""accelerate_config.yaml: how many processes, and how they share the run.
+"""accelerate_config.yaml: how many processes, and how they share the run; fp8 in one.
 
 For `accelerate launch --config_file`; keys of accelerate 1.15 (commands/config/config_args.py,
 ClusterConfig). With DeepSpeed everything else is in deepspeed.json: accelerate refuses settings that
@@ -17,8 +17,8 @@ filename = "accelerate_config.yaml"
 
 
 def applies(config: TrainConfig) -> bool:
-    """Whether there is anything to say: several processes, or DeepSpeed in one."""
-    return config.parallelism != "none"
+    """Whether there is anything to say: several processes, DeepSpeed in one, fp8."""
+    return config.parallelism != "none" or PRECISIONS[config.precision].fp8
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
@@ -48,6 +48,16 @@ def _content(config: TrainConfig) -> dict[str, object]:
         content["deepspeed_config"] = {
             "deepspeed_config_file": deepspeed_json.filename,
             "zero3_init_flag": row.stage == 3,
+        }
+        return content
+    if precision.fp8:
+        # One GPU. All of it is in the environment that train.py sets itself; see training_args.
+        content["distributed_type"] = "NO"
+        content["mixed_precision"] = "fp8"
+        content["fp8_config"] = {
+            "backend": "AO",
+            "enable_fsdp_float8_all_gather": False,
+            "pad_inner_dim": True,
         }
         return content
     short = {"bfloat16": "bf16", "float16": "fp16"}

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import COMPILE_MODES, LOADER_SETTINGS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import (
+    COMPILE_BACKENDS,
+    COMPILE_MODES,
+    LOADER_SETTINGS,
+    QUANTIZATIONS,
+    TrainConfig,
+    Workload,
+)
 from autotune.export.deepspeed_json import filename as deepspeed_filename
 from autotune.export.mapping import (
     Choice,
@@ -21,6 +28,7 @@ from autotune.export.mapping import (
     module_names,
     of_key,
     of_values,
+    said_only,
     says_method,
     targets_of,
     unsaid,
@@ -60,7 +68,7 @@ def _hear_targets(said: Mapping[str, Any]) -> str:
     if said["lora_target_linear"]:
         return "all-linear"
     if said["lora_target_modules"] is None:
-        raise ValueError("is off, and lora_target_modules is missing")
+        raise ValueError("is off: name lora_target_modules, or switch it on")
     return targets_of(said["lora_target_modules"])
 
 
@@ -81,6 +89,7 @@ TARGET = Target(
     name="axolotl",
     source="axolotl 0.19.0",
     model_key="base_model",
+    auto_bf16="bf16",
     rows=(
         choices(
             ("method", "quantization"),
@@ -165,8 +174,22 @@ TARGET = Target(
         choices(
             ("batching",),
             Choice(ours=("packed",), theirs={"sample_packing": True, "group_by_length": False}),
-            Choice(ours=("grouped",), theirs={"sample_packing": False, "group_by_length": True}),
-            Choice(ours=("padded",), theirs={"sample_packing": False, "group_by_length": False}),
+            *(
+                Choice(
+                    ours=(batching,),
+                    theirs={
+                        "sample_packing": False,
+                        "group_by_length": batching == "grouped",
+                        "batch_flattening": flattening,
+                    },
+                )
+                for batching, flattening in (
+                    ("grouped", False),
+                    ("padded", False),
+                    ("padding-free", True),
+                    ("padded", "auto"),  # on with FlashAttention and more than one sample
+                )
+            ),
         ),
         choices(
             ("liger",),
@@ -199,6 +222,15 @@ TARGET = Target(
                 for switch in (True, "auto")
             ),
         ),
+        choices(
+            ("torch_compile_backend",),
+            Choice(ours=("inductor",), theirs={"torch_compile_backend": None}),
+            *(
+                Choice(ours=(backend,), theirs={"torch_compile_backend": backend})
+                for backend in COMPILE_BACKENDS
+            ),
+        ),
+        *said_only(*LOADER_SETTINGS),
         # ddp is how it is launched.
         choices(
             ("parallelism",),
@@ -221,6 +253,7 @@ TARGET = Target(
         "tf32": "auto",
         "attn_implementation": "sdpa",  # none is named to Transformers, which takes it
         "torch_compile_mode": "default",
+        "dataloader_pin_memory": True,
         "gradient_checkpointing_kwargs.use_reentrant": True,
         _DOUBLE: True,
         _CODES: "nf4",
@@ -252,9 +285,9 @@ TARGET = Target(
         "qat": "adds quantisation to the step",
         "unfrozen_parameters": "trains a part of the weights",
         "layer_offloading": "moves weights from and to host memory",
-        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus",
-        "fsdp_config": "shares the run among GPUs, which is read from no file: give --num-gpus",
-        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus",
+        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+        "fsdp_config": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
         "tensor_parallel_size": "shares the run among GPUs as no prediction does",
         "context_parallel_size": "shares the run among GPUs as no prediction does",
         "float16": "loads float16 weights without autocast",
@@ -269,7 +302,6 @@ TARGET = Target(
         "flash_attn_cross_entropy": "is another kernel for the loss",
         "tiled_mlp": "computes the MLP in pieces",
         "selective_checkpointing": "keeps attention's outputs",
-        "batch_flattening": "joins the samples of a batch",
     },
     has_own_names=True,
     arguments={

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import COMPILE_MODES, QUANTIZATIONS
+from autotune.config import COMPILE_BACKENDS, COMPILE_MODES, LOADER_SETTINGS, QUANTIZATIONS
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -18,6 +18,7 @@ from autotune.export.mapping import (
     module_names,
     of_key,
     of_values,
+    said_only,
     targets_of,
 )
 from autotune.optimizers import OPTIMIZERS
@@ -74,6 +75,15 @@ _SHARED = (
         ),
     ),
     choices(
+        ("torch_compile_backend",),
+        Choice(ours=("inductor",), theirs={"torch_compile_backend": None}),
+        *(
+            Choice(ours=(backend,), theirs={"torch_compile_backend": backend})
+            for backend in COMPILE_BACKENDS
+        ),
+    ),
+    *said_only(*LOADER_SETTINGS),
+    choices(
         ("parallelism",),
         Choice(ours=("none",), theirs={"deepspeed": None}),
         Choice(ours=("ddp",), theirs={"deepspeed": None}),
@@ -85,6 +95,7 @@ _DEFAULTS = {
     "optim": "adamw_torch_fused",
     "train_sampling_strategy": "random",
     "torch_compile_mode": "default",
+    "dataloader_pin_memory": True,
 }
 _RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
@@ -92,8 +103,8 @@ _RENAMED = {
 }
 _FLAGS = {"group_by_length": ("train_sampling_strategy", "group_by_length")}
 _REFUSED = {
-    "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus",
-    "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus",
+    "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+    "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
     "parallelism_config": "shares the run among GPUs as no prediction does",
     "auto_find_batch_size": "leaves the batch size open",
 }
@@ -220,11 +231,21 @@ SFT = Target(
             Choice(ours=("packed",), theirs={"packing": True}),
             Choice(
                 ours=("grouped",),
-                theirs={"packing": False, "train_sampling_strategy": "group_by_length"},
+                theirs={
+                    "packing": False,
+                    "padding_free": False,
+                    "train_sampling_strategy": "group_by_length",
+                },
             ),
             Choice(
-                ours=("padded",), theirs={"packing": False, "train_sampling_strategy": "random"}
+                ours=("padded",),
+                theirs={
+                    "packing": False,
+                    "padding_free": False,
+                    "train_sampling_strategy": "random",
+                },
             ),
+            Choice(ours=("padding-free",), theirs={"packing": False, "padding_free": True}),
         ),
         *_SHARED,
     ),
@@ -251,6 +272,5 @@ SFT = Target(
         "lora_dropout": "keeps a mask and a copy of each adapter's input",
         "lora_modules_to_save": "trains further modules in full",
         "lora_target_parameters": "adds adapters",
-        "padding_free": "joins the samples of a batch",
     },
 )  # fmt: skip

@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import COMPILE_MODES, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import (
+    COMPILE_BACKENDS,
+    COMPILE_MODES,
+    LOADER_SETTINGS,
+    QUANTIZATIONS,
+    TrainConfig,
+    Workload,
+)
 from autotune.export.deepspeed_json import filename as deepspeed_filename
 from autotune.export.mapping import (
     Choice,
@@ -22,6 +29,7 @@ from autotune.export.mapping import (
     module_names,
     of_key,
     of_values,
+    said_only,
     says_method,
     targets_of,
     unsaid,
@@ -180,6 +188,7 @@ TARGET = Target(
             Choice(
                 ours=("padded",), theirs={"packing": False, "train_sampling_strategy": "random"}
             ),
+            nearest={(): ("padded",)},
         ),
         of_values("liger", "enable_liger_kernel", {False: False, True: True}),
         of_key("torch_empty_cache_steps"),
@@ -192,6 +201,15 @@ TARGET = Target(
                 for mode in COMPILE_MODES
             ),
         ),
+        choices(
+            ("torch_compile_backend",),
+            Choice(ours=("inductor",), theirs={"torch_compile_backend": None}),
+            *(
+                Choice(ours=(backend,), theirs={"torch_compile_backend": backend})
+                for backend in COMPILE_BACKENDS
+            ),
+        ),
+        *said_only(*LOADER_SETTINGS),
         # ddp is how it is launched.
         choices(
             ("parallelism",),
@@ -220,6 +238,7 @@ TARGET = Target(
         "stage": "sft",
         "train_sampling_strategy": "random",
         "torch_compile_mode": "default",
+        "dataloader_pin_memory": True,
     },
     fixed={"trainer": "transformers"},
     flags={
@@ -247,8 +266,8 @@ TARGET = Target(
         "shift_attn": "is another attention",
         "mixture_of_depths": "is another model",
         "adapter_name_or_path": "starts from adapters, which may be merged",
-        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus",
-        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus",
+        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
     },
     unpredicted={
         "lora_dropout": "keeps a mask and a copy of each adapter's input",

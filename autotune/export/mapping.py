@@ -8,6 +8,7 @@ Keys below others are written with dots: `bnb_config_kwargs.bnb_4bit_quant_type`
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +78,8 @@ class Target:
     model_key: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings that every file of this trainer has, by what it is."""
+    auto_bf16: str = ""
+    """Key whose `auto`, its default, is float16 on a card without bfloat16."""
     elsewhere: tuple[str, ...] = ()
     """Settings that are made outside the file, which leaves them open."""
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -114,6 +117,17 @@ def of_key(name: str, key: str | None = None, **more: Any) -> Row:
         hear=lambda said: said[key],
         **more,
     )
+
+
+def said_only(*names: str) -> tuple[Row, ...]:
+    """Settings that are said by the same name where they were chosen, and left to the user else."""
+    return tuple(
+        Row(ours=(name,), keys=(name,), say=functools.partial(_by_its_name, name)) for name in names
+    )
+
+
+def _by_its_name(name: str, value: Any) -> dict[str, Any]:
+    return {name: value}
 
 
 def of_values(name: str, key: str, values: Mapping[Any, Any], **more: Any) -> Row:
@@ -226,12 +240,16 @@ def read(target: Target, content: Mapping[str, Any]) -> tuple[dict[str, Any], li
     """(our settings, every problem with its key). Where there are problems, settings are missing."""
     content = in_current_words(target, content)
     values: dict[str, Any] = dict(target.fixed)
-    problems = [f"{key}: {why}" for key, why in target.refused.items() if _is_on(content, key)]
+    refused = {key for key in target.refused if _is_on(content, key)}
+    problems = [f"{key}: {why}" for key, why in target.refused.items() if key in refused]
     for row in target.rows:
         method = values.get("method")
         if method is None and row.methods != METHODS:
             continue
         if method is not None and method not in row.methods:
+            continue
+        is_only_said = row.say is not None and row.hear is None
+        if is_only_said or refused.intersection(row.keys):
             continue
         try:
             read_values = _read_row(target, row, content)
@@ -257,10 +275,24 @@ def in_current_words(target: Target, content: Mapping[str, Any]) -> dict[str, An
 
 def notes(target: Target, content: Mapping[str, Any]) -> tuple[str, ...]:
     """What in the file changes memory or speed and is in no prediction."""
-    return tuple(
-        f"{key}: {_shown(value_at(content, key))} {words}"
-        for key, words in target.unpredicted.items()
-        if _is_on(content, key)
+    ours = {
+        (key, entry)
+        for row in target.rows
+        for choice in row.choices
+        for key, entry in choice.within.items()
+    }
+    added = {
+        key: [entry for entry in entries(content.get(key)) if (key, entry) not in ours]
+        for key in dict.fromkeys(key for key, _ in ours)
+    }
+    switched = {key: value_at(content, key) for key in target.unpredicted if _is_on(content, key)}
+    return (
+        *(f"{key}: {_shown(value)} {target.unpredicted[key]}" for key, value in switched.items()),
+        *(
+            f"{key}: {_shown(', '.join(map(str, left)))} may change the model, which is not predicted"
+            for key, left in added.items()
+            if left
+        ),
     )
 
 
@@ -278,7 +310,8 @@ def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any
     said = {key: value_at(content, key, target.defaults.get(key)) for key in row.keys}
     if row.hear is not None:
         (name,) = row.ours
-        key = row.keys[0]
+        in_file = (key for key in row.keys if value_at(content, key) is not None)
+        key = next(in_file, row.keys[0])
         if all(value is None for value in said.values()) and not _may_be_off(name):
             raise ValueError(f"{key} is missing")
         knob = KNOBS.get(name)
@@ -312,7 +345,18 @@ def _unknown(row: Row, said: Mapping[str, Any], content: Mapping[str, Any]) -> s
     if len(row.keys) == 1:
         (value,) = said.values()
         return f"{shown} is not predicted. {nearest(str(value)[:80], known)}"
-    return f"{shown} is not predicted together"
+    instead = _one_step_away(row, said)
+    return f"{shown} is not predicted together{f'; {instead} would be' if instead else ''}"
+
+
+def _one_step_away(row: Row, said: Mapping[str, Any]) -> str:
+    """What is predicted and differs in one key."""
+    steps: dict[str, None] = {}
+    for choice in row.choices:
+        differing = [key for key, value in choice.theirs.items() if not same(said[key], value)]
+        if len(differing) == 1 and choice.theirs[differing[0]] is not None:
+            steps[f"{differing[0]}: {_shown(choice.theirs[differing[0]])}"] = None
+    return " or ".join(list(steps)[:3])
 
 
 def _is_said_somehow(row: Row, name: str, config: TrainConfig) -> bool:

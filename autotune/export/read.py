@@ -90,8 +90,11 @@ READERS: tuple[Reader, ...] = (
 """The first that recognises a file reads it."""
 
 
-def read_base(path: Path, *, sequence_length: int = 1024, method: str = "full") -> BaseRun:
-    """The run of a file. `sequence_length` and `method` are for formats that say nothing of them.
+def read_base(
+    path: Path, *, sequence_length: int = 1024, method: str = "full", has_bf16: bool = True
+) -> BaseRun:
+    """The run of a file. `sequence_length` and `method` are for formats that say nothing of them,
+    `has_bf16` for those that leave the precision to the card.
 
     Raises ConfigError, which names every problem with its key.
     """
@@ -123,6 +126,9 @@ def read_base(path: Path, *, sequence_length: int = 1024, method: str = "full") 
             why="; ".join(problems),
             remedy="Change or take out what is named",
         )
+    is_auto = target.auto_bf16 and value_at(content, target.auto_bf16, "auto") == "auto"
+    if is_auto and not has_bf16 and values["precision"] == "bf16-autocast":
+        values["precision"] = "fp16-autocast"
     has_length = "sequence_length" in values
     of_method = {} if "method" in values else _settings_of(method)
     config = TrainConfig(**{"sequence_length": sequence_length, **of_method, **values})

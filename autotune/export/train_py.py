@@ -19,7 +19,7 @@ from autotune.config import (
     TrainConfig,
     Workload,
 )
-from autotune.export.training_args import training_arguments
+from autotune.export.training_args import environment, training_arguments
 
 name = "train"
 filename = "train.py"
@@ -64,6 +64,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         if config.quantization == "none"
         else quantization_fields(config, workload.task),
         "adapter": peft_fields(config) if config.method in ADAPTERS else None,
+        "environment": environment(config),
         # The newest names; the program translates them where it runs.
         "training_arguments": training_arguments(config, extra=workload.extra),
     }

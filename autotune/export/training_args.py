@@ -76,7 +76,8 @@ def training_arguments(
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "optim": config.optimizer,
         **dict(OPTIMIZERS[config.optimizer].arguments),
-        "bf16": precision.autocast and precision.compute_dtype == "bfloat16",
+        # What is left off here can come from the environment: `environment`.
+        "bf16": precision.autocast and precision.compute_dtype == "bfloat16" and not precision.fp8,
         "fp16": precision.autocast and precision.compute_dtype == "float16",
     }
     row = PARALLELISMS[config.parallelism]
@@ -108,6 +109,23 @@ def training_arguments(
         if knob.arguments is not None:
             arguments |= knob.arguments(getattr(config, knob.name))
     return arguments | config.loader_arguments
+
+
+def environment(config: TrainConfig) -> dict[str, str]:
+    """Variables that the Trainer's process needs: TrainingArguments has no field for fp8.
+
+    transformers 5.23 training_args.py takes the mixed precision from the first; accelerate 1.15
+    (utils/dataclasses.py, AORecipeKwargs) would by default prepare the weights for FSDP2, which on one
+    GPU puts tensors into the model that the optimizer does not have: they would never be trained.
+    """
+    if not PRECISIONS[config.precision].fp8:
+        return {}
+    return {
+        "ACCELERATE_MIXED_PRECISION": "fp8",
+        "ACCELERATE_FP8_BACKEND": "AO",
+        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "false",
+        "ACCELERATE_FP8_PAD_INNER_DIM": "true",
+    }
 
 
 def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:

@@ -95,6 +95,8 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
     rows += [("note", words.bound(text)) for text in needs.unpredicted(best.config)]
+    if note := words.unfused_casts(best.config):
+        rows.append(("note", note))
     if summary.tied:
         rows.append(("tied", words.tied(summary)))
     _print_rows(console, rows)
@@ -166,6 +168,8 @@ def draw_estimate(
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
+    if note := words.unfused_casts(estimate.config):
+        rows.append(("note", note))
     rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
     rows += [("note", words.bound(text)) for text in needs.unpredicted(estimate.config)]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))

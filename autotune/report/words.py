@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.config import TrainConfig, Workload
+from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.loading import LoaderTime
 from autotune.results import Estimate, Measurement
@@ -327,6 +327,16 @@ def paging(estimate: Estimate) -> str:
     return (
         f"{format_bytes(managed_bytes)} of optimizer state is paged: what finds no room on the card "
         "waits in host memory, and its transfers are in the step time."
+    )
+
+
+def unfused_casts(config: TrainConfig) -> str:
+    """What fp8 is without torch.compile; empty where that is not so."""
+    if not PRECISIONS[config.precision].fp8 or config.torch_compile != "none":
+        return ""
+    return (
+        "Without torch.compile every cast to fp8 is kernels of its own: more memory and, but for very "
+        "wide layers, more time than with bfloat16 (pytorch/ao issue 685)."
     )
 
 

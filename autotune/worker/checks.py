@@ -48,6 +48,8 @@ def check_backend(config: TrainConfig, backend: str) -> list[str]:
     complaints = []
     if precision.grad_scaler or precision.tf32:
         complaints.append(f"precision {config.precision} needs a CUDA device")
+    if precision.fp8:
+        complaints.append("fp8 is taken as CUDA's autocast has it, and needs a CUDA device")
     if config.activation_offloading:
         complaints.append("activation offloading needs a CUDA device")
     if OPTIMIZERS[config.optimizer].only_cuda:
@@ -266,9 +268,11 @@ def _is_fused(optimizer: Any) -> bool:
 
 
 def check_precision(accelerator: Any, config: TrainConfig, backend: str) -> list[str]:
-    """Loss scaling and TF32."""
+    """Loss scaling, TF32 and fp8."""
     precision = PRECISIONS[config.precision]
     complaints = []
+    if (accelerator.mixed_precision == "fp8") != precision.fp8:
+        complaints.append(f"mixed precision is {accelerator.mixed_precision}")
     if (accelerator.scaler is not None) != precision.grad_scaler:
         complaints.append(f"loss scaling is {'off' if precision.grad_scaler else 'on'}")
     if backend == "cuda" and precision.compute_dtype == "float32":

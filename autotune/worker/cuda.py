@@ -438,10 +438,11 @@ def cuda_choices(device: Device) -> Iterator[CudaChoices]:
     The cast weights are forgotten whenever autocast forgets its own.
     """
     mode = CudaChoices(device)
-    clear, is_enabled, get_dtype, autocast = (
+    clear, is_enabled, get_dtype, get_gpu_dtype, autocast = (
         torch.clear_autocast_cache,
         torch.is_autocast_enabled,
         torch.get_autocast_dtype,
+        torch.get_autocast_gpu_dtype,
         torch.autocast,
     )
 
@@ -453,6 +454,7 @@ def cuda_choices(device: Device) -> Iterator[CudaChoices]:
     torch.autocast = _AutocastOfMeta  # type: ignore[misc]
     torch.is_autocast_enabled = lambda *_: is_enabled("cpu")
     torch.get_autocast_dtype = lambda *_: get_dtype("cpu")
+    torch.get_autocast_gpu_dtype = lambda: get_dtype("cpu")
     try:
         with mode:
             yield mode
@@ -461,3 +463,4 @@ def cuda_choices(device: Device) -> Iterator[CudaChoices]:
         torch.clear_autocast_cache = clear
         torch.is_autocast_enabled = is_enabled
         torch.get_autocast_dtype = get_dtype
+        torch.get_autocast_gpu_dtype = get_gpu_dtype

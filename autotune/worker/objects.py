@@ -6,6 +6,7 @@ The values are those of the exported files (autotune.export): only their form di
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from autotune import adapters as fields_of
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.errors import ConfigError, nearest
 from autotune.export.train_py import quantization_fields
-from autotune.export.training_args import decided_arguments
+from autotune.export.training_args import decided_arguments, environment
 from autotune.export.training_args import training_arguments as keyword_arguments
 from autotune.results import TraceSpec
 from autotune.worker import adapters
@@ -38,6 +39,7 @@ def training_arguments(
 
     An SFTConfig for a configuration of TRL's trainer. Raises ConfigError for an unknown override.
     """
+    os.environ.update(environment(config))
     kind: Any = TrainingArguments
     if config.trainer == "trl-sft":
         from trl.trainer.sft_config import SFTConfig
@@ -59,6 +61,7 @@ def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArgume
         theirs: Any = arguments.accelerator_config
         theirs = theirs if isinstance(theirs, dict) else theirs.to_dict()
         decided["accelerator_config"] = {**theirs, **decided["accelerator_config"]}
+    os.environ.update(environment(config))
     return dataclasses.replace(arguments, **_for_this_machine(decided, {}))
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import statistics
 import tempfile
 import time
@@ -35,11 +36,12 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
+from autotune import needs
 from autotune.config import PRECISIONS, TrainConfig
-from autotune.export.training_args import installed_fields, training_arguments
+from autotune.export.training_args import environment, installed_fields, training_arguments
 from autotune.out_of_memory import excess_bytes, says_out_of_memory
 from autotune.results import Measurement, ProbeSpec, TraceSpec
-from autotune.worker import checks, confirm
+from autotune.worker import checks, confirm, fp8
 from autotune.worker import model as models
 from autotune.worker.build import build
 from autotune.worker.checks import Invalid, NotFinite
@@ -122,7 +124,7 @@ def probe(
     return Measurement(
         config=config,
         spec=spec,
-        fingerprint=fingerprint(spec.backend),
+        fingerprint=needs.fingerprint_for(config, fingerprint(spec.backend)),
         elapsed_seconds=time.perf_counter() - began,
         **figures,
     )
@@ -140,6 +142,7 @@ def _run(model_config: dict[str, Any], watch: _Watch, folder: str | None) -> dic
     config, spec, memory = watch.config, watch.spec, watch.memory
     checks.require(checks.check_backend(config, spec.backend))
     torch.manual_seed(0)
+    os.environ.update(environment(config))
     hf_config = models.load_config(model_config)
     model = build(hf_config, spec.task, config, memory.device)
     memory.model_is_built()
@@ -366,6 +369,8 @@ class _Watch(TrainerCallback):
             complaints = checks.check_optimizer(optimizer, self.config)
             accelerator = self._trainer.accelerator
             complaints += checks.check_precision(accelerator, self.config, self.spec.backend)
+            if PRECISIONS[self.config.precision].fp8:
+                complaints += fp8.check_trained(self._trainer.model, optimizer)
             checks.require(complaints)
         if self._evaluation_rows is not None and self._num_steps >= NUM_STEPS_BEFORE_EVALUATION:
             # With each further warm-up step again: what settles may begin to count anew.

@@ -31,7 +31,7 @@ from transformers.integrations.neftune import activate_neftune
 from autotune.adapters import ADAPTERS
 from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
-from autotune.worker import adapters, attention, liger, quantize, sft
+from autotune.worker import adapters, attention, fp8, liger, quantize, sft
 from autotune.worker import model as models
 from autotune.worker.adapters import RANK
 from autotune.worker.chunks import CHUNK_ROWS, Chunks
@@ -92,6 +92,7 @@ def trace_step(
             **attention.decompositions(spec, sequence_length),
         },
         kernel_names=attention.KERNEL_NAMES.get(spec.attention),
+        wrappers=fp8.wrappers() if PRECISIONS[spec.precision].fp8 else (),
     )
     tracker.has_padding = spec.batching == "padded"
     chunks = Chunks(tracker, is_symbolic=not spec.single)
@@ -155,7 +156,7 @@ class _Step:
             for tensor in _tensors_of(module):
                 self._own(tensor)
         if spec.method in ADAPTERS:
-            rank = RANK if ADAPTERS[spec.method].scales else None
+            rank = RANK if ADAPTERS[spec.method].scales and spec.lora_rank is None else None
             self.model = adapters.add_adapter(self.model, self.task, spec, rank)
         if spec.trainer == "trl-sft":
             sft.prepare(self.model, self.task, spec.method)
@@ -169,6 +170,8 @@ class _Step:
             activate_neftune(self.model, spec.neftune_noise_alpha)
         self.model.train()
         precision = PRECISIONS[spec.precision]
+        if precision.fp8:
+            fp8.convert(self.model)
         if precision.autocast:
             _wrap_forward(self.model, getattr(torch, precision.compute_dtype))
 

@@ -87,11 +87,13 @@ class Tracker(TorchDispatchMode):
         before: Callable[[Tracker, Any], None] | None = None,
         decompositions: dict[Any, Callable[..., Any]] | None = None,
         kernel_names: Mapping[Any, str] | None = None,
+        wrappers: tuple[type[torch.Tensor], ...] = (),
     ) -> None:
         super().__init__()
         self.decompositions = decompositions or {}
         """What takes the place of an operation; NotImplemented lets it run."""
         self._kernel_names = kernel_names or {}
+        self._wrappers = wrappers
         self.recording = Recording()
         self.is_repeated = False
         """Kernels belong to the chunk of tokens that stands for others."""
@@ -180,6 +182,8 @@ class Tracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if self._wrappers and any(issubclass(t, self._wrappers) for t in types):
+            return NotImplemented  # It does the same to what it is made of, which comes here again.
         kwargs = kwargs or {}
         device_type = self._device_type
         if self._pending_mark is not None:

@@ -19,6 +19,7 @@ import yaml
 from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.export import axolotl
 from autotune.export.mapping import read
+from autotune.export.read import EditedBase, read_base
 
 pytestmark = pytest.mark.slow
 
@@ -53,8 +54,14 @@ CONFIGS = {
     "attention": dataclasses.replace(LORA, attention="flash_attention_2"),
     "liger": dataclasses.replace(LORA, liger=True),
     "padded": dataclasses.replace(LORA, batching="padded"),
+    "padding-free": dataclasses.replace(
+        LORA, batching="padding-free", attention="flash_attention_2"
+    ),
     "grouped": dataclasses.replace(LORA, batching="grouped"),
     "compiled": dataclasses.replace(LORA, torch_compile="reduce-overhead"),
+    "compiled by another": dataclasses.replace(
+        LORA, torch_compile="default", torch_compile_backend="aot_eager"
+    ),
     "noise": dataclasses.replace(LORA, neftune_noise_alpha=5.0, torch_empty_cache_steps=4),
     "galore": dataclasses.replace(FULL, optimizer="galore_adamw"),
     "schedule-free": dataclasses.replace(FULL, optimizer="schedule_free_adamw"),
@@ -87,6 +94,54 @@ json.dump(answer, sys.stdout)
 """
 
 
+BASE = read_base(Path(__file__).parents[1] / "data" / "bases" / "axolotl.yaml")
+EDITED = {
+    "edited: the same": BASE.config,
+    "edited: full": dataclasses.replace(
+        BASE.config,
+        method="full",
+        quantization="none",
+        lora_rank=None,
+        lora_targets=None,
+        precision=FULL.precision,
+        attention="sdpa",
+    ),
+    "edited: everything else": dataclasses.replace(
+        BASE.config,
+        method="qlora",
+        quantization="fp4",
+        lora_rank=48,
+        lora_targets="attention",
+        lora_variant="dora",
+        micro_batch_size=16,
+        gradient_accumulation_steps=1,
+        optimizer="schedule_free_adamw",
+        activation_checkpointing=0,
+        attention="eager",
+        batching="grouped",
+        liger=True,
+        torch_empty_cache_steps=3,
+        neftune_noise_alpha=10.0,
+        torch_compile="reduce-overhead",
+    ),
+}
+CONFIGS |= EDITED
+
+
+def edited(config: TrainConfig) -> dict[str, Any]:
+    """The user's own file, with this answer in it."""
+    exporter = EditedBase(run=BASE, base=BASE.config, filename="mine.yaml")
+    text = exporter.write(workload=WORKLOAD, config=config, result=RESULT)
+    content: dict[str, Any] = yaml.safe_load(text)
+    return content
+
+
+def contents() -> dict[str, dict[str, Any]]:
+    return {
+        name: (edited if name in EDITED else written)(config) for name, config in CONFIGS.items()
+    }
+
+
 def written(config: TrainConfig) -> dict[str, Any]:
     text = axolotl.write(workload=WORKLOAD, config=config, result=RESULT)
     content: dict[str, Any] = yaml.safe_load(text)
@@ -99,7 +154,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("axolotl")
     ran = subprocess.run(
         [sys.executable, "-c", LOADER],
-        input=json.dumps({name: written(config) for name, config in CONFIGS.items()}),
+        input=json.dumps(contents()),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -116,7 +171,7 @@ def test_no_key_is_unknown_to_it(asked: dict[str, Any]) -> None:
     assert not any(asked["unknown"].values())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in EDITED])
 def test_it_keeps_what_was_written(name: str, asked: dict[str, Any]) -> None:
     values = asked["read"][name]
     content = written(CONFIGS[name])
@@ -134,7 +189,8 @@ def test_what_it_fills_in_is_read_back_as_the_same_run(name: str, asked: dict[st
     assert TrainConfig(**values) == CONFIGS[name]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# The edited file keeps its "bf16: auto", which is what the machine at hand has.
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in EDITED])
 def test_weights_are_loaded_in_the_predicted_dtype(name: str, asked: dict[str, Any]) -> None:
     precision = PRECISIONS[CONFIGS[name].precision]
     assert asked["dtype"][name] == precision.parameter_dtype
@@ -142,11 +198,11 @@ def test_weights_are_loaded_in_the_predicted_dtype(name: str, asked: dict[str, A
 
 def test_the_defaults_are_its_own(asked: dict[str, Any]) -> None:
     table = {key: value for key, value in axolotl.TARGET.defaults.items() if "." not in key}
-    # None of the schema, which leaves both to Transformers and torch.
-    assert (table.pop("attn_implementation"), table.pop("torch_compile_mode")) == (
-        "sdpa",
-        "default",
-    )
+    # None in the schema, which leaves them to Transformers and torch.
+    left = {"attn_implementation": "sdpa", "torch_compile_mode": "default"}
+    left["dataloader_pin_memory"] = True
+    assert {key: table.pop(key) for key in left} == left
+    assert not any(asked["defaults"][key] for key in left)
     assert table == {key: asked["defaults"][key] for key in table}
     keys = {key for row in axolotl.TARGET.rows for key in row.keys if "." not in key}
     left_out = {key: asked["defaults"][key] for key in keys - set(axolotl.TARGET.defaults)}

@@ -64,6 +64,7 @@ IN_ONE_ROW = dataclasses.replace(
     FULL, batching="padding-free", attention="flash_attention_2", precision="bf16-mixed"
 )
 MIXED = dataclasses.replace(FULL, precision="bf16-mixed", optimizer="adafactor")
+FP8 = dataclasses.replace(FULL, precision="fp8-mixed", gradient_accumulation_steps=1)
 
 SFT = dataclasses.replace(FULL, trainer="trl-sft", activation_checkpointing=1)
 ADAPTED = dataclasses.replace(LORA, lora_rank=None, lora_targets=None, activation_checkpointing=0)
@@ -115,6 +116,7 @@ ADAPTERS: dict[str, TrainConfig] = {
 RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
     "full": ("llama", "causal-lm", FULL, []),
     "full-mixed": ("llama", "causal-lm", MIXED, []),
+    "fp8": ("llama", "causal-lm", FP8, []),
     "full-from-config": ("llama", "causal-lm", FULL, ["--from-config"]),
     "lora": ("llama", "causal-lm", LORA, []),
     "sft": ("llama", "causal-lm", SFT, []),
@@ -197,7 +199,7 @@ for name, made in dict(
 """
 
 DRIVER = """
-import contextlib, io, json, runpy, sys, traceback
+import contextlib, io, json, os, runpy, sys, traceback
 import transformers.modeling_utils
 real = transformers.modeling_utils.checkpoint
 num_checkpoints = 0
@@ -213,6 +215,7 @@ reports = {}
 for name, (arguments, program) in programs.items():
     sys.argv = [program, *arguments]
     num_checkpoints = 0
+    before = dict(os.environ)
     printed = io.StringIO()
     problem = ""
     try:
@@ -220,6 +223,8 @@ for name, (arguments, program) in programs.items():
             runpy.run_path(program, run_name="__main__")
     except BaseException:
         problem = traceback.format_exc()
+    os.environ.clear()
+    os.environ.update(before)
     reports[name] = dict(
         printed=printed.getvalue(), problem=problem, num_checkpoints=num_checkpoints
     )

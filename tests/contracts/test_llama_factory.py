@@ -20,6 +20,7 @@ import yaml
 from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.export import llama_factory
 from autotune.export.mapping import read
+from autotune.export.read import EditedBase, read_base
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +62,9 @@ CONFIGS = {
     "padded": dataclasses.replace(LORA, batching="padded"),
     "grouped": dataclasses.replace(LORA, batching="grouped"),
     "compiled": dataclasses.replace(LORA, torch_compile="max-autotune"),
+    "compiled by another": dataclasses.replace(
+        LORA, torch_compile="default", torch_compile_backend="aot_eager"
+    ),
     "noise": dataclasses.replace(LORA, neftune_noise_alpha=5.0, torch_empty_cache_steps=4),
     "galore": dataclasses.replace(FULL, optimizer="galore_adamw"),
     "schedule-free": dataclasses.replace(FULL, optimizer="schedule_free_adamw"),
@@ -91,6 +95,54 @@ print(json.dumps(answer, default=str))
 """
 
 
+BASE = read_base(Path(__file__).parents[1] / "data" / "bases" / "llama_factory.yaml")
+EDITED = {
+    "edited: the same": BASE.config,
+    "edited: full": dataclasses.replace(
+        BASE.config,
+        method="full",
+        quantization="none",
+        lora_rank=None,
+        lora_targets=None,
+        precision=FULL.precision,
+        attention="sdpa",
+    ),
+    "edited: everything else": dataclasses.replace(
+        BASE.config,
+        method="qlora",
+        quantization="fp4",
+        lora_rank=48,
+        lora_targets="attention",
+        lora_variant="dora",
+        micro_batch_size=16,
+        gradient_accumulation_steps=1,
+        optimizer="schedule_free_adamw",
+        activation_checkpointing=0,
+        attention="eager",
+        batching="grouped",
+        liger=True,
+        torch_empty_cache_steps=3,
+        neftune_noise_alpha=10.0,
+        torch_compile="reduce-overhead",
+    ),
+}
+CONFIGS |= EDITED
+
+
+def edited(config: TrainConfig) -> dict[str, Any]:
+    """The user's own file, with this answer in it."""
+    exporter = EditedBase(run=BASE, base=BASE.config, filename="mine.yaml")
+    text = exporter.write(workload=WORKLOAD, config=config, result=RESULT)
+    content: dict[str, Any] = yaml.safe_load(text)
+    return content
+
+
+def contents() -> dict[str, dict[str, Any]]:
+    return {
+        name: (edited if name in EDITED else written)(config) for name, config in CONFIGS.items()
+    }
+
+
 def written(config: TrainConfig) -> dict[str, Any]:
     text = llama_factory.write(workload=WORKLOAD, config=config, result=RESULT)
     content: dict[str, Any] = yaml.safe_load(text)
@@ -103,7 +155,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("llamafactory")
     ran = subprocess.run(
         [sys.executable, "-c", LOADER],
-        input=json.dumps({name: written(config) for name, config in CONFIGS.items()}),
+        input=json.dumps(contents()),
         cwd=folder,
         env={**os.environ, "DISABLE_VERSION_CHECK": "1", "LLAMAFACTORY_VERBOSITY": "ERROR"},
         capture_output=True,

@@ -41,7 +41,7 @@ from autotune.optimizer_steps import write_clip
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
-from autotune.worker import attention, liger
+from autotune.worker import attention, fp8, liger
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module
 from autotune.worker.cuda import Device
@@ -365,7 +365,10 @@ def collator(case: Case) -> dict[str, Any]:
 
 
 def run_case(case: Case, folder: Path) -> Run:
-    arguments: dict[str, Any] = {"bf16": PRECISIONS[case.precision].autocast}
+    precision = PRECISIONS[case.precision]
+    arguments: dict[str, Any] = {"bf16": precision.autocast and not precision.fp8}
+    if precision.fp8:
+        arguments["wrappers"] = fp8.wrappers()
     if case.neftune_noise_alpha:
         arguments["neftune_noise_alpha"] = case.neftune_noise_alpha
     if case.liger:

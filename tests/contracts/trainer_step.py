@@ -40,8 +40,13 @@ def canonical(events: Iterable[int], sizes: Sequence[int]) -> Events:
 class NamingTracker(Tracker):
     """The tracker, noting which operation made each storage."""
 
-    def __init__(self, device_type: str, decompositions: dict[Any, Any] | None = None) -> None:
-        super().__init__(device_type, decompositions=decompositions)
+    def __init__(
+        self,
+        device_type: str,
+        decompositions: dict[Any, Any] | None = None,
+        wrappers: tuple[type[torch.Tensor], ...] = (),
+    ) -> None:
+        super().__init__(device_type, decompositions=decompositions, wrappers=wrappers)
         self.made_by: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,6 +120,7 @@ def run_trainer(
     micro_batch_size: int,
     accumulation: int,
     decompositions: dict[Any, Any] | None = None,
+    wrappers: tuple[type[torch.Tensor], ...] = (),
     trainer_class: Any = Trainer,
     arguments_class: Any = TrainingArguments,
     make_dataset: Callable[[list[Any]], Any] = list,
@@ -128,7 +134,7 @@ def run_trainer(
     samples; None: tensors of full length. `more`: what else the Trainer wants beside its arguments.
     """
 
-    tracker = NamingTracker("cpu", decompositions)
+    tracker = NamingTracker("cpu", decompositions, wrappers)
     recording = tracker.recording
     run = Run(model, recording.tensors, recording.events, tracker.made_by)
     clipping_began = 0
