@@ -16,8 +16,8 @@ demo: setup  ## Find the fastest configuration of a 1.5B model for 12 GB; needs 
 test: lint types  ## Lint, check types, run every test that needs no GPU
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-gpu-check: setup  ## Measure this machine's CUDA card against predictions: five pieces of 9 minutes; again goes on
-	$(BIN)/python benchmarks/gpu_check.py predict sweep find processes speedups
+gpu-check: setup  ## Measure this machine's CUDA card against predictions: six pieces of 9 minutes; again goes on
+	$(BIN)/python benchmarks/gpu_check.py predict techniques sweep find processes speedups
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .

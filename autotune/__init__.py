@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autotune.version import __version__
+
 if TYPE_CHECKING:
     from autotune.api import Result, find
-
-__version__ = "0.1.0"
 
 __all__ = ["Result", "__version__", "find"]
 

@@ -79,14 +79,25 @@ def full(model: str, length: int, micro_batch: int, precision: str, **rest: Any)
     return _case(model, "full", length, micro_batch, precision, **rest)
 
 
-def lora(model: str, length: int, micro_batch: int, rank: int, **rest: Any) -> Case:
+def lora(
+    model: str,
+    length: int,
+    micro_batch: int,
+    rank: int,
+    precision: str = "bf16-autocast",
+    **rest: Any,
+) -> Case:
     adapter = {"lora_rank": rank, "lora_targets": "all-linear"} | rest
-    return _case(model, "lora", length, micro_batch, "bf16-autocast", **adapter)
+    return _case(model, "lora", length, micro_batch, precision, **adapter)
 
 
 def qlora(model: str, length: int, micro_batch: int, rank: int, **rest: Any) -> Case:
     adapter = {"lora_rank": rank, "lora_targets": "all-linear", "quantization": "nf4-double"} | rest
     return _case(model, "qlora", length, micro_batch, "bf16-autocast", **adapter)
+
+
+def adapter(method: str, model: str, **rest: Any) -> Case:
+    return _case(model, method, 1024, 4, "bf16-autocast", **rest)
 
 
 def _case(
@@ -178,6 +189,69 @@ CASES: tuple[Case, ...] = (
     qlora(LLAMA_8, 4096, 1, 64, **CKPT),
     lora(LLAMA_8, 4096, 2, 16, optimizer="lion_8bit", **CKPT),
 )
+
+TECHNIQUES: tuple[Case, ...] = (
+    # Kernels, and what is around the step.
+    full(QWEN_05, 1024, 4, "bf16-true", liger=True),
+    full(QWEN_05, 1024, 4, "bf16-mixed", liger=True, **CKPT),
+    lora(LLAMA_8, 1024, 2, 16, liger=True, **CKPT),
+    full(QWEN_05, 1024, 4, "bf16-true", attention="flash_attention_2"),
+    full(QWEN_05, 1024, 4, "bf16-true", attention="flash_attention_3"),
+    full(QWEN_05, 1024, 4, "bf16-true", neftune_noise_alpha=5.0),
+    full(QWEN_05, 1024, 4, "bf16-true", torch_empty_cache_steps=1),
+    # fp8, beside what it is to replace.
+    full(QWEN_15, 1024, 4, "bf16-autocast", **CKPT),
+    full(QWEN_15, 1024, 4, "fp8-autocast", **CKPT),
+    full(QWEN_05, 1024, 2, "fp8-mixed"),
+    lora(LLAMA_8, 1024, 2, 16, precision="fp8-autocast", **CKPT),
+    # Batches of samples kept apart.
+    full(QWEN_05, 1024, 4, "bf16-true", batching="padded"),
+    lora(QWEN_05, 1024, 4, 16, batching="padded"),
+    full(QWEN_05, 1024, 4, "bf16-true", batching="padding-free", attention="flash_attention_2"),
+    # Adapters.
+    lora(QWEN_15, 1024, 4, 16, lora_variant="dora"),
+    lora(QWEN_15, 1024, 4, 16, lora_variant="rslora", **CKPT),
+    qlora(QWEN_15, 1024, 4, 16, lora_variant="dora", **CKPT),
+    adapter("vera", QWEN_15, lora_rank=256, lora_targets="all-linear"),
+    adapter("miss", QWEN_15, lora_rank=64, lora_targets="all-linear"),
+    adapter("oft", QWEN_15, lora_targets="all-linear"),
+    adapter("ia3", QWEN_15),
+    adapter("prompt_tuning", QWEN_15, num_virtual_tokens=20),
+    adapter("p_tuning", QWEN_15, num_virtual_tokens=20),
+    adapter("prefix_tuning", QWEN_15, num_virtual_tokens=20),
+    adapter("adaption_prompt", QWEN_15, num_virtual_tokens=20),
+    adapter("trainable_tokens", QWEN_15, num_virtual_tokens=20),
+    # Quantised bases.
+    qlora(QWEN_15, 1024, 4, 16, quantization="int8"),
+    qlora(LLAMA_8, 1024, 2, 16, quantization="int8", **CKPT),
+    qlora(QWEN_15, 1024, 4, 16, quantization="fp4"),
+    # Optimizers of other packages, and those of bitsandbytes that CASES has not.
+    *(
+        full(QWEN_05, 1024, 1, "bf16-mixed", optimizer=optimizer)
+        for optimizer in (
+            "adamw_torch_8bit",
+            "adamw_torch_4bit",
+            "schedule_free_adamw",
+            "schedule_free_radam",
+            "stable_adamw",
+            "grokadamw",
+            "ademamix",
+            "paged_ademamix_8bit",
+            "rmsprop",
+            "rmsprop_bnb_8bit",
+            "adagrad",
+            "galore_adamw",
+            "galore_adamw_8bit",
+            "galore_adafactor",
+            "apollo_adamw",
+        )
+    ),
+    *(
+        full(QWEN_05, 1024, 1, "bf16-true", optimizer=optimizer, accumulation=1)
+        for optimizer in ("lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise")
+    ),
+)
+"""One setting at a time beside the main roads. No SFTTrainer: a probe runs Transformers' Trainer."""
 
 SWEEP_MODEL = SMOLLM
 SWEEP_LENGTH = 512
@@ -272,6 +346,13 @@ TINY_CASES: tuple[Case, ...] = (
     full(TINY.name, 64, 2, "fp32", **EAGER, capped=True),
     lora(TINY.name, 64, 2, 4, **EAGER),
 )
+TINY_TECHNIQUES: tuple[Case, ...] = (
+    full(TINY.name, 64, 2, "fp32", neftune_noise_alpha=5.0, **EAGER),
+    lora(TINY.name, 64, 2, 4, lora_variant="dora", batching="padded", **EAGER),
+    full(TINY.name, 64, 2, "bf16-true", attention="flash_attention_3"),
+    full(TINY.name, 60, 2, "fp8-mixed", **EAGER),
+)
+"""The last two cannot be run: a library that is nowhere, a length that fp8 does not take."""
 TINY_LENGTH = 64
 TINY_EFFECTIVE_BATCH = 4
 TINY_SWEEP_BUDGET = "100MB"

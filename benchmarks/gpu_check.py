@@ -1,6 +1,7 @@
 """Predictions held against a real card: what an owner of a CUDA machine runs. Not yet run on a GPU.
 
-    python benchmarks/gpu_check.py predict sweep find processes speedups      (or: make gpu-check)
+    python benchmarks/gpu_check.py predict techniques sweep find processes speedups
+                                                                                (or: make gpu-check)
 
 Each piece stops when its --minutes are over, and the next call goes on: what is recorded is not run
 again. To have something run again, delete its line. Written to studies/<gpu>/, a JSON object per line,
@@ -19,11 +20,12 @@ speedups.jsonl
 README.md
     the summary, made anew from all of these
 
-`predict` takes the cases of gpu_cases.py; `sweep` every point of one small space (benchmarks/sampler.py
-searches it); `find` is the command itself under several budgets; `processes` is what forking and killing
-leave on the card; `speedups` sets find's answers beside what people run. `repredict` needs no GPU: it puts
-the present version's predictions beside what was measured. --backend cpu --tiny tries the whole of it on
-a CPU, and is no measure of any card.
+`predict` takes the cases of gpu_cases.py, `techniques` those of one more setting each, as far as the card
+and what is installed can run them (both write the same file); `sweep` every point of one small space
+(benchmarks/sampler.py searches it); `find` is the command itself under several budgets; `processes` is what
+forking and killing leave on the card; `speedups` sets find's answers beside what people run. `repredict`
+needs no GPU: it puts the present version's predictions beside what was measured. --backend cpu --tiny tries
+the whole of it on a CPU, and is no measure of any card.
 """
 
 from __future__ import annotations
@@ -49,23 +51,25 @@ from gpu_processes import processes
 from gpu_summary import write_summary
 from speedups import speedups
 
-from autotune import inputs
+from autotune import inputs, needs
 from autotune.config import TrainConfig, Workload
 from autotune.errors import AutotuneError, HardwareError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu, cpu_stand_in, detect, find_gpu
+from autotune.knobs import describe
 from autotune.models import ModelSource
 from autotune.probes import probe_key
 from autotune.probing import Prober
 from autotune.results import BACKENDS, SCHEMA_VERSION, Estimate, Measurement, ProbeSpec, TraceSpec
-from autotune.space import SearchSpace, enumerate_configs
+from autotune.space import Context, SearchSpace, broken_rules, enumerate_configs
 from autotune.tracing import trace_all
 from autotune.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]
 
 PREDICT_SECONDS = 5.0
+TECHNIQUE_SECONDS = 3.0
 SWEEP_SECONDS = 1.0
 """Of timed steps per probe, at most."""
 HOPELESS = 1.25
@@ -219,24 +223,30 @@ class Probes:
         return self._probers[model]
 
 
+def worth_trying(check: Check, predictions: Predictions, case: Case) -> Estimate | None:
+    """The prediction of a case; None, and a line that says why, where a probe would tell nothing."""
+    estimate = predictions.of(case.model, case.config)
+    if estimate is None or estimate.peak_device_bytes <= HOPELESS * check.budget_bytes:
+        return estimate
+    say(f"left out, far too large for this card: {case.model} {shown(case.config)}")
+    return None
+
+
 def predict(check: Check) -> bool:
     """Every case with all of the card; some with their own prediction as budget."""
     cases = gpu_cases.TINY_CASES if check.tiny else gpu_cases.CASES
     predictions = Predictions(check.card, cases, check.budget_bytes)
-
-    def worth_trying(case: Case) -> Estimate | None:
-        estimate = predictions.of(case.model, case.config)
-        if estimate is None or estimate.peak_device_bytes <= HOPELESS * check.budget_bytes:
-            return estimate
-        say(f"left out, far too large for this card: {case.model} {shown(case.config)}")
-        return None
-
     num_first = 1 + max(i for i, case in enumerate(cases) if case.capped)
     probes = Probes(check, check.records("predicted_vs_measured"), PREDICT_SECONDS)
 
     def uncapped(some: Sequence[Case]) -> bool:
         return all(
-            probes.measure(c.model, c.config, check.budget_bytes, lambda c=c: worth_trying(c))
+            probes.measure(
+                c.model,
+                c.config,
+                check.budget_bytes,
+                lambda c=c: worth_trying(check, predictions, c),
+            )
             for c in some
         )
 
@@ -254,6 +264,36 @@ def predict(check: Check) -> bool:
         and all(capped(case) for case in cases if case.capped)
         and uncapped(cases[num_first:])
     )
+
+
+def techniques(check: Check) -> bool:
+    """Every technique that this card and what is installed can run, with all of the card."""
+    listed = gpu_cases.TINY_TECHNIQUES if check.tiny else gpu_cases.TECHNIQUES
+    cases = [case for case in listed if can_run(check, case)]
+    predictions = Predictions(check.card, cases, check.budget_bytes)
+    probes = Probes(check, check.records("predicted_vs_measured"), TECHNIQUE_SECONDS)
+    return all(
+        probes.measure(
+            case.model,
+            case.config,
+            check.budget_bytes,
+            lambda case=case: worth_trying(check, predictions, case),
+        )
+        for case in cases
+    )
+
+
+def can_run(check: Check, case: Case) -> bool:
+    """Whether a probe of it makes sense here; a line says why not."""
+    config = case.config
+    context = Context(
+        effective_batch_size=config.effective_batch_size,
+        compute_capability=check.card.compute_capability,
+    )
+    reasons = [*needs.of_config(config), *(rule.reason for rule in broken_rules(config, context))]
+    if reasons:
+        say(f"left out, {'; '.join(reasons)}: {case.model} {shown(config)}")
+    return not reasons
 
 
 def sweep(check: Check) -> bool:
@@ -377,6 +417,7 @@ def repredict(check: Check) -> bool:
 
 PIECES: dict[str, Callable[[Check], bool]] = {
     "predict": predict,
+    "techniques": techniques,
     "sweep": sweep,
     "find": find,
     "processes": processes,
@@ -412,17 +453,7 @@ def card_and_budget(backend: str, recorded: str | None) -> tuple[Gpu, int]:
 
 
 def shown(config: TrainConfig) -> str:
-    words = [
-        config.method,
-        f"{config.micro_batch_size} x {config.gradient_accumulation_steps} x {config.sequence_length}",
-        config.precision,
-        config.optimizer,
-        f"checkpointing {config.activation_checkpointing}",
-        "offloading" if config.activation_offloading else "",
-        config.attention,
-        "" if config.lora_rank is None else f"r={config.lora_rank}",
-    ]
-    return " ".join(word for word in words if word)
+    return f"{describe(config)}, {config.sequence_length} tokens"
 
 
 def say(text: str) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from autotune.config import METHODS
 from autotune.gpus import detect, find_gpu
 from autotune.isolate import WorkerEnd
+from autotune.optimizers import OPTIMIZERS
 from autotune.results import SCHEMA_VERSION, measurement_from_dict
 from autotune.space import Context, broken_rules
 from autotune.space_file import load
@@ -258,3 +260,35 @@ def test_the_sweep_is_large_enough_for_a_benchmark(modules: Any, tmp_path: Path)
 def test_without_a_card_it_says_so(modules: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert modules.check.main(["predict"]) == 3
     assert "no CUDA GPU here" in capsys.readouterr().err
+
+
+def test_techniques_are_measured_and_what_cannot_run_is_said(
+    modules: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(modules, "techniques", studies=tmp_path) == 0
+    records = lines(tmp_path / "cpu" / "predicted_vs_measured.jsonl")
+    configs = [record["measurement"]["config"] for record in records]
+    assert [config["neftune_noise_alpha"] for config in configs] == [5.0, 0.0]
+    assert [config["batching"] for config in configs] == ["packed", "padded"]
+    assert {record["measurement"]["outcome"] for record in records} == {"ok"}
+    said = capsys.readouterr().err
+    assert "(needs: pip install flash-attn-3)" in said
+    assert "float8 matrix products take 16 tokens at a time" in said
+
+
+def test_every_technique_is_there_once_and_sound(modules: Any) -> None:
+    cases = modules.cases.TECHNIQUES
+    configs = [case.config for case in cases]
+    assert len({(case.model, case.config) for case in (*cases, *modules.cases.CASES)}) == (
+        len(cases) + len(modules.cases.CASES)
+    )
+    assert {config.method for config in configs} == set(METHODS) - {"peft"}
+    # What they have beside CASES, and no measurement can have: rows that are others' second names.
+    measured = {case.config.optimizer for case in (*cases, *modules.cases.CASES)}
+    families = {OPTIMIZERS[name].family for name in measured}
+    assert families == {row.family for row in OPTIMIZERS.values()} - {"schedule_free_sgd"}
+    for config in configs:
+        context = Context(
+            effective_batch_size=config.effective_batch_size, compute_capability=(9, 0)
+        )
+        assert broken_rules(config, context) == [], config

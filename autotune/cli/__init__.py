@@ -15,10 +15,10 @@ from typing import NoReturn
 
 import click
 
-from autotune import __version__
 from autotune.cli import estimate, find, maximum, report, studies, tables
 from autotune.cli.output import drop_output, explain, say
 from autotune.errors import EXIT_INTERRUPTED, AutotuneError, StorageError
+from autotune.version import __version__
 
 _DEBUG = "AUTOTUNE_DEBUG"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

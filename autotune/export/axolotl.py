@@ -280,7 +280,7 @@ TARGET = Target(
         "reward_model": "trains another kind of model",
         "process_reward_model": "trains another kind of model",
         "relora": "restarts the adapter",
-        "fp8": "is not priced",
+        "fp8": "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)",
         "gptq": "is a base that is not priced",
         "qat": "adds quantisation to the step",
         "unfrozen_parameters": "trains a part of the weights",

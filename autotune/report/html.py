@@ -16,12 +16,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autotune import __version__
 from autotune.config import TRADEOFF_CLASSES
 from autotune.errors import ConfigError
 from autotune.report import facts, figures, words
 from autotune.report.data import ReportData
 from autotune.units import format_bytes
+from autotune.version import __version__
 
 _FILES = resources.files("autotune.report")
 

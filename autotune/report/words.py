@@ -336,7 +336,8 @@ def unfused_casts(config: TrainConfig) -> str:
         return ""
     return (
         "Without torch.compile every cast to fp8 is kernels of its own: more memory and, but for very "
-        "wide layers, more time than with bfloat16 (pytorch/ao issue 685)."
+        "wide layers, more time than with bfloat16 (pytorch/ao issue 685). TrainingArguments has no "
+        "field for it: train.py and accelerate_config.yaml switch it on."
     )
 
 
