@@ -85,7 +85,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
         *([("epoch", words.epoch(summary))] if summary.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
     ]
-    if summary.measured is None and summary.workload.lengths is not None:
+    if summary.measured is None:
         rows.append(("loader", words.loader(summary)))
     rows += words.of_each_gpu(best)
     if summary.measured is None:
