@@ -21,7 +21,6 @@ from autotune.errors import ConfigError
 from autotune.report import facts, figures, words
 from autotune.report.data import ReportData
 from autotune.units import format_bytes
-from autotune.version import __version__
 
 _FILES = resources.files("autotune.report")
 
