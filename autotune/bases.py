@@ -83,9 +83,7 @@ def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
         notes.append(
             f"its comments are lost: {run.path.name} has YAML that is not edited in place."
         )
-    notes += [
-        f"{run.target.name} has no key for {word}." for word in mapping.unsaid(run.target, answer)
-    ]
+    notes += [f"not put into it: {words}." for words in mapping.unsaid(run.target, answer)]
     return notes
 
 

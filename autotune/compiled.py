@@ -4,6 +4,9 @@ What compilation saves is not known beforehand, and a probe of it is long: a few
 eager configurations that were measured are candidates too, once those are known. Until one is measured
 its estimate is eager's, as a bound on time and memory: no prediction ranks it above its eager twin.
 (CUDA graphs, of reduce-overhead and max-autotune, keep memory of their own beyond it.)
+
+Packed batches alone, which have one shape: a probe's rows are all of full length, so that it would not
+see how often padded batches, each as long as its longest sample, are compiled anew.
 """
 
 from __future__ import annotations
@@ -55,8 +58,13 @@ def settings_of(space: SearchSpace) -> dict[str, tuple[Settings, ...]]:
 
 
 def variants(estimate: Estimate, settings: Mapping[str, Sequence[Settings]]) -> list[Estimate]:
-    """The same compiled, in every way of these that its method has; the figures stay eager's."""
+    """The same compiled, in every way of these that its method has; the figures stay eager's.
+
+    None where batches have different lengths.
+    """
     config = estimate.config
+    if config.batching != "packed":
+        return []
     context = Context(effective_batch_size=config.effective_batch_size)
     compiled = (
         dataclasses.replace(config, torch_compile=mode, torch_compile_backend=backend)

@@ -193,12 +193,51 @@ def _count_trials(engine: Engine, study_id: int) -> dict[str, dict[str, int]]:
     return {evidence: dict(sorted(of.items())) for evidence, of in counts.items()}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTrial:
+    """What autotune keeps of a trial."""
+
+    number: int
+    user_attrs: dict[str, Any]
+
+
+def load_with_trials(url: str, name: str) -> tuple[StoredAnswer, list[StoredTrial]]:
+    """The answer of a study and its trials, in their order; five times as fast as Optuna loads them.
+
+    Raises ConfigError for a study without an answer, StorageError.
+    """
+    with existing_study(url, name) as study, existing_storage(url) as storage:
+        answer = answer_of(study)
+        return answer, _load_trials(storage.engine, storage.get_study_id_from_name(name))
+
+
+def _load_trials(engine: Engine, study_id: int) -> list[StoredTrial]:
+    import sqlalchemy
+
+    trials = _trials()
+    names = ("trial_id", "key", "value_json")
+    attributes = sqlalchemy.table("trial_user_attributes", *map(sqlalchemy.column, names))
+    query = (
+        sqlalchemy.select(trials.c.number, attributes.c.key, attributes.c.value_json)
+        .select_from(trials.outerjoin(attributes, attributes.c.trial_id == trials.c.trial_id))
+        .where(trials.c.study_id == study_id)
+        .order_by(trials.c.number)
+    )
+    found: dict[int, dict[str, Any]] = {}
+    with engine.connect() as connection:
+        for number, key, value in connection.execute(query):
+            of_trial = found.setdefault(number, {})
+            if key is not None:
+                of_trial[key] = json.loads(value)
+    return [StoredTrial(number=number, user_attrs=of_trial) for number, of_trial in found.items()]
+
+
 def _trials() -> FromClause:
     """Optuna's table of trials, as far as it is read here (optuna 5.0, storages/_rdb/models.py)."""
     import sqlalchemy
 
     columns: tuple[sqlalchemy.ColumnClause[Any], ...] = tuple(
-        map(sqlalchemy.column, ("trial_id", "study_id", "state"))
+        map(sqlalchemy.column, ("trial_id", "number", "study_id", "state"))
     )
     ended = sqlalchemy.column("datetime_complete", sqlalchemy.DateTime)
     return sqlalchemy.table("trials", *columns, ended)

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from autotune.config import METHODS, TrainConfig
+from autotune.config import LOADER_SETTINGS, METHODS, TrainConfig
 from autotune.details import MAX_PRICED, Details, Step
 from autotune.estimate import Estimator
 from autotune.knobs import KNOBS
@@ -64,7 +64,9 @@ def _changes(base: TrainConfig, answer: TrainConfig) -> list[Changes]:
     differing: Changes = {
         field.name: getattr(answer, field.name)
         for field in dataclasses.fields(TrainConfig)
-        if getattr(answer, field.name) != getattr(base, field.name)
+        # Nothing is predicted of a loader.
+        if field.name not in LOADER_SETTINGS
+        and getattr(answer, field.name) != getattr(base, field.name)
     }
     together = [{"micro_batch_size", "gradient_accumulation_steps"}, {"parallelism", "num_gpus"}]
     together.append({"torch_compile", "torch_compile_backend"})

@@ -130,6 +130,6 @@ def test_what_was_changed_is_said() -> None:
     said = bases.changed(run, run.config, answer)
     assert said == [
         "your axolotl.yaml is written beside the other files, with micro_batch_size: 4.",
-        "axolotl has no key for precision: bf16-true.",
-        "axolotl has no key for activation_checkpointing: checkpoint every 2nd layer.",
+        "not put into it: precision: bf16-true.",
+        "not put into it: activation_checkpointing: checkpoint every 2nd layer.",
     ]

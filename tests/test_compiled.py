@@ -10,10 +10,12 @@ import pytest
 
 from autotune import compiled
 from autotune.config import TrainConfig
+from autotune.lengths import Lengths
 from autotune.report import words
 from autotune.results import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.space import MethodSpace, SearchSpace
 from autotune.summary import Measured
+from autotune.tune import steps_per_epoch
 
 EAGER = TrainConfig(
     method="full",
@@ -72,6 +74,8 @@ def test_a_variant_has_the_figures_of_eager_and_says_that_they_are_a_bound() -> 
     assert variant.to_dict(10**9)["bounded_by_eager"] is True
     assert "without torch.compile" in words.predicted(variant)
     assert compiled.variants(eager, {"lora": ways["full"]}) == []
+    padded = dataclasses.replace(eager, config=dataclasses.replace(EAGER, batching="padded"))
+    assert compiled.variants(padded, ways) == []
 
 
 @pytest.mark.parametrize(
@@ -179,3 +183,26 @@ def test_a_record_from_before_cold_starts_is_read() -> None:
             del config[name]
     read = measurement_from_dict(record)
     assert read == measured(EAGER, 1.0, cold_start_seconds=None)
+
+
+@pytest.mark.parametrize(
+    ("batching", "useful_share", "num_steps"),
+    [
+        ("packed", 1.0, 11),  # 10,500 tokens, 1000 a step
+        ("padded", 0.5, 18),  # 9,000 that are kept, 500 a step that are no padding
+    ],
+)
+def test_a_run_is_an_epoch_of_the_dataset(
+    batching: str, useful_share: float, num_steps: int
+) -> None:
+    lengths = Lengths(
+        num_samples=100, num_tokens=10_500, num_kept_tokens=9_000, percentiles=(90,) * 101
+    )
+    best = dataclasses.replace(
+        answers.estimate(),
+        config=dataclasses.replace(EAGER, batching=batching),
+        useful_share=useful_share,
+    )
+    workload = dataclasses.replace(answers.WORKLOAD, lengths=lengths)
+    assert steps_per_epoch(answers.summary(workload=workload, best=best)) == num_steps
+    assert steps_per_epoch(answers.summary(best=best)) is None

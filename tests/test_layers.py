@@ -84,7 +84,9 @@ WORKER_ONLY = {
     "liger_kernel",
     "triton",
 }
-SLOW_IMPORTS = ("torch", "transformers", "optuna", "sqlalchemy", "numpy", "pydantic", "rich")
+SLOW_IMPORTS = (
+    "torch", "transformers", "optuna", "sqlalchemy", "numpy", "pydantic", "rich", "jinja2", "plotly"
+)  # fmt: skip
 
 
 def problems(package: Path) -> list[str]:
@@ -219,6 +221,7 @@ def test_what_is_allowed_is_not_a_breach(tmp_path: Path) -> None:
         ("import autotune", (*SLOW_IMPORTS, "click", "autotune.api", "autotune.errors")),
         ("import autotune.api", ("torch", "transformers", "peft", "rich")),
         ("import autotune.cli", SLOW_IMPORTS),
+        ("import autotune.report.html", ("jinja2", "plotly", "optuna", "rich")),
         ("import autotune.store", ("optuna", "sqlalchemy", "torch", "numpy")),
         (
             "from autotune.export import training_args; training_args.installed_fields()",

@@ -133,7 +133,11 @@ TARGET = Target(
                 theirs={"bf16": False, "fp16": False, "pure_bf16": False, "tf32": False},
             ),
             methods=("full",),
-            nearest={(): ("fp16-mixed",)},
+            nearest={
+                ("fp16-autocast",): ("fp16-mixed",),
+                ("fp8-autocast",): ("bf16-autocast",),
+                (): ("bf16-mixed",),
+            },
         ),
         # Frozen weights are loaded in the dtype of bf16 or fp16; with neither, in the checkpoint's.
         choices(
@@ -262,7 +266,7 @@ TARGET = Target(
         "use_mca": "trains with Megatron",
         "use_kt": "trains with KTransformers",
         "use_hyper_parallel": "shares the run among GPUs as no prediction does",
-        "fp8": "is not priced",
+        "fp8": "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)",
         "shift_attn": "is another attention",
         "mixture_of_depths": "is another model",
         "adapter_name_or_path": "starts from adapters, which may be merged",

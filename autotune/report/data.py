@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from autotune import typed
 from autotune.config import TrainConfig
@@ -16,12 +16,8 @@ from autotune.knobs import describe
 from autotune.report.words import printable
 from autotune.results import measurement_from_dict
 from autotune.space import tradeoff_class
-from autotune.store import existing_study
-from autotune.studies import StoredAnswer, answer_of
+from autotune.studies import StoredAnswer, load_with_trials
 from autotune.units import format_bytes
-
-if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
 
 FITS, DOES_NOT_FIT = "fits", "does not fit"
 """Outcomes of what is predicted; results.OUTCOMES are those of what was measured."""
@@ -52,6 +48,15 @@ class TrialRow:
     """Of those that fit, with its evidence: nothing faster needs less memory."""
 
 
+class Trial(Protocol):
+    """Optuna's, or studies.StoredTrial."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def user_attrs(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportData:
     answer: StoredAnswer
@@ -72,11 +77,10 @@ class ReportData:
 
 def read(url: str, name: str) -> ReportData:
     """The record of a stored study. Raises ConfigError for one without an answer, StorageError."""
-    with existing_study(url, name) as study:
-        return collect(answer_of(study), study.get_trials(deepcopy=False))
+    return collect(*load_with_trials(url, name))
 
 
-def collect(answer: StoredAnswer, trials: Iterable[FrozenTrial]) -> ReportData:
+def collect(answer: StoredAnswer, trials: Iterable[Trial]) -> ReportData:
     """The record of an answer and its trials."""
     rows = [_row(trial, answer) for trial in trials]
     frontier = _frontier(rows)
@@ -89,7 +93,7 @@ def collect(answer: StoredAnswer, trials: Iterable[FrozenTrial]) -> ReportData:
     )
 
 
-def _row(trial: FrozenTrial, answer: StoredAnswer) -> TrialRow:
+def _row(trial: Trial, answer: StoredAnswer) -> TrialRow:
     attributes, summary = trial.user_attrs, answer.summary
     try:
         config: TrainConfig = typed.record(TrainConfig, attributes.get("config"), "config")

@@ -305,6 +305,10 @@ def reasons(summary: Summary) -> list[str]:
     else:
         said.append(f"Probes: {words.probes(found)}")
         said += [f"Rejected: {words.rejected(failed)}" for failed in found.rejected]
+        said.append(f"The run: {words.run(found)}.")
+        if found.num_compiled:
+            said.append(f"{words.compilation(found)}.")
+        said.append(f"The loader: {words.loader(summary)}.")
     if summary.widened:
         said.append("Nothing of a lower class fits, so another recipe was allowed.")
     if best.state.optimizer_state_managed_bytes:

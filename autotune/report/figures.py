@@ -332,6 +332,7 @@ def _budget_label(budget_bytes: int, unit: Unit, **place: Any) -> Figure:
         "text": f"budget {at:.2f} {unit[0]}",
         "showarrow": False,
         "font": {"size": 12, "color": "--budget"},
+        "bgcolor": "--surface",
         **where,
         **place,
     }

@@ -21,7 +21,6 @@ from autotune.errors import ConfigError
 from autotune.report import facts, figures, words
 from autotune.report.data import ReportData
 from autotune.units import format_bytes
-from autotune.version import __version__
 
 _FILES = resources.files("autotune.report")
 
@@ -32,14 +31,17 @@ def draw(data: ReportData) -> str:
     from jinja2.utils import htmlsafe_json_dumps
 
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_finalized,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"size": format_bytes, "speed": lambda value: f"{value:,.0f}"}
     scripts = [_own("page.js"), _plotly()]
     summary, answer = data.answer.summary, data.answer
     drawn = figures.all_figures(data)
     return environment.from_string(_own("page.html.j2")).render(
-        autotune=__version__,
         policy=_policy(scripts),
         css=_own("page.css"),
         scripts=scripts,
@@ -75,6 +77,11 @@ def draw(data: ReportData) -> str:
         ],
         evidences=sorted({row.evidence for row in data.trials}),
     )
+
+
+def _finalized(value: Any) -> Any:
+    """Text of others on one line, before it is escaped; Markup, which is ours, as it is."""
+    return words.printable(value) if type(value) is str else value
 
 
 def _columns(data: ReportData) -> dict[str, Any]:

@@ -89,7 +89,7 @@
   addEventListener("beforeprint", () => places.filter((place) => !place.dataset.drawn).forEach(draw));
 
   // The table. Only the rows in view exist; those above and below are two empty ones of their height.
-  const ROW_HEIGHT = 33;
+  const ROW_HEIGHT = 32;
   const box = document.querySelector(".trials");
   const body = box.querySelector("tbody");
   const headers = [...box.querySelectorAll("th")];

@@ -1,0 +1,114 @@
+"""What a block of a traced step says: its phase, its kernels, its events with and without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.traces.copies import Layers
+from autotune.traces.terms import Term
+
+Place = tuple[str, int]
+"""(stack, layer): which of several stacks, empty for the first; layer -1 outside of all."""
+
+SETUP_PHASES = ("weights", "adapter", "settled")
+FORWARD_PHASES = ("batch", "embed", "forward", "head")
+# A second stack of layers (a decoder's, beside an encoder's) has its number behind the phase.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedKernel:
+    name: str
+    dtype: str
+    flops: Term
+    moved: tuple[Term, ...]
+    """Bytes read and written, a sum."""
+    recomputed: bool
+    """Part of activation checkpointing's second forward pass."""
+    count: int
+    chunk_moved: tuple[Term, ...] | None = None
+    """Not None: handles a chunk of tokens, `flops` per token of it. Bytes per token of it."""
+    repeated: bool = False
+    """Launched for each chunk but the first."""
+
+
+def is_setup(phase: str) -> bool:
+    return phase.partition(" ")[0] in SETUP_PHASES
+
+
+def is_forward(phase: str) -> bool:
+    return phase.partition(" ")[0] in FORWARD_PHASES
+
+
+def cut(
+    events: list[int], starts: Sequence[tuple[str, int, int]]
+) -> list[tuple[str, Place, list[int]]]:
+    """Events by block; the phase without the stack, which the place names."""
+    ends = [*(start for *_, start in starts[1:]), len(events)]
+    blocks = []
+    for (phase, layer, start), end in zip(starts, ends, strict=True):
+        name, _, stack = phase.partition(" ")
+        blocks.append((name, (stack, layer), events[start:end]))
+    return blocks
+
+
+def adding(tensors: Sequence[Mapping[str, Any]], block: Mapping[str, Any]) -> list[int]:
+    """A block's events where gradients exist already: the new one is added to the old and freed."""
+    shadow = len(tensors)
+    handed_over: dict[int, list[int]] = {}
+    for position, gradient in block["accumulate"]:
+        handed_over.setdefault(position, []).append(~(gradient + shadow))
+    events: list[int] = []
+    for position, event in enumerate([*block["events"], None]):
+        events += handed_over.get(position, ())
+        if event is None:
+            break
+        category = tensors[event if event >= 0 else ~event].get("category")
+        if category == "gradient":
+            events.append(event + shadow if event >= 0 else event - shadow)
+        elif category != "workspace":
+            events.append(event)
+    return events
+
+
+def giving_up(block: Mapping[str, Any]) -> list[int]:
+    """A block's events where a gradient is given up as soon as its parameter has it."""
+    handed_over: dict[int, list[int]] = {}
+    for position, gradient in block["accumulate"]:
+        handed_over.setdefault(position, []).append(~gradient)
+    events: list[int] = []
+    for position, event in enumerate([*block["events"], None]):
+        events += handed_over.get(position, ())
+        if event is not None:
+            events.append(event)
+    return events
+
+
+def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[TracedKernel]:
+    """Equal kernels of a micro-step once, with their number."""
+    counts: dict[tuple[Any, ...], int] = {}
+    for block in blocks:
+        if is_setup(block["phase"]):
+            continue
+        copies = layers.copies(block["layer"])
+        for name, dtype, flops, moved, recomputed, count, *chunked in block["kernels"]:
+            chunk_moved, repeated = (
+                (tuple(map(tuple, chunked[0])), chunked[1]) if chunked else (None, False)
+            )
+            terms = tuple(map(tuple, moved))
+            key = (name, dtype, tuple(flops), terms, recomputed, chunk_moved, repeated)
+            counts[key] = counts.get(key, 0) + count * copies
+    return [
+        TracedKernel(
+            name=name,
+            dtype=dtype,
+            flops=flops,
+            moved=moved,
+            recomputed=recomputed,
+            count=count,
+            chunk_moved=chunk_moved,
+            repeated=repeated,
+        )
+        for (name, dtype, flops, moved, recomputed, chunk_moved, repeated), count in counts.items()
+    ]

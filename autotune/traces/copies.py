@@ -1,0 +1,218 @@
+"""The events of the whole model from those of a few layers: which tensors a copied block means."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Events = npt.NDArray[np.int32]
+"""In order: i when tensor i is allocated, ~i when it is freed."""
+
+
+class BrokenTrace(Exception):
+    """The blocks of a trace do not repeat from layer to layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layers:
+    """Which traced layer each layer of the whole model copies.
+
+    The first period and the last stand for themselves, and so does the remainder; the second period
+    repeats in between.
+    """
+
+    traced: int
+    full: int
+    period: int
+
+    def source(self, layer: int) -> int:
+        extra = self.full - self.traced
+        start = self.period
+        if layer < start + self.period:
+            return layer
+        if layer < start + self.period + extra:
+            return start + (layer - start) % self.period
+        return layer - extra
+
+    def instances(self, traced_layer: int) -> list[int]:
+        return [layer for layer in range(self.full) if self.source(layer) == traced_layer]
+
+    def copies(self, traced_layer: int) -> int:
+        return 1 if traced_layer < 0 else len(self.instances(traced_layer))
+
+
+def numbers_of(events: Events) -> Events:
+    return np.where(events < 0, ~events, events)
+
+
+class Copies:
+    """Numbers for every copy of every traced tensor.
+
+    The tensors that a copy of a block makes are numbered in a row, so that a tensor's number is
+    the start of its row and its place in it. A gradient takes two places: the second is its
+    shadow's, the tensor that is added to it where gradients exist already; the shadow of traced
+    tensor t goes by `t + len(tensors)`. A workspace is made once, not once per layer: it has a row
+    to itself.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Mapping[str, Any]],
+        blocks: Sequence[Mapping[str, Any]],
+        layers: Layers,
+    ) -> None:
+        self._layers = layers
+        self._layer_of_block = [block["layer"] for block in blocks]
+        self._order = order_of(blocks, layers)
+        index_of = {(b["phase"], b["layer"]): i for i, b in enumerate(blocks) if b["layer"] >= 0}
+        self._next_period = {
+            index: index_of[phase, layer + layers.period]
+            for (phase, layer), index in index_of.items()
+            if (phase, layer + layers.period) in index_of
+        }
+        num_traced = len(tensors)
+        self._row, self._home, self._place = np.full((3, 2 * num_traced), -1, dtype=np.int32)
+        """Of each traced tensor and shadow: row, layer (-1: outside all), place in the row."""
+        rows: dict[object, int] = {}
+        made: list[list[tuple[int, int, list[int]]]] = []
+
+        def add_row(key: object, layer: int, members: list[int]) -> tuple[int, int, list[int]]:
+            row = rows.setdefault(key, len(rows))
+            self._row[members], self._home[members] = row, layer
+            self._place[members] = np.arange(len(members))
+            return row, layer, [member % num_traced for member in members]
+
+        for index, block in enumerate(blocks):
+            members: list[int] = []
+            made.append([])
+            for tensor in block["events"]:
+                category = tensors[tensor].get("category") if tensor >= 0 else None
+                if category == "workspace":
+                    made[index].append(add_row(("workspace", tensor), -1, [tensor]))
+                elif tensor >= 0:
+                    members.append(tensor)
+                    if category == "gradient":
+                        members.append(tensor + num_traced)
+            key = index if block["layer"] < 0 else block["phase"]
+            made[index].append(add_row(key, block["layer"], members))
+        self._number(made, len(rows))
+        alike: dict[tuple[Any, ...], int] = {}
+        self._alike = np.array(
+            [alike.setdefault((*t["size"], t.get("category")), len(alike)) for t in tensors] * 2
+        )
+
+    def _number(self, made: Sequence[Sequence[tuple[int, int, list[int]]]], num_rows: int) -> None:
+        # The last column, -1, is for what lies outside the layers.
+        self._start = np.full((num_rows, self._layers.full + 1), -1, dtype=np.int32)
+        self._stop = self._start.copy()
+        template: list[int] = []
+        for index, layer in self._order:
+            for row, home, members in made[index]:
+                column = layer if home >= 0 else -1
+                self._start[row, column] = len(template)
+                template += members
+                self._stop[row, column] = len(template)
+        self.template = np.array(template, dtype=np.int32)
+        """Traced tensor of each number."""
+
+    def events(self, traced: Mapping[int, list[int]]) -> tuple[Events, list[tuple[int, int, int]]]:
+        """The whole model's events in order, from those of traced blocks; where each block starts, as
+        (traced block, layer, position)."""
+        located = {index: self._locate(index, events) for index, events in traced.items()}
+        copied = {index: self._seen_from_within(index, located) for index in traced}
+        parts, columns = [], []
+        starts, position = [], 0
+        for index, layer in self._order:
+            if index in located:
+                shift = layer - self._layer_of_block[index]
+                events, homes = (copied if shift else located)[index]
+                starts.append((index, layer, position))
+                position += len(events)
+                parts.append(events)
+                columns.append(self._columns(homes, index, shift))
+        if not parts:
+            return np.zeros(0, dtype=np.int32), starts
+        return self._resolve(np.concatenate(parts), np.concatenate(columns)), starts
+
+    def _columns(self, homes: Events, index: int, shift: int) -> Events:
+        """Layers that a copy of a block refers to: neighbours move with it.
+
+        What is two periods away and more is no neighbour, but at the other end: what the first
+        layer made for all, or the last was the first to need in the backward pass.
+        """
+        layer = self._layer_of_block[index]
+        if layer < 0:
+            return homes
+        distance = homes // self._layers.period - layer // self._layers.period
+        extra = self._layers.full - self._layers.traced
+        columns = np.where(distance >= 2, homes + extra, homes + shift)
+        columns = np.where(distance <= -2, homes, columns)
+        return np.where(homes < 0, homes, columns)
+
+    def _locate(self, index: int, events: list[int]) -> tuple[Events, Events]:
+        """A block's events, and the layer of each; outside the layers a block means all copies."""
+        order = np.array(events, dtype=np.int32)
+        homes = self._home[numbers_of(order)]
+        if self._layer_of_block[index] >= 0 or (homes < 0).all():
+            return order, homes
+        layers = [[-1] if home < 0 else self._layers.instances(home) for home in homes.tolist()]
+        order = np.repeat(order, [len(copies) for copies in layers])
+        return order, np.array([n for copies in layers for n in copies], dtype=np.int32)
+
+    def _seen_from_within(
+        self, index: int, located: Mapping[int, tuple[Events, Events]]
+    ) -> tuple[Events, Events]:
+        """A block of the second period, from which its copies are made: before them is no first.
+
+        The first period is unlike the others (its input may need no gradient). Where the block
+        refers to it, the block of the third period refers to the second: the copies do likewise.
+        """
+        events, homes = located[index]
+        later = located.get(self._next_period.get(index, -1))
+        if later is None or len(later[0]) != len(events):
+            return events, homes
+        is_first = (homes >= 0) & (homes < self._layers.period)
+        homes = np.where(is_first, later[1] - self._layers.period, homes)
+        return np.where(is_first, later[0], events), homes
+
+    def _resolve(self, events: Events, columns: Events) -> Events:
+        traced = numbers_of(events)
+        rows = self._row[traced]
+        starts = self._start[rows, columns]
+        numbers = starts + self._place[traced]
+        missing = (starts < 0) | (numbers >= self._stop[rows, columns])
+        numbers[missing] = 0
+        missing |= self._alike[self.template[numbers]] != self._alike[traced]
+        if missing.any():
+            layer, tensor = columns[missing][0], traced[missing][0]
+            raise BrokenTrace(f"layer {layer} makes nothing like the trace's tensor {tensor}")
+        return np.where(events < 0, ~numbers, numbers)
+
+
+def order_of(blocks: Sequence[Mapping[str, Any]], layers: Layers) -> list[tuple[int, int]]:
+    """(traced block, layer of the whole model) in order of execution."""
+    order: list[tuple[int, int]] = []
+    indices = range(len(blocks))
+    for (phase, repeats), group in itertools.groupby(
+        indices, lambda i: (blocks[i]["phase"], blocks[i]["layer"] >= 0)
+    ):
+        run = list(group)
+        if not repeats:
+            order += [(index, -1) for index in run]
+            continue
+        by_layer = {blocks[index]["layer"]: index for index in run}
+        if layers.traced == layers.full and len(run) == len(by_layer):
+            order += [(index, blocks[index]["layer"]) for index in run]  # some layers may have none
+            continue
+        if sorted(by_layer) != list(range(layers.traced)) or len(run) != len(by_layer):
+            raise BrokenTrace(f"{phase}: layers {[blocks[index]['layer'] for index in run]}")
+        whole = range(layers.full)
+        if blocks[run[0]]["layer"] != 0:
+            whole = whole[::-1]
+        order += [(by_layer[layers.source(layer)], layer) for layer in whole]
+    return order

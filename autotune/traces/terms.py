@@ -1,0 +1,79 @@
+"""Sizes as `coefficient x micro_batch^i x rank^j`, and the few that are no such product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Term = tuple[int, int, int]
+"""(coefficient, power of the micro-batch, power of the rank)."""
+
+Array = npt.NDArray[np.int64]
+
+
+def evaluate(term: Sequence[int], micro_batch: int, rank: int) -> int:
+    coefficient, batch_power, rank_power = term
+    value: int = coefficient * micro_batch**batch_power * rank**rank_power
+    return value
+
+
+def _embedding_partials(numbers: Sequence[int]) -> int:
+    """Partial sums of an embedding's backward: (indices, rows, bytes per row).
+
+    EmbeddingBackwardKernel.cu: `numel / 10 + min(numel, num_weights)` rows; none up to 3,072
+    indices (Embedding.cu).
+    """
+    indices, rows, row_bytes = numbers
+    return 0 if indices <= 3072 else row_bytes * (indices // 10 + min(indices, rows))
+
+
+def _near(numbers: Sequence[int]) -> int:
+    """A tensor that is one longer or shorter than a size that is a term: (size, bytes each, +1 or -1)."""
+    size, item_bytes, beyond = numbers
+    return (size + beyond) * item_bytes
+
+
+RULES = {"embedding": _embedding_partials, "near": _near}
+"""By name of the rule: bytes of the terms beside it."""
+
+
+def _liger_rows(num_tokens: int, num_parts: int) -> int:
+    """Tokens of a chunk of Liger's fused loss: as many as make its logits as large as its input.
+
+    liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: chunk_size.
+    """
+    return min(1 << (-(-num_tokens // num_parts) - 1).bit_length(), num_tokens)
+
+
+CHUNK_ROWS: dict[str, Callable[[int, int], int]] = {"liger": _liger_rows, "trl": min}
+"""Tokens of a chunk, by the name of the rule: (tokens of the micro-batch, constant)."""
+
+
+class Terms:
+    """Many terms, evaluated together."""
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        table = np.asarray(terms, dtype=np.int64).reshape(-1, 3)
+        self._coefficients, self._batch_powers, self._rank_powers = table.T
+
+    def at(self, micro_batch: int, rank: int) -> Array:
+        values: Array = (
+            self._coefficients * micro_batch**self._batch_powers * rank**self._rank_powers
+        )
+        return values
+
+
+class Sums:
+    """Many sums of terms, evaluated together."""
+
+    def __init__(self, sums: Sequence[Sequence[Term]]) -> None:
+        self._terms = Terms([term for terms in sums for term in terms])
+        self._owners = np.repeat(np.arange(len(sums)), [len(terms) for terms in sums])
+        self._length = len(sums)
+
+    def at(self, micro_batch: int, rank: int) -> npt.NDArray[np.float64]:
+        values = self._terms.at(micro_batch, rank).astype(np.float64)
+        sums = np.bincount(self._owners, weights=values, minlength=self._length)
+        return np.asarray(sums, dtype=np.float64)

@@ -1,0 +1,324 @@
+"""The events and kernels of one micro-step of the whole model, from the worker's answer."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autotune.optimizer_steps import TensorSpec
+from autotune.traces.blocks import (
+    Place,
+    TracedKernel,
+    adding,
+    count_kernels,
+    cut,
+    giving_up,
+    is_forward,
+    is_setup,
+)
+from autotune.traces.copies import BrokenTrace, Copies, Events, Layers, numbers_of
+from autotune.traces.terms import CHUNK_ROWS, RULES, Array, Sums, Term, Terms, evaluate
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel at one micro-batch and rank."""
+
+    kernel: TracedKernel
+    flops: float
+    """Of one launch."""
+    bytes_moved: float
+    """Of one launch."""
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedParameter:
+    """One weight of the whole model."""
+
+    number: int
+    """Of its tensor."""
+    place: Place
+    shape: tuple[Term, ...]
+    dtype: str
+    trainable: bool
+    group: int
+    embedding: bool
+
+
+class Trace:
+    """The events and kernels of one micro-step of the whole model, sizes still symbolic.
+
+    Tensors are numbered; `setup` allocates weights, `first` is a micro-step that makes the
+    gradients (and the library workspaces, which stay), `again` the same once workspaces exist,
+    `next` one that adds to gradients already there.
+    """
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        layers = Layers(**answer["layers"])
+        blocks: list[dict[str, Any]] = answer["blocks"]
+        self._tensors: list[dict[str, Any]] = answer["tensors"]
+        self._rules = [(i, t["rule"]) for i, t in enumerate(self._tensors) if "rule" in t]
+        self._terms = Terms([tensor["size"] for tensor in self._tensors])
+        self._chunks: tuple[str, Term, int, int] | None = answer.get("chunks")
+        self._chunked = [i for i, tensor in enumerate(self._tensors) if tensor.get("chunked")]
+        copies = Copies(self._tensors, blocks, layers)
+        self._template = copies.template
+
+        starts: dict[Callable[[str], bool], list[tuple[int, int, int]]] = {}
+
+        def is_backward(phase: str) -> bool:
+            return not is_setup(phase) and not is_forward(phase)
+
+        def whole(wanted: Callable[[str], bool], events_of: Callable[..., list[int]]) -> Events:
+            events, starts[wanted] = copies.events(
+                {i: events_of(b) for i, b in enumerate(blocks) if wanted(b["phase"])}
+            )
+            return events
+
+        traced = operator.itemgetter("events")
+        self._setup = whole(is_setup, traced)
+        forward = whole(is_forward, traced)
+        backward = whole(is_backward, traced)
+        self._first = np.concatenate((forward, backward))
+        phases = [block["phase"] for block in blocks]
+        self._setup_starts = [(phases[i], layer, at) for i, layer, at in starts[is_setup]]
+        self._first_starts = [
+            *((phases[i], layer, at) for i, layer, at in starts[is_forward]),
+            *((phases[i], layer, at + len(forward)) for i, layer, at in starts[is_backward]),
+        ]
+        self._next = whole(
+            lambda phase: not is_setup(phase), functools.partial(adding, self._tensors)
+        )
+        self._make_released = functools.partial(whole, lambda phase: not is_setup(phase), giving_up)
+        self._categories = self._categorise(forward)
+        is_workspace = self._categories[numbers_of(self._first)] == "workspace"
+        self._again = self._first[~is_workspace]
+        is_kept = self._categories[numbers_of(forward)] == "workspace"
+        self.num_forward_workspaces = int(is_kept.sum())
+        self.num_forward_events = len(forward) - self.num_forward_workspaces
+        """How many events of `again` and of `next` come before the backward pass."""
+        self._check(self._first)
+        self._check(self._next)
+        made = self._first[self._first >= 0]
+        self.gradients: list[int] = made[self._categories[made] == "gradient"].tolist()
+        self.workspaces: list[int] = made[self._categories[made] == "workspace"].tolist()
+        self.kernels = count_kernels(blocks, layers)
+        self.flops = Terms([kernel.flops for kernel in self.kernels])
+        self.moved = Sums([kernel.moved for kernel in self.kernels])
+        self._counts = [
+            (layers.copies(int(layer)), entry) for layer, entry in answer["parameters"].items()
+        ]
+
+    # Few of a search's traces are replayed: the others never become lists.
+
+    @functools.cached_property
+    def template(self) -> list[int]:
+        """Traced tensor that each tensor is a copy of."""
+        return listed(self._template)
+
+    @functools.cached_property
+    def categories(self) -> list[str]:
+        """Of allocator.CATEGORIES, per tensor."""
+        return list(self._categories)
+
+    @functools.cached_property
+    def setup(self) -> list[int]:
+        return listed(self._setup)
+
+    @functools.cached_property
+    def first(self) -> list[int]:
+        return listed(self._first)
+
+    @functools.cached_property
+    def again(self) -> list[int]:
+        return listed(self._again)
+
+    @functools.cached_property
+    def next(self) -> list[int]:
+        return listed(self._next)
+
+    @functools.cached_property
+    def _released_first(self) -> Events:
+        events = self._make_released()
+        self._check(events)
+        return events
+
+    @functools.cached_property
+    def _released(self) -> Events:
+        events = self._released_first
+        kept: Events = events[self._categories[numbers_of(events)] != "workspace"]
+        return kept
+
+    @functools.cached_property
+    def released_first(self) -> list[int]:
+        """As `first`, but each gradient is freed where its parameter gets it."""
+        return listed(self._released_first)
+
+    @functools.cached_property
+    def released(self) -> list[int]:
+        """The same once workspaces exist."""
+        return listed(self._released)
+
+    @property
+    def step_buffers(self) -> list[int]:
+        """Tensors that live for the optimizer step alone; one GPU needs none."""
+        return []
+
+    def blocks(self) -> list[tuple[str, Place, list[int]]]:
+        """(phase, place, events) of `first`, in order."""
+        return cut(self.first, self._first_starts)
+
+    def parameters(self) -> list[TracedParameter]:
+        """Every weight, in the model's order."""
+        found = []
+        for _, place, events in cut(self.setup, self._setup_starts):
+            for number in events:
+                if number < 0 or "shape" not in (entry := self._tensors[self.template[number]]):
+                    continue
+                found.append(
+                    TracedParameter(
+                        number=number,
+                        place=place,
+                        shape=tuple((c, i, j) for c, i, j in entry["shape"]),
+                        dtype=entry["dtype"],
+                        trainable=entry["trainable"],
+                        group=entry["group"],
+                        embedding=entry["embedding"],
+                    )
+                )
+        return found
+
+    def sizes(self, micro_batch: int, rank: int) -> list[int]:
+        """Bytes of each tensor."""
+        return listed(self._traced_sizes(micro_batch, rank)[self._template])
+
+    def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
+        """Bytes alive after each event of `setup`, `again`, `next` or `released`, from zero; 512 B
+        blocks."""
+        order: Events = getattr(self, f"_{events}")
+        sizes = self._rounded_sizes(micro_batch, rank)[self._template[numbers_of(order)]]
+        return np.cumsum(np.where(order < 0, -sizes, sizes))
+
+    def bytes_of(self, numbers: Sequence[int], micro_batch: int, rank: int) -> int:
+        """Sum of tensors' sizes, each rounded to 512 B."""
+        return int(self._rounded_sizes(micro_batch, rank)[self._template[list(numbers)]].sum())
+
+    def _rounded_sizes(self, micro_batch: int, rank: int) -> Array:
+        return (self._traced_sizes(micro_batch, rank) + 511) // 512 * 512
+
+    def _traced_sizes(self, micro_batch: int, rank: int) -> Array:
+        traced = self._terms.at(micro_batch, rank)
+        for index, (name, *terms) in self._rules:
+            traced[index] = RULES[name]([evaluate(t, micro_batch, rank) for t in terms])
+        if self._chunked:
+            traced[self._chunked] *= self._chunk_rows(micro_batch)[0]
+        return traced
+
+    def _chunk_rows(self, micro_batch: int) -> tuple[int, int]:
+        """(tokens of a chunk, tokens of the micro-batch)."""
+        assert self._chunks is not None
+        name, tokens, beyond, constant = self._chunks
+        num_tokens = evaluate(tokens, micro_batch, 1) + beyond
+        return CHUNK_ROWS[name](num_tokens, constant), num_tokens
+
+    def launches(self, micro_batch: int, rank: int) -> list[Launch]:
+        """The kernels of a micro-step."""
+        flops = self.flops.at(micro_batch, rank).tolist()
+        moved = self.moved.at(micro_batch, rank).tolist()
+        return [
+            Launch(kernel, num_flops, bytes_moved, kernel.count)
+            if kernel.chunk_moved is None
+            else self._per_chunk(kernel, num_flops, bytes_moved, micro_batch, rank)
+            for kernel, num_flops, bytes_moved in zip(self.kernels, flops, moved, strict=True)
+        ]
+
+    def _per_chunk(
+        self, kernel: TracedKernel, flops: int, bytes_moved: float, micro_batch: int, rank: int
+    ) -> Launch:
+        """Its launches. The last chunk has fewer tokens than the others: their mean."""
+        rows, num_tokens = self._chunk_rows(micro_batch)
+        num_chunks = -(-num_tokens // rows)
+        mean_rows = num_tokens / num_chunks
+        assert kernel.chunk_moved is not None
+        per_row = sum(evaluate(term, micro_batch, rank) for term in kernel.chunk_moved)
+        return Launch(
+            kernel,
+            flops * mean_rows,
+            bytes_moved + per_row * mean_rows,
+            kernel.count * (num_chunks - 1 if kernel.repeated else 1),
+        )
+
+    def trainable(self, rank: int) -> list[TensorSpec]:
+        """Trainable parameters in the model's order."""
+        return [
+            self._spec(entry, rank)
+            for number in self.setup
+            if number >= 0 and (entry := self._tensors[self._template[number]]).get("trainable")
+        ]
+
+    def parameter_of(self, gradient: int, rank: int) -> TensorSpec:
+        """The parameter whose gradient has that number."""
+        entry = self._tensors[self._template[gradient]]
+        return self._spec(self._tensors[entry["of"]], rank)
+
+    @staticmethod
+    def _spec(entry: Mapping[str, Any], rank: int) -> TensorSpec:
+        return TensorSpec(
+            shape=tuple(evaluate(term, 1, rank) for term in entry["shape"]),
+            dtype=entry["dtype"],
+            group=entry["group"],
+            embedding=entry["embedding"],
+            linear=entry["linear"],
+        )
+
+    def num_parameters(self, rank: int) -> tuple[int, int]:
+        """(all, trainable) elements, 4-bit weights counted unpacked."""
+        total = trainable = 0
+        for copies, entry in self._counts:
+            total += copies * sum(evaluate(t, 1, rank) for t in entry["total"])
+            trainable += copies * sum(evaluate(t, 1, rank) for t in entry["trainable"])
+        return total, trainable
+
+    def _categorise(self, forward: Events) -> npt.NDArray[np.object_]:
+        """The worker's word; else a parameter is what set-up leaves, an activation what the forward
+        pass leaves, and the rest are temporaries."""
+        worker = np.array([tensor.get("category") for tensor in self._tensors], dtype=object)
+        categories = worker[self._template]
+        unnamed = np.array([category is None for category in categories])
+        for events, name in ((self._setup, "parameter"), (forward, "activation")):
+            left = np.zeros(len(categories), dtype=bool)
+            left[events[events >= 0]] = True
+            left[~events[events < 0]] = False
+            categories[unnamed & left] = name
+            unnamed &= ~left
+        categories[unnamed] = "temporary"
+        categories[~self._setup[self._setup < 0]] = "temporary"
+        return categories
+
+    def _check(self, events: Events) -> None:
+        """Every tensor is made once and freed once after; only gradients and workspaces stay."""
+        numbers, positions = numbers_of(events), np.arange(len(events))
+        is_free = events < 0
+        made_at = np.full(len(self._template), len(events))
+        made_at[numbers[~is_free]] = positions[~is_free]
+        uses = np.bincount(2 * numbers + is_free, minlength=2 * len(self._template))
+        wrong = (positions < made_at[numbers]) | (uses[2 * numbers + is_free] > 1)
+        if wrong.any():
+            number = numbers[wrong][0]
+            raise BrokenTrace(f"tensor {number} is freed before it is allocated, or twice")
+        made, freed = uses[::2], uses[1::2]
+        left = set(self._categories[made > freed]) - {"gradient", "workspace"}
+        if left:
+            raise BrokenTrace(f"{', '.join(sorted(left))} tensors outlive the step")
+
+
+def listed(values: npt.NDArray[Any]) -> list[int]:
+    listed: list[int] = values.tolist()
+    return listed
