@@ -141,12 +141,6 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--space": "default",
         "--json": False,
     },
-    "report": {
-        "study": None,
-        "--format": "html",
-        "--out": None,
-        "--storage": "sqlite:///studies/autotune.db",
-    },
     "gpus": {},
     "models": {},
     "spaces": {},
