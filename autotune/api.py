@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import tempfile
@@ -29,7 +30,9 @@ from autotune.adapters import read_peft
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, nearest
 from autotune.options import FindOptions
-from autotune.report import notebook, terminal
+from autotune.report import data, notebook, terminal
+from autotune.report import files as report_files
+from autotune.report.data import ReportData
 from autotune.report.progress import SILENT, Listener, on_stderr
 from autotune.store import DEFAULT_URL
 from autotune.summary import Summary
@@ -53,14 +56,20 @@ class Result:
     """Name in the database; empty where none was kept."""
     files: tuple[Path, ...] = ()
     """What was written, where `out` was given."""
-    notes: tuple[str, ...] = field(default=(), hash=False)
+    notes: tuple[str, ...] = ()
     """What the search made of its options, and what could not be written."""
+    _report_data: Callable[[], ReportData] | None = field(default=None, compare=False)
+    """Of the study; where there is none, of one that is made for it."""
 
     @classmethod
     def load(cls, study: str, *, storage: str = DEFAULT_URL) -> Result:
         """The latest answer of a study, of the command line's too. Raises ConfigError, StorageError."""
         stored = studies.load(storage, study)
-        return cls(summary=stored.summary, study=study)
+        return cls(
+            summary=stored.summary,
+            study=study,
+            _report_data=functools.partial(data.read, storage, study),
+        )
 
     @property
     def config(self) -> TrainConfig:
@@ -156,7 +165,7 @@ class Result:
 
         None: those that `autotune find` writes. Raises ConfigError for an unknown format, StorageError.
         """
-        exporters = export.exporters_for(self.config)
+        exporters = export.exporters_for(self.config, self.workload)
         if formats is not None:
             by_name = {exporter.name: exporter for exporter in exporters}
             for name in formats:
@@ -172,6 +181,24 @@ class Result:
             result={**self.summary.to_dict(), "files": [str(path) for path in places]},
             exporters=exporters,
         )
+
+    def report(self, path: StrPath = "report.html", *, format: str = "html") -> Path:  # noqa: A002
+        """Write the report of `autotune report` (html, markdown, json or terminal), and return its path.
+
+        Without a study it has the configurations that the prediction considered, and of probes the
+        answer's only. Raises ConfigError for an unknown format, StorageError.
+        """
+        if format not in report_files.TEXTS:
+            shown = str(format)[:40]
+            raise ConfigError(f"There is no format {shown!r}", nearest(shown, report_files.TEXTS))
+        if self._report_data is None:
+            raise ConfigError(
+                "There is nothing to report of",
+                why="This Result is neither of autotune.find nor of Result.load",
+            )
+        place = Path(path)
+        report_files.write(place, report_files.TEXTS[format](self._report_data()))
+        return place
 
     def __repr__(self) -> str:
         """The screen that `autotune find` shows."""
@@ -261,11 +288,15 @@ def find(
     for problem in delivered.problems:
         notes.append(str(problem))
         warnings.warn(str(problem), stacklevel=2)
+    report_data = functools.partial(_data_without_study, answer, command)
+    if storage is not None and delivered.study:
+        report_data = functools.partial(data.read, storage, delivered.study)
     return Result(
         summary=answer.summary,
         study=delivered.study,
-        files=tuple(delivered.files),
+        files=(*delivered.files, *([delivered.report] if delivered.report else [])),
         notes=tuple(notes),
+        _report_data=report_data,
     )
 
 
@@ -306,6 +337,14 @@ def _kept_in(storage: str | None) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="autotune-") as folder:
         yield f"sqlite:///{folder}/autotune.db"
+
+
+def _data_without_study(answer: finding.Answer, command: str) -> ReportData:
+    with _kept_in(None) as database:
+        kept = finding.deliver(answer, folder=None, storage=database, command=command)
+        for problem in kept.problems:
+            raise problem
+        return data.read(database, kept.study)
 
 
 def _noting(notes: list[str], progress: bool) -> Listener:

@@ -90,6 +90,8 @@ class Delivered:
     """What could not be written; the answer is not lost by it."""
     notes: tuple[str, ...] = ()
     """What was changed in the user's own file, in words."""
+    unsaid: tuple[str, ...] = ()
+    """What files do not carry, in words."""
 
 
 def find(
@@ -346,7 +348,7 @@ def deliver(
     """Write the answer's files into a folder and record it in its study, where they are given."""
     summary, run = answer.summary, answer.run
     config = summary.exported
-    exporters = export.exporters_for(config)
+    exporters = export.exporters_for(config, summary.workload)
     if run is not None and folder is not None:
         exporters = bases.with_edited(exporters, folder, run, summary.base)
     places = [] if folder is None else export.export_paths(folder, exporters)
@@ -378,7 +380,13 @@ def deliver(
         except (ConfigError, StorageError) as error:
             problems.append(error)
     return Delivered(
-        result=result, files=files, study=study, report=report, problems=problems, notes=notes
+        result=result,
+        files=files,
+        study=study,
+        report=report,
+        problems=problems,
+        notes=notes,
+        unsaid=tuple(export.unsaid_lines(exporters, summary.workload, config)),
     )
 
 

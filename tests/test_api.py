@@ -17,10 +17,12 @@ import pytest
 import autotune
 from autotune import api, cli, tune
 from autotune.api import Result
+from autotune.cli.report import FORMATS
 from autotune.config import METHODS
 from autotune.errors import ConfigError, NothingFitsError, StorageError
 from autotune.models import ModelSource
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
+from autotune.report import files
 from autotune.tune import Found
 
 ASK = {"model": "qwen2.5-1.5b", "gpu_mem": "12GB"}
@@ -229,6 +231,40 @@ def test_the_files_of_some_formats(tmp_path: Path) -> None:
     assert "train.py" in {path.name for path in result.export(str(tmp_path / "all"))}
     with pytest.raises(ConfigError, match=r"no format 'train_config'\. Did you mean"):
         result.export(tmp_path, ["train_config"])
+
+
+def test_the_report_of_a_kept_and_of_an_unkept_answer(
+    asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    assert tuple(files.TEXTS) == FORMATS
+    unkept = autotune.find(**ASK)
+    kept = autotune.find(**ASK, storage=f"sqlite:///{tmp_path}/mine.db", out=tmp_path / "out")
+    assert kept.files[-1].name == "report.html"
+    loaded = Result.load(kept.study, storage=f"sqlite:///{tmp_path}/mine.db")
+    written = []
+    for number, result in enumerate((unkept, kept, loaded)):
+        assert result.report(tmp_path / f"{number}.html") == tmp_path / f"{number}.html"
+        page = (tmp_path / f"{number}.html").read_text(encoding="utf-8")
+        assert "adamw_bnb_8bit" in page
+        path = result.report(tmp_path / f"{number}.json", format="json")
+        written.append(json.loads(path.read_text(encoding="utf-8")))
+    assert [len(report["trials"]) for report in written] == [2, 2, 2]
+    assert written[0]["command"] == "autotune.find(model='qwen2.5-1.5b', gpu_mem='12GB')"
+    with pytest.raises(ConfigError, match=r"no format 'htm'\. Did you mean \"html\""):
+        kept.report(tmp_path / "x", format="htm")
+    with pytest.raises(ConfigError, match="nothing to report of"):
+        Result(summary=answers.summary()).report(tmp_path / "x")
+
+
+def test_the_report_of_a_measurement_that_was_not_kept(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def find(*_: Any, gpu_reason: str, **__: Any) -> Found:
+        return answers.found(measured=answers.measured())
+
+    monkeypatch.setattr(tune, "find", find)
+    page = autotune.find(**ASK).report(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "measured" in page
 
 
 HOSTILE = '<script>alert("1")</script>\n\x1b[31m' + "x" * 10_000

@@ -437,7 +437,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert run().returncode == 0
     database = tmp_path / "studies" / "autotune.db"
     folder = tmp_path / "studies" / "qwen2.5-1.5b-12gb"
-    before = {path: path.read_bytes() for path in folder.iterdir()}
+    before = {path: path.read_bytes() for path in folder.rglob("*.*")}
     num_trials = trials(database)
 
     ran = run("full")
@@ -445,7 +445,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert "4,096 tokens/s" in ran.stdout
     assert "Traceback" not in ran.stderr
     assert "The files cannot be written" in ran.stderr
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
     assert trials(database) == num_trials
 
 

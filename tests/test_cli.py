@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,17 +141,24 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--space": "default",
         "--json": False,
     },
-    "gpus": {},
-    "models": {},
-    "spaces": {},
-    "studies": {},
-    "completion": {"shell": None},
     "report": {
         "study": None,
         "--format": "html",
         "--out": None,
         "--storage": "sqlite:///studies/autotune.db",
     },
+    "export": {
+        "study": None,
+        "--format": None,
+        "--out": None,
+        "--force": False,
+        "--storage": "sqlite:///studies/autotune.db",
+    },
+    "gpus": {},
+    "models": {},
+    "spaces": {},
+    "studies": {},
+    "completion": {"shell": None},
 }
 
 
@@ -251,12 +258,17 @@ def test_the_efforts_are_those_of_the_search() -> None:
     assert tuple(tune.EFFORTS) == EFFORTS
 
 
+def cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def test_help_is_quick_and_names_every_command(tmp_path: Path) -> None:
     seconds = []
     for _ in range(4):
-        started = time.perf_counter()
+        started = cpu_seconds_of_children()
         helped = run("--help", cwd=tmp_path)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(cpu_seconds_of_children() - started)
     assert helped.returncode == 0
     assert all(f"  {name} " in helped.stdout for name in FROZEN)
     assert "AUTOTUNE_DEBUG" in helped.stdout
@@ -311,9 +323,9 @@ def test_find_prints_one_json_object(
     assert result["best"]["peak_device_bytes"] <= 2_000_000_000
     # The base is a point of the space, so the answer cannot be slower.
     assert result["speedup"] >= 0.98
-    names = {Path(path).name for path in result["files"]}
-    ours = {"train.py", "training_args.json", "train_config.yaml", "result.json"}
-    assert names == ours | {"axolotl.yaml", "llama_factory.yaml"}
+    paths = [Path(path) for path in result["files"]]
+    names = {path.name for path in paths if path.parent.name != "exports"}
+    assert names == {"train.py", "training_args.json", "train_config.yaml", "result.json"}
     for path in result["files"]:
         assert (tiny / path).is_file()
     stored = json.loads((tiny / Path(result["files"][0]).with_name("result.json")).read_text())

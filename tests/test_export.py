@@ -15,7 +15,7 @@ from autotune import export
 from autotune.adapters import _OF_A_FILE, _REFUSED, read_peft
 from autotune.config import TASKS, TrainConfig, Workload
 from autotune.errors import ConfigError, StorageError
-from autotune.export import train_config, train_py, training_args
+from autotune.export import installed, train_config, train_py, training_args
 
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
 FULL = TrainConfig(
@@ -80,6 +80,10 @@ def recipe(program: str) -> Any:
     return ast.literal_eval(value)
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def shape(program: str) -> str:
     """The program with every string constant blanked: equal unless a value became code."""
     tree = ast.parse(program)
@@ -92,33 +96,34 @@ def shape(program: str) -> str:
 # All exporters
 
 
-def test_the_files_of_every_answer(tmp_path: Path) -> None:
+def test_four_files_in_sight_and_the_others_in_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "studies" / "deep"
     paths = export.export_files(folder, workload=WORKLOAD, config=FULL, result=RESULT)
     names = {"train.py", "training_args.json", "train_config.yaml", "result.json"}
-    names |= {"axolotl.yaml", "llama_factory.yaml"}
-    assert {path.name for path in paths} == names
-    assert paths == export.export_paths(folder, export.exporters_for(FULL))
-    assert {path.name for path in folder.iterdir()} == names
-    for exporter, path in zip(export.exporters_for(FULL), paths, strict=True):
+    exporters = export.exporters_for(FULL, WORKLOAD)
+    assert {path.name for path in folder.iterdir()} == {*names, "exports"}
+    assert set(paths) == {path for path in folder.rglob("*") if path.is_file()}
+    assert paths == export.export_paths(folder, exporters)
+    for exporter, path in zip(exporters, paths, strict=True):
         assert path.read_text(encoding="utf-8") == write(exporter)
 
 
 def test_names_are_unique() -> None:
-    assert len({exporter.name for exporter in export.EXPORTERS}) == len(export.EXPORTERS)
-    assert len({exporter.filename for exporter in export.EXPORTERS}) == len(export.EXPORTERS)
+    every = (*export.EXPORTERS, *export.BESIDE, *export.FURTHER)
+    assert len(export.ALL) == len({exporter.filename for exporter in every}) == len(every)
 
 
 def test_writing_again_replaces(tmp_path: Path) -> None:
     for config in (QLORA, FULL):
         export.export_files(tmp_path, workload=WORKLOAD, config=config, result=RESULT)
     assert train_config.read_train_config(tmp_path / "train_config.yaml").config == FULL
-    assert len(list(tmp_path.iterdir())) == len(export.exporters_for(FULL))
+    names = {exporter.filename for exporter in export.exporters_for(QLORA, WORKLOAD)}
+    assert {path.name for path in tmp_path.rglob("*.*")} == names
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export.export_files(tmp_path, workload=WORKLOAD, config=QLORA, result=RESULT)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = contents(tmp_path)
     calls = []
 
     def fail_the_third_time(descriptor: int) -> None:
@@ -129,7 +134,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("os.fsync", fail_the_third_time)
     with pytest.raises(StorageError, match=r"cannot be written.*No space left.*--out"):
         export.export_files(tmp_path, workload=WORKLOAD, config=FULL, result=RESULT)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert contents(tmp_path) == before
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -239,11 +244,6 @@ def test_checkpointing(stride: int, offload: bool, options: dict[str, Any] | Non
     assert not any(name.startswith("activation") for name in old)
 
 
-def test_fields_are_read_from_the_source() -> None:
-    source = '"""doc"""\nclass TrainingArguments:\n    a: int = 1\n    b = 2\n    c: str\nx: int\n'
-    assert training_args.fields_of(source) == {"a": "int", "c": "str"}
-
-
 def test_installed_fields_are_those_of_the_class() -> None:
     from transformers import TrainingArguments
 
@@ -255,11 +255,11 @@ def test_installed_fields_are_those_of_the_class() -> None:
 
 
 def test_without_transformers_the_newest_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    training_args.installed_fields.cache_clear()
+    installed.fields.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert training_args.installed_fields() is None
     assert "activation_checkpointing" in json.loads(write(training_args))
-    training_args.installed_fields.cache_clear()
+    installed.fields.cache_clear()
 
 
 # several GPUs
@@ -279,9 +279,8 @@ SHARED = dataclasses.replace(FULL, num_gpus=2, parallelism="fsdp2", gradient_acc
 def test_files_of_gpus_that_share(parallelism: str, names: set[str]) -> None:
     config = dataclasses.replace(SHARED, parallelism=parallelism)
     of_all = {exporter.filename for exporter in export.EXPORTERS}
-    of_all |= {"axolotl.yaml", "llama_factory.yaml"}
-    written = {exporter.filename for exporter in export.exporters_for(config)}
-    assert written - of_all == names
+    written = {exporter.filename for exporter in export.exporters_for(config, WORKLOAD)}
+    assert written & {"accelerate_config.yaml", "deepspeed.json"} == names
     assert of_all <= written
 
 
@@ -312,6 +311,7 @@ def test_the_recipe_of_qlora() -> None:
         "task": "causal-lm",
         "sequence_length": 512,
         "batching": "packed",
+        "parallelism": "none",
         "num_processes": None,
         "dtype": "float32",
         "attention": "eager",
@@ -485,5 +485,5 @@ def test_fp8_is_told_by_the_environment() -> None:
     arguments = training_args.training_arguments(config)
     assert (arguments["bf16"], arguments["fp16"]) == (False, False)
     assert recipe(write(train_py))["environment"] == {}
-    written = {exporter.filename for exporter in export.exporters_for(config)}
+    written = {exporter.filename for exporter in export.exporters_for(config, WORKLOAD)}
     assert "accelerate_config.yaml" in written

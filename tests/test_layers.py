@@ -166,7 +166,7 @@ def test_the_package_keeps_its_rows() -> None:
 
 def house(folder: Path, **files: str) -> Path:
     for name, content in files.items():
-        path = folder / f"{name.replace('__', '/')}.py"
+        path = folder / f"{name if name == '__init__' else name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
     return folder
@@ -184,6 +184,7 @@ def house(folder: Path, **files: str) -> Path:
         ("estimate", "from transformers.utils import logging", "transformers.utils outside"),
         ("estimate", "import importlib\nimportlib.import_module('torch')", "torch outside"),
         ("surprise", "", "not in the table"),
+        ("__init__", "def f():\n    import autotune.tune", "autotune.tune is in a higher row"),
     ],
 )
 def test_a_breach_is_found(tmp_path: Path, name: str, content: str, part: str) -> None:
@@ -206,7 +207,8 @@ def test_a_cycle_is_found(tmp_path: Path) -> None:
 def test_what_is_allowed_is_not_a_breach(tmp_path: Path) -> None:
     package = house(
         tmp_path,
-        __init__="",
+        __init__="def __getattr__(name):\n    from autotune import api",
+        api="from autotune import units",
         worker__trace="import torch\nfrom autotune.worker.model import build",
         worker__model="from transformers import AutoModel\nfrom autotune import units",
         units="from autotune.errors import ConfigError",

@@ -22,6 +22,7 @@ from autotune.config import COMPILE_MODES, TrainConfig
 from autotune.errors import ConfigError
 from autotune.export import extra_arguments, training_args
 from autotune.knobs import KNOBS
+from autotune.worker import objects
 
 pytestmark = [
     # TRL's own default has the older name.
@@ -169,6 +170,29 @@ def test_what_the_cpu_cannot_do_is_left_out_and_said() -> None:
         "use_reentrant": False,
         "every_n_layers": 2,
     }
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_fp8_comes_with_the_arguments_and_goes_with_them(
+    monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    for name in training_args.environment(dataclasses.replace(FULL, precision="fp8-mixed")):
+        # Set first, so that what is set beyond it is undone.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    mine = TrainingArguments(**MINE)
+    with_fp8, without = result(dataclasses.replace(FULL, precision="fp8-mixed")), result(FULL)
+    assert objects.differences(with_fp8.config, mine)["mixed_precision"] == ("no", "fp8")
+    made = [
+        answer.training_arguments() if is_new else answer.apply(mine)
+        for answer in (with_fp8, without)
+    ]
+    assert [arguments.mixed_precision for arguments in made] == ["fp8", "no"]
+    assert "mixed_precision" not in objects.differences(with_fp8.config, made[0])
+    assert objects.differences(without.config, made[1]) == {}
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    left = objects.differences(without.config, TrainingArguments(**MINE))
+    assert left["mixed_precision"] == ("fp8", "without fp8")
 
 
 ADAPTER = dataclasses.replace(LORA, lora_rank=None, lora_targets=None)

@@ -303,11 +303,11 @@ def test_a_hundred_thousand_points_take_about_a_quarter_of_a_second() -> None:
         optimizer=tuple(OPTIMIZERS)[:10],
         activation_checkpointing=(0, 2),
     )
-    start = time.perf_counter()
+    start = time.process_time()
     result = enumerate_configs(space(domains), workload(methods=("lora",)))
     assert len(result.configs) == 100_080
     # Twelve times what was seen on two shared cores.
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
 
 
 # --- trade-off classes

@@ -199,6 +199,17 @@ def test_a_command_stays_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     assert "name in sqlite:///x.db" in one_line(file.getvalue())
 
 
+def test_further_files_are_counted_and_what_they_lack_is_said() -> None:
+    file = io.StringIO()
+    further = [Path("out/exports") / name for name in ("train_sft.py", "torchtune.yaml")]
+    lines = ["not in torchtune.yaml: precision: bf16-\x1bautocast"]
+    terminal.draw_outcome([Path("out/train.py"), *further], "", file, unsaid=lines)
+    text = one_line(file.getvalue())
+    assert "out/ train.py exports/ (2 more)" in text
+    assert "not in torchtune.yaml: precision: bf16-\\x1bautocast" in text
+    assert text.count("--dataset") == 1
+
+
 def test_nothing_written_promises_nothing() -> None:
     file = io.StringIO()
     terminal.draw_outcome([], "", file)

@@ -15,7 +15,16 @@ from typing import NoReturn
 
 import click
 
-from autotune.cli import completion, estimate, find, maximum, report, studies, tables
+from autotune.cli import (
+    completion,
+    estimate,
+    export,
+    find,
+    maximum,
+    report,
+    studies,
+    tables,
+)
 from autotune.cli.output import drop_output, explain, say
 from autotune.errors import EXIT_INTERRUPTED, AutotuneError, StorageError
 from autotune.version import __version__
@@ -86,6 +95,7 @@ for command in (
     find.find,
     estimate.estimate,
     maximum.maximum,
+    export.export,
     report.report,
     studies.studies,
     completion.completion,

@@ -145,7 +145,7 @@ def find(
             written = [*written, delivered.report]
         elif study:
             report = f"autotune report {shlex.quote(study)}"
-        terminal.draw_outcome(written, place, sys.stdout, report=report)
+        terminal.draw_outcome(written, place, sys.stdout, report=report, unsaid=delivered.unsaid)
     for note in delivered.notes:
         say(f"note: {note}")
     for problem in delivered.problems[:-1]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FILENAME = "report.html"
 FORMATS = ("html", "markdown", "json", "terminal")
+"""The keys of autotune.report.files.TEXTS, whose import is slow."""
 
 
 @click.command()
@@ -43,7 +44,7 @@ def report(*, study: str, format_name: str, out: Path | None, storage: str) -> N
     Example: autotune report qwen2.5-1.5b-12gb --out report.html
     """
     from autotune.report.data import read
-    from autotune.report.files import write
+    from autotune.report.files import TEXTS, write
     from autotune.units import format_bytes
 
     data = read(storage, study)
@@ -51,33 +52,18 @@ def report(*, study: str, format_name: str, out: Path | None, storage: str) -> N
         _print(data, format_name)
         return
     path = out or Path(FILENAME)
-    text = _text(data, format_name)
+    text = TEXTS[format_name](data)
     write(path, text)
     click.echo(f"written {click.format_filename(path)} ({format_bytes(len(text.encode()))})")
 
 
-def _text(data: ReportData, format_name: str) -> str:
-    """The whole of a file."""
-    import io
-    import json
-
-    from autotune.report import html, markdown, terminal
-
-    if format_name == "json":
-        return json.dumps(data.to_dict(), indent=2, allow_nan=False) + "\n"
-    if format_name == "terminal":
-        file = io.StringIO()
-        terminal.draw_summary(data.answer.summary, file)
-        return file.getvalue()
-    return html.draw(data) if format_name == "html" else markdown.draw(data)
-
-
 def _print(data: ReportData, format_name: str) -> None:
     from autotune.report import terminal
+    from autotune.report.files import TEXTS
 
     if format_name == "terminal":  # which has colours
         terminal.draw_summary(data.answer.summary, sys.stdout)
     elif format_name == "json":
         print_json(data.to_dict())
     else:
-        sys.stdout.write(_text(data, format_name))
+        sys.stdout.write(TEXTS[format_name](data))

@@ -19,18 +19,35 @@ from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
 from autotune.export import (
     accelerate_config,
+    adapter_config,
     axolotl,
     deepspeed_json,
     llama_factory,
+    model_card,
+    quantization_config,
     result_json,
+    sft_config,
+    torchtune,
     train_config,
     train_py,
+    train_sft_py,
     training_args,
+    training_args_py,
+    training_args_yaml,
+    unsloth_py,
 )
+from autotune.knobs import describe
 
 
 class Exporter(Protocol):
-    """A TrainConfig as another program's file."""
+    """A TrainConfig as another program's file.
+
+    Four functions are optional. `applies(config)`: whether there is such a file for it.
+    `lacks(workload)`: why there is none for that model or task, empty where there is.
+    `cannot_express(config)`: words for each setting that the file does not carry, and
+    `has_no_words_for(workload)` for the user's extra arguments; they are comments at its top, where it
+    can have some. A file about one `part` alone says which.
+    """
 
     @property
     def name(self) -> str:
@@ -46,19 +63,90 @@ class Exporter(Protocol):
 
 
 EXPORTERS: tuple[Exporter, ...] = (train_py, training_args, train_config, result_json)
+"""What every answer has, in the folder that was named."""
+
+BESIDE = (accelerate_config, deepspeed_json)
+"""What `accelerate launch` needs there as well, where GPUs share a run."""
+
+FURTHER: tuple[Exporter, ...] = (
+    training_args_yaml,
+    training_args_py,
+    sft_config,
+    train_sft_py,
+    adapter_config,
+    quantization_config,
+    axolotl,
+    llama_factory,
+    torchtune,
+    unsloth_py,
+    model_card,
+)
+"""In FURTHER_FOLDER, so that the others stay in sight."""
+FURTHER_FOLDER = "exports"
+
+ALL: dict[str, Exporter] = {exporter.name: exporter for exporter in (*EXPORTERS, *BESIDE, *FURTHER)}
+"""By what `--format` calls them."""
 
 
-_WHERE_THEY_APPLY = (axolotl, llama_factory, accelerate_config, deepspeed_json)
+def exporters_for(config: TrainConfig, workload: Workload) -> tuple[Exporter, ...]:
+    """Those that have something to say of the answer."""
+    return tuple(each for each in ALL.values() if not why_not(each, workload, config))
 
 
-def exporters_for(config: TrainConfig) -> tuple[Exporter, ...]:
-    """Those of every answer, of trainers that know its method, and of GPUs that share a run."""
-    return (*EXPORTERS, *(module for module in _WHERE_THEY_APPLY if module.applies(config)))
+def why_not(exporter: Exporter, workload: Workload, config: TrainConfig) -> str:
+    """Why there is no such file for this answer; empty where there is one."""
+    lacks = getattr(exporter, "lacks", None)
+    if lacks is not None and (reason := lacks(workload)):
+        return str(reason)
+    applies = getattr(exporter, "applies", None)
+    if applies is not None and not applies(config):
+        return f"It has no words for this configuration: {describe(config)}"
+    return ""
+
+
+def unsaid(exporter: Exporter, workload: Workload, config: TrainConfig) -> tuple[str, ...]:
+    """Words for each setting, of the user's extra ones too, that the exporter's file does not carry."""
+    cannot_express = getattr(exporter, "cannot_express", None)
+    has_no_words_for = getattr(exporter, "has_no_words_for", None)
+    return (
+        *(() if cannot_express is None else cannot_express(config)),
+        *(() if has_no_words_for is None else has_no_words_for(workload)),
+    )
+
+
+def unsaid_lines(
+    exporters: Sequence[Exporter],
+    workload: Workload,
+    config: TrainConfig,
+    *,
+    in_full: bool = False,
+) -> list[str]:
+    """What a user is told that files do not carry; those that leave out the same share a line.
+
+    Files about one part alone are in one line together, or `in_full` in lines like the others.
+    """
+    parts: dict[str, list[str]] = {}
+    losses: dict[str, list[str]] = {}
+    for exporter in exporters:
+        part = "" if in_full else getattr(exporter, "part", "")
+        words = "; ".join(unsaid(exporter, workload, config))
+        if part:
+            parts.setdefault(part, []).append(exporter.filename)
+        elif words:
+            losses.setdefault(words, []).append(exporter.filename)
+    lines = [f"not in {', '.join(names)}: {words}" for words, names in losses.items()]
+    if parts:
+        said = (f"{part} in {', '.join(names)}" for part, names in parts.items())
+        lines.insert(0, f"apart: {'; '.join(said)}")
+    return lines
 
 
 def export_paths(folder: Path, exporters: Sequence[Exporter] = EXPORTERS) -> list[Path]:
     """Where `export_files` will write, in its order: known beforehand, for the result's `files`."""
-    return [folder / exporter.filename for exporter in exporters]
+    further = folder / FURTHER_FOLDER
+    return [
+        (further if exporter in FURTHER else folder) / exporter.filename for exporter in exporters
+    ]
 
 
 def export_files(
@@ -73,18 +161,25 @@ def export_files(
 
     A file is written beside its place and moved there, and moving starts when all are written:
     a full disk leaves the earlier files as they were. Raises StorageError when writing fails.
-    `exporters` None: exporters_for(config).
+    `exporters` None: exporters_for(config, workload).
     """
-    exporters = exporters_for(config) if exporters is None else exporters
+    exporters = exporters_for(config, workload) if exporters is None else exporters
     texts = {
         path: exporter.write(workload=workload, config=config, result=result)
         for path, exporter in zip(export_paths(folder, exporters), exporters, strict=True)
     }
+    write_texts(texts)
+    return list(texts)
+
+
+def write_texts(texts: Mapping[Path, str]) -> None:
+    """Write all of the files or none; their folders are created. Raises StorageError."""
     suffix = f".{secrets.token_hex(4)}.tmp"
     places = {path: path.with_name(f".{path.name}{suffix}") for path in texts}
+    folder = next(iter(texts)).parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for path, place in places.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
             with place.open("x", encoding="utf-8", newline="\n") as file:
                 file.write(texts[path])
                 file.flush()
@@ -101,4 +196,3 @@ def export_files(
         for place in places.values():
             with contextlib.suppress(OSError):
                 place.unlink()
-    return list(texts)

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 
 from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
 from autotune.export import deepspeed_json
+from autotune.export.carried import heading, unsaid, words_of
 
 name = "accelerate"
 filename = "accelerate_config.yaml"
+part = "how processes share the run"
 
 
 def applies(config: TrainConfig) -> bool:
@@ -21,11 +23,21 @@ def applies(config: TrainConfig) -> bool:
     return config.parallelism != "none" or PRECISIONS[config.precision].fp8
 
 
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    """All but the GPUs."""
+    zero: tuple[str, ...] = ()
+    if PARALLELISMS[config.parallelism].library == "deepspeed":
+        zero = (f"{words_of(config, 'parallelism')} (that is in {deepspeed_json.filename})",)
+    return (*zero, *unsaid(config, {"parallelism", "num_gpus"}))
+
+
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
     """A YAML document for `accelerate launch --config_file`."""
     import yaml
 
-    return yaml.safe_dump(_content(config), sort_keys=False)
+    what = "accelerate launch --config_file"
+    head = heading(what, config, result["evidence"], cannot_express(config))
+    return head + yaml.safe_dump(_content(config), sort_keys=False)
 
 
 def _content(config: TrainConfig) -> dict[str, object]:

@@ -11,15 +11,22 @@ import json
 from collections.abc import Mapping
 
 from autotune.config import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS, TrainConfig, Workload
+from autotune.export.carried import unsaid
 
 name = "deepspeed"
 filename = "deepspeed.json"
+part = "ZeRO"
 
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 
 
 def applies(config: TrainConfig) -> bool:
     return PARALLELISMS[config.parallelism].library == "deepspeed"
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    """All but the GPUs."""
+    return unsaid(config, {"parallelism"})
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001

@@ -204,6 +204,8 @@ def unsaid(target: Target, config: TrainConfig) -> tuple[str, ...]:
         for name, value in target.fixed.items()
         if getattr(config, name) != value
     ]
+    if config.num_gpus > 1:
+        words.append(f"{_words('num_gpus', config)} (that is said where it is launched)")
     return tuple(words)
 
 

@@ -7,18 +7,13 @@ tests/contracts/test_export_trains.py, which runs what is written.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from autotune.adapters import ADAPTERS, peft_fields
-from autotune.config import (
-    CLASSIFIER_HEADS,
-    PRECISIONS,
-    QUANTIZATIONS,
-    TrainConfig,
-    Workload,
-)
+from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.export.quantization_config import quantization_fields
+from autotune.export.references import model_reference
 from autotune.export.training_args import environment, training_arguments
 
 name = "train"
@@ -52,10 +47,11 @@ def _entries(values: Mapping[str, object], indent: str) -> str:
 def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
     precision = PRECISIONS[config.precision]
     return {
-        "model": _model_reference(workload.model),
+        "model": model_reference(workload.model),
         "task": workload.task,
         "sequence_length": config.sequence_length,
         "batching": config.batching,
+        "parallelism": config.parallelism,
         "num_processes": None if config.parallelism == "none" else config.num_gpus,
         "dtype": precision.parameter_dtype,
         "attention": config.attention,
@@ -68,29 +64,3 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         # The newest names; the program translates them where it runs.
         "training_arguments": training_arguments(config, extra=workload.extra),
     }
-
-
-def quantization_fields(config: TrainConfig, task: str) -> dict[str, object]:
-    """Of Transformers' BitsAndBytesConfig, dtypes by name; for a quantised base only."""
-    # Despite its name for 4-bit quantisation too. PEFT trains a copy of the head.
-    skipped: dict[str, object] = {"llm_int8_skip_modules": list(CLASSIFIER_HEADS)}
-    if task != "sequence-classification":
-        skipped = {}
-    row = QUANTIZATIONS[config.quantization]
-    if not row.codes:
-        return {**skipped, "load_in_8bit": True}
-    return {
-        **skipped,
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": row.codes,
-        "bnb_4bit_use_double_quant": row.double,
-        "bnb_4bit_compute_dtype": PRECISIONS[config.precision].compute_dtype,
-    }
-
-
-def _model_reference(model: str) -> str:
-    """What `from_pretrained` takes: a Hub id, or a folder from wherever the program is run."""
-    if not os.path.exists(model):
-        return model
-    folder = os.path.dirname(model) if os.path.isfile(model) else model
-    return os.path.abspath(folder)

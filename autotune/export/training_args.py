@@ -2,27 +2,25 @@
 
 Holds what autotune decides, and what the user has set beside it (extra_arguments): learning rate,
 epochs and logging stay the user's.
-The names are those of the installed version. It is asked without being imported (7 s, and torch
-belongs into the worker): the class's fields are read from the syntax tree of its source file.
+The names are those of the installed version.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
 import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.config import LOADER_SETTINGS, PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.export import installed
+from autotune.export.carried import unsaid
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 
 name = "training-args"
 filename = "training_args.json"
+part = "Trainer's arguments"
 
 OUTPUT_FOLDER = "output"
 """`output_dir` until the user names another."""
@@ -49,11 +47,41 @@ _CHECKPOINTING = ("activation_checkpointing", "activation_checkpointing_kwargs")
 _OLD_CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 
 
+CARRIED = (
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "activation_checkpointing",
+    "activation_offloading",
+    *LOADER_SETTINGS,
+    *(knob.name for knob in KNOBS.values() if knob.arguments is not None),
+)
+"""Settings that TrainingArguments says in full."""
+
+
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
     """A JSON object for `TrainingArguments(**json.load(file))` of the installed version."""
+    return json.dumps(known_arguments(workload, config), indent=2) + "\n"
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    """The model, the adapter and the data are not TrainingArguments'."""
+    fields = installed_fields()
+    dtype = PRECISIONS[config.precision].parameter_dtype
+    fp8 = ", products in float8: accelerate_config.yaml" if environment(config) else ""
+    batching = {"batching"} if config.batching == "grouped" else set()
     return (
-        json.dumps(training_arguments(config, installed_fields(), workload.extra), indent=2) + "\n"
+        f"precision: weights in {dtype}{fp8}",
+        *unsaid(config, {*CARRIED, "precision", *batching}),
+        *installed.unknown(training_arguments(config, fields), fields, "transformers"),
     )
+
+
+def known_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]:
+    """The keyword arguments that the installed TrainingArguments takes."""
+    fields = installed_fields()
+    arguments = training_arguments(config, fields, workload.extra)
+    return {key: arguments[key] for key in arguments if fields is None or key in fields}
 
 
 def training_arguments(
@@ -152,26 +180,6 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
     return decided
 
 
-@functools.cache
 def installed_fields() -> Mapping[str, str] | None:
     """Fields of the installed TrainingArguments and their annotations; None without Transformers."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return None
-    return fields_of(Path(spec.origin).with_name("training_args.py").read_text(encoding="utf-8"))
-
-
-def fields_of(source: str) -> Mapping[str, str]:
-    """Names that the body of class TrainingArguments annotates, and as what."""
-    (body,) = (
-        node.body
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
-    )
-    return MappingProxyType(
-        {
-            node.target.id: ast.unparse(node.annotation)
-            for node in body
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        }
-    )
+    return installed.fields("transformers", "training_args.py", "TrainingArguments")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -89,7 +90,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     _print_rows(console, rows)
     _print_bar(console, best, budget_bytes)
     rows = []
-    if summary.measured is None:
+    if summary.measured is None and summary.workload.lengths is not None:
         rows.append(("loader", words.loader(summary)))
     rows += words.of_each_gpu(best)
     if summary.measured is None:
@@ -108,21 +109,29 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     _print_classes(console, summary)
 
 
-def draw_outcome(files: Sequence[Path], study: str, file: TextIO, *, report: str = "") -> None:
+def draw_outcome(
+    files: Sequence[Path],
+    study: str,
+    file: TextIO,
+    *,
+    report: str = "",
+    unsaid: Sequence[str] = (),
+) -> None:
     """What was written where, what to do next, and what a prediction leaves out.
 
     No files, or an empty study: they could not be written. `report`: the command that draws one.
+    `unsaid`: what files do not carry.
     """
     rows: list[Row] = []
     if files:
-        names = "  ".join(printable(path.name) for path in files)
-        rows.append(("written", f"{printable(str(files[0].parent))}/  {names}"))
+        rows.append(("written", _places(files)))
+        rows += [("unsaid", printable(line), "dim") for line in unsaid]
     if study:
         rows.append(("study", printable(study)))
     if report:
         rows.append(("report", printable(report).replace(" ", words.GLUE)))
     for path in files:
-        if path.suffix == ".py":
+        if path.name == "train.py":
             command = f"python {printable(shlex.quote(str(path)))} --dataset FILE.jsonl"
             if any(other.name == "accelerate_config.yaml" for other in files):
                 command = (
@@ -134,6 +143,15 @@ def draw_outcome(files: Sequence[Path], study: str, file: TextIO, *, report: str
     console = _console(file)
     console.print()
     _print_rows(console, rows)
+
+
+def _places(files: Sequence[Path]) -> str:
+    """The folder with the names in it; of folders below it, how many files they hold."""
+    folder = files[0].parent
+    names = [printable(path.name) for path in files if path.parent == folder]
+    below = Counter(path.parent.name for path in files if path.parent != folder)
+    counts = [f"{printable(name)}/ ({number} more)" for name, number in below.items()]
+    return "  ".join([f"{printable(str(folder))}/", *names, *counts])
 
 
 def draw_estimate(

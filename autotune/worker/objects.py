@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig, TrainingArguments
 from autotune import adapters as fields_of
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.errors import ConfigError, nearest
-from autotune.export.train_py import quantization_fields
+from autotune.export.quantization_config import quantization_fields
 from autotune.export.training_args import decided_arguments, environment
 from autotune.export.training_args import training_arguments as keyword_arguments
 from autotune.results import TraceSpec
@@ -28,6 +28,7 @@ from autotune.worker import model as models
 ONLY_CUDA = ("fp16", "tf32", "use_liger_kernel")
 """TrainingArguments that mean nothing without a CUDA device, or are refused there."""
 
+_MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 OF_DATASET = ("max_length", "packing", "packing_strategy")
 """SFTConfig's fields that say how TRL prepares the dataset."""
 
@@ -39,7 +40,7 @@ def training_arguments(
 
     An SFTConfig for a configuration of TRL's trainer. Raises ConfigError for an unknown override.
     """
-    os.environ.update(environment(config))
+    _set_environment(config)
     kind: Any = TrainingArguments
     if config.trainer == "trl-sft":
         from trl.trainer.sft_config import SFTConfig
@@ -56,6 +57,7 @@ def training_arguments(
 
 def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArguments:
     """A copy of somebody's arguments, of their class, that says what was decided and is theirs otherwise."""
+    _set_environment(config)
     decided = decided_arguments(config, field_names(type(arguments)))
     if "accelerator_config" in decided:
         theirs: Any = arguments.accelerator_config
@@ -63,6 +65,14 @@ def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArgume
         decided["accelerator_config"] = {**theirs, **decided["accelerator_config"]}
     os.environ.update(environment(config))
     return dataclasses.replace(arguments, **_for_this_machine(decided, {}))
+
+
+def _set_environment(config: TrainConfig) -> None:
+    """What the Trainer takes from this process's environment as its arguments are made: fp8, or not."""
+    wanted = environment(config)
+    os.environ.update(wanted)
+    if not wanted and os.environ.get(_MIXED_PRECISION) == "fp8":
+        del os.environ[_MIXED_PRECISION]
 
 
 def differences(config: TrainConfig, arguments: TrainingArguments) -> dict[str, tuple[Any, Any]]:
@@ -73,7 +83,11 @@ def differences(config: TrainConfig, arguments: TrainingArguments) -> dict[str, 
         wanted = {name: value for name, value in wanted.items() if name not in OF_DATASET}
     if arguments.device.type != "cuda":
         wanted = _without_cuda(wanted)
-    found = {}
+    found: dict[str, tuple[Any, Any]] = {}
+    is_fp8 = PRECISIONS[config.precision].fp8
+    mixed_precision = getattr(arguments, "mixed_precision", "unknown")
+    if (mixed_precision == "fp8") is not is_fp8:
+        found["mixed_precision"] = (mixed_precision, "fp8" if is_fp8 else "without fp8")
     for name, value in wanted.items():
         actual = getattr(arguments, name)
         actual = getattr(actual, "value", actual)  # an Enum

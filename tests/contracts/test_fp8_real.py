@@ -31,7 +31,7 @@ from test_trace_is_the_trainer import (
 from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.export import accelerate_config
 from autotune.export.training_args import environment
-from autotune.worker import fp8
+from autotune.worker import fp8, objects
 
 pytest.importorskip("torchao")
 pytestmark = [
@@ -137,3 +137,15 @@ def test_a_launch_with_the_exported_configuration_sets_the_same(
     assert {name: launched[name].lower() for name in environment(CONFIG)} == {
         name: value.lower() for name, value in environment(CONFIG).items()
     }
+
+
+def test_arguments_made_in_code_are_of_fp8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in environment(CONFIG):
+        monkeypatch.delenv(name)
+    plain = objects.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert plain.mixed_precision == "no"
+    made = objects.training_arguments(CONFIG, {"output_dir": str(tmp_path)}, {"seed": 7})
+    assert (made.mixed_precision, made.seed) == ("fp8", 7)
+    for name in environment(CONFIG):
+        monkeypatch.delenv(name)
+    assert objects.applied(CONFIG, plain).mixed_precision == "fp8"

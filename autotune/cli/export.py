@@ -1,0 +1,125 @@
+"""autotune export: the answer of a study as files of other programs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autotune import store
+from autotune.cli.output import say
+from autotune.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from autotune.export import Exporter
+    from autotune.studies import StoredAnswer
+
+EVERY = "all"
+STDOUT = "-"
+
+
+@click.command()
+@click.argument("study")
+@click.option(
+    "--format",
+    "formats",
+    required=True,
+    multiple=True,
+    metavar="NAME",
+    help="What to write; repeat for several, `all` for everything that the answer has. A wrong name "
+    "lists them.",
+)
+@click.option(
+    "--out",
+    required=True,
+    metavar="PATH",
+    help="A file for one format, a folder for several, - for stdout. What is there stays, but with "
+    "--force.",
+)
+@click.option("--force", is_flag=True, help="Replace files that are there and say something else.")
+@click.option(
+    "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
+)
+def export(*, study: str, formats: tuple[str, ...], out: str, force: bool, storage: str) -> None:
+    """Write the answer of a study as files that other programs load.
+
+    Example: autotune export qwen2.5-1.5b-12gb --format sft --out sft_config.yaml
+    """
+    from autotune import studies
+    from autotune.export import unsaid_lines, write_texts
+
+    answer = studies.load(storage, study)
+    exporters = _chosen(formats, answer)
+    texts = {exporter: _text(exporter, answer) for exporter in exporters}
+    if out == STDOUT:
+        if len(exporters) > 1:
+            raise ConfigError(
+                f"{len(exporters)} formats do not go to stdout together",
+                remedy="Name one --format, or a folder with --out",
+            )
+        sys.stdout.write(texts[exporters[0]])
+    else:
+        places = _places(Path(out), exporters, is_folder=len(formats) > 1 or EVERY in formats)
+        files = {places[exporter]: text for exporter, text in texts.items()}
+        _refuse_to_replace(files, force=force)
+        write_texts(files)
+        for path in files:
+            print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(path)))
+    workload, config = answer.summary.workload, answer.summary.exported
+    for line in unsaid_lines(exporters, workload, config, in_full=EVERY not in formats):
+        say(f"note: {line}")
+
+
+def _chosen(formats: tuple[str, ...], answer: StoredAnswer) -> list[Exporter]:
+    from autotune.export import ALL, why_not
+
+    workload, config = answer.summary.workload, answer.summary.exported
+    unknown = [name for name in formats if name not in (*ALL, EVERY)]
+    if unknown:
+        raise ConfigError(
+            f"There is no format {unknown[0][:40]!r}",
+            why=nearest(unknown[0][:40], (*ALL, EVERY)),
+            remedy=f"All: {', '.join(ALL)}, {EVERY}",
+        )
+    wanted = list(ALL) if EVERY in formats else list(dict.fromkeys(formats))
+    reasons = {name: why_not(ALL[name], workload, config) for name in wanted}
+    for name, reason in reasons.items():
+        if reason and EVERY not in formats:
+            raise ConfigError(f'The answer of "{answer.study}" has no {name} file', why=reason)
+        if reason:
+            say(f"note: no {ALL[name].filename}. {reason}")
+    return [ALL[name] for name in wanted if not reasons[name]]
+
+
+def _text(exporter: Exporter, answer: StoredAnswer) -> str:
+    summary = answer.summary
+    return exporter.write(workload=summary.workload, config=summary.exported, result=answer.result)
+
+
+def _places(out: Path, exporters: list[Exporter], *, is_folder: bool) -> dict[Exporter, Path]:
+    """All in one folder: what is called by its name finds each other there."""
+    if is_folder or out.is_dir():
+        return {exporter: out / exporter.filename for exporter in exporters}
+    return dict.fromkeys(exporters, out)
+
+
+def _refuse_to_replace(files: dict[Path, str], *, force: bool) -> None:
+    """A file may be the user's, or edited since: nothing in it says so for sure, so that all count."""
+    others = [path for path, text in files.items() if path.exists() and not _says(path, text)]
+    if others and not force:
+        raise ConfigError(
+            f"{others[0]} is there already and says something else",
+            why=f"So do {len(others) - 1} more" if len(others) > 1 else "",
+            remedy="Name another place with --out, or replace it with --force",
+        )
+    for path in others:
+        say(f"note: {path} is replaced.")
+
+
+def _says(path: Path, text: str) -> bool:
+    try:
+        return path.read_bytes() == text.encode("utf-8")
+    except OSError:
+        return False

@@ -1,0 +1,67 @@
+"""What an exported file does not carry, in words, and how a file opens that says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from autotune.config import TrainConfig
+from autotune.knobs import KNOBS, METHOD_WORDS, describe
+
+_PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+
+_WORDS: dict[str, Callable[[TrainConfig], str]] = {
+    "method": lambda config: METHOD_WORDS[config.method],
+    "gradient_accumulation_steps": lambda config: f"{config.gradient_accumulation_steps}",
+    "sequence_length": lambda config: f"{config.sequence_length:,} tokens",
+    "num_gpus": lambda config: f"{config.num_gpus}",
+}
+"""Fields of TrainConfig that are no knobs."""
+
+
+def unsaid(config: TrainConfig, carried: Collection[str]) -> tuple[str, ...]:
+    """Words for each setting of the configuration that is not among `carried`.
+
+    `name: words`. What is as plain as it can be (no compilation, one GPU) needs no words.
+    """
+    return tuple(
+        words_of(config, name)
+        for name, plain in _PLAIN.items()
+        if name not in carried
+        and getattr(config, name) is not None
+        and getattr(config, name) != plain
+    )
+
+
+def settings(config: TrainConfig) -> dict[str, str]:
+    """Words for every setting that the configuration has, plain or not."""
+    names = [name for name in _PLAIN if getattr(config, name) is not None]
+    return dict(words_of(config, name).split(": ", 1) for name in names)
+
+
+def words_of(config: TrainConfig, name: str) -> str:
+    """`name: words` of one setting."""
+    value = getattr(config, name)
+    if name in _WORDS:
+        return f"{name}: {_WORDS[name](config)}"
+    return f"{name}: {KNOBS[name].words(value) if name in KNOBS else value}"
+
+
+def heading(what: str, config: TrainConfig, evidence: object, lines: Iterable[str] = ()) -> str:
+    """Comments in `#` for the top of a file: what it is, the configuration, and what is not in it."""
+    said = [f"{what}, written by autotune ({evidence}).", describe(config)]
+    return comments([*said, *(f"Not in this file: {line}" for line in lines)])
+
+
+def comments(lines: Iterable[str]) -> str:
+    """Each on one line whatever is in it, in ASCII, so that no name can end a comment."""
+    return "".join(f"# {one_line(line)}\n" for line in lines)
+
+
+def one_line(text: str) -> str:
+    return ascii(" ".join(text.split()))[1:-1]
+
+
+def keywords(values: Mapping[str, object], indent: int = 4) -> str:
+    """Keyword arguments of a Python call, one per line: literals in ASCII, line breaks escaped."""
+    return "".join(f"{' ' * indent}{key}={value!a},\n" for key, value in values.items())

@@ -1,0 +1,55 @@
+"""model_card.md: a section for the README of the model that was trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.config import TrainConfig, Workload
+from autotune.export.carried import one_line, settings
+from autotune.knobs import describe
+from autotune.units import GIB
+
+name = "model-card"
+filename = "model_card.md"
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """Markdown; whatever the model is called, it stays the text of a cell."""
+    evidence = result["evidence"]
+    model = {"base model": workload.model, "task": workload.task}
+    rows = {**model, **_figures(result), **settings(config), **workload.extra}
+    table = "".join(f"| {_cell(key)} | {_cell(value)} |\n" for key, value in rows.items())
+    return f"""## Training configuration
+
+Chosen by autotune as the fastest that fits a memory budget ({_cell(evidence)}):
+{_cell(describe(config))}.
+
+| setting | value |
+|---|---|
+{table}"""
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:  # noqa: ARG001
+    return ()
+
+
+def _figures(result: Mapping[str, Any]) -> dict[str, str]:
+    """Of the answer, with how they are known."""
+    evidence, of = result["evidence"], result.get("best")
+    measured = result.get("measured")
+    if measured is not None:
+        of = measured["confirmation" if measured["confirmed"] else "best"]
+    if of is None:
+        return {}
+    return {
+        "card": str(result.get("gpu")),
+        f"tokens per second, {evidence}": f"{of['tokens_per_second']:,.0f}",
+        f"peak memory, {evidence}": f"{of['peak_device_bytes'] / GIB:.1f} GiB",
+    }
+
+
+def _cell(value: object) -> str:
+    """Text that is neither Markdown nor HTML, on one line."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|<>&~$])", r"\\\1", one_line(str(value)))

@@ -1,0 +1,56 @@
+"""quantization_config.json: keyword arguments of `transformers.BitsAndBytesConfig`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from autotune.config import CLASSIFIER_HEADS, PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.export import installed
+from autotune.export.carried import unsaid
+
+name = "bitsandbytes"
+filename = "quantization_config.json"
+part = "the quantisation"
+
+
+def applies(config: TrainConfig) -> bool:
+    return config.quantization != "none"
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
+    """A JSON object for `BitsAndBytesConfig(**json.load(file))`."""
+    known = _fields()
+    values = quantization_fields(config, workload.task)
+    kept = {key: values[key] for key in values if known is None or key in known}
+    return json.dumps(kept, indent=2) + "\n"
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    """All but the quantisation; of the precision, the dtype of the products is in the file."""
+    return (
+        *unsaid(config, {"quantization"}),
+        *installed.unknown(quantization_fields(config), _fields(), "transformers"),
+    )
+
+
+def quantization_fields(config: TrainConfig, task: str = "causal-lm") -> dict[str, object]:
+    """Keyword arguments of BitsAndBytesConfig, dtypes by name."""
+    # Despite its name for 4-bit quantisation too. PEFT trains a copy of the head.
+    skipped: dict[str, object] = {"llm_int8_skip_modules": list(CLASSIFIER_HEADS)}
+    if task != "sequence-classification":
+        skipped = {}
+    row = QUANTIZATIONS[config.quantization]
+    if not row.codes:
+        return {**skipped, "load_in_8bit": True}
+    return {
+        **skipped,
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": row.codes,
+        "bnb_4bit_use_double_quant": row.double,
+        "bnb_4bit_compute_dtype": PRECISIONS[config.precision].compute_dtype,
+    }
+
+
+def _fields() -> Mapping[str, str] | None:
+    return installed.fields("transformers", "utils/quantization_config.py", "BitsAndBytesConfig")

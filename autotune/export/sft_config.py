@@ -1,0 +1,145 @@
+"""sft_config.yaml: what `trl sft --config sft_config.yaml` takes.
+
+Keys of SFTConfig, and of ModelConfig for the model, its quantisation and its adapter (trl 1.16
+trainer/sft_config.py, trainer/model_config.py, scripts/sft.py, trainer/utils.py
+get_quantization_config and get_peft_config).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+from autotune.adapters import peft_fields
+from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.export import installed
+from autotune.export.carried import comments, heading, unsaid
+from autotune.export.references import model_reference
+from autotune.export.training_args import CARRIED as OF_TRAINING_ARGUMENTS
+from autotune.export.training_args import environment, installed_fields, training_arguments
+
+name = "sft"
+filename = "sft_config.yaml"
+
+NONE: Mapping[str, object] = MappingProxyType({})
+
+CARRIED = (
+    *OF_TRAINING_ARGUMENTS,
+    "method",
+    "sequence_length",
+    "precision",
+    "attention",
+    "batching",
+    "lora_rank",
+    "lora_targets",
+    "lora_variant",
+    "quantization",
+)
+
+
+def applies(config: TrainConfig) -> bool:
+    """All that ModelConfig knows of PEFT is LoRA."""
+    return config.method in ("full", "lora", "qlora")
+
+
+def lacks(workload: Workload) -> str:
+    return "" if workload.task == "causal-lm" else "SFTTrainer trains causal language models only"
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """A YAML document, opened by what is not in it and what is the user's to add."""
+    import yaml
+
+    fields, known = sft_arguments(config, workload.extra), sft_fields()
+    variables = environment(config)
+    content = {
+        **({"env": variables} if variables else {}),
+        "model_name_or_path": model_reference(workload.model),
+        **model_fields(config),
+        **{key: fields[key] for key in fields if known is None or key in known},
+    }
+    head = heading("trl sft --config", config, result["evidence"], cannot_express(config))
+    yours = comments(["Yours to add: dataset_name, learning_rate, num_train_epochs."])
+    return head + yours + yaml.safe_dump(content, sort_keys=False)
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    precision = PRECISIONS[config.precision]
+    of_4_bits = QUANTIZATIONS[config.quantization].codes
+    other_products: tuple[str, ...] = ()
+    if of_4_bits and precision.compute_dtype != precision.parameter_dtype:
+        other_products = (
+            f"precision: products of the 4-bit weights in {precision.compute_dtype} "
+            f"(trl takes {precision.parameter_dtype}, the dtype of the others)",
+        )
+    return (*other_products, *unsaid_by_trl(config))
+
+
+def unsaid_by_trl(config: TrainConfig) -> tuple[str, ...]:
+    """What SFTTrainer cannot be told, in whatever form."""
+    other_trainer: tuple[str, ...] = ()
+    if config.trainer != "trl-sft":
+        other_trainer = (
+            "trainer: Trainer (SFTTrainer makes its loss without logits, which takes less memory)",
+        )
+    return (
+        *other_trainer,
+        *unsaid(config, {*CARRIED, "trainer"}),
+        *installed.unknown(sft_arguments(config), sft_fields(), "trl"),
+    )
+
+
+def sft_arguments(config: TrainConfig, extra: Mapping[str, object] = NONE) -> dict[str, object]:
+    """Keyword arguments of SFTConfig, by the names of the installed Transformers."""
+    return {
+        **training_arguments(config, installed_fields(), extra),
+        "max_length": config.sequence_length,
+        "packing": config.batching == "packed",
+        # One stream, cut into blocks. The others leave gaps, and need FlashAttention.
+        "packing_strategy": "wrapped",
+        "padding_free": config.batching == "padding-free",
+    }
+
+
+def model_fields(config: TrainConfig) -> dict[str, object]:
+    """Keys of ModelConfig."""
+    fields: dict[str, object] = {
+        "dtype": PRECISIONS[config.precision].parameter_dtype,
+        "attn_implementation": config.attention,
+    }
+    row = QUANTIZATIONS[config.quantization]
+    if row.codes:
+        fields |= {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": row.codes,
+            "use_bnb_nested_quant": row.double,
+        }
+    elif row.name != "none":
+        fields["load_in_8bit"] = True
+    if config.method != "full":
+        fields["use_peft"] = True
+        fields |= lora_fields(config)
+    return fields
+
+
+def lora_fields(config: TrainConfig) -> dict[str, object]:
+    adapter = peft_fields(config)
+    targets = adapter["target_modules"]
+    return {
+        "lora_r": adapter["r"],
+        "lora_alpha": adapter["lora_alpha"],
+        "lora_dropout": 0.0,
+        # A list of one is taken for its entry: trl 1.16 ModelConfig.__post_init__.
+        "lora_target_modules": [targets] if isinstance(targets, str) else targets,
+        **{key: value for key, value in adapter.items() if key in ("use_rslora", "use_dora")},
+    }
+
+
+def sft_fields() -> Collection[str] | None:
+    """Field names of the installed SFTConfig; None when TRL or Transformers is not installed."""
+    own = installed.fields("trl", "trainer/sft_config.py", "SFTConfig")
+    shared = installed.fields("trl", "trainer/base_config.py", "_BaseConfig")
+    of_transformers = installed_fields()
+    if own is None or of_transformers is None:
+        return None
+    return {*own, *(shared or ()), *of_transformers}

@@ -1,0 +1,355 @@
+"""torchtune.yaml: for `tune run RECIPE --config torchtune.yaml`.
+
+Keys as in torchtune 0.6.1, recipes/*_single_device.py and *_distributed.py and their configs; builders
+of models and tokenizers in torchtune/models. A model that has none has no such file. Its LoRA is
+counted by projections, so that families whose weights are fused in Transformers (Phi-3) are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.export.carried import comments, heading, one_line, unsaid, words_of
+
+name = "torchtune"
+filename = "torchtune.yaml"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Family:
+    """Models that torchtune builds, by what follows the family's name in its builders."""
+
+    folder: str
+    """Of torchtune.models."""
+    model_type: str
+    """For the checkpointer."""
+    tokenizer: str
+    files: tuple[tuple[str, str], ...]
+    """Argument of the tokenizer -> file in the model's folder."""
+    sizes: Mapping[str, str]
+    """Last part of a Hub id, in small letters -> the builder."""
+
+
+_LLAMA3 = (("path", "original/tokenizer.model"),)
+_SENTENCEPIECE = (("path", "tokenizer.model"),)
+_QWEN = (("path", "vocab.json"), ("merges_file", "merges.txt"))
+
+_FAMILIES = (
+    _Family(
+        folder="llama2",
+        model_type="LLAMA2",
+        tokenizer="llama2.llama2_tokenizer",
+        files=_SENTENCEPIECE,
+        sizes={f"llama-2-{size}-hf": f"llama2_{size}" for size in ("7b", "13b", "70b")}
+        | {f"llama-2-{size}-chat-hf": f"llama2_{size}" for size in ("7b", "13b", "70b")},
+    ),
+    _Family(
+        folder="llama3",
+        model_type="LLAMA3",
+        tokenizer="llama3.llama3_tokenizer",
+        files=_LLAMA3,
+        sizes={
+            f"meta-llama-3-{size}{kind}": f"llama3_{size}"
+            for size in ("8b", "70b")
+            for kind in ("", "-instruct")
+        },
+    ),
+    _Family(
+        folder="llama3_1",
+        model_type="LLAMA3",
+        tokenizer="llama3.llama3_tokenizer",
+        files=_LLAMA3,
+        sizes={
+            f"{prefix}llama-3.1-{size}{kind}": f"llama3_1_{size}"
+            for prefix in ("", "meta-")
+            for size in ("8b", "70b")
+            for kind in ("", "-instruct")
+        },
+    ),
+    _Family(
+        folder="llama3_2",
+        model_type="LLAMA3_2",
+        tokenizer="llama3.llama3_tokenizer",
+        files=_LLAMA3,
+        sizes={
+            f"llama-3.2-{size}{kind}": f"llama3_2_{size}"
+            for size in ("1b", "3b")
+            for kind in ("", "-instruct")
+        },
+    ),
+    _Family(
+        folder="mistral",
+        model_type="MISTRAL",
+        tokenizer="mistral.mistral_tokenizer",
+        files=_SENTENCEPIECE,
+        # Of a vocabulary of 32,000: v0.3 has another.
+        sizes={"mistral-7b-v0.1": "mistral_7b", "mistral-7b-instruct-v0.1": "mistral_7b"},
+    ),
+    _Family(
+        folder="gemma",
+        model_type="GEMMA",
+        tokenizer="gemma.gemma_tokenizer",
+        files=_SENTENCEPIECE,
+        sizes={"gemma-2b": "gemma_2b", "gemma-7b": "gemma_7b"},
+    ),
+    _Family(
+        folder="gemma2",
+        model_type="GEMMA2",
+        tokenizer="gemma.gemma_tokenizer",
+        files=_SENTENCEPIECE,
+        sizes={
+            f"gemma-2-{size}{kind}": f"gemma2_{size}"
+            for size in ("2b", "9b", "27b")
+            for kind in ("", "-it")
+        },
+    ),
+    _Family(
+        folder="qwen2",
+        model_type="QWEN2",
+        tokenizer="qwen2.qwen2_tokenizer",
+        files=_QWEN,
+        sizes={
+            f"qwen2-{size}{kind}": f"qwen2_{size.replace('.', '_')}"
+            for size in ("0.5b", "1.5b", "7b")
+            for kind in ("", "-instruct")
+        },
+    ),
+    _Family(
+        folder="qwen2_5",
+        model_type="QWEN2",
+        tokenizer="qwen2_5.qwen2_5_tokenizer",
+        files=_QWEN,
+        sizes={
+            f"qwen2.5-{size}{kind}": f"qwen2_5_{size.replace('.', '_')}"
+            for size in ("0.5b", "3b")
+            for kind in ("", "-instruct")
+        }
+        | {
+            f"qwen2.5-{size}{kind}": f"qwen2_5_{size.replace('.', '_')}{builder}"
+            for size in ("1.5b", "7b", "14b", "32b", "72b")
+            for kind, builder in (("", "_base"), ("-instruct", "_instruct"))
+        },
+    ),
+)
+
+OPTIMIZERS: dict[str, dict[str, object]] = {
+    "adamw_torch": {"_component_": "torch.optim.AdamW"},
+    "adamw_torch_fused": {"_component_": "torch.optim.AdamW", "fused": True},
+    "adamw_torch_8bit": {"_component_": "torchao.optim.AdamW8bit"},
+    "adamw_torch_4bit": {"_component_": "torchao.optim.AdamW4bit"},
+    "adamw_bnb_8bit": {"_component_": "bitsandbytes.optim.AdamW8bit"},
+    "adamw_8bit": {"_component_": "bitsandbytes.optim.AdamW8bit"},
+    "paged_adamw_8bit": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"},
+    "paged_adamw_32bit": {"_component_": "bitsandbytes.optim.PagedAdamW32bit"},
+    "lion_32bit": {"_component_": "bitsandbytes.optim.Lion32bit"},
+    "lion_8bit": {"_component_": "bitsandbytes.optim.Lion8bit"},
+    "paged_lion_32bit": {"_component_": "bitsandbytes.optim.PagedLion32bit"},
+    "paged_lion_8bit": {"_component_": "bitsandbytes.optim.PagedLion8bit"},
+    "sgd": {"_component_": "torch.optim.SGD"},
+    "adagrad": {"_component_": "torch.optim.Adagrad"},
+}
+"""Ours -> the class that Trainer takes for it too (transformers 5.23 trainer_optimizer.py)."""
+_NEAREST_OPTIMIZER = "adamw_torch_fused"
+
+_ATTENTION = {
+    "q_proj": "q_proj",
+    "k_proj": "k_proj",
+    "v_proj": "v_proj",
+    "o_proj": "output_proj",
+}
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+
+_CARRIED = (
+    "method",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "sequence_length",
+    "activation_offloading",
+    "lora_rank",
+)
+
+
+def applies(config: TrainConfig) -> bool:
+    """Its only quantised base is torchao's NF4."""
+    return config.method in ("full", "lora", "qlora") and config.quantization in (
+        "none",
+        "nf4",
+        "nf4-double",
+    )
+
+
+def lacks(workload: Workload) -> str:
+    if workload.task != "causal-lm":
+        return "torchtune's recipes train causal language models only"
+    return "" if _find(workload) else "torchtune has no builder for this model"
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """A YAML document; its comments name what is not in it, and what is the user's to fill in."""
+    import yaml
+
+    found = _find(workload)
+    assert found is not None  # lacks() says so beforehand
+    content = _content(*found, config)
+    recipe = f"{'full' if config.method == 'full' else 'lora'}_finetune_{_where(config)}"
+    launch = "" if config.num_gpus == 1 else f"--nproc_per_node {config.num_gpus} "
+    what = f"tune run {launch}{recipe} --config"
+    lost = (*cannot_express(config), *has_no_words_for(workload))
+    head = heading(what, config, result["evidence"], lost)
+    yours = comments(
+        [
+            "Yours: the folder of the model and the names of its checkpoint_files, the dataset, "
+            "the learning rate and the number of epochs.",
+            f"The folder is what `tune download {one_line(workload.model)} --output-dir ./model` makes.",
+        ]
+    )
+    return head + yours + yaml.safe_dump(content, sort_keys=False)
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    lines, carried = (
+        ["trainer: torchtune's own loop and loss, not Trainer's"],
+        {*_CARRIED, "trainer"},
+    )
+    simple = {
+        "optimizer": config.optimizer in OPTIMIZERS,
+        "precision": PRECISIONS[config.precision] == PRECISIONS[_nearest_precision(config)],
+        "torch_compile": config.torch_compile in ("none", "default"),
+        "batching": config.batching in ("packed", "padded"),
+        "lora_targets": _split_targets(config) is not None,
+        "lora_variant": config.lora_variant != "rslora",
+        "activation_checkpointing": config.activation_checkpointing < 2 or _has_intervals(config),
+        "parallelism": config.parallelism in ("none", "fsdp2", "fsdp2-offload"),
+        "num_gpus": True,
+    }
+    carried |= {setting for setting, is_said in simple.items() if is_said}
+    if config.quantization == "nf4":
+        lines.append(f"{words_of(config, 'quantization')} (torchao quantises its scales as well)")
+    if config.num_gpus > 1:
+        lines.append(f"{words_of(config, 'num_gpus')} (--nproc_per_node of tune run)")
+    return (*lines, *unsaid(config, {*carried, "quantization"}))
+
+
+def has_no_words_for(workload: Workload) -> tuple[str, ...]:
+    """TrainingArguments that the user set are Trainer's."""
+    return tuple(f"{key}: {value}" for key, value in workload.extra.items())
+
+
+def _content(family: _Family, builder: str, config: TrainConfig) -> dict[str, object]:
+    models = "torchtune.models"
+    model: dict[str, object] = {"_component_": f"{models}.{family.folder}.{builder}"}
+    if config.method != "full":
+        model = _adapter(family, builder, config)
+    content: dict[str, object] = {
+        "output_dir": "./output",
+        "model": model,
+        "tokenizer": {
+            "_component_": f"{models}.{family.tokenizer}",
+            **{argument: f"./model/{file}" for argument, file in family.files},
+            "max_seq_len": config.sequence_length,
+        },
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": "./model",
+            "checkpoint_files": ["model.safetensors"],
+            "recipe_checkpoint": None,
+            "output_dir": "${output_dir}",
+            "model_type": family.model_type,
+        },
+        "resume_from_checkpoint": False,
+        "dataset": {
+            "_component_": "torchtune.datasets.text_completion_dataset",
+            "source": "json",
+            "data_files": "data.jsonl",
+            "column": "text",
+            "packed": config.batching == "packed",
+        },
+        "seed": 42,
+        "shuffle": True,
+        "epochs": 1,
+        "max_steps_per_epoch": None,
+        "batch_size": config.micro_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "optimizer": {
+            **OPTIMIZERS.get(config.optimizer, OPTIMIZERS[_NEAREST_OPTIMIZER]),
+            "lr": 2.0e-5 if config.method == "full" else 2.0e-4,
+        },
+        "lr_scheduler": {
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 0,
+        },
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "clip_grad_norm": 1.0,
+        "compile": config.torch_compile != "none",
+        "device": "cuda",
+        "dtype": "bf16" if _nearest_precision(config) == "bf16-true" else "fp32",
+        "enable_activation_checkpointing": config.activation_checkpointing > 0
+        and not _has_intervals(config),
+        "enable_activation_offloading": config.activation_offloading,
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": "${output_dir}/logs",
+        },
+        "log_every_n_steps": 1,
+        "log_peak_memory_stats": True,
+    }
+    if config.method == "full":
+        content["optimizer_in_bwd"] = False
+    else:
+        content["save_adapter_weights_only"] = True
+    if config.num_gpus > 1:
+        content["fsdp_cpu_offload"] = PARALLELISMS[config.parallelism].offload
+        if _has_intervals(config):
+            content["ac_mode"] = "selective"
+            content["ac_option"] = config.activation_checkpointing
+    return content
+
+
+def _adapter(family: _Family, builder: str, config: TrainConfig) -> dict[str, object]:
+    attention, has_mlp = _split_targets(config) or (list(_ATTENTION.values()), True)
+    assert config.lora_rank is not None
+    return {
+        "_component_": f"torchtune.models.{family.folder}.lora_{builder}",
+        "lora_attn_modules": attention,
+        "apply_lora_to_mlp": has_mlp,
+        "lora_rank": config.lora_rank,
+        "lora_alpha": 2 * config.lora_rank,
+        "lora_dropout": 0.0,
+        "use_dora": config.lora_variant == "dora",
+        "quantize_base": config.quantization != "none",
+    }
+
+
+def _split_targets(config: TrainConfig) -> tuple[list[str], bool] | None:
+    """(attention's projections, whether the MLP has adapters); None for what it cannot be told."""
+    if config.lora_targets in (None, "all-linear"):
+        return list(_ATTENTION.values()), True
+    if config.lora_targets == "attention":
+        return list(_ATTENTION.values()), False
+    names = set(config.lora_targets.split(","))
+    has_mlp = names >= _MLP
+    if (has_mlp and names - _MLP <= set(_ATTENTION)) or names <= set(_ATTENTION):
+        return [theirs for ours, theirs in _ATTENTION.items() if ours in names], has_mlp
+    return None
+
+
+def _nearest_precision(config: TrainConfig) -> str:
+    return "bf16-true" if PRECISIONS[config.precision].compute_dtype != "float32" else "fp32"
+
+
+def _has_intervals(config: TrainConfig) -> bool:
+    """Only full_finetune_distributed.py reads ac_mode, in place of its plain switch."""
+    is_full = config.num_gpus > 1 and config.method == "full"
+    return is_full and config.activation_checkpointing > 1 and not config.activation_offloading
+
+
+def _where(config: TrainConfig) -> str:
+    return "single_device" if config.num_gpus == 1 else "distributed"
+
+
+def _find(workload: Workload) -> tuple[_Family, str] | None:
+    last = workload.model.rpartition("/")[2].casefold()
+    found = ((family, family.sizes[last]) for family in _FAMILIES if last in family.sizes)
+    return next(found, None)

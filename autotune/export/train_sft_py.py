@@ -1,0 +1,94 @@
+"""train_sft.py: TRL's SFTTrainer with the configuration that was chosen, to run or to paste from.
+
+The same as sft_config.yaml, but for the dtype of 4-bit weights' products, which Python can say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autotune.adapters import peft_fields
+from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.export.carried import heading, keywords
+from autotune.export.quantization_config import quantization_fields
+from autotune.export.references import model_reference
+from autotune.export.sft_config import applies, lacks, sft_arguments, sft_fields, unsaid_by_trl
+from autotune.export.training_args import environment
+from autotune.export.training_args_py import set_environment
+
+__all__ = ["applies", "cannot_express", "filename", "lacks", "name", "write"]
+
+name = "sft-python"
+filename = "train_sft.py"
+
+_PROGRAM = """\
+# Run it with a file of JSON objects that have a "text": python train_sft.py FILE.jsonl
+# Yours to add: learning_rate, num_train_epochs.
+{system}import sys
+
+from datasets import load_dataset
+{imports}
+{environment}model = {model}
+arguments = SFTConfig(
+{arguments})
+{adapter}
+{quantization}
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("Name the dataset: python train_sft.py FILE.jsonl")
+    rows = load_dataset("json", data_files=sys.argv[1], split="train")
+    trainer = SFTTrainer(
+        model,
+        args=arguments,
+        train_dataset=rows,
+        peft_config=adapter,
+        quantization_config=quantization,
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """A Python program. Every value in it is an ASCII literal."""
+    arguments, known = sft_arguments(config, workload.extra), sft_fields()
+    values = {key: arguments[key] for key in arguments if known is None or key in known}
+    values["model_init_kwargs"] = {
+        "dtype": PRECISIONS[config.precision].parameter_dtype,
+        "attn_implementation": config.attention,
+    }
+    imports, adapter, quantization = [], "adapter = None", "quantization = None"
+    if config.method != "full":
+        imports.append("from peft import LoraConfig\n")
+        adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config))})"
+    if config.quantization != "none":
+        imports.append("from transformers import BitsAndBytesConfig\n")
+        fields = keywords(quantization_fields(config, workload.task))
+        quantization = f"quantization = BitsAndBytesConfig(\n{fields})"
+    imports.append("from trl import SFTConfig, SFTTrainer\n")
+    head = heading("A run of TRL's SFTTrainer", config, result["evidence"], cannot_express(config))
+    return head + _PROGRAM.format(
+        imports="".join(imports),
+        system="import os\n" if environment(config) else "",
+        environment=set_environment(config),
+        model=ascii(model_reference(workload.model)),
+        arguments=keywords(values),
+        adapter=adapter,
+        quantization=quantization,
+    )
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    return unsaid_by_trl(config)
+
+
+def lora_arguments(config: TrainConfig) -> dict[str, object]:
+    """Keyword arguments of LoraConfig for a causal language model."""
+    fields = {key: value for key, value in peft_fields(config).items() if key != "peft_type"}
+    return {"task_type": "CAUSAL_LM", **fields}

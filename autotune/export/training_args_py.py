@@ -1,0 +1,36 @@
+"""training_args.py: `transformers.TrainingArguments` to import or to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autotune.config import TrainConfig, Workload
+from autotune.export.carried import heading, keywords
+from autotune.export.training_args import cannot_express, environment, known_arguments, part
+
+__all__ = ["cannot_express", "filename", "name", "part", "write"]
+
+name = "training-args-python"
+filename = "training_args.py"
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """A Python module that makes `arguments`. Every value in it is an ASCII literal."""
+    what = "transformers.TrainingArguments"
+    head = heading(what, config, result["evidence"], cannot_express(config))
+    variables = set_environment(config)
+    system = "import os\n\n" if variables else ""
+    return f"""{head}{system}from transformers import TrainingArguments
+
+{variables}arguments = TrainingArguments(
+{keywords(known_arguments(workload, config))})
+"""
+
+
+def set_environment(config: TrainConfig) -> str:
+    """A statement that sets what no argument can; empty where nothing is to be set."""
+    variables = environment(config)
+    if not variables:
+        return ""
+    entries = "".join(f"    {key!a}: {value!a},\n" for key, value in variables.items())
+    return f"# Read when the arguments are made.\nos.environ |= {{\n{entries}}}\n"

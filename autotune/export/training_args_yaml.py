@@ -1,0 +1,26 @@
+"""training_args.yaml: keyword arguments of `transformers.TrainingArguments`.
+
+For `HfArgumentParser(TrainingArguments).parse_yaml_file`; the same values as training_args.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autotune.config import TrainConfig, Workload
+from autotune.export.carried import heading
+from autotune.export.training_args import cannot_express, known_arguments, part
+
+__all__ = ["cannot_express", "filename", "name", "part", "write"]
+
+name = "training-args-yaml"
+filename = "training_args.yaml"
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """A YAML document, opened by what is not in it."""
+    import yaml
+
+    what = "transformers.TrainingArguments"
+    head = heading(what, config, result["evidence"], cannot_express(config))
+    return head + yaml.safe_dump(known_arguments(workload, config), sort_keys=False)

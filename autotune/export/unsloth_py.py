@@ -1,0 +1,160 @@
+"""train_unsloth.py: the configuration in Unsloth's words, to run or to paste from.
+
+Arguments of FastLanguageModel.from_pretrained and get_peft_model as in unsloth 2026.10.9
+(models/loader.py, models/llama.py). It takes TRL up to 1.15 and Transformers up to 5.17, chooses
+attention, kernels and compilation by itself, and checkpoints by its own argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autotune.adapters import peft_fields
+from autotune.config import LOADER_SETTINGS, PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.export.carried import heading, keywords, unsaid, words_of
+from autotune.export.quantization_config import quantization_fields
+from autotune.export.references import model_reference
+from autotune.export.sft_config import lacks
+from autotune.export.training_args import training_arguments
+
+__all__ = ["applies", "cannot_express", "filename", "lacks", "name", "write"]
+
+name = "unsloth"
+filename = "train_unsloth.py"
+
+_NOT_SFT_CONFIGS = (
+    "activation_checkpointing", "activation_checkpointing_kwargs", "tf32", "accelerator_config",
+    "train_sampling_strategy", "use_liger_kernel", "torch_compile", "torch_compile_backend",
+    "torch_compile_mode",
+)  # fmt: skip
+"""Unsloth's own to decide, or called otherwise in the versions it takes."""
+
+_CARRIED = (
+    "method",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "sequence_length",
+    "optimizer",
+    "activation_checkpointing",
+    "activation_offloading",
+    "lora_rank",
+    "lora_targets",
+    "lora_variant",
+    "quantization",
+    "torch_empty_cache_steps",
+    "neftune_noise_alpha",
+    *LOADER_SETTINGS,
+)
+
+_PROGRAM = """\
+# Run it with a file of JSON objects that have a "text": python train_unsloth.py FILE.jsonl
+# Yours to add: learning_rate, num_train_epochs.
+import sys
+
+from unsloth import FastLanguageModel  # before trl, which it patches
+import torch
+from datasets import load_dataset
+{imports}from trl import SFTConfig, SFTTrainer
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("Name the dataset: python train_unsloth.py FILE.jsonl")
+    model, tokenizer = FastLanguageModel.from_pretrained(
+{model}    )
+{adapter}    trainer = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        args=SFTConfig(
+{arguments}        ),
+        train_dataset=load_dataset("json", data_files=sys.argv[1], split="train"),
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()
+"""
+_ADAPTER = """\
+    model = FastLanguageModel.get_peft_model(
+        model,
+{arguments}    )
+"""
+
+
+def applies(config: TrainConfig) -> bool:
+    return config.method in ("full", "lora", "qlora") and config.parallelism in ("none", "ddp")
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """A Python program. Every value in it is an ASCII literal."""
+    adapter = imports = ""
+    model = keywords(_model_arguments(workload, config), indent=8)
+    # It knows float32 by torch's own name only.
+    model += f"        dtype=torch.{PRECISIONS[config.precision].parameter_dtype},\n"
+    if QUANTIZATIONS[config.quantization].codes:
+        imports = "from transformers import BitsAndBytesConfig\n"
+        quantization = keywords(quantization_fields(config), indent=12)
+        model += f"        quantization_config=BitsAndBytesConfig(\n{quantization}        ),\n"
+    if config.method != "full":
+        adapter = _ADAPTER.format(arguments=keywords(_adapter_arguments(config), indent=8))
+    head = heading("A run of Unsloth", config, result["evidence"], cannot_express(config))
+    return head + _PROGRAM.format(
+        imports=imports,
+        model=model,
+        adapter=adapter,
+        arguments=keywords(_sft_arguments(workload, config), indent=12),
+    )
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    carried = {*_CARRIED, "trainer"}
+    lines = [f"{words_of(config, 'trainer')} (Unsloth has a loss and kernels of its own)"]
+    if config.method != "full" and config.precision in ("bf16-autocast", "fp16-autocast"):
+        carried.add("precision")
+    if config.batching != "grouped":
+        carried.add("batching")
+    if config.activation_checkpointing > 1:
+        lines.append(f"{words_of(config, 'activation_checkpointing')} (every layer here)")
+    return (*lines, *unsaid(config, carried))
+
+
+def _model_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]:
+    row = QUANTIZATIONS[config.quantization]
+    return {
+        "model_name": model_reference(workload.model),
+        "max_seq_length": config.sequence_length,
+        "load_in_4bit": bool(row.codes),
+        "load_in_8bit": row.name == "int8",
+        "full_finetuning": config.method == "full",
+        "use_gradient_checkpointing": _checkpointing(config),
+    }
+
+
+def _adapter_arguments(config: TrainConfig) -> dict[str, object]:
+    fields = {key: value for key, value in peft_fields(config).items() if key != "peft_type"}
+    return {
+        **fields,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_gradient_checkpointing": _checkpointing(config),
+    }
+
+
+def _checkpointing(config: TrainConfig) -> bool | str:
+    """`unsloth` checkpoints every layer and parks what is left in host memory."""
+    is_on = config.activation_checkpointing > 0
+    return "unsloth" if is_on and config.activation_offloading else is_on
+
+
+def _sft_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]:
+    arguments = training_arguments(config, extra=workload.extra)
+    kept = {key: value for key, value in arguments.items() if key not in _NOT_SFT_CONFIGS}
+    return {
+        **kept,
+        "max_length": config.sequence_length,
+        "packing": config.batching == "packed",
+        "packing_strategy": "wrapped",
+        "padding_free": config.batching == "padding-free",
+    }

@@ -1,0 +1,425 @@
+"""What every exported file has in common: no setting is dropped in silence, no name becomes code."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import itertools
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune import export
+from autotune.adapters import LORA_VARIANTS, read_peft
+from autotune.config import (
+    ATTENTIONS,
+    COMPILE_BACKENDS,
+    COMPILE_MODES,
+    PARALLELISMS,
+    PRECISIONS,
+    QUANTIZATIONS,
+    TRAINERS,
+    TrainConfig,
+    Workload,
+)
+from autotune.export import (
+    deepspeed_json,
+    installed,
+    model_card,
+    sft_config,
+    train_sft_py,
+    training_args_py,
+    unsloth_py,
+)
+from autotune.export.carried import one_line
+from autotune.knobs import KNOBS
+from autotune.lengths import BATCHINGS
+from autotune.optimizers import OPTIMIZERS
+
+WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=4,
+    gradient_accumulation_steps=8,
+    sequence_length=1024,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+    activation_checkpointing=1,
+)
+LORA = dataclasses.replace(
+    FULL, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
+)
+QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
+PROMPT = dataclasses.replace(
+    LORA, method="prompt_tuning", lora_rank=None, lora_targets=None, num_virtual_tokens=4
+)
+TOKENS = dataclasses.replace(PROMPT, method="trainable_tokens")
+LOHA, LOKR = (read_peft({"peft_type": kind, "target_modules": ["v"]}) for kind in ("LOHA", "LOKR"))
+OTHER = dataclasses.replace(
+    PROMPT, method="peft", num_virtual_tokens=None, peft=LOHA, activation_checkpointing=0
+)
+COMPILED = dataclasses.replace(FULL, torch_compile="default")
+DDP = dataclasses.replace(FULL, parallelism="ddp", num_gpus=2)
+
+VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
+    ("micro_batch_size", FULL, (1, 2, 4)),
+    ("gradient_accumulation_steps", FULL, (1, 2, 8)),
+    ("sequence_length", FULL, (512, 1024)),
+    ("precision", FULL, tuple(PRECISIONS)),
+    ("precision", LORA, tuple(PRECISIONS)),
+    ("precision", QLORA, tuple(PRECISIONS)),
+    ("optimizer", FULL, tuple(OPTIMIZERS)),
+    ("activation_checkpointing", FULL, (0, 1, 2, 3)),
+    ("activation_checkpointing", LORA, (0, 1, 2, 3)),
+    ("activation_offloading", FULL, (False, True)),
+    ("attention", FULL, ATTENTIONS),
+    ("lora_rank", LORA, (8, 16)),
+    ("lora_targets", LORA, ("all-linear", "attention", "q_proj,v_proj", "gate_proj", "wte")),
+    ("lora_variant", LORA, tuple(LORA_VARIANTS)),
+    ("num_virtual_tokens", PROMPT, (4, 8)),
+    ("num_virtual_tokens", TOKENS, (4, 8)),
+    ("quantization", QLORA, tuple(set(QUANTIZATIONS) - {"none"})),
+    ("batching", FULL, BATCHINGS),
+    ("parallelism", DDP, tuple(set(PARALLELISMS) - {"none"})),
+    ("num_gpus", DDP, (2, 4)),
+    ("peft", OTHER, (LOHA, LOKR)),
+    ("liger", FULL, (False, True)),
+    ("trainer", FULL, TRAINERS),
+    ("torch_empty_cache_steps", FULL, (0, 1, 2)),
+    ("neftune_noise_alpha", FULL, (0.0, 5.0, 7.5)),
+    ("torch_compile", FULL, ("none", *COMPILE_MODES)),
+    ("torch_compile_backend", COMPILED, COMPILE_BACKENDS),
+    ("dataloader_num_workers", FULL, (0, 2, 4)),
+    ("dataloader_prefetch_factor", FULL, (None, 2, 4)),
+    ("dataloader_pin_memory", FULL, (None, False, True)),
+    ("method", LORA, ("lora", "vera")),
+]
+SAME = {"adamw_bnb_8bit", "adamw_8bit"}
+"""Two names of one optimizer, which other programs need not know apart."""
+
+
+def text_of(exporter: Any, config: TrainConfig, workload: Workload = WORKLOAD) -> str:
+    best = {"config": config.to_dict(), "tokens_per_second": 2681.4, "peak_device_bytes": 2**33}
+    result = {"evidence": "predicted", "gpu": "NVIDIA RTX 4070", "best": best}
+    text: str = exporter.write(workload=workload, config=config, result=result)
+    return text
+
+
+def loaded(exporter: Any, text: str) -> str:
+    """What a program that reads the file sees of it: nothing of its comments."""
+    if exporter.filename.endswith(".json"):
+        return repr(json.loads(text))
+    if exporter.filename.endswith(".yaml"):
+        return repr(yaml.safe_load(text))
+    return ast.dump(ast.parse(text)) if exporter.filename.endswith(".py") else text
+
+
+def test_every_setting_is_varied() -> None:
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert {name for name, *_ in VALUES} == fields
+    assert set(KNOBS) <= fields
+
+
+@pytest.mark.parametrize("name", export.ALL)
+def test_no_setting_is_dropped_in_silence(name: str) -> None:
+    """Of two values of a setting, the file says which it is, or a line names the setting."""
+    exporter = export.ALL[name]
+    dropped = []
+    for setting, base, values in VALUES:
+        configs = (dataclasses.replace(base, **{setting: value}) for value in values)
+        said = [
+            (
+                getattr(config, setting),
+                loaded(exporter, text_of(exporter, config)),
+                any(
+                    line.startswith(f"{setting}: ")
+                    for line in export.unsaid(exporter, WORKLOAD, config)
+                ),
+            )
+            for config in configs
+            if not export.why_not(exporter, WORKLOAD, config)
+        ]
+        for (one, seen, is_named), (other, seen_of_other, is_other_named) in itertools.combinations(
+            said, 2
+        ):
+            is_in_another_file = setting == "parallelism" and deepspeed_json.filename in seen
+            if seen == seen_of_other and not (
+                is_named or is_other_named or is_in_another_file or {one, other} == SAME
+            ):
+                dropped.append((setting, one, other))
+    assert dropped == []
+
+
+@pytest.mark.parametrize("config", [FULL, LORA, QLORA, DDP], ids=["full", "lora", "qlora", "ddp"])
+@pytest.mark.parametrize("name", [n for n, e in export.ALL.items() if e.filename[-4:] != "json"])
+def test_what_is_not_in_a_file_is_said_at_its_top(name: str, config: TrainConfig) -> None:
+    exporter = export.ALL[name]
+    if export.why_not(exporter, WORKLOAD, config):
+        pytest.skip("no such file")
+    head = list(
+        itertools.takewhile(
+            lambda line: line.startswith("#"), text_of(exporter, config).splitlines()
+        )
+    )
+    for line in export.unsaid(exporter, WORKLOAD, config):
+        assert any(each.endswith(f": {one_line(line)}") for each in head)
+
+
+def test_a_user_is_told_in_few_lines() -> None:
+    exporters = export.exporters_for(QLORA, WORKLOAD)
+    lines = export.unsaid_lines(exporters, WORKLOAD, QLORA)
+    assert lines[0].startswith(
+        "apart: Trainer's arguments in training_args.json, training_args.yaml"
+    )
+    assert any(line.startswith("not in sft_config.yaml, train_sft.py: trainer:") for line in lines)
+    assert len(lines) <= 5
+    (peft,) = export.unsaid_lines([export.ALL["peft"]], WORKLOAD, QLORA, in_full=True)
+    assert peft.startswith("not in adapter_config.json: micro_batch_size: micro-batch 4;")
+
+
+HOSTILE = [
+    '"; import os; os.system("true") #',
+    "it's \"\"\" both '''",
+    "line\nbreak\r\nimport os",
+    "\u2028separator\u2029\x85\x0b\x0c",
+    "<script>alert(1)</script> | `x` [a](javascript:1)",
+    "\\ {braces} %s {0} ${HOME}",
+    "zero\0byte \udcff \u202e",
+    "- a\n# b\n!!python/object/apply:os.system ['true']",
+]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("name", export.ALL)
+def test_a_hostile_name_stays_a_value(name: str, hostile: str) -> None:
+    # torchtune knows a model by what comes last.
+    check_name(export.ALL[name], f"{hostile}/Qwen2.5-1.5B")
+
+
+@settings(max_examples=30)
+@given(model=st.text(min_size=1))
+@pytest.mark.parametrize("name", [n for n, e in export.ALL.items() if e in export.FURTHER])
+def test_any_name_stays_a_value(name: str, model: str) -> None:
+    if name != "torchtune":
+        check_name(export.ALL[name], model)
+
+
+def check_name(exporter: Any, model: str) -> None:
+    workload = dataclasses.replace(WORKLOAD, model=model)
+    text, plain = text_of(exporter, QLORA, workload), text_of(exporter, QLORA)
+    if exporter.filename.endswith(".py"):
+        assert text.isascii()
+        assert blanked(text) == blanked(plain)
+    elif exporter.filename.endswith(".yaml"):
+        assert shape(yaml.safe_load(text)) == shape(yaml.safe_load(plain))
+    elif exporter.filename.endswith(".json"):
+        assert shape(json.loads(text)) == shape(json.loads(plain))
+    else:
+        assert text.isascii()
+        assert re.search(r"(?<!\\)[<`]", text) is None
+        assert [line[:3] for line in text.splitlines()] == [line[:3] for line in plain.splitlines()]
+    assert num_comments(text) == num_comments(plain)
+
+
+def num_comments(text: str) -> int:
+    return sum(line.startswith("#") for line in text.split("\n"))
+
+
+def blanked(program: str) -> str:
+    """Its syntax tree without its texts: equal unless a value became code."""
+    tree = ast.parse(program)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
+    return ast.dump(tree)
+
+
+def shape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: shape(entry) for key, entry in value.items()}
+    return [shape(entry) for entry in value] if isinstance(value, list) else type(value)
+
+
+# Names of installed versions
+
+
+def test_fields_are_read_from_the_source() -> None:
+    source = (
+        '"""doc"""\nclass A:\n    a: int = 1\n    b = 2\n    c: str\nx: int\n'
+        "class B:\n    def __init__(self, d, e=1, *, f: int | None, **more): ...\n"
+    )
+    assert installed.fields_of(source, "A") == {"a": "int", "c": "str"}
+    assert installed.fields_of(source, "B") == {"d": "", "e": "", "f": "int | None"}
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "class_name"),
+    [
+        ("transformers", "training_args.py", "TrainingArguments"),
+        ("transformers", "utils/quantization_config.py", "BitsAndBytesConfig"),
+        ("peft", "tuners/lora/config.py", "LoraConfig"),
+        ("trl", "trainer/sft_config.py", "SFTConfig"),
+        ("trl", "trainer/base_config.py", "_BaseConfig"),
+    ],
+)
+def test_the_sources_are_where_they_are_looked_for(
+    package: str, file: str, class_name: str
+) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    assert installed.fields(package, file, class_name)
+
+
+def test_what_an_older_version_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = installed.fields
+    missing = {"packing_strategy", "use_dora", "bnb_4bit_quant_type", "neftune_noise_alpha"}
+
+    def older(package: str, file: str, class_name: str) -> dict[str, str] | None:
+        names = real(package, file, class_name)
+        return None if names is None else {n: names[n] for n in names if n not in missing}
+
+    monkeypatch.setattr(installed, "fields", older)
+    config = dataclasses.replace(QLORA, lora_variant="dora", neftune_noise_alpha=5.0)
+    for name, field, library in (
+        ("sft", "packing_strategy", "trl"),
+        ("peft", "use_dora", "peft"),
+        ("bitsandbytes", "bnb_4bit_quant_type", "transformers"),
+        ("training-args-python", "neftune_noise_alpha", "transformers"),
+    ):
+        exporter = export.ALL[name]
+        assert f"{field}: unknown to this {library}" in export.unsaid(exporter, WORKLOAD, config)
+        uncommented = re.sub(r"^#.*$", "", text_of(exporter, config), flags=re.MULTILINE)
+        assert field not in uncommented
+
+
+def test_older_transformers_checkpoint_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {"output_dir", "gradient_checkpointing", "gradient_checkpointing_kwargs"}
+    monkeypatch.setattr(installed, "fields", lambda *_: dict.fromkeys(old, ""))
+    text = text_of(training_args_py, FULL)
+    assert "    gradient_checkpointing=True,\n" in text
+    assert "activation_checkpointing=" not in text
+
+
+EXTRA = dataclasses.replace(WORKLOAD, extra_arguments='{"learning_rate": 0.001, "warmup_steps": 7}')
+
+
+@pytest.mark.parametrize("name", export.ALL)
+def test_what_the_user_has_set_beside_it_is_carried_or_named(name: str) -> None:
+    exporter = export.ALL[name]
+    if getattr(exporter, "part", "") not in ("", "Trainer's arguments") or name == "result":
+        pytest.skip("about something else")
+    text = text_of(exporter, LORA, EXTRA)
+    assert "0.001" in text
+    lines = export.unsaid(exporter, EXTRA, LORA)
+    is_seen = loaded(exporter, text) != loaded(exporter, text_of(exporter, LORA))
+    assert is_seen or "learning_rate: 0.001" in lines
+
+
+# One by one
+
+
+def test_the_yaml_of_sft() -> None:
+    config = dataclasses.replace(
+        QLORA, lora_targets="q_proj,v_proj", lora_variant="dora", quantization="fp4-double"
+    )
+    values = yaml.safe_load(text_of(sft_config, config))
+    assert {
+        key: values[key] for key in values if key.startswith(("lora", "use_", "load", "bnb"))
+    } == {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "fp4",
+        "use_bnb_nested_quant": True,
+        "use_peft": True,
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "lora_dropout": 0.0,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "use_dora": True,
+    }
+    assert (values["model_name_or_path"], values["dtype"]) == ("Qwen/Qwen2.5-1.5B", "bfloat16")
+    assert (values["max_length"], values["packing"]) == (1024, True)
+
+
+def test_the_products_of_4_bit_weights() -> None:
+    """trl takes the dtype of the other weights; Python can say another."""
+    config = dataclasses.replace(QLORA, precision="fp16-mixed")
+    (line,) = (line for line in sft_config.cannot_express(config) if line.startswith("precision"))
+    assert "in float16 (trl takes float32" in line
+    assert "bnb_4bit_compute_dtype='float16'" in text_of(train_sft_py, config)
+    assert not any(line.startswith("precision") for line in train_sft_py.cannot_express(config))
+
+
+UNSLOTH = {
+    # unsloth 2026.10.9 models/loader.py, FastLanguageModel.from_pretrained; quantization_config is
+    # one of its **kwargs, and models/llama.py takes it in place of its own.
+    "from_pretrained": {
+        "model_name", "max_seq_length", "dtype", "load_in_4bit", "load_in_8bit", "load_in_16bit",
+        "full_finetuning", "token", "device_map", "rope_scaling", "fix_tokenizer",
+        "trust_remote_code", "use_gradient_checkpointing", "revision", "use_exact_model_name",
+        "random_state", "max_lora_rank", "quantization_config",
+    },
+    # models/llama.py, FastLlamaModel.get_peft_model; use_dora is one of its **kwargs for LoraConfig.
+    "get_peft_model": {
+        "r", "target_modules", "lora_alpha", "lora_dropout", "bias", "layers_to_transform",
+        "layers_pattern", "use_gradient_checkpointing", "random_state", "max_seq_length",
+        "use_rslora", "modules_to_save", "init_lora_weights", "loftq_config", "use_dora",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FULL,
+        dataclasses.replace(LORA, lora_variant="rslora"),
+        dataclasses.replace(QLORA, lora_variant="dora"),
+        dataclasses.replace(QLORA, quantization="int8", activation_offloading=True),
+    ],
+    ids=["full", "lora", "qlora", "int8"],
+)
+def test_unsloth_is_called_by_names_that_it_has(config: TrainConfig) -> None:
+    program = text_of(unsloth_py, config)
+    compile(program, "train_unsloth.py", "exec", dont_inherit=True)
+    seen = {
+        node.func.attr: {keyword.arg for keyword in node.keywords}
+        for node in ast.walk(ast.parse(program))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    for name, known in UNSLOTH.items():
+        assert seen.get(name, set()) <= known
+    assert ("get_peft_model" in seen) == (config.method != "full")
+    offloads = "use_gradient_checkpointing='unsloth'" in program
+    assert offloads == config.activation_offloading
+
+
+def test_a_model_card_has_the_figures_and_how_they_are_known() -> None:
+    text = text_of(model_card, FULL)
+    assert "| tokens per second, predicted | 2,681 |" in text
+    assert "| peak memory, predicted | 8.0 GiB |" in text
+    measured = {
+        "confirmed": False,
+        "best": {"tokens_per_second": 2500.0, "peak_device_bytes": 2**32},
+    }
+    result = {"evidence": "measured", "gpu": "A", "best": {}, "measured": measured}
+    text = model_card.write(workload=WORKLOAD, config=FULL, result=result)
+    assert "| tokens per second, measured | 2,500 |" in text
+    assert "predicted" not in text
+
+
+@pytest.mark.parametrize("name", ["sft", "sft-python", "torchtune", "unsloth"])
+def test_language_models_only(name: str) -> None:
+    workload = dataclasses.replace(WORKLOAD, task="seq2seq-lm")
+    assert "causal" in export.why_not(export.ALL[name], workload, LORA)
+
+
+def test_trl_and_unsloth_have_no_words_for_other_adapters() -> None:
+    names = {exporter.name for exporter in export.exporters_for(PROMPT, WORKLOAD)}
+    assert not names & {"sft", "sft-python", "torchtune", "unsloth"}
+    assert "peft" in names
+    assert "prompt tuning" in export.why_not(sft_config, WORKLOAD, PROMPT)
