@@ -1,6 +1,6 @@
 """The report of 5,000 trials with hostile names, opened in a real Chromium: what it shows and does.
 
-Skipped where there is no Chromium; with CI=true that is a failure (Debian: chromium, chromium-driver).
+Skipped where there is no Chromium (Debian: chromium, chromium-driver); .ci/run installs one and needs them.
 """
 
 from __future__ import annotations
