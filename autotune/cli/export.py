@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune import store
+from autotune.cli import completion
 from autotune.cli.output import say
 from autotune.errors import ConfigError, nearest
 
@@ -21,7 +22,7 @@ STDOUT = "-"
 
 
 @click.command()
-@click.argument("study")
+@click.argument("study", shell_complete=completion.studies)
 @click.option(
     "--format",
     "formats",

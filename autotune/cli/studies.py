@@ -61,7 +61,9 @@ def show(*, study: str, storage: str, as_json: bool) -> None:
     if not as_json:
         place = f"{study} in {store.shown_url(storage)}"
         report = command_on(study, "report", storage)
-        draw_stored(answer, counts, place=place, report=report, file=sys.stdout)
+        export = f"{command_on(study, 'export', storage)} --format all --out FOLDER"
+        commands = {"report": report, "export": export}
+        draw_stored(answer, counts, place=place, commands=commands, file=sys.stdout)
         return
     details: dict[str, Any] = {"study": study, "command": answer.command}
     print_json({**details, "versions": answer.versions, "trials": counts, "result": answer.result})

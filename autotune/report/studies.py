@@ -40,12 +40,12 @@ def draw_stored(
     counts: Mapping[str, Mapping[str, int]],
     *,
     place: str,
-    report: str,
+    commands: Mapping[str, str],
     file: TextIO,
 ) -> None:
     """The answer as `find` drew it, then what made it and what the study holds.
 
-    `place`: its name and database; `report`: the command that draws its report.
+    `place`: its name and database; `commands`: what to type for its report and files, labelled.
     """
     terminal.draw_summary(answer.summary, file)
     versions = ", ".join(f"{name} {version}" for name, version in answer.versions.items())
@@ -55,10 +55,11 @@ def draw_stored(
         ("trials", printable(trials) or "none"),
         ("versions", printable(versions) or "unknown"),
     ]
+    rows += [(name, printable(said).replace(" ", words.GLUE)) for name, said in commands.items()]
     print(file=file)
     terminal.draw_rows(rows, file)
     files = [Path(path) for path in answer.result.get("files", []) if Path(path).exists()]
-    terminal.draw_outcome(files, place, file, report=report)
+    terminal.draw_outcome(files, place, file)
 
 
 def trials_in_words(evidence: str, outcomes: Mapping[str, int]) -> str:
