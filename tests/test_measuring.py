@@ -42,20 +42,34 @@ def test_the_time_left_is_at_most_that_of_the_probes_that_are_allowed() -> None:
     assert tally.most_seconds_left == 40
     clock.seconds = 14.0
     tally.on_probe(1, best, best)
-    # 9 of 10 s, and 50 steps with 10 of warm-up of 2 s each.
-    assert tally.most_seconds_left == 9 * 10 + 60 * 2
+    # 9 of 10 s; 50 steps with 10 of warm-up of 2 s each, and what a probe takes beside.
+    assert tally.most_seconds_left == 9 * 10 + 130
     tally.on_probe(2, best, best)  # known from before: it took no time, and is one less
-    assert tally.most_seconds_left == 8 * 10 + 60 * 2
+    assert tally.most_seconds_left == 8 * 10 + 130
     tally.on_run(answers.CONFIG, PROBE)
     clock.seconds = 17.0
-    assert tally.most_seconds_left == 8 * 10 - 3 + 60 * 2
-    assert tally.left().startswith("at most 8 probes and the confirmation: 3 min 17 s, until ")
+    assert tally.most_seconds_left == 8 * 10 - 3 + 130
+    assert tally.left().startswith("at most 8 probes and the confirmation: 3 min 27 s, until ")
     tally.on_probe(3, best, best)
     tally.on_run(answers.CONFIG, CONFIRMATION)
     clock.seconds = 27.0
-    assert tally.most_seconds_left == 60 * 2 - 10
+    assert tally.most_seconds_left == 130 - 10
     clock.seconds = 1000.0
-    assert tally.most_seconds_left == 0
+    assert tally.most_seconds_left is None
+    assert "longer" in tally.left()
+
+
+def test_a_probe_that_is_slower_than_all_before_pushes_the_end_out() -> None:
+    clock = Clock()
+    tally = Tally(max_probes=10, confirm_steps=0, clock=clock)
+    tally.on_run(answers.CONFIG, PROBE)
+    clock.seconds = 4.0
+    tally.on_probe(1, answers.measurement(), answers.measurement())
+    tally.on_run(answers.CONFIG, PROBE)
+    clock.seconds = 14.0
+    # 8 more of at least 10 s; nothing is said of a confirmation that is not made.
+    assert tally.most_seconds_left == 80
+    assert tally.left().startswith("at most 9 probes: 80 s, until ")
 
 
 def told(*, quiet: bool = False) -> list[str]:

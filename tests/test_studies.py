@@ -127,6 +127,7 @@ def test_a_study_is_shown_as_find_drew_it(url: str, main: Main) -> None:
     shown = " ".join(out.split())
     assert "MEASURED on NVIDIA RTX 4070." in shown
     assert "command autotune find -x" in shown
+    assert f"autotune report two --storage {url}" in shown
     assert "trials 2 measured (1 ok, 1 oom)" in shown
     assert "2 predicted (1 fit, 1 do not fit)" in " ".join(main("show", "one")[1].split())
     answer = json.loads(main("show", "one", "--json")[1])

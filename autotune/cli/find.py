@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import click
 from autotune import store
 from autotune.cli import completion
 from autotune.cli.options import COUNT, KnobType, command_line, is_given, workload_options
-from autotune.cli.output import explain, print_json, say
+from autotune.cli.output import command_on, explain, print_json, say
 from autotune.config import METHODS
 from autotune.knobs import KNOBS
 from autotune.options import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, FindOptions
@@ -137,14 +136,13 @@ def find(
     if as_json:
         print_json({**delivered.result, "files": [str(path) for path in delivered.files]})
     else:
-        # After the @: whatever comes before it may be a password.
         study = delivered.study
-        place = f"{study} in {storage.rpartition('@')[2]}" if study else ""
+        place = f"{study} in {store.shown_url(storage)}" if study else ""
         written, report = delivered.files, ""
         if delivered.report is not None:
             written = [*written, delivered.report]
         elif study:
-            report = f"autotune report {shlex.quote(study)}"
+            report = command_on(study, "report", storage)
         terminal.draw_outcome(written, place, sys.stdout, report=report, unsaid=delivered.unsaid)
     for note in delivered.notes:
         say(f"note: {note}")

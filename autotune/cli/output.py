@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from typing import Any
 
+from autotune import store
 from autotune.errors import AutotuneError
 
 
@@ -29,6 +31,14 @@ def note(text: str) -> None:
 
 def explain(error: AutotuneError) -> None:
     say(f"error: {error}")
+
+
+def command_on(study: str, command: str, storage: str) -> str:
+    """What to type for a command on a study; an address that may hold a password is left to the user."""
+    words = ["autotune", *command.split(), study]
+    if storage != store.DEFAULT_URL:
+        words += ["--storage", "URL" if "@" in storage else storage]
+    return shlex.join(words)
 
 
 def print_json(result: dict[str, Any]) -> None:

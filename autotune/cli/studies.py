@@ -11,7 +11,7 @@ import click
 
 from autotune import store
 from autotune.cli import completion
-from autotune.cli.output import print_json, say
+from autotune.cli.output import command_on, print_json, say
 from autotune.errors import ConfigError
 
 _storage = click.option(
@@ -60,7 +60,8 @@ def show(*, study: str, storage: str, as_json: bool) -> None:
     counts = stored.count_trials(storage, study)
     if not as_json:
         place = f"{study} in {store.shown_url(storage)}"
-        draw_stored(answer, counts, place=place, file=sys.stdout)
+        report = command_on(study, "report", storage)
+        draw_stored(answer, counts, place=place, report=report, file=sys.stdout)
         return
     details: dict[str, Any] = {"study": study, "command": answer.command}
     print_json({**details, "versions": answer.versions, "trials": counts, "result": answer.result})

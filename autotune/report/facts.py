@@ -12,7 +12,7 @@ from autotune.report import words
 from autotune.report.data import ReportData
 from autotune.report.words import printable
 from autotune.summary import Summary
-from autotune.units import GIB, format_bytes, format_count, format_seconds
+from autotune.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,8 @@ class PathRow:
         if self.previous_peak_device_bytes is None:
             return ""
         difference = self.peak_device_bytes - self.previous_peak_device_bytes
-        return f"{difference / GIB:+.2f} GiB"
+        sign = "+" if difference > 0 else ""
+        return f"{sign}{format_bytes(difference)}" if difference else "as much"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

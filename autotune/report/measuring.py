@@ -1,8 +1,8 @@
 """How far the measuring is, on stderr: a screen that goes away on a terminal, lines in a log.
 
-The time left is an upper end: all the probes that are still allowed, each as long as the longest so far,
-and the confirmation at the speed of the best. The search usually stops before, and a slower probe, or a
-winner that fails its confirmation, may push it out.
+The time left is an upper end by what was seen so far: all the probes that are still allowed, each as long
+as the longest, and the confirmation at the speed of the best. The search usually stops before; a slower
+probe, a large checkpoint or a winner that fails its confirmation push it out.
 """
 
 from __future__ import annotations
@@ -83,28 +83,41 @@ class Tally:
 
     @property
     def most_seconds_left(self) -> float | None:
-        """None before anything has run."""
+        """None where that is not known: before anything has run, or when a confirmation takes longer."""
+        longest_seconds, running_seconds = self._longest_seconds, self.running_seconds
+        if longest_seconds is None:
+            return None
         best = self.best
         confirmation_seconds = 0.0
         if self._confirm_steps and best is not None and best.step_seconds is not None:
             num_steps = self._confirm_steps + NUM_CONFIRMATION_WARM_UP_STEPS
-            confirmation_seconds = num_steps * best.step_seconds
-        if self.confirms:
-            return max(confirmation_seconds - self.running_seconds, 0.0)
-        if self._longest_seconds is None:
-            return None
-        probes_seconds = (self.max_probes - self.num_probes) * self._longest_seconds
-        return max(probes_seconds - self.running_seconds, 0.0) + confirmation_seconds
+            # It is built as a probe is; an evaluation and a checkpoint are at its end.
+            confirmation_seconds = num_steps * best.step_seconds + longest_seconds
+        if self.confirms and self.running is not None:
+            left_seconds = confirmation_seconds - running_seconds
+            return left_seconds if left_seconds > 0 else None
+        num_left = self.max_probes - self.num_probes
+        probes_seconds = num_left * max(longest_seconds, running_seconds) - running_seconds
+        return max(probes_seconds, 0.0) + confirmation_seconds
 
     def left(self) -> str:
         """The time left in words."""
         seconds, num_left = self.most_seconds_left, self.max_probes - self.num_probes
+        if self.confirms and seconds is None:
+            return "the confirmation takes longer than its steps were thought to"
         if seconds is None:
             return f"at most {num_left} probes; how long one takes is not known yet"
         until = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
-        what = "" if self.confirms else f"{num_left} probes and " if num_left else ""
-        confirmation = "the confirmation" if self._confirm_steps else "no confirmation"
-        return f"at most {what}{confirmation}: {format_seconds(seconds)}, until {until:%H:%M:%S}"
+        what = [f"{num_left} probes"] if num_left and not self.confirms else []
+        what += ["the confirmation"] if self._confirm_steps else []
+        if not what:
+            return "nothing"
+        return f"at most {' and '.join(what)}: {_rounded(seconds)}, until {until:%H:%M:%S}"
+
+
+def _rounded(seconds: float) -> str:
+    """Whole seconds: the rest is no news."""
+    return format_seconds(seconds) if seconds >= 100 else f"{seconds:.0f} s"
 
 
 @contextlib.contextmanager

@@ -40,9 +40,13 @@ def draw_stored(
     counts: Mapping[str, Mapping[str, int]],
     *,
     place: str,
+    report: str,
     file: TextIO,
 ) -> None:
-    """The answer as `find` drew it, then what made it and what the study holds."""
+    """The answer as `find` drew it, then what made it and what the study holds.
+
+    `place`: its name and database; `report`: the command that draws its report.
+    """
     terminal.draw_summary(answer.summary, file)
     versions = ", ".join(f"{name} {version}" for name, version in answer.versions.items())
     trials = "; ".join(trials_in_words(evidence, of) for evidence, of in counts.items() if of)
@@ -54,7 +58,7 @@ def draw_stored(
     print(file=file)
     terminal.draw_rows(rows, file)
     files = [Path(path) for path in answer.result.get("files", []) if Path(path).exists()]
-    terminal.draw_outcome(files, place, file)
+    terminal.draw_outcome(files, place, file, report=report)
 
 
 def trials_in_words(evidence: str, outcomes: Mapping[str, int]) -> str:
