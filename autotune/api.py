@@ -29,6 +29,7 @@ from autotune import export, finding, inputs, models, studies
 from autotune.adapters import read_peft
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, nearest
+from autotune.export import Exporter
 from autotune.options import FindOptions
 from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
@@ -160,19 +161,21 @@ class Result:
             say=say_on_stderr if say is None else say,
         )
 
-    def export(self, folder: StrPath, formats: Sequence[str] | None = None) -> list[Path]:
+    def export(self, folder: StrPath, formats: str | Sequence[str] | None = None) -> list[Path]:
         """Write the files of these formats into a folder, and return their paths.
 
-        None: those that `autotune find` writes. Raises ConfigError for an unknown format, StorageError.
+        None: those that `autotune find` writes. What a format that was named has no words for is warned
+        of; every file says it at its top. Raises ConfigError for a format that is unknown, or has no file
+        for this answer, and StorageError.
         """
         exporters = export.exporters_for(self.config, self.workload)
         if formats is not None:
-            by_name = {exporter.name: exporter for exporter in exporters}
-            for name in formats:
-                if name not in by_name:
-                    shown = str(name)[:40]
-                    raise ConfigError(f"There is no format {shown!r}", nearest(shown, by_name))
-            exporters = tuple(by_name[name] for name in formats)
+            names = (formats,) if isinstance(formats, str) else tuple(formats)
+            exporters = tuple(map(self._exporter, names))
+            # A file about one part alone has nothing to say of the others.
+            whole = [each for each in exporters if not getattr(each, "part", "")]
+            for line in export.unsaid_lines(whole, self.workload, self.config):
+                warnings.warn(line, stacklevel=2)
         places = export.export_paths(Path(folder), exporters)
         return export.export_files(
             Path(folder),
@@ -181,6 +184,16 @@ class Result:
             result={**self.summary.to_dict(), "files": [str(path) for path in places]},
             exporters=exporters,
         )
+
+    def _exporter(self, name: str) -> Exporter:
+        found = export.ALL.get(name)
+        if found is None:
+            shown = str(name)[:40]
+            raise ConfigError(f"There is no format {shown!r}", nearest(shown, export.ALL))
+        reason = export.why_not(found, self.workload, self.config)
+        if reason:
+            raise ConfigError(f"The answer has no {name} file", why=reason)
+        return found
 
     def report(self, path: StrPath = "report.html", *, format: str = "html") -> Path:  # noqa: A002
         """Write the report of `autotune report` (html, markdown, json or terminal), and return its path.

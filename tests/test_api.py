@@ -231,6 +231,12 @@ def test_the_files_of_some_formats(tmp_path: Path) -> None:
     assert "train.py" in {path.name for path in result.export(str(tmp_path / "all"))}
     with pytest.raises(ConfigError, match=r"no format 'train_config'\. Did you mean"):
         result.export(tmp_path, ["train_config"])
+    # Of several GPUs, and here is one.
+    with pytest.raises(ConfigError, match="The answer has no accelerate file"):
+        result.export(tmp_path, "accelerate")
+    with pytest.warns(UserWarning, match=r"not in .*sft_config\.yaml"):
+        (path,) = result.export(tmp_path, "sft")
+    assert path.is_file()
 
 
 def test_the_report_of_a_kept_and_of_an_unkept_answer(
