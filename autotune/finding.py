@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from autotune import (
@@ -90,8 +91,8 @@ class Delivered:
     """What could not be written; the answer is not lost by it."""
     notes: tuple[str, ...] = ()
     """What was changed in the user's own file, in words."""
-    unsaid: tuple[str, ...] = ()
-    """What files do not carry, in words."""
+    unsaid: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """Settings that some of the files do not carry, and which; each file says at its top what it is."""
 
 
 def find(
@@ -386,7 +387,7 @@ def deliver(
         report=report,
         problems=problems,
         notes=notes,
-        unsaid=tuple(export.unsaid_lines(exporters, summary.workload, config)),
+        unsaid=export.unsaid_names(exporters, summary.workload, config),
     )
 
 

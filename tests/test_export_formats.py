@@ -179,6 +179,9 @@ def test_a_user_is_told_in_few_lines() -> None:
     )
     assert any(line.startswith("not in sft_config.yaml, train_sft.py: trainer:") for line in lines)
     assert len(lines) <= 5
+    named = export.unsaid_names(exporters, WORKLOAD, QLORA)
+    assert all(any(f"{name}: " in line for line in lines) for name in named)
+    assert "adapter_config.json" not in {file for files in named.values() for file in files}
     (peft,) = export.unsaid_lines([export.ALL["peft"]], WORKLOAD, QLORA, in_full=True)
     assert peft.startswith("not in adapter_config.json: micro_batch_size: micro-batch 4;")
 

@@ -202,11 +202,11 @@ def test_a_command_stays_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
 def test_further_files_are_counted_and_what_they_lack_is_said() -> None:
     file = io.StringIO()
     further = [Path("out/exports") / name for name in ("train_sft.py", "torchtune.yaml")]
-    lines = ["not in torchtune.yaml: precision: bf16-\x1bautocast"]
-    terminal.draw_outcome([Path("out/train.py"), *further], "", file, unsaid=lines)
+    lacking = {"precision": ("torchtune.yaml",), "trainer": ("a.yaml", "\x1bb.yaml")}
+    terminal.draw_outcome([Path("out/train.py"), *further], "", file, unsaid=lacking)
     text = one_line(file.getvalue())
     assert "out/ train.py exports/ (2 more)" in text
-    assert "not in torchtune.yaml: precision: bf16-\\x1bautocast" in text
+    assert "unsaid precision in torchtune.yaml; trainer in a.yaml, \\x1bb.yaml: see the top" in text
     assert text.count("--dataset") == 1
 
 

@@ -141,6 +141,19 @@ def unsaid_lines(
     return lines
 
 
+def unsaid_names(
+    exporters: Sequence[Exporter], workload: Workload, config: TrainConfig
+) -> dict[str, tuple[str, ...]]:
+    """Settings that some files do not carry, and which files; those about one part alone are left out."""
+    files: dict[str, list[str]] = {}
+    for exporter in exporters:
+        if not getattr(exporter, "part", ""):
+            settings = {words.partition(":")[0] for words in unsaid(exporter, workload, config)}
+            for setting in sorted(settings):
+                files.setdefault(setting, []).append(exporter.filename)
+    return {setting: tuple(names) for setting, names in files.items()}
+
+
 def export_paths(folder: Path, exporters: Sequence[Exporter] = EXPORTERS) -> list[Path]:
     """Where `export_files` will write, in its order: known beforehand, for the result's `files`."""
     further = folder / FURTHER_FOLDER

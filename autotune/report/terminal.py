@@ -10,8 +10,9 @@ import os
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
 from autotune import needs
@@ -115,17 +116,20 @@ def draw_outcome(
     file: TextIO,
     *,
     report: str = "",
-    unsaid: Sequence[str] = (),
+    unsaid: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
     """What was written where, what to do next, and what a prediction leaves out.
 
     No files, or an empty study: they could not be written. `report`: the command that draws one.
-    `unsaid`: what files do not carry.
+    `unsaid`: settings that some files
+    do not carry, and which.
     """
     rows: list[Row] = []
     if files:
         rows.append(("written", _places(files)))
-        rows += [("unsaid", printable(line), "dim") for line in unsaid]
+        if unsaid:
+            said = (f"{name} in {', '.join(names)}" for name, names in unsaid.items())
+            rows.append(("unsaid", printable(f"{'; '.join(said)}: see the top of each"), "dim"))
     if study:
         rows.append(("study", printable(study)))
     if report:
