@@ -41,6 +41,7 @@ _CARRIED = (
     "lora_targets",
     "lora_variant",
     "quantization",
+    "quantization_storage",
     "torch_empty_cache_steps",
     "neftune_noise_alpha",
     *LOADER_SETTINGS,
