@@ -135,6 +135,13 @@ def _strength(value: object) -> float:
     return number
 
 
+def _share(value: object) -> float:
+    number = _strength(value)
+    if number >= 1:
+        raise ValueError("must be a number from 0 to below 1")
+    return number
+
+
 def _compile_arguments(mode: str) -> dict[str, object]:
     if mode == "none":
         return {}
@@ -298,6 +305,32 @@ KNOBS: dict[str, Knob] = {
             words=lambda name: {"plain": "plain LoRA", "rslora": "rsLoRA", "dora": "DoRA"}[name],
             flag="--lora-variant",
             summary="[default: plain]",
+        ),
+        Knob(
+            name="lora_alpha",
+            tradeoff="recipe",
+            read=_from_zero,
+            default=0,
+            smallest=0,
+            usual_largest=2048,
+            methods=_LORA,
+            words=lambda alpha: f"alpha {alpha}" if alpha else "alpha twice the rank",
+            flag="--lora-alpha",
+            metavar="N",
+            summary="LoRA's output is multiplied by N / rank [default: twice the rank].",
+        ),
+        Knob(
+            name="lora_dropout",
+            tradeoff="recipe",
+            read=_share,
+            default=0.0,
+            choices=(0.0, 0.05, 0.1),
+            is_open=True,
+            methods=_LORA,
+            words=lambda share: f"LoRA dropout {share:g}" if share else "no LoRA dropout",
+            flag="--lora-dropout",
+            metavar="SHARE",
+            summary="Of a LoRA layer's input, below 1 [default: none].",
         ),
         Knob(
             name="num_virtual_tokens",
