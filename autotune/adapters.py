@@ -160,8 +160,6 @@ class Choice(Protocol):
     @property
     def lora_variant(self) -> str: ...
     @property
-    def lora_alpha(self) -> int: ...
-    @property
     def lora_dropout(self) -> float: ...
     @property
     def num_virtual_tokens(self) -> int | None: ...
@@ -185,7 +183,7 @@ def peft_fields(choice: Choice, *, lora_rank: int | None = None) -> dict[str, An
         is_rank = row.size == "lora_rank" and lora_rank is not None
         fields[row.size_field] = lora_rank if is_rank else getattr(choice, row.size)
     if row.peft_type == "LORA":
-        fields["lora_alpha"] = alpha_of(choice.lora_alpha, fields["r"])
+        fields["lora_alpha"] = 2 * fields["r"]
         if choice.lora_dropout:
             fields["lora_dropout"] = choice.lora_dropout
         fields |= LORA_VARIANTS[choice.lora_variant]
@@ -194,11 +192,6 @@ def peft_fields(choice: Choice, *, lora_rank: int | None = None) -> dict[str, An
     if row.takes_targets:
         fields["target_modules"] = _target_modules(choice.lora_targets or "all-linear")
     return fields
-
-
-def alpha_of(lora_alpha: int, lora_rank: int) -> int:
-    """What PEFT is told for a value of the setting."""
-    return lora_alpha or 2 * lora_rank
 
 
 def _target_modules(targets: str) -> str | list[str]:

@@ -376,8 +376,6 @@ class TrainConfig:
     """`all-linear`, `attention`, or module names joined by commas; None for methods without."""
     lora_variant: str = "plain"
     """A key of autotune.adapters.LORA_VARIANTS."""
-    lora_alpha: int = 0
-    """LoRA's output is multiplied by alpha / rank. 0: twice the rank."""
     lora_dropout: float = 0.0
     """Share of a LoRA layer's input that is dropped."""
     num_virtual_tokens: int | None = None

@@ -76,11 +76,6 @@ class TraceSpec:
             shared["batching"] = "packed"
         return cls(**shared, single=config.micro_batch_size == 1)
 
-    @property
-    def lora_alpha(self) -> int:
-        """It multiplies, whatever its value: one trace stands for all."""
-        return 0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Breakdown:

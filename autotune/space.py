@@ -189,7 +189,7 @@ _OF_ADAPTERS = ("lora_rank", "lora_targets", "num_virtual_tokens", "peft")
 
 def _has_settings_of_others(config: TrainConfig) -> bool:
     if config.method not in KNOBS["lora_variant"].methods and (
-        config.lora_variant != "plain" or config.lora_alpha or config.lora_dropout
+        config.lora_variant != "plain" or config.lora_dropout
     ):
         return True
     return any(

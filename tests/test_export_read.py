@@ -198,7 +198,12 @@ def test_axolotl_with_another_adapter_keeps_alphas_ratio() -> None:
 
 def test_axolotl_without_an_adapter_has_none_of_its_keys() -> None:
     changed = diff(
-        "axolotl.yaml", method="full", quantization="none", lora_rank=None, lora_targets=None
+        "axolotl.yaml",
+        method="full",
+        quantization="none",
+        lora_rank=None,
+        lora_targets=None,
+        lora_dropout=0.0,
     )
     assert changed == [
         "- load_in_4bit: true",
@@ -382,16 +387,10 @@ def test_dropout_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     assert "lora_dropout must be a number from 0 to below 1" in words
 
 
-def test_dropout_and_alpha_are_written_into_the_users_file() -> None:
-    assert diff("axolotl.yaml", lora_alpha=64, lora_dropout=0.0) == [
-        "- lora_alpha: 16",
-        "- lora_dropout: 0.05",
-        "+ lora_alpha: 64",
-    ]
+def test_dropout_is_written_into_the_users_file() -> None:
+    assert diff("axolotl.yaml", lora_dropout=0.0) == ["- lora_dropout: 0.05"]
     assert "+ lora_dropout: 0.0" in diff("sft.yaml", lora_dropout=0.0)
     assert "+ lora_dropout: 0.1" in diff("sft.yaml", lora_dropout=0.1)
-    assert "+ lora_alpha: 24" in diff("sft.yaml", lora_rank=64, lora_alpha=24)
-    assert "+ lora_alpha: 128" in diff("sft.yaml", lora_rank=64)
 
 
 def test_another_plugin_than_ligers_is_noted(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.adapters import alpha_of
 from autotune.config import (
     COMPILE_BACKENDS,
     COMPILE_MODES,
@@ -29,7 +28,6 @@ from autotune.export.mapping import (
     module_names,
     of_key,
     of_values,
-    said_if_on,
     said_only,
     says_method,
     targets_of,
@@ -122,8 +120,6 @@ TARGET = Target(
             Choice(ours=("dora",), theirs={"peft_use_dora": True, "peft_use_rslora": False}),
             methods=_LORA,
         ),
-        # A file's own alpha keeps its ratio to the rank.
-        said_if_on("lora_alpha", methods=_LORA),
         of_key("lora_dropout", methods=_LORA),
         of_key("sequence_length", "sequence_len"),
         of_key("micro_batch_size"),
@@ -358,5 +354,5 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """A YAML file for `axolotl train`; the data and the learning rate in it are to be filled in."""
     keys = {"base_model": workload.model, **keys_of(TARGET, config)}
     if config.lora_rank is not None:
-        keys["lora_alpha"] = alpha_of(config.lora_alpha, config.lora_rank)
+        keys |= {"lora_alpha": 2 * config.lora_rank}
     return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

@@ -18,7 +18,6 @@ from autotune.export.mapping import (
     module_names,
     of_key,
     of_values,
-    said_if_on,
     said_only,
     targets_of,
 )
@@ -137,7 +136,6 @@ TRAINING_ARGUMENTS = Target(
         "lora_rank",
         "lora_targets",
         "lora_variant",
-        "lora_alpha",
         "lora_dropout",
     ),
     renamed=_RENAMED,
@@ -205,8 +203,6 @@ SFT = Target(
             Choice(ours=("dora",), theirs={"use_dora": True, "use_rslora": False}),
             methods=_LORA,
         ),
-        # A file's own alpha keeps its ratio to the rank.
-        said_if_on("lora_alpha", methods=_LORA),
         of_key("lora_dropout", off=0.0, methods=_LORA),
         of_key("sequence_length", "max_length"),
         # bf16 is on where fp16 is off; weights are float32 unless dtype says otherwise.

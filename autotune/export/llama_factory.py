@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.adapters import alpha_of
 from autotune.config import (
     COMPILE_BACKENDS,
     COMPILE_MODES,
@@ -30,7 +29,6 @@ from autotune.export.mapping import (
     module_names,
     of_key,
     of_values,
-    said_if_on,
     said_only,
     says_method,
     targets_of,
@@ -108,8 +106,6 @@ TARGET = Target(
             Choice(ours=("dora",), theirs={"use_dora": True, "use_rslora": False}),
             methods=_LORA,
         ),
-        # A file's own alpha keeps its ratio to the rank.
-        said_if_on("lora_alpha", methods=_LORA),
         of_key("lora_dropout", methods=_LORA),
         of_key("sequence_length", "cutoff_len"),
         of_key("micro_batch_size", "per_device_train_batch_size"),
@@ -310,5 +306,5 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """A YAML file for `llamafactory-cli train`; the data and the learning rate are to be filled in."""
     keys = {"model_name_or_path": workload.model, **keys_of(TARGET, config)}
     if config.lora_rank is not None:
-        keys["lora_alpha"] = alpha_of(config.lora_alpha, config.lora_rank)
+        keys |= {"lora_alpha": 2 * config.lora_rank}
     return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

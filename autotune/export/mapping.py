@@ -127,11 +127,6 @@ def said_only(*names: str) -> tuple[Row, ...]:
     )
 
 
-def said_if_on(name: str, **more: Any) -> Row:
-    """The setting by the same name; a file keeps its own where it is off."""
-    return Row(ours=(name,), keys=(name,), say=lambda value: {name: value} if value else {}, **more)
-
-
 def _by_its_name(name: str, value: Any) -> dict[str, Any]:
     return {name: value}
 

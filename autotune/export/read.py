@@ -279,15 +279,13 @@ def _in_its_words(target: Target, change: Change, content: Mapping[str, Any]) ->
 def _of_adapter(
     target: Target, base: TrainConfig, answer: TrainConfig, current: Mapping[str, Any]
 ) -> list[Change]:
-    """A file's own alpha keeps its ratio to the rank; without an adapter its keys go."""
+    """Alpha keeps its ratio to the rank; without an adapter its keys go."""
     if not target.of_adapters:
         return []
     if answer.lora_rank is None:
         if base.lora_rank is None:
             return []
         return [Change(key=key, value=None) for key in target.of_adapters if key in current]
-    if answer.lora_alpha:  # a row says it
-        return []
     if base.lora_rank is None:
         return [Change(key="lora_alpha", value=2 * answer.lora_rank, after=target.of_adapters)]
     alpha = current.get("lora_alpha")

@@ -33,7 +33,6 @@ CARRIED = (
     "lora_rank",
     "lora_targets",
     "lora_variant",
-    "lora_alpha",
     "lora_dropout",
     "quantization",
 )

@@ -40,7 +40,6 @@ _CARRIED = (
     "lora_rank",
     "lora_targets",
     "lora_variant",
-    "lora_alpha",
     "lora_dropout",
     "quantization",
     "torch_empty_cache_steps",
