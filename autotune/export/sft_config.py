@@ -33,6 +33,7 @@ CARRIED = (
     "lora_rank",
     "lora_targets",
     "lora_variant",
+    "lora_dropout",
     "quantization",
 )
 
@@ -128,7 +129,8 @@ def lora_fields(config: TrainConfig) -> dict[str, object]:
     return {
         "lora_r": adapter["r"],
         "lora_alpha": adapter["lora_alpha"],
-        "lora_dropout": 0.0,
+        # TRL's own default is another.
+        "lora_dropout": config.lora_dropout,
         # A list of one is taken for its entry: trl 1.16 ModelConfig.__post_init__.
         "lora_target_modules": [targets] if isinstance(targets, str) else targets,
         **{key: value for key, value in adapter.items() if key in ("use_rslora", "use_dora")},

@@ -40,6 +40,7 @@ _CARRIED = (
     "lora_rank",
     "lora_targets",
     "lora_variant",
+    "lora_dropout",
     "quantization",
     "torch_empty_cache_steps",
     "neftune_noise_alpha",
@@ -135,8 +136,8 @@ def _model_arguments(workload: Workload, config: TrainConfig) -> dict[str, objec
 def _adapter_arguments(config: TrainConfig) -> dict[str, object]:
     fields = {key: value for key, value in peft_fields(config).items() if key != "peft_type"}
     return {
-        **fields,
         "lora_dropout": 0.0,
+        **fields,
         "bias": "none",
         "use_gradient_checkpointing": _checkpointing(config),
     }
