@@ -14,7 +14,7 @@ demo: setup  ## Find the fastest configuration of a 1.5B model for 12 GB; needs 
 	$(BIN)/autotune find --model Qwen/Qwen2.5-1.5B --gpu-mem 12GB
 
 test: lint types  ## Lint, check types, run every test that needs no GPU
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 gpu-check: setup  ## Measure this machine's CUDA card against predictions: six pieces of 9 minutes; again goes on
 	$(BIN)/python benchmarks/gpu_check.py predict techniques sweep find processes speedups

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from autotune import (
@@ -91,7 +90,7 @@ class Delivered:
     """What could not be written; the answer is not lost by it."""
     notes: tuple[str, ...] = ()
     """What was changed in the user's own file, in words."""
-    unsaid: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    unsaid: Mapping[str, tuple[str, ...]]
     """Settings that some of the files do not carry, and which; each file says at its top what it is."""
 
 

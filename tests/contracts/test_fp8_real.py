@@ -130,7 +130,9 @@ def test_a_launch_with_the_exported_configuration_sets_the_same(
 ) -> None:
     path = tmp_path / "accelerate_config.yaml"
     workload = Workload(model="m", memory_budget_bytes=1)
-    path.write_text(accelerate_config.write(workload=workload, config=CONFIG, result={}))
+    path.write_text(
+        accelerate_config.write(workload=workload, config=CONFIG, result={"evidence": "predicted"})
+    )
     arguments = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
     arguments, *_ = _validate_launch_command(arguments)
     _, launched = prepare_simple_launcher_cmd_env(arguments)
