@@ -189,6 +189,10 @@ QUANTIZATIONS: dict[str, Quantization] = {
 }
 """Matrix products run in the precision's compute dtype (`bnb_4bit_compute_dtype`); int8 is LLM.int8."""
 
+QUANTIZATION_STORAGES = ("uint8", "bfloat16", "float16", "float32")
+"""dtypes that hold the packed codes of 4-bit weights (`bnb_4bit_quant_storage`): the same bytes in each.
+Only those of a floating dtype can be shared out (accelerate 1.15 utils/fsdp_utils.py)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
@@ -384,6 +388,8 @@ class TrainConfig:
     """Fields of a PeftConfig, as autotune.adapters.read_peft gives them; None but for method peft."""
     quantization: str = "none"
     """A key of QUANTIZATIONS."""
+    quantization_storage: str = "uint8"
+    """One of QUANTIZATION_STORAGES."""
     batching: str = "packed"
     """One of lengths.BATCHINGS."""
     parallelism: str = "none"

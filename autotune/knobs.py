@@ -21,6 +21,7 @@ from autotune.config import (
     METHODS,
     PARALLELISMS,
     PRECISIONS,
+    QUANTIZATION_STORAGES,
     QUANTIZATIONS,
     TRAINERS,
     TrainConfig,
@@ -344,6 +345,18 @@ KNOBS: dict[str, Knob] = {
             words=lambda name: "no quantisation" if name == "none" else name,
             flag="--quantization",
             summary="Storage of the frozen weights [default: nf4 for qlora].",
+        ),
+        Knob(
+            # The codes are the same, and so is what they stand for.
+            name="quantization_storage",
+            tradeoff="exact",
+            read=_one_of(QUANTIZATION_STORAGES, "dtype"),
+            default="uint8",
+            choices=QUANTIZATION_STORAGES,
+            methods=_QUANTIZABLE,
+            words=lambda name: f"packed in {name}",
+            flag="--quant-storage",
+            summary="dtype that holds the packed 4-bit weights [default: uint8].",
         ),
         Knob(
             name="batching",

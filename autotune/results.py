@@ -46,6 +46,7 @@ class TraceSpec:
     """1 for any noise."""
     batching: str = "packed"
     """padded: some places hold no token, and the mask says so; padding-free; packed: neither."""
+    quantization_storage: str = "uint8"
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:

@@ -120,6 +120,8 @@ class Shares:
         self.groups = sorted({p.group for p in parameters if p.trainable})
         self.is_torch = self.row.library == "torch"
         self._precision = PRECISIONS[spec.precision]
+        # accelerate 1.15 utils/fsdp_utils.py: what trains beside 4-bit weights stays as it is.
+        self._upcasts = self._precision.autocast and spec.quantization == "none"
         self._bucket_elements = hidden_size**2
         self._persistent_elements = _PERSISTENT_ROWS * hidden_size
         # transformers 5.23 Trainer._build_accelerator_args: find_unused_parameters is off then.
@@ -279,8 +281,8 @@ class Shares:
         return self.compute_bytes if is_cast and is_float else DTYPE_BYTES[weight.dtype]
 
     def _shard_dtype(self, dtype: str) -> str:
-        """Of a trainable FSDP2 shard: accelerate makes it float32 under autocast."""
-        return "float32" if self._precision.autocast else dtype
+        """Of a trainable FSDP2 shard: accelerate makes it float32 under autocast, mostly."""
+        return "float32" if self._upcasts else dtype
 
     def _shard_elements(self, weight: Weight) -> int:
         if self.is_torch:

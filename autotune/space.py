@@ -20,6 +20,7 @@ from autotune.config import (
     PACKABLE_TASKS,
     PARALLELISMS,
     PRECISIONS,
+    QUANTIZATIONS,
     TRADEOFF_CLASSES,
     TrainConfig,
     Workload,
@@ -199,6 +200,18 @@ def _has_settings_of_others(config: TrainConfig) -> bool:
     )
 
 
+def _shards_its_codes(config: TrainConfig) -> bool:
+    """FSDP2 gathers every float weight in the dtype that is computed with: codes must be in it.
+
+    Source: accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; torch 2.13 MixedPrecisionPolicy.
+    """
+    return (
+        PARALLELISMS[config.parallelism].name == "fsdp2"
+        and bool(QUANTIZATIONS[config.quantization].codes)
+        and config.quantization_storage == PRECISIONS[config.precision].compute_dtype
+    )
+
+
 def _lacks_ampere(context: Context) -> bool:
     capability = context.compute_capability
     return capability is not None and capability < AMPERE
@@ -237,6 +250,13 @@ RULES: tuple[Rule, ...] = (
         reason="quantised weights cannot be trained: they need an adapter, which is method qlora",
         breaks=lambda c, _: (
             c.quantization != "none" and c.method not in KNOBS["quantization"].methods
+        ),
+    ),
+    Rule(
+        name="storage-needs-4-bits",
+        reason="only 4-bit weights are packed into another dtype (bnb_4bit_quant_storage)",
+        breaks=lambda c, _: (
+            c.quantization_storage != "uint8" and not QUANTIZATIONS[c.quantization].codes
         ),
     ),
     Rule(
@@ -472,8 +492,23 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="sharding-needs-float-weights",
-        reason="4-bit weights stored as bytes are not shared out: every GPU would keep all of them",
-        breaks=lambda c, _: c.quantization != "none" and PARALLELISMS[c.parallelism].stage == 3,
+        reason="quantised weights are shared out by fsdp2 alone, of 4 bits and packed in the dtype "
+        "that is computed with (quantization_storage): else every GPU would keep all of them",
+        breaks=lambda c, _: (
+            c.quantization != "none"
+            and PARALLELISMS[c.parallelism].stage == 3
+            and not _shards_its_codes(c)
+        ),
+    ),
+    Rule(
+        # deepspeed 0.19.8 runtime/engine.py _cast_module_mixed_precision: codes, cast as numbers.
+        name="zero-keeps-only-its-dtype",
+        reason="DeepSpeed casts every float weight, and so would spoil 4-bit weights packed in "
+        "another dtype than that: take uint8, or the dtype that is computed with",
+        breaks=lambda c, _: (
+            PARALLELISMS[c.parallelism].library == "deepspeed"
+            and c.quantization_storage not in ("uint8", PRECISIONS[c.precision].compute_dtype)
+        ),
     ),
     Rule(
         name="sharding-needs-its-optimizers",

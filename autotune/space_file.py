@@ -23,6 +23,7 @@ and what the method's row of adapters.ADAPTERS has:
         lora_dropout: [0, 0.05]                         lora, qlora; default [0]
         num_virtual_tokens: [20]                        prompts and trainable tokens; default [20]
         quantization: [nf4, nf4-double, int8]           default [nf4] for qlora, [none] for others
+        quantization_storage: [uint8, bfloat16]         where that is nf4 or fp4; default [uint8]
         peft: [{peft_type: LOHA, r: 8}]                 peft, required; fields of a PeftConfig
 """
 

@@ -37,6 +37,9 @@ LORA = dataclasses.replace(FULL, method="lora", lora_rank=16, lora_targets="all-
 QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
 WHOLE_BATCH = dataclasses.replace(FULL, micro_batch_size=32, gradient_accumulation_steps=1)
 ON_TWO = dataclasses.replace(FULL, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4)
+ON_TWO_QLORA = dataclasses.replace(
+    QLORA, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4
+)
 ADA = Context(effective_batch_size=32, num_layers=16, compute_capability=(8, 9))
 TURING = Context(effective_batch_size=32, num_layers=16, compute_capability=(7, 5))
 UNKNOWN = Context(effective_batch_size=32)
@@ -77,11 +80,40 @@ def test_a_sound_configuration_breaks_no_rule(config: TrainConfig, context: Cont
     assert broken_rules(config, context) == []
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "storage", "is_shared"),
+    [
+        ("fsdp2", "uint8", False),
+        ("fsdp2", "bfloat16", True),
+        ("fsdp2", "float16", False),
+        ("fsdp2", "float32", False),
+        ("fsdp2-offload", "bfloat16", False),
+        ("zero3", "bfloat16", False),
+        ("zero2", "uint8", True),
+        ("zero2", "bfloat16", True),
+        ("zero2", "float16", False),
+        ("ddp", "float16", True),
+    ],
+)
+def test_gpus_share_4_bit_weights_that_no_cast_spoils(
+    parallelism: str, storage: str, is_shared: bool
+) -> None:
+    """bfloat16 is computed with."""
+    config = dataclasses.replace(
+        ON_TWO_QLORA,
+        parallelism=parallelism,
+        precision="bf16-autocast",
+        quantization_storage=storage,
+    )
+    assert (broken_rules(config, ADA) == []) == is_shared
+
+
 BREAKERS = {
     "micro-batch-divides": (dataclasses.replace(FULL, micro_batch_size=5), ADA),
     "adapter-needs-rank": (dataclasses.replace(LORA, lora_rank=None), ADA),
     "full-has-no-adapter": (dataclasses.replace(FULL, lora_rank=8), ADA),
     "quantization-needs-qlora": (dataclasses.replace(LORA, quantization="nf4"), ADA),
+    "storage-needs-4-bits": (dataclasses.replace(LORA, quantization_storage="bfloat16"), ADA),
     "qlora-needs-quantization": (dataclasses.replace(QLORA, quantization="none"), ADA),
     "adapter-has-no-such-setting": (dataclasses.replace(LORA, num_virtual_tokens=8), ADA),
     "prefix-without-checkpointing": (
@@ -185,7 +217,16 @@ BREAKERS = {
     "gpus-need-parallelism": (dataclasses.replace(ON_TWO, parallelism="none"), ADA),
     "parallelism-needs-gpus": (dataclasses.replace(FULL, parallelism="zero2"), ADA),
     "sharding-needs-float-weights": (
-        dataclasses.replace(QLORA, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4),
+        ON_TWO_QLORA,
+        ADA,
+    ),
+    "zero-keeps-only-its-dtype": (
+        dataclasses.replace(
+            ON_TWO_QLORA,
+            parallelism="zero2",
+            precision="bf16-mixed",
+            quantization_storage="float32",
+        ),
         ADA,
     ),
     "sharding-needs-its-optimizers": (

@@ -143,6 +143,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "lora_variant": ("plain",),
         "lora_dropout": (0.0,),
         "quantization": ("nf4",),
+        "quantization_storage": ("uint8",),
     }
     assert qlora.domains == {**full.domains, **of_adapters}
 
@@ -264,13 +265,14 @@ def test_the_defaults_of_other_methods(write: Callable[..., Path]) -> None:
         {key: value for key, value in row.domains.items() if key not in space.methods[0].domains}
         for row in sorted(space.methods[1:], key=lambda row: names.index(row.method))
     )
+    plain = {"quantization": ("none",), "quantization_storage": ("uint8",)}
     assert vera == {
         "lora_rank": (256,),
         "lora_targets": ("all-linear",),
-        "quantization": ("none",),
+        **plain,
     }
-    assert prompt == {"num_virtual_tokens": (20,), "quantization": ("none",)}
-    assert ia3 == {"quantization": ("none",)}
+    assert prompt == {"num_virtual_tokens": (20,), **plain}
+    assert ia3 == plain
 
 
 def test_peft_configs_of_a_space(write: Callable[..., Path]) -> None:

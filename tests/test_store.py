@@ -110,6 +110,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "lora_variant": "plain",
         "lora_dropout": 0.0,
         "quantization": "none",
+        "quantization_storage": "uint8",
         "batching": "packed",
         "parallelism": "none",
         "liger": False,
@@ -153,8 +154,10 @@ def test_a_sampler_of_optuna_can_go_on(url: str) -> None:
     fill(url, [estimate(config, tokens_per_second=9.0 + i) for i, config in enumerate(others)])
     sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=1)
     study = optuna.load_study(study_name="s", storage=url, sampler=sampler)
-    trial = study.ask(study.trials[0].distributions)
-    assert trial.params["method"] in ("full", "lora", "qlora")
+    distributions = study.trials[0].distributions
+    asked = [study.ask(distributions).params["method"] for _ in range(20)]
+    # All that is stored is lora; now and then a sampler tries something else.
+    assert max(asked, key=asked.count) == "lora"
 
 
 def test_the_run_that_makes_a_study_is_remembered(url: str) -> None:

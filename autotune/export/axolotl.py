@@ -14,6 +14,7 @@ from autotune.config import (
     COMPILE_BACKENDS,
     COMPILE_MODES,
     LOADER_SETTINGS,
+    QUANTIZATION_STORAGES,
     QUANTIZATIONS,
     TrainConfig,
     Workload,
@@ -42,6 +43,7 @@ filename = "axolotl.yaml"
 _LORA = ("lora", "qlora")
 _DOUBLE = "bnb_config_kwargs.bnb_4bit_use_double_quant"
 _CODES = "bnb_config_kwargs.bnb_4bit_quant_type"
+_STORAGE = "bnb_config_kwargs.bnb_4bit_quant_storage"
 _LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 _LIGER = (
     "liger_fused_linear_cross_entropy",
@@ -92,17 +94,24 @@ TARGET = Target(
     auto_bf16="bf16",
     rows=(
         choices(
-            ("method", "quantization"),
-            Choice(ours=("full", "none"), theirs=_base(None)),
-            Choice(ours=("lora", "none"), theirs=_base("lora")),
-            Choice(ours=("qlora", "int8"), theirs=_base("lora", 8)),
+            ("method", "quantization", "quantization_storage"),
+            Choice(ours=("full", "none", "uint8"), theirs=_base(None)),
+            Choice(ours=("lora", "none", "uint8"), theirs=_base("lora")),
+            Choice(ours=("qlora", "int8", "uint8"), theirs=_base("lora", 8)),
+            # Where none is named axolotl takes bfloat16, float32 for some models: the bytes of uint8.
             *(
                 Choice(
-                    ours=("qlora", row.name),
-                    theirs={**_base("qlora", 4), _DOUBLE: row.double, _CODES: row.codes},
+                    ours=("qlora", row.name, storage or "uint8"),
+                    theirs={
+                        **_base("qlora", 4),
+                        _DOUBLE: row.double,
+                        _CODES: row.codes,
+                        _STORAGE: storage,
+                    },
                 )
                 for row in QUANTIZATIONS.values()
                 if row.codes
+                for storage in (None, *QUANTIZATION_STORAGES)
             ),
         ),
         of_key("lora_rank", "lora_r", methods=_LORA),

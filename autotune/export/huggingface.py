@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import COMPILE_BACKENDS, COMPILE_MODES, LOADER_SETTINGS, QUANTIZATIONS
+from autotune.config import (
+    COMPILE_BACKENDS,
+    COMPILE_MODES,
+    LOADER_SETTINGS,
+    QUANTIZATION_STORAGES,
+    QUANTIZATIONS,
+)
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -133,6 +139,7 @@ TRAINING_ARGUMENTS = Target(
     elsewhere=(
         "method",
         "quantization",
+        "quantization_storage",
         "lora_rank",
         "lora_targets",
         "lora_variant",
@@ -173,19 +180,24 @@ SFT = Target(
     model_key="model_name_or_path",
     rows=(
         choices(
-            ("method", "quantization"),
-            Choice(ours=("full", "none"), theirs=_bits(False, None)),
-            Choice(ours=("lora", "none"), theirs=_bits(True, None)),
-            Choice(ours=("qlora", "int8"), theirs=_bits(True, 8)),
+            ("method", "quantization", "quantization_storage"),
+            Choice(ours=("full", "none", "uint8"), theirs=_bits(False, None)),
+            Choice(ours=("lora", "none", "uint8"), theirs=_bits(True, None)),
+            Choice(ours=("qlora", "int8", "uint8"), theirs=_bits(True, 8)),
             *(
                 Choice(
-                    ours=("qlora", row.name),
+                    ours=("qlora", row.name, storage or "uint8"),
                     theirs=_bits(
-                        True, 4, bnb_4bit_quant_type=row.codes, use_bnb_nested_quant=row.double
+                        True,
+                        4,
+                        bnb_4bit_quant_type=row.codes,
+                        use_bnb_nested_quant=row.double,
+                        bnb_4bit_quant_storage=storage,
                     ),
                 )
                 for row in QUANTIZATIONS.values()
                 if row.codes
+                for storage in (None, *QUANTIZATION_STORAGES)
             ),
         ),
         of_key("lora_rank", "lora_r", methods=_LORA),

@@ -29,7 +29,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
 def cannot_express(config: TrainConfig) -> tuple[str, ...]:
     """All but the quantisation; of the precision, the dtype of the products is in the file."""
     return (
-        *unsaid(config, {"quantization"}),
+        *unsaid(config, {"quantization", "quantization_storage"}),
         *installed.unknown(quantization_fields(config), _fields(), "transformers"),
     )
 
@@ -43,12 +43,14 @@ def quantization_fields(config: TrainConfig, task: str = "causal-lm") -> dict[st
     row = QUANTIZATIONS[config.quantization]
     if not row.codes:
         return {**skipped, "load_in_8bit": True}
+    storage: dict[str, object] = {"bnb_4bit_quant_storage": config.quantization_storage}
     return {
         **skipped,
         "load_in_4bit": True,
         "bnb_4bit_quant_type": row.codes,
         "bnb_4bit_use_double_quant": row.double,
         "bnb_4bit_compute_dtype": PRECISIONS[config.precision].compute_dtype,
+        **(storage if config.quantization_storage != "uint8" else {}),
     }
 
 

@@ -42,6 +42,7 @@ CARRIED = (
     "lora_variant",
     "lora_dropout",
     "quantization",
+    "quantization_storage",
 )
 
 
@@ -138,6 +139,8 @@ def model_fields(config: TrainConfig) -> dict[str, object]:
             "bnb_4bit_quant_type": row.codes,
             "use_bnb_nested_quant": row.double,
         }
+        if config.quantization_storage != "uint8":
+            fields["bnb_4bit_quant_storage"] = config.quantization_storage
     elif row.name != "none":
         fields["load_in_8bit"] = True
     if config.method != "full":

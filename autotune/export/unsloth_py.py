@@ -42,6 +42,7 @@ _CARRIED = (
     "lora_variant",
     "lora_dropout",
     "quantization",
+    "quantization_storage",
     "torch_empty_cache_steps",
     "neftune_noise_alpha",
     *LOADER_SETTINGS,

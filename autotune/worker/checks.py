@@ -66,9 +66,7 @@ def check_model(model: Any, config: TrainConfig) -> list[str]:
         return ["no parameter of the model is trainable"]
     base_dtype = PRECISIONS[config.precision].parameter_dtype
     is_full = config.method == "full"
-    # Beside a quantised base no adapter has the base's dtype.
-    casts = not is_full and (ADAPTERS[config.method].is_float32 or config.quantization != "none")
-    wanted = "float32" if casts else base_dtype
+    wanted = base_dtype if is_full else _adapter_dtype(config)
     what = "trained weights are" if is_full else "the adapter is"
     complaints = [] if is_full else _check_adapter(model, config)
     # Norms may be kept in float32 (_keep_in_fp32_modules): the bulk decides. Of what a file asks for,
@@ -86,6 +84,15 @@ def check_model(model: Any, config: TrainConfig) -> list[str]:
         found = ", ".join(sorted(found_attentions)) or "none"
         complaints.append(f"attention is {found}, not {config.attention}")
     return complaints
+
+
+def _adapter_dtype(config: TrainConfig) -> str:
+    """float32 where PEFT casts it; else that of the weights beside it, where they are of a float one."""
+    if ADAPTERS[config.method].is_float32:
+        return "float32"
+    if config.quantization == "none":
+        return PRECISIONS[config.precision].parameter_dtype
+    return "float32" if config.quantization_storage == "uint8" else config.quantization_storage
 
 
 def _check_adapter(model: Any, config: TrainConfig) -> list[str]:
@@ -117,16 +124,17 @@ def _check_base(model: nn.Module, config: TrainConfig, base_dtype: str) -> list[
         return [f"no layer is quantised to {config.quantization}"]
     row = QUANTIZATIONS[config.quantization]
     compute_dtype = getattr(torch, PRECISIONS[config.precision].compute_dtype)
-    wanted = (row.codes, row.double, compute_dtype) if row.codes else (torch.int8,)
+    storage = getattr(torch, config.quantization_storage)
+    wanted = (row.codes, row.double, compute_dtype, storage) if row.codes else (torch.int8,)
     found = {_quantization_of(module) for module in packed}
     return [] if found == {wanted} else [f"quantisation is {found}, not {wanted}"]
 
 
 def _quantization_of(module: Any) -> tuple[object, ...] | None:
-    """(codes, double, compute dtype) of 4 bits, (dtype,) of 8, None of a weight that is not quantised."""
+    """(codes, double, compute dtype, dtype) of 4 bits, (dtype,) of 8, None of what is not quantised."""
     state = getattr(module.weight, "quant_state", None)
     if state is not None:
-        return (state.quant_type, state.nested, module.compute_dtype)
+        return (state.quant_type, state.nested, module.compute_dtype, module.weight.dtype)
     return (module.weight.dtype,) if module.weight.dtype == torch.int8 else None
 
 

@@ -34,6 +34,7 @@ def quantize(model: Any, task: str, spec: TraceSpec) -> None:
             "bnb_4bit_quant_type": row.codes,
             "bnb_4bit_use_double_quant": row.double,
             "bnb_4bit_compute_dtype": compute,
+            "bnb_4bit_quant_storage": getattr(torch, spec.quantization_storage),
         }
     replace_with_bnb_linear(
         model,

@@ -3,7 +3,7 @@
     python parallel_child.py CASES.json REPORT.json
 
 CASES maps names to {"num_gpus", "config", "dtype", "mixed_precision", "lora", "optimizer",
-"parallelism"} (see run_case) or to {"shapes", "find_unused"} (see run_buckets).
+"parallelism", "quantization"} (see run_case) or to {"shapes", "find_unused"} (see run_buckets).
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def build(case: dict[str, Any]) -> Any:
     config.use_cache = False
     # As from_pretrained(dtype=...) loads it: the buffers stay in float32.
     model: Any = LlamaForCausalLM._from_config(config, dtype=getattr(torch, case["dtype"]))
+    if case["quantization"]:
+        quantize(model, case["quantization"])
     if case["lora"]:
         from peft import LoraConfig, get_peft_model
 
@@ -50,6 +52,29 @@ def build(case: dict[str, Any]) -> Any:
         )
         model = get_peft_model(model, lora)
     return model
+
+
+def quantize(model: Any, choices: dict[str, Any]) -> None:
+    """What from_pretrained makes of it, on the CPU."""
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    weights = dict(model.named_parameters())
+    config = BitsAndBytesConfig(**choices)
+    replace_with_bnb_linear(model, ["lm_head"], quantization_config=config)
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Linear4bit":
+            data = weights[f"{name}.weight"].data
+            module.weight = type(module.weight)(
+                data,
+                requires_grad=False,
+                compress_statistics=config.bnb_4bit_use_double_quant,
+                quant_type=config.bnb_4bit_quant_type,
+                quant_storage=config.bnb_4bit_quant_storage,
+                module=module,
+            ).to("cpu")
+    model.is_loaded_in_4bit = True
+    model.requires_grad_(False)
 
 
 def share(model: Any, case: dict[str, Any]) -> Any:
@@ -112,7 +137,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     state = [value for value in values if isinstance(value, torch.Tensor)]
     if case["optimizer"] == "adamw_torch":
         state = [value for value in state if value.dim()]  # its step counts are never on a GPU
-    report["parameters"] = storages(model.parameters()) + buffers
+    scales = (m.quant_state for m in model.modules() if hasattr(m, "quant_state"))
+    held = [tensor for state in scales for tensor in (state.absmax, state.code)]
+    report["parameters"] = storages(model.parameters()) + buffers + storages(held)
     report["optimizer_state"] = storages(state)
     report["loss"] = loss.item()
     return report

@@ -19,6 +19,7 @@ import pytest
 
 from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig
 from autotune.estimate import Estimator
+from autotune.export.quantization_config import quantization_fields
 from autotune.gpus import find_gpu
 from autotune.models import ModelSource
 from autotune.results import TraceSpec
@@ -66,6 +67,12 @@ CONFIGS = {
         FSDP2, method="lora", precision="bf16-autocast", lora_rank=3, lora_targets="all-linear"
     ),
 }
+CONFIGS["fsdp2-qlora"] = dataclasses.replace(
+    CONFIGS["fsdp2-lora"],
+    method="qlora",
+    quantization="nf4",
+    quantization_storage="bfloat16",
+)
 SHAPES = [
     ((1000, 100), "float32"),
     ((3000, 1000), "float32"),
@@ -87,6 +94,7 @@ def case(config: TrainConfig) -> dict[str, Any]:
         "lora": config.lora_rank or 0,
         "optimizer": config.optimizer,
         "parallelism": config.parallelism,
+        "quantization": quantization_fields(config) if config.quantization != "none" else {},
     }
 
 

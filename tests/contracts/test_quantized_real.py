@@ -57,6 +57,12 @@ CASES = {
     "nf4-double, checkpointed": case("nf4-double", checkpointing=1),
     "fp4": case("fp4"),
     "fp4-double": case("fp4-double"),
+    "nf4, packed in bfloat16": case(
+        "nf4", settings={**TARGETS, "quantization_storage": "bfloat16"}
+    ),
+    "fp4-double, packed in float32": case(
+        "fp4-double", settings={**TARGETS, "quantization_storage": "float32"}
+    ),
     "int8": case("int8", accumulation=2),
     "int8, checkpointed": case("int8", checkpointing=1),
     "int8, biases": case("int8", architecture="gpt_neox", precision="bf16-mixed"),
@@ -70,12 +76,16 @@ CASES = {
     ),
     "nf4, oft": case("nf4", "oft", peft.OFTConfig(target_modules="all-linear", **CAUSAL)),
     "int8, ia3": case("int8", "ia3", peft.IA3Config(**CAUSAL), settings={}),
-    "nf4, prompt": case(
-        "nf4",
-        "adaption_prompt",
-        peft.AdaptionPromptConfig(adapter_len=6, adapter_layers=4, **CAUSAL),
-        settings={"num_virtual_tokens": 6},
-    ),
+    # Its prompts are of the dtype of the weights that they stand beside, where that is a float.
+    **{
+        f"nf4 in {storage}, prompt": case(
+            "nf4",
+            "adaption_prompt",
+            peft.AdaptionPromptConfig(adapter_len=6, adapter_layers=4, **CAUSAL),
+            settings={"num_virtual_tokens": 6, "quantization_storage": storage},
+        )
+        for storage in ("uint8", "bfloat16")
+    },
 }
 
 
