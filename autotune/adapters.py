@@ -160,6 +160,8 @@ class Choice(Protocol):
     @property
     def lora_variant(self) -> str: ...
     @property
+    def lora_dropout(self) -> float: ...
+    @property
     def num_virtual_tokens(self) -> int | None: ...
     @property
     def peft(self) -> str | None: ...
@@ -182,6 +184,8 @@ def peft_fields(choice: Choice, *, lora_rank: int | None = None) -> dict[str, An
         fields[row.size_field] = lora_rank if is_rank else getattr(choice, row.size)
     if row.peft_type == "LORA":
         fields["lora_alpha"] = 2 * fields["r"]
+        if choice.lora_dropout:
+            fields["lora_dropout"] = choice.lora_dropout
         fields |= LORA_VARIANTS[choice.lora_variant]
     if row.peft_type == "ADAPTION_PROMPT":
         fields["adapter_layers"] = "all"

@@ -380,6 +380,8 @@ class TrainConfig:
     """`all-linear`, `attention`, or module names joined by commas; None for methods without."""
     lora_variant: str = "plain"
     """A key of autotune.adapters.LORA_VARIANTS."""
+    lora_dropout: float = 0.0
+    """Share of a LoRA layer's input that is dropped."""
     num_virtual_tokens: int | None = None
     """Of a prompt, or tokens that train; None for methods without."""
     peft: str | None = None

@@ -136,6 +136,13 @@ def _strength(value: object) -> float:
     return number
 
 
+def _share(value: object) -> float:
+    number = _strength(value)
+    if number >= 1:
+        raise ValueError("must be a number from 0 to below 1")
+    return number
+
+
 def _compile_arguments(mode: str) -> dict[str, object]:
     if mode == "none":
         return {}
@@ -299,6 +306,19 @@ KNOBS: dict[str, Knob] = {
             words=lambda name: {"plain": "plain LoRA", "rslora": "rsLoRA", "dora": "DoRA"}[name],
             flag="--lora-variant",
             summary="[default: plain]",
+        ),
+        Knob(
+            name="lora_dropout",
+            tradeoff="recipe",
+            read=_share,
+            default=0.0,
+            choices=(0.0, 0.05, 0.1),
+            is_open=True,
+            methods=_LORA,
+            words=lambda share: f"LoRA dropout {share:g}" if share else "no LoRA dropout",
+            flag="--lora-dropout",
+            metavar="SHARE",
+            summary="Of a LoRA layer's input, below 1 [default: none].",
         ),
         Knob(
             name="num_virtual_tokens",

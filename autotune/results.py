@@ -36,6 +36,8 @@ class TraceSpec:
     lora_rank: int | None = None
     """None where one trace stands for every rank, or there is none."""
     lora_variant: str = "plain"
+    lora_dropout: float = 0.0
+    """One half for any dropout: a share of 1 has kernels of its own."""
     num_virtual_tokens: int | None = None
     peft: str | None = None
     liger: bool = False
@@ -66,6 +68,7 @@ class TraceSpec:
         # rsLoRA multiplies by another number.
         if config.lora_variant == "rslora":
             shared["lora_variant"] = "plain"
+        shared["lora_dropout"] = 0.5 if config.lora_dropout else 0.0
         shared["neftune_noise_alpha"] = float(config.neftune_noise_alpha > 0)
         if config.batching == "grouped":
             shared["batching"] = "padded"

@@ -189,7 +189,9 @@ _OF_ADAPTERS = ("lora_rank", "lora_targets", "num_virtual_tokens", "peft")
 
 
 def _has_settings_of_others(config: TrainConfig) -> bool:
-    if config.lora_variant != "plain" and config.method not in KNOBS["lora_variant"].methods:
+    if config.method not in KNOBS["lora_variant"].methods and (
+        config.lora_variant != "plain" or config.lora_dropout
+    ):
         return True
     return any(
         getattr(config, name) is not None

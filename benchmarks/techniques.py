@@ -31,6 +31,7 @@ EFFECTIVE_BATCH = 16
 SAMPLES = {
     "activation_checkpointing": (1, 2),
     "neftune_noise_alpha": (5.0,),
+    "lora_dropout": (0.05,),
     "torch_empty_cache_steps": (1,),
     "lora_rank": (8, 64),
     "micro_batch_size": (1, 8),

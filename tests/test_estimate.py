@@ -162,6 +162,13 @@ def test_the_state_is_what_a_textbook_says(roomy: Estimator) -> None:
     assert double.state.parameters_bytes < qlora.state.parameters_bytes
 
 
+def test_dropout_is_another_step_whatever_its_share() -> None:
+    none, little, more = (
+        TraceSpec.of(dataclasses.replace(LORA, lora_dropout=share)) for share in (0.0, 0.05, 0.1)
+    )
+    assert none != little == more
+
+
 def test_a_replay_sees_what_the_estimate_says(
     roomy: Estimator, traces: Mapping[TraceSpec, Trace]
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autotune import export
@@ -159,6 +159,7 @@ def test_a_hostile_model_name_stays_a_value(tmp_path: Path, model: str) -> None:
     assert train_config.from_yaml(content).config == FULL
 
 
+@settings(deadline=None)
 @given(model=st.text(), targets=st.text(min_size=1))
 def test_any_text_stays_a_value(model: str, targets: str) -> None:
     config = dataclasses.replace(QLORA, lora_targets=targets)

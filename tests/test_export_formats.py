@@ -83,6 +83,7 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("lora_rank", LORA, (8, 16)),
     ("lora_targets", LORA, ("all-linear", "attention", "q_proj,v_proj", "gate_proj", "wte")),
     ("lora_variant", LORA, tuple(LORA_VARIANTS)),
+    ("lora_dropout", LORA, (0.0, 0.05, 0.1)),
     ("num_virtual_tokens", PROMPT, (4, 8)),
     ("num_virtual_tokens", TOKENS, (4, 8)),
     ("quantization", QLORA, tuple(set(QUANTIZATIONS) - {"none"})),

@@ -32,6 +32,7 @@ AXOLOTL = TrainConfig(
     precision="bf16-autocast",
     activation_checkpointing=1,
     attention="flash_attention_2",
+    lora_dropout=0.05,
 )
 LLAMA_FACTORY = TrainConfig(
     method="lora",
@@ -65,6 +66,7 @@ SFT = TrainConfig(
     precision="bf16-autocast",
     activation_checkpointing=1,
     trainer="trl-sft",
+    lora_dropout=0.05,  # trl 1.16 ModelConfig
 )
 FILES = {
     "axolotl.yaml": (AXOLOTL, axolotl.TARGET),
@@ -196,7 +198,12 @@ def test_axolotl_with_another_adapter_keeps_alphas_ratio() -> None:
 
 def test_axolotl_without_an_adapter_has_none_of_its_keys() -> None:
     changed = diff(
-        "axolotl.yaml", method="full", quantization="none", lora_rank=None, lora_targets=None
+        "axolotl.yaml",
+        method="full",
+        quantization="none",
+        lora_rank=None,
+        lora_targets=None,
+        lora_dropout=0.0,
     )
     assert changed == [
         "- load_in_4bit: true",
@@ -342,10 +349,48 @@ def test_a_degree_of_one_is_no_parallelism(tmp_path: Path) -> None:
     assert "tensor_parallel_size" in refusal(tmp_path, "base_model: x\ntensor_parallel_size: 2\n")
 
 
-def test_what_no_prediction_has_is_noted() -> None:
-    notes = read_base(BASES / "axolotl.yaml").notes
-    assert any(note.startswith("lora_dropout: 0.05 keeps a mask") for note in notes)
+def test_what_no_prediction_has_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = (BASES / "axolotl.yaml").read_text(encoding="utf-8")
+    path.write_text(f"{text}lora_modules_to_save: [lm_head]\n", encoding="utf-8")
+    notes = read_base(path).notes
+    assert any("lora_modules_to_save" in note and "trains further" in note for note in notes)
     assert not any(note.startswith("plugins") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "share"),
+    [
+        ("axolotl.yaml", "", 0.05),
+        ("axolotl.yaml", "lora_dropout: 0.1", 0.1),
+        ("llama_factory.yaml", "", 0.0),
+        ("llama_factory.yaml", "lora_dropout: 0.1", 0.1),
+        ("sft.yaml", "", 0.05),  # trl 1.16 ModelConfig
+        ("sft.yaml", "lora_dropout: 0.0", 0.0),
+    ],
+)
+def test_dropout_is_read_and_priced(tmp_path: Path, name: str, line: str, share: float) -> None:
+    path = tmp_path / name
+    text = (BASES / name).read_text(encoding="utf-8")
+    if line:
+        text = text.replace("lora_dropout: 0.05\n", "")
+    path.write_text(f"{text}{line}\n", encoding="utf-8")
+    run = read_base(path)
+    assert run.config.lora_dropout == share
+    assert not any("dropout" in note for note in run.notes)
+
+
+@pytest.mark.parametrize("name", ["axolotl.yaml", "llama_factory.yaml", "sft.yaml"])
+def test_dropout_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+    text = (BASES / name).read_text(encoding="utf-8").replace("lora_dropout: 0.05\n", "")
+    words = refusal(tmp_path, f"{text}lora_dropout: 1.5\n")
+    assert "lora_dropout must be a number from 0 to below 1" in words
+
+
+def test_dropout_is_written_into_the_users_file() -> None:
+    assert diff("axolotl.yaml", lora_dropout=0.0) == ["- lora_dropout: 0.05"]
+    assert "+ lora_dropout: 0.0" in diff("sft.yaml", lora_dropout=0.0)
+    assert "+ lora_dropout: 0.1" in diff("sft.yaml", lora_dropout=0.1)
 
 
 def test_another_plugin_than_ligers_is_noted(tmp_path: Path) -> None:

@@ -39,21 +39,42 @@ STDOUT = "-"
     help="A file for one format, a folder for several, - for stdout. What is there stays, but with "
     "--force.",
 )
+@click.option(
+    "--target",
+    "versions",
+    multiple=True,
+    metavar="LIBRARY==VERSION",
+    help="Field names of that version of transformers or trl instead of the installed one's; for "
+    "training-args (yaml, python) and sft.",
+)
 @click.option("--force", is_flag=True, help="Replace files that are there and say something else.")
 @click.option(
     "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
 )
-def export(*, study: str, formats: tuple[str, ...], out: str, force: bool, storage: str) -> None:
+def export(
+    *,
+    study: str,
+    formats: tuple[str, ...],
+    out: str,
+    versions: tuple[str, ...],
+    force: bool,
+    storage: str,
+) -> None:
     """Write the answer of a study as files that other programs load.
 
     Example: autotune export qwen2.5-1.5b-12gb --format sft --out sft_config.yaml
     """
     from autotune import studies
-    from autotune.export import unsaid_lines, write_texts
+    from autotune.export import check_targets, targets, unsaid_lines, write_texts
 
+    named = targets.read(versions)
     answer = studies.load(storage, study)
     exporters = _chosen(formats, answer)
-    texts = {exporter: _text(exporter, answer) for exporter in exporters}
+    check_targets(exporters, named)
+    workload, config = answer.summary.workload, answer.summary.exported
+    with targets.named(named):
+        texts = {exporter: _text(exporter, answer) for exporter in exporters}
+        lines = unsaid_lines(exporters, workload, config, in_full=EVERY not in formats)
     if out == STDOUT:
         if len(exporters) > 1:
             raise ConfigError(
@@ -68,8 +89,7 @@ def export(*, study: str, formats: tuple[str, ...], out: str, force: bool, stora
         write_texts(files)
         for path in files:
             print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(path)))
-    workload, config = answer.summary.workload, answer.summary.exported
-    for line in unsaid_lines(exporters, workload, config, in_full=EVERY not in formats):
+    for line in (*(target.note for target in named if target.note), *lines):
         say(f"note: {line}")
 
 

@@ -9,6 +9,7 @@ so that a model's name cannot become code.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from autotune.config import TrainConfig, Workload
-from autotune.errors import StorageError
+from autotune.errors import ConfigError, StorageError
 from autotune.export import (
     accelerate_config,
     adapter_config,
@@ -27,6 +28,7 @@ from autotune.export import (
     quantization_config,
     result_json,
     sft_config,
+    targets,
     torchtune,
     train_config,
     train_py,
@@ -46,7 +48,8 @@ class Exporter(Protocol):
     `lacks(workload)`: why there is none for that model or task, empty where there is.
     `cannot_express(config)`: words for each setting that the file does not carry, and
     `has_no_words_for(workload)` for the user's extra arguments; they are comments at its top, where it
-    can have some. A file about one `part` alone says which.
+    can have some. A file about one `part` alone says which, and one that can have the names of a named
+    version (targets) of which `libraries`.
     """
 
     @property
@@ -102,6 +105,36 @@ def why_not(exporter: Exporter, workload: Workload, config: TrainConfig) -> str:
     if applies is not None and not applies(config):
         return f"It has no words for this configuration: {describe(config)}"
     return ""
+
+
+def check_targets(exporters: Sequence[Exporter], chosen: Sequence[targets.Target]) -> None:
+    """Whether these versions can be named for these files. Raises ConfigError."""
+    if not chosen:
+        return
+    can = ", ".join(each.name for each in ALL.values() if _libraries(each))
+    for exporter in exporters:
+        if not _libraries(exporter):
+            raise ConfigError(
+                f"The format {exporter.name} cannot have names of another version",
+                remedy=f"Leave --target out, or name formats of these: {can}",
+            )
+        for library in set(_libraries(exporter)) - {target.library for target in chosen}:
+            if importlib.util.find_spec(library) is None:
+                raise ConfigError(
+                    f"The format {exporter.name} has names of {library} too, which is not installed",
+                    remedy=f"Name its version too: --target {library}=={targets.newest(library)}",
+                )
+    for target in chosen:
+        if not any(target.library in _libraries(exporter) for exporter in exporters):
+            names = ", ".join(exporter.name for exporter in exporters)
+            raise ConfigError(
+                f"--target {target.library}=={target.version} names nothing in {names}",
+                why=f"There are no names of {target.library} in it",
+            )
+
+
+def _libraries(exporter: Exporter) -> tuple[str, ...]:
+    return tuple(getattr(exporter, "libraries", ()))
 
 
 def unsaid(exporter: Exporter, workload: Workload, config: TrainConfig) -> tuple[str, ...]:

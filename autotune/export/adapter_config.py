@@ -19,7 +19,7 @@ name = "peft"
 filename = "adapter_config.json"
 part = "the adapter"
 
-_CARRIED = ("method", "lora_rank", "lora_targets", "lora_variant", "peft")
+_CARRIED = ("method", "lora_rank", "lora_targets", "lora_variant", "lora_dropout", "peft")
 
 
 def applies(config: TrainConfig) -> bool:

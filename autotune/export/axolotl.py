@@ -129,6 +129,7 @@ TARGET = Target(
             Choice(ours=("dora",), theirs={"peft_use_dora": True, "peft_use_rslora": False}),
             methods=_LORA,
         ),
+        of_key("lora_dropout", methods=_LORA),
         of_key("sequence_length", "sequence_len"),
         of_key("micro_batch_size"),
         of_key("gradient_accumulation_steps"),
@@ -302,7 +303,6 @@ TARGET = Target(
         "float16": "loads float16 weights without autocast",
     },
     unpredicted={
-        "lora_dropout": "keeps a mask and a copy of each adapter's input",
         "lora_modules_to_save": "trains further modules in full",
         "lora_target_parameters": "adds adapters",
         "peft_trainable_token_indices": "trains tokens beside the adapter",
@@ -363,5 +363,5 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """A YAML file for `axolotl train`; the data and the learning rate in it are to be filled in."""
     keys = {"base_model": workload.model, **keys_of(TARGET, config)}
     if config.lora_rank is not None:
-        keys |= {"lora_alpha": 2 * config.lora_rank, "lora_dropout": 0.0}
+        keys |= {"lora_alpha": 2 * config.lora_rank}
     return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

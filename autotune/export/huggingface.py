@@ -143,6 +143,7 @@ TRAINING_ARGUMENTS = Target(
         "lora_rank",
         "lora_targets",
         "lora_variant",
+        "lora_dropout",
     ),
     renamed=_RENAMED,
     flags=_FLAGS,
@@ -214,6 +215,7 @@ SFT = Target(
             Choice(ours=("dora",), theirs={"use_dora": True, "use_rslora": False}),
             methods=_LORA,
         ),
+        of_key("lora_dropout", off=0.0, methods=_LORA),
         of_key("sequence_length", "max_length"),
         # bf16 is on where fp16 is off; weights are float32 unless dtype says otherwise.
         choices(
@@ -274,6 +276,7 @@ SFT = Target(
         "dtype": "float32",
         "max_length": 1024,
         "lora_r": 16,
+        "lora_dropout": 0.05,
         "bnb_4bit_quant_type": "nf4",
         "attn_implementation": "sdpa",
     },
@@ -287,7 +290,6 @@ SFT = Target(
     ),
     refused={**_REFUSED, "activation_offloading": "is TRL's own offloading, which is not priced"},
     unpredicted={
-        "lora_dropout": "keeps a mask and a copy of each adapter's input",
         "lora_modules_to_save": "trains further modules in full",
         "lora_target_parameters": "adds adapters",
     },

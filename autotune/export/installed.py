@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from autotune.export import targets
+
 
 @functools.cache
 def fields(package: str, file: str, class_name: str) -> Mapping[str, str] | None:
@@ -52,7 +54,8 @@ def fields_of(source: str, class_name: str) -> Mapping[str, str]:
 
 
 def unknown(values: Iterable[str], known: Collection[str] | None, library: str) -> tuple[str, ...]:
-    """Words for each setting that an installed class does not take."""
+    """Words for each setting that the installed class, or a named version's, does not take."""
     if known is None:
         return ()
-    return tuple(f"{name}: unknown to this {library}" for name in values if name not in known)
+    which = targets.of(library) or f"this {library}"
+    return tuple(f"{name}: unknown to {which}" for name in values if name not in known)

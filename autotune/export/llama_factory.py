@@ -106,6 +106,7 @@ TARGET = Target(
             Choice(ours=("dora",), theirs={"use_dora": True, "use_rslora": False}),
             methods=_LORA,
         ),
+        of_key("lora_dropout", methods=_LORA),
         of_key("sequence_length", "cutoff_len"),
         of_key("micro_batch_size", "per_device_train_batch_size"),
         of_key("gradient_accumulation_steps"),
@@ -274,7 +275,6 @@ TARGET = Target(
         "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
     },
     unpredicted={
-        "lora_dropout": "keeps a mask and a copy of each adapter's input",
         "additional_target": "trains further modules in full",
         "neat_packing": "gives attention a mask of blocks",
         "upcast_layernorm": "keeps norms in float32",

@@ -107,13 +107,14 @@ def choices(ours: tuple[str, ...], *rows: Choice, **more: Any) -> Row:
     return Row(ours=ours, keys=tuple(keys), choices=rows, **more)
 
 
-def of_key(name: str, key: str | None = None, **more: Any) -> Row:
-    """The key holds the setting as it is; what is off is left out."""
+def of_key(name: str, key: str | None = None, *, off: Any = None, **more: Any) -> Row:
+    """The key holds the setting as it is; what is off is left out, or `off` where that is not the
+    trainer's default."""
     key = key or name
     return Row(
         ours=(name,),
         keys=(key,),
-        say=lambda value: {key: value or None},
+        say=lambda value: {key: value or off},
         hear=lambda said: said[key],
         **more,
     )

@@ -12,14 +12,21 @@ from types import MappingProxyType
 
 from autotune.adapters import peft_fields
 from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
-from autotune.export import installed
+from autotune.export import installed, targets
 from autotune.export.carried import comments, heading, unsaid
 from autotune.export.references import model_reference
 from autotune.export.training_args import CARRIED as OF_TRAINING_ARGUMENTS
-from autotune.export.training_args import environment, installed_fields, training_arguments
+from autotune.export.training_args import (
+    environment,
+    installed_fields,
+    known_values,
+    training_arguments,
+    unknown_values,
+)
 
 name = "sft"
 filename = "sft_config.yaml"
+libraries = ("transformers", "trl")
 
 NONE: Mapping[str, object] = MappingProxyType({})
 
@@ -33,6 +40,7 @@ CARRIED = (
     "lora_rank",
     "lora_targets",
     "lora_variant",
+    "lora_dropout",
     "quantization",
     "quantization_storage",
 )
@@ -51,15 +59,18 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """A YAML document, opened by what is not in it and what is the user's to add."""
     import yaml
 
-    fields, known = sft_arguments(config, workload.extra), sft_fields()
+    fields, known = known_values(sft_arguments(config, workload.extra)), sft_fields()
+    model, of_model = model_fields(config), _named_model_fields()
     variables = environment(config)
     content = {
         **({"env": variables} if variables else {}),
         "model_name_or_path": model_reference(workload.model),
-        **model_fields(config),
+        **{key: value for key, value in model.items() if of_model is None or key in of_model},
         **{key: fields[key] for key in fields if known is None or key in known},
     }
-    head = heading("trl sft --config", config, result["evidence"], cannot_express(config))
+    what = f"trl sft --config{targets.said(*libraries)}"
+    lost = (*cannot_express(config), *has_no_words_for(workload))
+    head = heading(what, config, result["evidence"], lost)
     yours = comments(["Yours to add: dataset_name, learning_rate, num_train_epochs."])
     return head + yours + yaml.safe_dump(content, sort_keys=False)
 
@@ -73,7 +84,16 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
             f"precision: products of the 4-bit weights in {precision.compute_dtype} "
             f"(trl takes {precision.parameter_dtype}, the dtype of the others)",
         )
-    return (*other_products, *unsaid_by_trl(config))
+    return (
+        *other_products,
+        *unsaid_by_trl(config),
+        *installed.unknown(model_fields(config), _named_model_fields(), "trl"),
+    )
+
+
+def has_no_words_for(workload: Workload) -> tuple[str, ...]:
+    """The user's, which an older version may not have."""
+    return installed.unknown(workload.extra, sft_fields(), "trl")
 
 
 def unsaid_by_trl(config: TrainConfig) -> tuple[str, ...]:
@@ -87,14 +107,17 @@ def unsaid_by_trl(config: TrainConfig) -> tuple[str, ...]:
         *other_trainer,
         *unsaid(config, {*CARRIED, "trainer"}),
         *installed.unknown(sft_arguments(config), sft_fields(), "trl"),
+        *unknown_values(sft_arguments(config)),
     )
 
 
 def sft_arguments(config: TrainConfig, extra: Mapping[str, object] = NONE) -> dict[str, object]:
     """Keyword arguments of SFTConfig, by the names of the installed Transformers."""
+    fields = sft_fields() or ()
+    is_old = "max_seq_length" in fields and "max_length" not in fields
     return {
         **training_arguments(config, installed_fields(), extra),
-        "max_length": config.sequence_length,
+        "max_seq_length" if is_old else "max_length": config.sequence_length,
         "packing": config.batching == "packed",
         # One stream, cut into blocks. The others leave gaps, and need FlashAttention.
         "packing_strategy": "wrapped",
@@ -104,8 +127,9 @@ def sft_arguments(config: TrainConfig, extra: Mapping[str, object] = NONE) -> di
 
 def model_fields(config: TrainConfig) -> dict[str, object]:
     """Keys of ModelConfig."""
+    is_old = "dtype" not in (_named_model_fields() or {"dtype"})
     fields: dict[str, object] = {
-        "dtype": PRECISIONS[config.precision].parameter_dtype,
+        "torch_dtype" if is_old else "dtype": PRECISIONS[config.precision].parameter_dtype,
         "attn_implementation": config.attention,
     }
     row = QUANTIZATIONS[config.quantization]
@@ -131,7 +155,8 @@ def lora_fields(config: TrainConfig) -> dict[str, object]:
     return {
         "lora_r": adapter["r"],
         "lora_alpha": adapter["lora_alpha"],
-        "lora_dropout": 0.0,
+        # TRL's own default is another.
+        "lora_dropout": config.lora_dropout,
         # A list of one is taken for its entry: trl 1.16 ModelConfig.__post_init__.
         "lora_target_modules": [targets] if isinstance(targets, str) else targets,
         **{key: value for key, value in adapter.items() if key in ("use_rslora", "use_dora")},
@@ -139,10 +164,22 @@ def lora_fields(config: TrainConfig) -> dict[str, object]:
 
 
 def sft_fields() -> Collection[str] | None:
-    """Field names of the installed SFTConfig; None when TRL or Transformers is not installed."""
+    """Field names of SFTConfig, installed or named; None when TRL or Transformers is not there."""
+    target = targets.of("trl")
+    if target is not None:
+        return {*target.fields, *(installed_fields() or ())}
     own = installed.fields("trl", "trainer/sft_config.py", "SFTConfig")
     shared = installed.fields("trl", "trainer/base_config.py", "_BaseConfig")
     of_transformers = installed_fields()
     if own is None or of_transformers is None:
         return None
     return {*own, *(shared or ()), *of_transformers}
+
+
+def _named_model_fields() -> Collection[str] | None:
+    """Field names of a named version's ModelConfig; None where the installed TRL is meant."""
+    target = targets.of("trl")
+    if target is None:
+        return None
+    prefix = "ModelConfig."
+    return {name.removeprefix(prefix) for name in target.names if name.startswith(prefix)}

@@ -168,6 +168,7 @@ _CARRIED = (
     "sequence_length",
     "activation_offloading",
     "lora_rank",
+    "lora_dropout",
 )
 
 
@@ -316,7 +317,7 @@ def _adapter(family: _Family, builder: str, config: TrainConfig) -> dict[str, ob
         "apply_lora_to_mlp": has_mlp,
         "lora_rank": config.lora_rank,
         "lora_alpha": 2 * config.lora_rank,
-        "lora_dropout": 0.0,
+        "lora_dropout": config.lora_dropout,
         "use_dora": config.lora_variant == "dora",
         "quantize_base": config.quantization != "none",
     }

@@ -135,7 +135,7 @@ def _problem(key: str, value: object, annotation: str) -> str | None:
     if choices and value not in choices:
         return f"is {str(value)[:80]!r}. {nearest(str(value)[:80], choices)}"
     knob = KNOBS.get(key)
-    if value is not None and knob is not None and knob.is_file:
+    if value is not None and knob is not None and (knob.is_file or "float" in allowed):
         try:
             knob.read(value)
         except ValueError as error:

@@ -2,7 +2,7 @@
 
 Holds what autotune decides, and what the user has set beside it (extra_arguments): learning rate,
 epochs and logging stay the user's.
-The names are those of the installed version.
+The names are those of the installed version, or of one that is named (targets).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autotune.config import LOADER_SETTINGS, PARALLELISMS, PRECISIONS, TrainConfig, Workload
-from autotune.export import installed
+from autotune.export import installed, targets
 from autotune.export.carried import unsaid
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
@@ -21,6 +21,7 @@ from autotune.optimizers import OPTIMIZERS
 name = "training-args"
 filename = "training_args.json"
 part = "Trainer's arguments"
+libraries = ("transformers",)
 
 OUTPUT_FOLDER = "output"
 """`output_dir` until the user names another."""
@@ -45,6 +46,8 @@ _GROUPING: dict[str, object] = {"train_sampling_strategy": "group_by_length"}
 _OLD_GROUPING: dict[str, object] = {"group_by_length": True}
 _CHECKPOINTING = ("activation_checkpointing", "activation_checkpointing_kwargs")
 _OLD_CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
+_CHECKPOINTING_OPTIONS = ("every_n_layers", "offload")
+"""Those that are Transformers' own. What else is among them goes to torch."""
 
 
 CARRIED = (
@@ -74,14 +77,48 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
         f"precision: weights in {dtype}{fp8}",
         *unsaid(config, {*CARRIED, "precision", *batching}),
         *installed.unknown(training_arguments(config, fields), fields, "transformers"),
+        *unknown_values(training_arguments(config, fields)),
     )
 
 
+def has_no_words_for(workload: Workload) -> tuple[str, ...]:
+    """The user's, which an older version may not have."""
+    return installed.unknown(workload.extra, installed_fields(), "transformers")
+
+
 def known_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]:
-    """The keyword arguments that the installed TrainingArguments takes."""
+    """The keyword arguments that the installed or named TrainingArguments takes."""
     fields = installed_fields()
-    arguments = training_arguments(config, fields, workload.extra)
+    arguments = known_values(training_arguments(config, fields, workload.extra))
     return {key: arguments[key] for key in arguments if fields is None or key in fields}
+
+
+def unknown_values(arguments: Mapping[str, object]) -> tuple[str, ...]:
+    """Words for an optimizer and for options of checkpointing that a named version does not have."""
+    known = known_values(arguments)
+    lost = []
+    for name, value in arguments.items():
+        if name not in known:
+            lost.append(f"{name}={value}")
+        elif isinstance(value, dict):
+            lost += [f"{name}.{key}" for key in value if key not in known[name]]
+    return installed.unknown(lost, (), "transformers")
+
+
+def known_values(arguments: Mapping[str, object]) -> dict[str, Any]:
+    """The arguments without values that a named version does not know: they would stop the run."""
+    known: dict[str, Any] = dict(arguments)
+    target = targets.of("transformers")
+    if target is None:
+        return known
+    if f"optim={known['optim']}" not in target.names:
+        del known["optim"]
+    missing = {
+        name for name in _CHECKPOINTING_OPTIONS if f"checkpointing.{name}" not in target.names
+    }
+    for name in {_CHECKPOINTING[1], _OLD_CHECKPOINTING[1]} & known.keys():
+        known[name] = {key: known[name][key] for key in known[name] if key not in missing}
+    return known
 
 
 def training_arguments(
@@ -181,5 +218,11 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
 
 
 def installed_fields() -> Mapping[str, str] | None:
-    """Fields of the installed TrainingArguments and their annotations; None without Transformers."""
+    """Fields of TrainingArguments and their annotations; None without Transformers.
+
+    Of the installed version, or without annotations of the one that files are being written for.
+    """
+    target = targets.of("transformers")
+    if target is not None:
+        return target.fields
     return installed.fields("transformers", "training_args.py", "TrainingArguments")

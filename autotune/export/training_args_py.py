@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autotune.config import TrainConfig, Workload
+from autotune.export import targets
 from autotune.export.carried import heading, keywords
-from autotune.export.training_args import cannot_express, environment, known_arguments, part
+from autotune.export.training_args import (
+    cannot_express,
+    environment,
+    has_no_words_for,
+    known_arguments,
+    libraries,
+    part,
+)
 
-__all__ = ["cannot_express", "filename", "name", "part", "write"]
+__all__ = [
+    "cannot_express", "filename", "has_no_words_for", "libraries", "name", "part", "write",
+]  # fmt: skip
 
 name = "training-args-python"
 filename = "training_args.py"
@@ -16,8 +26,9 @@ filename = "training_args.py"
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A Python module that makes `arguments`. Every value in it is an ASCII literal."""
-    what = "transformers.TrainingArguments"
-    head = heading(what, config, result["evidence"], cannot_express(config))
+    what = f"transformers.TrainingArguments{targets.said(*libraries)}"
+    lost = (*cannot_express(config), *has_no_words_for(workload))
+    head = heading(what, config, result["evidence"], lost)
     variables = set_environment(config)
     system = "import os\n\n" if variables else ""
     return f"""{head}{system}from transformers import TrainingArguments

@@ -8,10 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autotune.config import TrainConfig, Workload
+from autotune.export import targets
 from autotune.export.carried import heading
-from autotune.export.training_args import cannot_express, known_arguments, part
+from autotune.export.training_args import (
+    cannot_express,
+    has_no_words_for,
+    known_arguments,
+    libraries,
+    part,
+)
 
-__all__ = ["cannot_express", "filename", "name", "part", "write"]
+__all__ = [
+    "cannot_express", "filename", "has_no_words_for", "libraries", "name", "part", "write",
+]  # fmt: skip
 
 name = "training-args-yaml"
 filename = "training_args.yaml"
@@ -21,6 +30,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """A YAML document, opened by what is not in it."""
     import yaml
 
-    what = "transformers.TrainingArguments"
-    head = heading(what, config, result["evidence"], cannot_express(config))
+    what = f"transformers.TrainingArguments{targets.said(*libraries)}"
+    lost = (*cannot_express(config), *has_no_words_for(workload))
+    head = heading(what, config, result["evidence"], lost)
     return head + yaml.safe_dump(known_arguments(workload, config), sort_keys=False)

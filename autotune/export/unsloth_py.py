@@ -40,6 +40,7 @@ _CARRIED = (
     "lora_rank",
     "lora_targets",
     "lora_variant",
+    "lora_dropout",
     "quantization",
     "quantization_storage",
     "torch_empty_cache_steps",
@@ -136,8 +137,8 @@ def _model_arguments(workload: Workload, config: TrainConfig) -> dict[str, objec
 def _adapter_arguments(config: TrainConfig) -> dict[str, object]:
     fields = {key: value for key, value in peft_fields(config).items() if key != "peft_type"}
     return {
-        **fields,
         "lora_dropout": 0.0,
+        **fields,
         "bias": "none",
         "use_gradient_checkpointing": _checkpointing(config),
     }

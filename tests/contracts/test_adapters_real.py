@@ -70,6 +70,20 @@ CASES = {
     "lora, DoRA, checkpointed": case(
         "lora", lora(use_dora=True), {"lora_variant": "dora"}, checkpointing=1
     ),
+    "lora, dropout": case("lora", lora(lora_dropout=0.1), {"lora_dropout": 0.5}),
+    "lora, dropout, checkpointed": case(
+        "lora",
+        lora(lora_dropout=0.1),
+        {"lora_dropout": 0.5},
+        precision="bf16-true",
+        checkpointing=1,
+    ),
+    "lora, DoRA, dropout": case(
+        "lora",
+        lora(use_dora=True, lora_dropout=0.1),
+        {"lora_variant": "dora", "lora_dropout": 0.5},
+        precision="fp32",
+    ),
     "vera": case("vera", peft.VeraConfig(r=RANK, **LINEAR), TARGETS),
     "vera, fp32, checkpointed": case(
         "vera", peft.VeraConfig(r=RANK, **LINEAR), TARGETS, precision="fp32", checkpointing=1

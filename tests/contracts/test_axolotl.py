@@ -45,6 +45,7 @@ CONFIGS = {
     "float16": dataclasses.replace(LORA, precision="fp16-autocast"),
     "dora": dataclasses.replace(LORA, lora_variant="dora", lora_targets="q_proj,v_proj"),
     "rslora": dataclasses.replace(LORA, lora_variant="rslora", lora_targets="attention"),
+    "dropout": dataclasses.replace(LORA, lora_dropout=0.1),
     **{
         name: dataclasses.replace(LORA, method="qlora", quantization=name)
         for name in ("nf4", "nf4-double", "fp4", "fp4-double", "int8")
@@ -103,6 +104,7 @@ EDITED = {
         quantization="none",
         lora_rank=None,
         lora_targets=None,
+        lora_dropout=0.0,
         precision=FULL.precision,
         attention="sdpa",
     ),

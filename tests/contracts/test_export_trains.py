@@ -90,7 +90,7 @@ ADAPTERS: dict[str, TrainConfig] = {
         )
         for name in names
     },
-    "rslora": dataclasses.replace(LORA, lora_variant="rslora"),
+    "rslora": dataclasses.replace(LORA, lora_variant="rslora", lora_dropout=0.1),
     "dora": dataclasses.replace(QLORA, lora_variant="dora"),
     "fp4": dataclasses.replace(QLORA, quantization="fp4"),
     "int8": dataclasses.replace(QLORA, quantization="int8"),

@@ -50,6 +50,7 @@ CONFIGS = {
     "lora in bf16-true": dataclasses.replace(LORA, precision="bf16-true"),
     "dora": dataclasses.replace(LORA, lora_variant="dora", lora_targets="q_proj,v_proj"),
     "rslora": dataclasses.replace(LORA, lora_variant="rslora", lora_targets="attention"),
+    "dropout": dataclasses.replace(LORA, lora_dropout=0.1),
     **{
         name: dataclasses.replace(LORA, method="qlora", quantization=name)
         for name in ("nf4", "nf4-double", "fp4", "fp4-double", "int8")
