@@ -152,10 +152,13 @@ def test_a_sampler_of_optuna_can_go_on(url: str) -> None:
         for i in range(5)
     ]
     fill(url, [estimate(config, tokens_per_second=9.0 + i) for i, config in enumerate(others)])
-    sampler = optuna.samplers.TPESampler(seed=2, n_startup_trials=1)
+    sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=1)
     study = optuna.load_study(study_name="s", storage=url, sampler=sampler)
-    trial = study.ask(study.trials[0].distributions)
-    assert trial.params["method"] in ("full", "lora", "qlora")
+    distributions = study.trials[0].distributions
+    trial = study.ask(distributions)
+    # Which values it proposes hangs on the seed and on how many settings there are.
+    assert trial.params.keys() == distributions.keys() == study.trials[0].params.keys()
+    assert trial.params["method"] in METHODS
 
 
 def test_the_run_that_makes_a_study_is_remembered(url: str) -> None:
