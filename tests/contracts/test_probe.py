@@ -185,7 +185,7 @@ def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyP
 
 def test_what_a_measurement_says() -> None:
     config = CONFIGS["full eight micro-steps"]
-    measured = run(config)
+    measured = run(config, max_seconds=100.0)
     assert measured.num_steps == 3
     assert measured.spread is not None
     assert measured.spread >= 0
