@@ -300,6 +300,7 @@ def _measure(
                 gpu=summary.gpu,
                 command=command,
                 versions=_versions(),
+                has_heartbeats=True,
             ) as opened,
             open_probes(storage) as table,
         ):

@@ -12,9 +12,10 @@ import datetime
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
+from autotune import locks
 from autotune.config import TrainConfig
 from autotune.results import (
     SCHEMA_VERSION,
@@ -80,6 +81,10 @@ class ProbeTable:
         }
         with self._engine.begin() as connection:
             connection.execute(self._table.insert().values(row))
+
+    def exclusive(self, purpose: str, what: str) -> AbstractContextManager[None]:
+        """The lock of the database with that purpose, as autotune.locks has it."""
+        return locks.exclusive(self._engine, purpose, what)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import hashlib
 import json
 import re
 import sqlite3
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,10 @@ OVER_BUDGET = "over_budget_bytes"
 BUSY_SECONDS = 5.0
 """How long a statement waits for another process to finish writing to SQLite."""
 CONNECT_SECONDS = 10
+HEARTBEAT_SECONDS = 10
+"""Between two signs of life of a trial, whole seconds."""
+GRACE_SECONDS = 60
+"""Of silence, until others take its process for dead. [judgement] Longer than a database restarts."""
 SQLITE_PRAGMAS = ["journal_mode=WAL", "synchronous=NORMAL"]
 """Readers need not wait for a writer; a crash of the machine loses the last commits, no more."""
 
@@ -87,11 +92,14 @@ def open_study(
     gpu: str,
     command: str = "",
     versions: Mapping[str, str] | None = None,
+    has_heartbeats: bool = False,
 ) -> Iterator[optuna.Study]:
     """Open the study of that name, or create it; use as `with open_study(...) as study:`.
 
     The workload, card, command and library versions of the run that creates a study are kept as
-    its user attributes. Problems of the database inside the `with` block are translated as well.
+    its user attributes. `has_heartbeats`: for a search, whose trials others may have to judge (Optuna
+    beats inside `study.optimize` alone). Problems of the database inside the `with` block are translated
+    as well.
 
     Raises ConfigError when the study belongs to another workload or card, and StorageError for
     everything that the database refuses.
@@ -99,12 +107,13 @@ def open_study(
     import optuna
 
     _check_name(name)
-    # Optuna reports the creation of a study on stderr, where our progress is shown.
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # Optuna reports the creation of a study on stderr, where our progress is shown, and every trial that
+    # failed, with a traceback.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
     with explained(parsed):
-        storage = _open_storage(parsed)
+        storage = _open_storage(parsed, has_heartbeats=has_heartbeats)
         try:
             study = optuna.create_study(
                 storage=storage, study_name=name, direction="maximize", load_if_exists=True
@@ -266,19 +275,24 @@ def parse_url(url: str) -> URL:
         ) from None
 
 
-def _open_storage(url: URL) -> optuna.storages.RDBStorage:
+def _open_storage(url: URL, *, has_heartbeats: bool = False) -> optuna.storages.RDBStorage:
     import optuna
 
     make_folder(url)
     text = url.render_as_string(hide_password=False)
-    storage = optuna.storages.RDBStorage(
-        # Optuna fills in a {SCHEMA_VERSION}, and stumbles over any other brace.
-        text.replace("{", "{{").replace("}", "}}"),
-        engine_kwargs=engine_options(url),
-        skip_compatibility_check=True,
-        # Tables are added to an empty database only: never to one that is newer, or another's.
-        skip_table_creation=not _is_empty(url),
-    )
+    with warnings.catch_warnings():
+        # Of heartbeats, whose arguments may change in an Optuna to come.
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        storage = optuna.storages.RDBStorage(
+            # Optuna fills in a {SCHEMA_VERSION}, and stumbles over any other brace.
+            text.replace("{", "{{").replace("}", "}}"),
+            engine_kwargs=engine_options(url),
+            skip_compatibility_check=True,
+            heartbeat_interval=HEARTBEAT_SECONDS if has_heartbeats else None,
+            grace_period=GRACE_SECONDS,
+            # Tables are added to an empty database only: never to one that is newer, or another's.
+            skip_table_creation=not _is_empty(url),
+        )
     version = storage.get_current_version()
     if version != storage.get_head_version():
         is_older = version in storage.get_all_versions()
