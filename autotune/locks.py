@@ -10,10 +10,11 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
+import hashlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from autotune.database import ELSEWHERE, file_of
 from autotune.errors import StorageError
 
 if TYPE_CHECKING:
@@ -35,12 +36,11 @@ def exclusive(engine: Engine, purpose: str, what: str) -> Iterator[None]:
         with _advisory(engine, purpose, what):
             yield
         return
-    database = engine.url.database or ""
-    is_file = database not in ("", ":memory:") and not database.startswith("file:")
-    if engine.dialect.name != "sqlite" or not is_file:
+    file = file_of(engine.url)
+    if file is None:
         yield
         return
-    with _of_file(f"{database}-{purpose}.lock"):
+    with _of_file(f"{file}-{purpose}.lock"):
         yield
 
 
@@ -51,14 +51,11 @@ def _advisory(engine: Engine, purpose: str, what: str) -> Iterator[None]:
     with engine.begin() as connection:
         for name, value in _DEAD_PEER.items():
             connection.execute(sqlalchemy.text(f"SET LOCAL {name} = {value}"))
-        key = sqlalchemy.func.pg_advisory_xact_lock(_number(f"autotune {purpose}"), _number(what))
-        connection.execute(sqlalchemy.select(key))
+        # PostgreSQL's keys are signed integers of 64 bits; two alike would only wait in vain.
+        digest = hashlib.sha256(f"autotune {purpose} {what}".encode()).digest()[:8]
+        key = sqlalchemy.cast(int.from_bytes(digest, signed=True), sqlalchemy.BigInteger)
+        connection.execute(sqlalchemy.select(sqlalchemy.func.pg_advisory_xact_lock(key)))
         yield
-
-
-def _number(text: str) -> int:
-    """A signed integer of 32 bits, as the keys of advisory locks are; two alike only wait in vain."""
-    return zlib.crc32(text.encode()) - 2**31
 
 
 @contextlib.contextmanager
@@ -72,7 +69,7 @@ def _of_file(path: str) -> Iterator[None]:
         raise StorageError(
             f"{path} cannot be locked",
             why=error.strerror or str(error),
-            remedy="Check the permissions of its folder, or choose another database with --storage",
+            remedy=f"Check the permissions of its folder, {ELSEWHERE}",
         ) from error
     try:
         yield

@@ -93,8 +93,8 @@ def take_turn(
 
         try:
             study.optimize(objective, n_trials=1, catch=(Failed,))
-        except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
-            # Optuna's own, of a trial that somebody else has told.
+        except (ValueError, AssertionError, optuna.exceptions.UpdateFinishedTrialError):
+            # Optuna's own, of a trial that somebody else has told (optuna 5.0, study/_optimize.py).
             if raised is not None:
                 raise raised from None
     return True

@@ -31,11 +31,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import optuna
 import sqlalchemy
 from optuna.trial import TrialState
 
-from autotune import owners, probing, store
+from autotune import owners, probing, store, upgrade
 from autotune.config import TrainConfig, Workload
 from autotune.isolate import WorkerEnd
 from autotune.models import resolve
@@ -249,14 +248,15 @@ class Report:
 
 
 def report(task: Task, killed: Sequence[int]) -> Report:
-    trials = optuna.load_study(study_name=task.study, storage=task.url).get_trials(deepcopy=False)
+    with store.existing_study(task.url, task.study) as study:
+        trials = study.get_trials(deepcopy=False)
     done = Counter(
         json.dumps(trial.params, sort_keys=True)
         for trial in trials
         if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)
     )
     states = Counter(trial.state for trial in trials)
-    with sqlalchemy.create_engine(task.url).connect() as connection:
+    with upgrade.open_engine(task.url) as engine, engine.connect() as connection:
         count = "SELECT count(*) - count(DISTINCT key) FROM autotune_probes"
         twice = connection.execute(sqlalchemy.text(count)).scalar_one()
     probes = _probes(Path(task.log))
@@ -302,6 +302,7 @@ def run(task: Task, *, num_workers: int, num_kills: int = 0, seed: int = 1) -> R
     killed: list[int] = []
     log = Path(task.log)
     while not log.exists():
+        assert any(worker.is_alive() for worker in fleet.workers), "no worker got as far as a probe"
         time.sleep(0.05)
     for at in sorted(rng.uniform(0, 0.9 * expected_seconds) for _ in range(num_kills)):
         _sleep_until(log, at)
@@ -366,8 +367,6 @@ def main() -> None:
                 log=f"{folder}/{study}",
             )
 
-        with sqlalchemy.create_engine(url).connect():
-            pass
         # Makes the tables, and the process that the workers are forked from.
         run(dataclasses.replace(task("warm-up"), num_trials=2, probe_seconds=0.1), num_workers=1)
         alone = None
@@ -399,7 +398,7 @@ def main() -> None:
 
 def _forget(url: str) -> None:
     """What an earlier study has measured: it would not be measured again."""
-    with sqlalchemy.create_engine(url).begin() as connection:
+    with upgrade.open_engine(url) as engine, engine.begin() as connection:
         connection.execute(sqlalchemy.text("DELETE FROM autotune_probes"))
 
 
