@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -355,11 +356,11 @@ def main() -> None:
     options = parser.parse_args()
     with database(options.storage) as url, tempfile.TemporaryDirectory() as folder:
 
-        def task(study: str) -> Task:
+        def task(study: str, num_trials: int) -> Task:
             return Task(
                 url=url,
                 study=f"workers {study} {time.time()}",
-                num_trials=options.trials,
+                num_trials=num_trials,
                 probe_seconds=options.seconds,
                 heartbeat_seconds=2,
                 grace_seconds=6,
@@ -368,17 +369,19 @@ def main() -> None:
             )
 
         # Makes the tables, and the process that the workers are forked from.
-        run(dataclasses.replace(task("warm-up"), num_trials=2, probe_seconds=0.1), num_workers=1)
+        run(dataclasses.replace(task("warm-up", 2), probe_seconds=0.1), num_workers=1)
+        many = max(options.workers)
+        # So that each takes as long: the time of one worker does not grow with their number.
+        rows = [(n, options.trials * n // many, 0) for n in options.workers]
         alone = None
         print(
-            "| workers | killed | done | lost | twice | at once | seconds | trials/s | times one |"
+            "| workers | trials | killed | done | lost | twice | at once | seconds | trials/s | times |"
         )
-        print("|---|---|---|---|---|---|---|---|---|")
-        many = max(options.workers)
-        for num_workers, num_kills in [*((n, 0) for n in options.workers), (many, options.kills)]:
+        print("|---|---|---|---|---|---|---|---|---|---|")
+        for num_workers, num_trials, num_kills in [*rows, (many, options.trials, options.kills)]:
             _forget(url)
             found = run(
-                task(f"{num_workers}-{num_kills}"),
+                task(f"{num_workers}-{num_kills}", num_trials),
                 num_workers=num_workers,
                 num_kills=num_kills,
                 seed=options.seed,
@@ -386,12 +389,12 @@ def main() -> None:
             rate = found.num_done / found.seconds
             alone = alone or rate
             print(
-                f"| {num_workers} | {num_kills} | {found.num_done} | {found.num_lost} | "
+                f"| {num_workers} | {num_trials} | {num_kills} | {found.num_done} | {found.num_lost} | "
                 f"{found.num_told_twice + found.num_measured_twice} | {found.num_at_once} | "
                 f"{found.seconds:.1f} | {rate:.2f} | {rate / alone:.2f} |",
                 flush=True,
             )
-            print(f"  {found}", flush=True)
+            print(f"{found}", file=sys.stderr, flush=True)
             if not found.is_well:
                 raise SystemExit("That is not what it should be.")
 
