@@ -103,7 +103,8 @@ class Prober:
         self._useful_share = useful_share
         self._on_run = on_run
         self.spec = spec
-        self._fingerprint = self._ask_fingerprint()
+        self._fingerprint = ask_fingerprint(server, spec.backend)
+        self.here = digest(self._fingerprint)
         self.num_run = 0
         """Probes; confirmations are counted nowhere."""
         self.num_reused = 0
@@ -126,12 +127,6 @@ class Prober:
                 config, self.spec, deadline_seconds=deadline_seconds, watch=of_useful
             )
         return dataclasses.replace(measurement, useful_share=share)
-
-    @property
-    def here(self) -> str:
-        """A digest of what a machine has that measures as this one does."""
-        known = json.dumps(dataclasses.asdict(self._fingerprint), sort_keys=True)
-        return hashlib.sha256(known.encode()).hexdigest()[:16]
 
     def turn(self, study: optuna.Study) -> AbstractContextManager[None]:
         """Within it nobody else asks the study for a trial (autotune.turns)."""
@@ -197,20 +192,6 @@ class Prober:
         self._table.add(key, measurement, model=self._model.name, stderr_tail=tail)
         return measurement
 
-    def _ask_fingerprint(self) -> Fingerprint:
-        end = self._server.run(
-            "fingerprint", {"backend": self.spec.backend}, deadline_seconds=SET_UP_SECONDS
-        )
-        if end.how != "ok":
-            raise end.to_error("fingerprint")
-        answer = end.answers[-1] if end.answers else {}
-        if "unusable" in answer:
-            raise _unusable(str(answer["unusable"]))
-        try:
-            return fingerprint_from_dict(answer.get("fingerprint"))
-        except ValueError as error:
-            raise WorkerError("The fingerprint process talked nonsense", why=str(error)) from error
-
     def _read(self, end: WorkerEnd, config: TrainConfig, spec: ProbeSpec) -> Measurement:
         """What the probe said, or how it ended without saying."""
         outcome, message = "crashed", end.problem or "it ended without a measurement"
@@ -236,6 +217,26 @@ class Prober:
             outcome=outcome,
             message=f"{message} {last_words}".strip()[:500],
         )
+
+
+def ask_fingerprint(server: ForkServer, backend: str) -> Fingerprint:
+    """What measures here. Raises HardwareError where PyTorch cannot, WorkerError."""
+    end = server.run("fingerprint", {"backend": backend}, deadline_seconds=SET_UP_SECONDS)
+    if end.how != "ok":
+        raise end.to_error("fingerprint")
+    answer = end.answers[-1] if end.answers else {}
+    if "unusable" in answer:
+        raise _unusable(str(answer["unusable"]))
+    try:
+        return fingerprint_from_dict(answer.get("fingerprint"))
+    except ValueError as error:
+        raise WorkerError("The fingerprint process talked nonsense", why=str(error)) from error
+
+
+def digest(fingerprint: Fingerprint) -> str:
+    """Equal for machines whose measurements may be compared."""
+    known = json.dumps(dataclasses.asdict(fingerprint), sort_keys=True)
+    return hashlib.sha256(known.encode()).hexdigest()
 
 
 def _set_up_seconds(config: TrainConfig) -> float:

@@ -78,6 +78,8 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--study": None,
         "--storage": "sqlite:///studies/autotune.db",
         "--out": None,
+        "--enqueue": False,
+        "--wait": False,
     },
     "estimate": {
         **SHARED,
@@ -163,6 +165,13 @@ FROZEN: dict[str, dict[str, Any]] = {
     "models": {},
     "spaces": {},
     "studies": {},
+    "jobs": {},
+    "worker": {
+        "--storage": "sqlite:///studies/autotune.db",
+        "--backend": "auto",
+        "--once": False,
+        "--max-minutes": None,
+    },
     "completion": {"shell": None},
 }
 

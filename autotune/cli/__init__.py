@@ -20,10 +20,12 @@ from autotune.cli import (
     estimate,
     export,
     find,
+    jobs,
     maximum,
     report,
     studies,
     tables,
+    worker,
 )
 from autotune.cli.output import drop_output, explain, say
 from autotune.errors import EXIT_INTERRUPTED, AutotuneError, StorageError
@@ -98,6 +100,8 @@ for command in (
     export.export,
     report.report,
     studies.studies,
+    jobs.jobs,
+    worker.worker,
     completion.completion,
     tables.gpus,
     tables.models,

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from autotune import database
-from autotune.cli import completion
+from autotune.cli import completion, jobs
 from autotune.cli.options import COUNT, KnobType, command_line, is_given, workload_options
 from autotune.cli.output import command_on, explain, print_json, say
 from autotune.config import METHODS
@@ -111,9 +111,25 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     metavar="FOLDER",
     help="Where the files go [default: studies/ and the study's name].",
 )
+@click.option(
+    "--enqueue",
+    is_flag=True,
+    help="Leave it to a machine that runs `autotune worker` and has the --gpu: prints a job's number.",
+)
+@click.option(
+    "--wait", is_flag=True, help="With --enqueue: until it is answered; writes its files."
+)
 @click.pass_context
 def find(
-    context: click.Context, /, *, storage: str, out: Path | None, as_json: bool, **typed: Any
+    context: click.Context,
+    /,
+    *,
+    storage: str,
+    out: Path | None,
+    enqueue: bool,
+    wait: bool,
+    as_json: bool,
+    **typed: Any,
 ) -> None:
     """Find the fastest configuration that fits, and write it as files that a trainer loads."""
     from autotune import finding
@@ -124,6 +140,18 @@ def find(
         if not is_given(context, name):
             typed[name] = None
     command = command_line(context)
+    if wait and not enqueue:
+        raise click.UsageError("--wait goes with --enqueue.")
+    if enqueue:
+        jobs.enqueue(
+            FindOptions(**typed),
+            storage=storage,
+            command=command,
+            waits=wait,
+            folder=out,
+            as_json=as_json,
+        )
+        return
     answer = finding.find(
         FindOptions(**typed), storage=storage, command=command, listener=on_stderr(quiet=as_json)
     )
