@@ -19,8 +19,8 @@ What a trial of the study says; one whose user attribute `evidence` is "predicte
 
 A COMPLETE trial fits when all its constraints are at most 0, as everywhere in Optuna. A candidate that
 failed is proposed once more, and again for each failure whose user attribute `outcome` is INTERRUPTED.
-One that its OWNER left without an outcome, killed with its process or its machine, is proposed again as
-well, until MAX_ABANDONED processes have gone that way. What a killed process left RUNNING is not proposed
+One that its OWNER left untold, killed with its process or its machine, is proposed again as well, until
+MAX_ABANDONED have gone that way. What a killed process left RUNNING is not proposed
 until it is told to have failed.
 
 Nothing is kept between calls: a study read from its database goes on where it stopped. With
@@ -64,6 +64,8 @@ OWNER = "owner"
 """User attribute of a trial: the process that runs it, and on what (autotune.turns)."""
 MAX_ABANDONED = 5
 """[judgement] Machines are lost by chance; a probe that so many did not survive is what killed them."""
+_NEVER_FAIL = ("ok", "oom")
+"""Outcomes of which a FAIL trial was abandoned while it was told (autotune.trials)."""
 MAX_ATTEMPTS = 2
 """A candidate that failed is tried once again (DESIGN.md section 5)."""
 STOP_BELOW = 0.05
@@ -341,7 +343,7 @@ class _History:
                 continue
             if trial.state == TrialState.FAIL:
                 outcome = trial.user_attrs.get("outcome")
-                is_abandoned = outcome is None and OWNER in trial.user_attrs
+                is_abandoned = outcome in (None, *_NEVER_FAIL) and OWNER in trial.user_attrs
                 num_abandoned[number] += is_abandoned
                 num_failures[number] += not is_abandoned and outcome != INTERRUPTED
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import optuna
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from autotune.config import TrainConfig
 from autotune.errors import StorageError
@@ -33,6 +33,7 @@ class Seen:
         self._here = here
         self._read: set[int] = set()
         self._from_here: dict[int, Measurement] = {}
+        self._num_told = 0
         self._refused: set[TrainConfig] = set()
         self.own: list[Measurement] = []
         """Made or looked up by this search, in the order of time."""
@@ -60,8 +61,8 @@ class Seen:
 
     @property
     def num_begun(self) -> int:
-        """Trials on machines like this one that have a measurement, or will have one."""
-        return len(self._from_here) + self.num_running
+        """Trials on machines like this one that have been told what was measured, or will be."""
+        return self._num_told + self.num_running
 
     def known(self, configs: Collection[TrainConfig]) -> list[Measurement]:
         """What was measured here of these, now or before. Of what was tried twice, the second try."""
@@ -91,5 +92,7 @@ class Seen:
             self.left_out.add(trial.number)
             return
         self._from_here[trial.number] = seen
+        # Killed between measuring and telling: known, and proposed again, which costs no probe.
+        self._num_told += trial.state != TrialState.FAIL or seen.over_budget_bytes is None
         if seen.config in self._refused:
             self.left_out.add(trial.number)

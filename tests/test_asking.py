@@ -49,7 +49,7 @@ def test_a_question_needs_no_file_where_it_is_answered(
         "seq_len": 128,
     }
     question, wanted = prepared(**options, space="small.yaml")
-    assert wanted == Wanted(card="GeForce RTX 4090", budget_bytes=12 * 10**9)
+    assert wanted == Wanted(card="NVIDIA RTX 4090", budget_bytes=12 * 10**9)
     monkeypatch.chdir(machine)
     asked = asking.read(question, machine, backend="cuda")
     assert (asked.source.name, asked.source.config) == ("mine", MODEL)
