@@ -17,8 +17,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
+import multiprocessing.context
 import os
 import random
 import signal
@@ -28,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -179,13 +182,29 @@ def work(task: Task) -> None:
         probing.search(study, plan, probing.Prober(server, probes, model, SPEC))
 
 
+@functools.cache
+def _imported() -> multiprocessing.context.ForkServerContext:
+    """Processes are forked from one that has imported everything, and opened nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([Path(__file__).stem])
+    # Python 3.11 hands sys.path over only after the preloading.
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
 class Fleet:
     """Workers of one study, each of which may be killed."""
 
     def __init__(self, task: Task, num_workers: int) -> None:
-        # Forked from a process that has imported everything, and opened nothing.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__ if __name__ != "__main__" else "workers"])
+        self._context = _imported()
         self._task = task
         self.workers = [self._start() for _ in range(num_workers)]
 
@@ -305,13 +324,17 @@ def run(task: Task, *, num_workers: int, num_kills: int = 0, seed: int = 1) -> R
     while not log.exists():
         assert any(worker.is_alive() for worker in fleet.workers), "no worker got as far as a probe"
         time.sleep(0.05)
-    for at in sorted(rng.uniform(0, 0.9 * expected_seconds) for _ in range(num_kills)):
-        _sleep_until(log, at)
+    for num_begun in sorted(rng.sample(range(1, task.num_trials * 9 // 10), num_kills)):
+        while _num_begun(log) < num_begun:
+            time.sleep(0.05)
+        time.sleep(rng.uniform(0, task.probe_seconds))
         before = [worker.pid for worker in fleet.workers]
         if not fleet.kill(rng):
             break
         killed += [
-            pid for pid, now in zip(before, fleet.workers, strict=True) if pid and pid != now.pid
+            pid
+            for pid, now in zip(before, fleet.workers, strict=True)
+            if pid is not None and pid != now.pid
         ]
     codes = fleet.wait(20 * expected_seconds + 60)
     assert codes == [0] * num_workers, f"workers ended with {codes}"
@@ -319,10 +342,8 @@ def run(task: Task, *, num_workers: int, num_kills: int = 0, seed: int = 1) -> R
     return report(task, killed)
 
 
-def _sleep_until(log: Path, seconds: float) -> None:
-    """After the first probe began."""
-    first = float(log.read_text(encoding="ascii").split("\n", 1)[0].split()[3])
-    time.sleep(max(first + seconds - time.time(), 0))
+def _num_begun(log: Path) -> int:
+    return log.read_text(encoding="ascii").count("begin")
 
 
 @contextlib.contextmanager

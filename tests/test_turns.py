@@ -221,7 +221,7 @@ def test_four_workers_of_which_five_are_killed(
         url=postgres_url,
         study="s",
         num_trials=40,
-        probe_seconds=0.3,
+        probe_seconds=0.2,
         heartbeat_seconds=1,
         grace_seconds=3,
         is_elsewhere=True,
