@@ -36,6 +36,7 @@ from autotune.database import (
     explained,
     file_of,
     make_folder,
+    named,
     parse_url,
     shown_url,
 )
@@ -134,7 +135,7 @@ def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
     file = file_of(parsed)
     if file is not None and not file.exists():
         raise StorageError(
-            f"There is no database {parsed}",
+            f"There is no database {named(parsed)}",
             remedy="Run `autotune find` first, or name another with --storage",
         )
     with explained(parsed):
@@ -237,7 +238,7 @@ def _open_storage(url: URL) -> optuna.storages.RDBStorage:
         is_older = version in storage.get_all_versions()
         command = "optuna storage upgrade --storage URL" if is_older else "pip install -U optuna"
         raise StorageError(
-            f"The database {url} cannot be used",
+            f"The database {named(url)} cannot be used",
             why=f"It was written by an {'older' if is_older else 'newer'} Optuna ({version})",
             remedy=f"Run `{command}`, {ELSEWHERE}",
         )

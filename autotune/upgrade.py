@@ -21,6 +21,7 @@ from autotune.database import (
     explained,
     file_of,
     make_folder,
+    named,
     parse_url,
     refuse_stranger,
 )
@@ -77,7 +78,7 @@ def refuse_newer(engine: Engine) -> str | None:
         revision = _revision(connection)
     if revision is not None and revision > HEAD:
         raise StorageError(
-            f"The database {engine.url} cannot be used",
+            f"The database {named(engine.url)} cannot be used",
             why=f"A newer autotune wrote it (its tables are at {revision[:20]}); it was left as it is",
             remedy=f"Update autotune, {ELSEWHERE}",
         )
@@ -172,7 +173,7 @@ def _keep(connection: Connection, suffix: str) -> Path | None:
     except (sqlite3.Error, OSError) as error:
         partial.unlink(missing_ok=True)
         raise StorageError(
-            f"The database {connection.engine.url} is of an older autotune, and was not upgraded",
+            f"The database {named(connection.engine.url)} is of an older autotune, and was not upgraded",
             why=f"The copy {kept.name} that is kept of it cannot be written: {error}",
             remedy=f"Nothing was changed. Free some space beside it, {ELSEWHERE}",
         ) from error
