@@ -63,7 +63,7 @@ def bring_up_to_date(engine: Engine) -> None:
 
     if refuse_newer(engine) == HEAD:
         return
-    with _alone(engine) as connection:
+    with alone(engine) as connection:
         # Another process may have made them while this one waited.
         revision = _revision(connection)
         if revision != HEAD:
@@ -128,8 +128,8 @@ def _upgrade(connection: Connection, revision: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _alone(engine: Engine) -> Iterator[Connection]:
-    """A connection in a transaction, which no other process can have at the same time."""
+def alone(engine: Engine) -> Iterator[Connection]:
+    """A connection in a transaction, which no other process has at the same time; to be committed."""
     dialect = engine.dialect.name
     with engine.connect() as connection:
         if dialect == "postgresql":
