@@ -38,6 +38,7 @@ from autotune.database import (
     explained,
     file_of,
     make_folder,
+    named,
     parse_url,
     shown_url,
 )
@@ -86,16 +87,12 @@ def open_study(
     Raises ConfigError when the study belongs to another workload or card, and StorageError for
     everything that the database refuses.
     """
-    import optuna
 
     _check_name(name)
-    # Optuna reports the creation of a study on stderr, where our progress is shown, and every trial that
-    # failed, with a traceback.
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
     with explained(parsed):
-        storage = _open_storage(parsed, has_heartbeats=has_heartbeats)
+        storage = open_storage(parsed, has_heartbeats=has_heartbeats)
         try:
             details = {"command": command, "versions": dict(versions or {})}
             attributes = {"schema_version": SCHEMA_VERSION, **details, **identity}
@@ -133,18 +130,15 @@ def existing_study(url: str, name: str) -> Iterator[optuna.Study]:
 @contextlib.contextmanager
 def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
     """The database at that URL, which is not created. Raises StorageError."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     parsed = parse_url(url)
     file = file_of(parsed)
     if file is not None and not file.exists():
         raise StorageError(
-            f"There is no database {parsed}",
+            f"There is no database {named(parsed)}",
             remedy="Run `autotune find` first, or name another with --storage",
         )
     with explained(parsed):
-        storage = _open_storage(parsed)
+        storage = open_storage(parsed)
         try:
             yield storage
         finally:
@@ -225,9 +219,13 @@ def _check_name(name: str) -> None:
         )
 
 
-def _open_storage(url: URL, *, has_heartbeats: bool = False) -> optuna.storages.RDBStorage:
+def open_storage(url: URL, *, has_heartbeats: bool = False) -> optuna.storages.RDBStorage:
+    """The database, with Optuna's tables; its session and engine are the caller's to close."""
     import optuna
 
+    # Optuna reports the creation of a study on stderr, where our progress is shown, and every trial that
+    # failed, with a traceback.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     make_folder(url)
     text = url.render_as_string(hide_password=False)
     with warnings.catch_warnings(), _creating(url) as creates:
@@ -248,7 +246,7 @@ def _open_storage(url: URL, *, has_heartbeats: bool = False) -> optuna.storages.
         is_older = version in storage.get_all_versions()
         command = "optuna storage upgrade --storage URL" if is_older else "pip install -U optuna"
         raise StorageError(
-            f"The database {url} cannot be used",
+            f"The database {named(url)} cannot be used",
             why=f"It was written by an {'older' if is_older else 'newer'} Optuna ({version})",
             remedy=f"Run `{command}`, {ELSEWHERE}",
         )
