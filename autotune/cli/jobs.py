@@ -110,11 +110,11 @@ def enqueue(
             if as_json:
                 print_json({"job": number, "state": "queued"})
             else:
-                print(f"Job {number} waits for a machine with {wanted.card}.")
+                print(f"Job {number} waits for a worker with {wanted.card}.")
                 print(f"  follow it       {follow}")
                 print(f"  a machine's     {_worker_command(storage)}")
             return
-        say(f"Job {number} waits for a machine with {wanted.card}; Ctrl-C leaves it to them.")
+        say(f"Job {number} waits for a worker with {wanted.card}; Ctrl-C leaves it waiting.")
         try:
             job = _ended(table, number)
         except KeyboardInterrupt:
