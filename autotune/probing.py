@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import signal
 from collections import Counter
@@ -25,15 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import compiled, needs
+from autotune import compiled, log, needs
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
+from autotune.knobs import describe
 from autotune.models import ModelSource
 from autotune.optimizers import OPTIMIZERS
 from autotune.out_of_memory import says_out_of_memory
-from autotune.probes import ProbeTable, probe_key
+from autotune.probes import REUSABLE, ProbeTable, probe_key
 from autotune.pruner import SpeedPruner
 from autotune.results import (
     STOP_FILE,
@@ -49,6 +51,7 @@ from autotune.store import parameter_distributions
 from autotune.summary import Measured
 from autotune.trials import Watch, close_interrupted, tell, told_when_interrupted, watched
 from autotune.tune import NOISE
+from autotune.units import format_bytes
 from autotune.winner import (
     MAX_CONFIRMATIONS,
     final,
@@ -60,6 +63,8 @@ from autotune.winner import (
 
 if TYPE_CHECKING:
     import optuna
+
+_log = log.logger(__name__)
 
 SET_UP_SECONDS = 120.0
 """A probe's deadline beyond its timed steps: building, warm-up, the last step begun."""
@@ -170,6 +175,7 @@ class Prober:
                 on_answer=None if watch is None else functools.partial(_follow, watch, folder),
             )
         measurement = self._read(end, config, spec)
+        _log_run(measurement)
         key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
         self._table.add(key, measurement)
         return measurement
@@ -213,6 +219,20 @@ class Prober:
             outcome=outcome,
             message=f"{message} {last_words}".strip()[:500],
         )
+
+
+def _log_run(measurement: Measurement) -> None:
+    """One line of a probe or a confirmation, whatever came of it."""
+    speed, peak_bytes = measurement.tokens_per_second, measurement.peak_device_bytes
+    _log.log(
+        logging.INFO if measurement.outcome in REUSABLE else logging.WARNING,
+        "%s: %s, %s, %s; %s",
+        "confirmation" if measurement.spec.confirm_steps else "probe",
+        f"{measurement.outcome} {measurement.message}".strip(),
+        "no speed" if speed is None else f"{speed:.1f} tokens/s",
+        "no peak" if peak_bytes is None else f"peak {format_bytes(peak_bytes)}",
+        describe(measurement.config),
+    )
 
 
 def _set_up_seconds(config: TrainConfig) -> float:

@@ -159,6 +159,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--target": None,
         "--storage": "sqlite:///studies/autotune.db",
     },
+    "doctor": {"--storage": "sqlite:///studies/autotune.db", "--json": False},
     "gpus": {},
     "models": {},
     "spaces": {},
