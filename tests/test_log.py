@@ -88,7 +88,7 @@ def test_no_password_is_in_it(main: Main) -> None:
     ran = main("studies", "list", "--storage", url)
     assert ran.code == StorageError.exit_code
     assert "postgresql+nonsense://***@host/db?password=***" in ran.log
-    assert "hunter2" not in ran.log
+    assert "hunter2" not in ran.log + ran.err
     assert "ERROR autotune.cli.output: error: " in ran.log
 
 

@@ -6,13 +6,13 @@ import sys
 
 import click
 
-from autotune import store
+from autotune import database
 from autotune.cli.output import print_json
 
 
 @click.command()
 @click.option(
-    "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
+    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def doctor(*, storage: str, as_json: bool) -> int:

@@ -9,8 +9,9 @@ import shlex
 import sys
 from typing import Any
 
-from autotune import log, store
+from autotune import database, log
 from autotune.errors import AutotuneError, ConfigError
+from autotune.redacted import redacted
 
 _log = log.logger(__name__)
 
@@ -23,7 +24,7 @@ def drop_output() -> None:
 
 def say(text: str, *, level: int = logging.INFO, cause: BaseException | None = None) -> None:
     """One line on stderr, with whatever is in it made printable; in the log with its cause."""
-    line = " ".join(text.split())
+    line = redacted(" ".join(text.split()))
     _log.log(level, "%s", line, exc_info=cause, extra=log.SAID)
     with contextlib.suppress(OSError):
         print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line), file=sys.stderr)
@@ -42,7 +43,7 @@ def explain(error: AutotuneError) -> None:
 def command_on(study: str, command: str, storage: str) -> str:
     """What to type for a command on a study; an address that may hold a password is left to the user."""
     words = ["autotune", *command.split(), study]
-    if storage != store.DEFAULT_URL:
+    if storage != database.DEFAULT_URL:
         words += ["--storage", "URL" if "@" in storage else storage]
     return shlex.join(words)
 

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from autotune import log
+from autotune.database import file_of, parse_url
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import Verdict, fail, ok, warn
+from autotune.errors import StorageError
 from autotune.units import GIB, MIB, format_bytes
 
 FAIL_MEMORY_BYTES = 1536 * MIB
@@ -102,10 +104,12 @@ def _temporary_folder() -> str:
 
 
 def _studies_folder(storage: str) -> Path:
-    """Of SQLite's file; `find` writes its own files into studies/."""
-    scheme, _, name = storage.partition(":///")
-    is_file = scheme.startswith("sqlite") and name and not name.startswith((":", "file:"))
-    return Path(name).parent if is_file else Path("studies")
+    """Of SQLite's file; `find` writes its own files into studies/ anyway."""
+    try:
+        file = file_of(parse_url(storage))
+    except StorageError:  # which the check of the database tells
+        file = None
+    return Path("studies") if file is None else file.parent
 
 
 def _existing(path: Path) -> Path:

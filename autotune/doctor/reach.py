@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune import store
+from autotune import store, upgrade
+from autotune.database import engine_options, explained, file_of, parse_url
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import Verdict, fail, ok, warn
 from autotune.errors import StorageError
@@ -24,28 +24,42 @@ _WITHOUT_HUB = (
 
 
 def database(machine: Machine) -> Verdict:
-    """Whether it can be read and written, and by whose versions. Nothing is created."""
+    """Whether it can be read and written, and whose versions wrote it. Nothing is created."""
+    from autotune.schema import HEAD
+
     try:
-        parsed = store.parse_url(machine.storage)
-        if _is_missing_file(parsed):
-            return ok(f"{parsed} is not there yet: the first `find` makes it")
-        with store.explained(parsed):
-            server, is_empty = _ask(parsed)
-        if is_empty:
-            return ok(f"{parsed} on {server} is empty: the first `find` makes its tables")
-        with store.existing_storage(machine.storage) as storage:
-            optuna_version = storage.get_current_version()
+        url = parse_url(machine.storage)
+        file = file_of(url)
+        if file is not None and not file.exists():
+            return ok(f"{url} is not there yet: the first `find` makes it")
+        with explained(url):
+            server, tables, ours = _ask(url)
+        if not tables:
+            return ok(f"{url} on {server} is empty: the first `find` makes its tables")
+        said = f"{url} on {server}; autotune's tables are at {ours or 'none'}"
+        if "alembic_version" in tables:
+            with store.existing_storage(machine.storage) as storage:
+                said += f", Optuna's at {storage.get_current_version()}"
     except StorageError as error:
         return fail(f"{error.what}: {error.why}" if error.why else error.what, error.remedy)
-    return ok(f"{parsed} on {server}; Optuna's tables are of version {optuna_version}")
+    if ours is not None and ours != HEAD:
+        return warn(
+            f"{said}, and this version makes {HEAD}",
+            "The next `find` brings them up to date; of a file of SQLite a copy is kept beside it",
+        )
+    return ok(said)
 
 
-def _ask(url: URL) -> tuple[str, bool]:
-    """(server and its version, whether it has no table); that it can be written, where that is cheap."""
+def _ask(url: URL) -> tuple[str, list[str], str | None]:
+    """The server and its version, the names of its tables, the revision of ours.
+
+    Raises what `explained` translates, where the database cannot be written as well.
+    """
     import sqlalchemy
 
-    engine = sqlalchemy.create_engine(url, **store.engine_options(url))
+    engine = sqlalchemy.create_engine(url, **engine_options(url))
     try:
+        ours = upgrade.refuse_newer(engine)
         with engine.connect() as connection:
             if engine.dialect.name == "sqlite":
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -54,13 +68,7 @@ def _ask(url: URL) -> tuple[str, bool]:
             numbers = engine.dialect.server_version_info or ()
     finally:
         engine.dispose()
-    return f"{engine.dialect.name} {'.'.join(map(str, numbers))}", not tables
-
-
-def _is_missing_file(url: URL) -> bool:
-    name = url.database or ""
-    is_file = url.get_backend_name() == "sqlite" and name and not name.startswith((":", "file:"))
-    return bool(is_file) and not Path(name).exists()
+    return f"{engine.dialect.name} {'.'.join(map(str, numbers))}", tables, ours
 
 
 def hub(_machine: Machine) -> Verdict:
