@@ -27,16 +27,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune import compiled, log, needs
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
 from autotune.knobs import describe
 from autotune.models import ModelSource
-from autotune.optimizers import OPTIMIZERS
 from autotune.out_of_memory import says_out_of_memory
 from autotune.probe_key import probe_key
-from autotune.probes import REUSABLE, ProbeTable
+from autotune.probes import ProbeTable
 from autotune.pruner import SpeedPruner
 from autotune.results import (
     STOP_FILE,
@@ -222,11 +221,15 @@ class Prober:
         )
 
 
+_FAILED = ("crashed", "timeout")
+"""Of the outcomes, those that say nothing of the configuration."""
+
+
 def _log_run(measurement: Measurement) -> None:
     """One line of a probe or a confirmation, whatever came of it."""
     speed, peak_bytes = measurement.tokens_per_second, measurement.peak_device_bytes
     _log.log(
-        logging.INFO if measurement.outcome in REUSABLE else logging.WARNING,
+        logging.WARNING if measurement.outcome in _FAILED else logging.INFO,
         "%s: %s, %s, %s; %s",
         "confirmation" if measurement.spec.confirm_steps else "probe",
         f"{measurement.outcome} {measurement.message}".strip(),
@@ -304,13 +307,8 @@ def can_run(config: TrainConfig, backend: str) -> bool:
     """
     if config.trainer != "transformers":
         return False
-    only_cuda = (
-        config.activation_offloading
-        or config.liger
-        or PRECISIONS[config.precision].fp8
-        or OPTIMIZERS[config.optimizer].only_cuda
-    )
-    return (backend == "cuda" or not only_cuda) and compiled.can_compile(config, backend)
+    runs_there = backend == "cuda" or not needs.of_cuda(config)
+    return runs_there and compiled.can_compile(config, backend)
 
 
 def search(
