@@ -74,7 +74,7 @@ _CAN_DO_WITHOUT = ("the Hub's cache", "the log")
 
 def folders(machine: Machine) -> Verdict:
     """Whether files can be written there: asked by writing one, as a full quota says nothing before."""
-    places = {**_places(machine.storage), "the log": log.path().parent}
+    places = {**_places(machine.storage), "the log": log.path().parent.absolute()}
     refused = {name: why for name, path in places.items() if (why := _why_not_written(path))}
     if not refused:
         return ok(f"{', '.join(places)} can be written")
@@ -88,11 +88,12 @@ def folders(machine: Machine) -> Verdict:
 def _places(storage: str) -> Mapping[str, Path]:
     from huggingface_hub import constants
 
-    return {
+    places = {
         "studies": _studies_folder(storage),
         "the Hub's cache": Path(constants.HF_HUB_CACHE),
         "temporary files": Path(_temporary_folder()),
     }
+    return {name: path.absolute() for name, path in places.items()}
 
 
 def _temporary_folder() -> str:
@@ -114,7 +115,7 @@ def _studies_folder(storage: str) -> Path:
 
 def _existing(path: Path) -> Path:
     """The folder, or the one that it would be made in."""
-    for each in (path, *path.absolute().parents):
+    for each in (path, *path.parents):
         if each.exists():
             return each
     return Path("/")

@@ -81,7 +81,7 @@ def hub(_machine: Machine) -> Verdict:
         return warn("not asked: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set", _WITHOUT_HUB)
     started = time.monotonic()
     try:
-        url = huggingface_hub.hf_hub_url(*_HUB_FILE, endpoint=endpoint)
+        url = huggingface_hub.hf_hub_url(*_HUB_FILE)
         huggingface_hub.get_hf_file_metadata(url, timeout=HUB_TIMEOUT_SECONDS)
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
