@@ -55,8 +55,8 @@ def path() -> Path:
     return base / NAME / f"{NAME}.log"
 
 
-def set_up(file: Path | None, *, verbosity: int, warn: Callable[[str], None]) -> Path | None:
-    """Log to a file, and to stderr from verbosity 1 on; where the file is, None where there is none.
+def set_up(file: Path | None, *, verbosity: int, warn: Callable[[str], None]) -> None:
+    """Log to a file, and to stderr from verbosity 1 on.
 
     `file` None: `path()`. `warn` is told, once, why the file cannot be written. A second call starts
     afresh.
@@ -67,16 +67,22 @@ def set_up(file: Path | None, *, verbosity: int, warn: Callable[[str], None]) ->
     level = logging.DEBUG if verbosity > 1 else logging.INFO
     root.setLevel(level)
     if verbosity:
-        stderr = logging.StreamHandler(sys.stderr)
+        stderr = _Stderr()
         stderr.setFormatter(_Formatter(_STDERR_FORMAT))
         stderr.addFilter(lambda record: not getattr(record, "said", False))
         root.addHandler(stderr)
     target = path() if file is None else file
     handler = _file_handler(target, warn)
-    if handler is None:
-        return None
-    root.addHandler(handler)
-    return target
+    if handler is not None:
+        root.addHandler(handler)
+
+
+def file_in_use() -> Path | None:
+    """Where records go; None where no file is set up, or it could not be written."""
+    for handler in logging.getLogger(NAME).handlers:
+        if isinstance(handler, logging.FileHandler):
+            return Path(handler.baseFilename)
+    return None
 
 
 def tear_down() -> None:
@@ -116,6 +122,14 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
+
+
+class _Stderr(logging.Handler):
+    """What is sys.stderr at the time: a progress bar takes its place, and keeps lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            print(self.format(record), file=sys.stderr)
 
 
 def _file_handler(target: Path, warn: Callable[[str], None]) -> logging.Handler | None:

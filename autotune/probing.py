@@ -113,6 +113,7 @@ class Prober:
         measurement = self._find(config, self.spec)
         if measurement is not None:
             self.num_reused += 1
+            _log_run(measurement, "known probe")
         else:
             self.num_run += 1
             deadline_seconds = _set_up_seconds(config) + 3 * self.spec.max_seconds
@@ -174,7 +175,7 @@ class Prober:
                 on_answer=None if watch is None else functools.partial(_follow, watch, folder),
             )
         measurement = self._read(end, config, spec)
-        _log_run(measurement)
+        _log_run(measurement, "confirmation" if spec.confirm_steps else "probe")
         key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
         tail = "" if measurement.outcome == "ok" else end.stderr_tail
         self._table.add(key, measurement, model=self._model.name, stderr_tail=tail)
@@ -225,13 +226,13 @@ _FAILED = ("crashed", "timeout")
 """Of the outcomes, those that say nothing of the configuration."""
 
 
-def _log_run(measurement: Measurement) -> None:
-    """One line of a probe or a confirmation, whatever came of it."""
+def _log_run(measurement: Measurement, what: str) -> None:
+    """One line, whatever came of it."""
     speed, peak_bytes = measurement.tokens_per_second, measurement.peak_device_bytes
     _log.log(
         logging.WARNING if measurement.outcome in _FAILED else logging.INFO,
         "%s: %s, %s, %s; %s",
-        "confirmation" if measurement.spec.confirm_steps else "probe",
+        what,
         f"{measurement.outcome} {measurement.message}".strip(),
         "no speed" if speed is None else f"{speed:.1f} tokens/s",
         "no peak" if peak_bytes is None else f"peak {format_bytes(peak_bytes)}",

@@ -32,6 +32,7 @@ LIBRARIES = (
     "numpy",
     "nvidia-ml-py",
     "optuna",
+    "packaging",
     "peft",
     "plotly",
     "psycopg",

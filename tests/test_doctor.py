@@ -185,7 +185,7 @@ CARD_CASES: list[CardCase] = [
         ("ROCm 7.2", "probes are for CUDA"),
     ),
     ("torch", {}, {"torch": {**CPU_TORCH, "hip": "7.2"}}, "fail", ("ROCm",)),
-    ("torch", {}, {"torch": CPU_TORCH}, "fail", ("without CUDA, and a NVIDIA L4", "pytorch.org")),
+    ("torch", {}, {"torch": CPU_TORCH}, "fail", ("without CUDA, though NVIDIA L4", "pytorch.org")),
     ("torch", {}, {"card": {"problem": "no luck"}}, "fail", ("cannot use", "no luck")),
     (
         "torch",
@@ -200,6 +200,7 @@ CARD_CASES: list[CardCase] = [
     ("kernels", {"compute_capability": (10, 0)}, {}, "fail", ("none runs on it", "10.0")),
     ("kernels", {"compute_capability": (6, 1)}, {}, "fail", ("none runs on it",)),
     ("kernels", {"compute_capability": (12, 1)}, {}, "ok", ()),
+    ("kernels", {}, {"torch": CPU_TORCH}, "warn", ("See the line on torch",)),
     ("kernels", {"compute_capability": (13, 0)}, {}, "warn", ("compiles them at first use",)),
     (
         "kernels",

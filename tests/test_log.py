@@ -99,6 +99,7 @@ def test_a_mistake_of_ours_leaves_its_traceback(main: Main, boom: None) -> None:
     assert "Traceback (most recent call last)" in ran.log
     assert "hunter2" not in ran.log
     assert "Traceback" not in ran.err
+    assert f"the traceback in {os.environ['AUTOTUNE_LOG']} and" in ran.err
 
 
 def test_what_click_refuses_is_in_it(main: Main) -> None:
@@ -220,6 +221,8 @@ def test_a_full_disk_costs_one_line(main: Main, boom: None) -> None:
     lines = ran.err.splitlines()
     assert ["No space left on device" in line for line in lines] == [True, False]
     assert lines[1].startswith("internal error: RuntimeError")
+    # There is no file to look into.
+    assert "that AUTOTUNE_DEBUG=1 shows" in lines[1]
 
 
 def test_a_folder_in_its_place_costs_one_line(main: Main, tmp_path: Path) -> None:

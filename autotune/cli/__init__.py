@@ -89,9 +89,11 @@ def _run(arguments: tuple[str, ...]) -> int:
                 )
             )
             return StorageError.exit_code
+        kept = log.file_in_use()
         say(
             f"internal error: {type(error).__name__}: {str(error)[:500]}. Please report it with the "
-            f"traceback that {_DEBUG}=1 shows, and with `autotune --version --verbose`.",
+            f"traceback {f'in {kept}' if kept else f'that {_DEBUG}=1 shows'} and what `autotune "
+            "--version --verbose` prints.",
             level=logging.ERROR,
             cause=error,
         )

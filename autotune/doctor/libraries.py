@@ -44,7 +44,7 @@ def torch(machine: Machine) -> Verdict:
     if isinstance(card, nvml.NoCard):
         return ok(found if build["cuda"] else f"{found}, built without CUDA: enough to predict")
     if not build["cuda"]:
-        return fail(f"{found} is built without CUDA, and a {card.name} is here", _GET_TORCH)
+        return fail(f"{found} is built without CUDA, though {card.name} is here", _GET_TORCH)
     if problem := machine.ask("card")["problem"]:
         return fail(f"{found}, cannot use the {card.name}: {problem}", _GET_TORCH)
     return ok(f"{found}, ran on the {card.name}")
@@ -59,7 +59,10 @@ def kernels(machine: Machine) -> Verdict:
     card = machine.card
     if isinstance(card, nvml.NoCard):
         return NO_CARD
-    architectures = [str(name) for name in machine.ask("torch").get("architectures") or ()]
+    build = machine.ask("torch")
+    if not build.get("cuda"):
+        return warn("torch is built without CUDA", "See the line on torch")
+    architectures = [str(name) for name in build["architectures"]]
     major, minor = card.compute_capability
     listed = ", ".join(architectures) or "nothing"
     said = f"the card is {major}.{minor}; torch has kernels for {listed}"
