@@ -12,8 +12,21 @@ from autotune import nvml
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
 from autotune.needs import version
+from autotune.out_of_memory import says_out_of_memory
 
 _GET_TORCH = "Install one of https://pytorch.org/get-started/locally for your driver"
+
+_WHEN_UNUSABLE = (
+    # part of what torch says (c10/cuda/CUDAFunctions.cpp, CUDA's cudaGetErrorString), and the remedy
+    ("no kernel image", "See the line on kernels"),
+    ("driver on your system is too old", "See the line on cuda"),
+    (
+        "busy or unavailable",
+        "End what has the card to itself: `nvidia-smi -q -d COMPUTE` tells the mode",
+    ),
+    ("initialization error", "Load the driver's second half: sudo modprobe nvidia_uvm"),
+    ("unknown error", "Load the driver's second half: sudo modprobe nvidia_uvm; else restart"),
+)
 
 _FLASH_ATTENTION_CARDS = {
     # the projects' READMEs: Ampere, Ada and Hopper; Hopper alone
@@ -46,7 +59,10 @@ def torch(machine: Machine) -> Verdict:
     if not build["cuda"]:
         return fail(f"{found} is built without CUDA, though {card.name} is here", _GET_TORCH)
     if problem := machine.ask("card")["problem"]:
-        return fail(f"{found}, cannot use the {card.name}: {problem}", _GET_TORCH)
+        remedy = next((remedy for part, remedy in _WHEN_UNUSABLE if part in problem), _GET_TORCH)
+        if says_out_of_memory(problem):
+            remedy = "See the line on the card's memory"
+        return fail(f"{found}, cannot use the {card.name}: {problem}", remedy)
     return ok(f"{found}, ran on the {card.name}")
 
 
