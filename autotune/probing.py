@@ -112,8 +112,8 @@ class Prober:
         share = self._useful_share(config)
         measurement = self._find(config, self.spec)
         if measurement is not None:
-            self.num_reused += 1
             _log_run(measurement, "known probe")
+            self.num_reused += 1
         else:
             self.num_run += 1
             deadline_seconds = _set_up_seconds(config) + 3 * self.spec.max_seconds
