@@ -8,8 +8,7 @@
     +-- StorageError           6   the database or an output file cannot be read or written
 
 A command that is interrupted (Ctrl-C) exits with EXIT_INTERRUPTED. Only the command line catches
-AutotuneError as such; out of memory is an outcome, not an error. `autotune doctor` raises none of them:
-it exits with the code that its table (doctor.CHECKS) gives to the first check that failed.
+AutotuneError as such; out of memory is an outcome, not an error.
 """
 
 from __future__ import annotations

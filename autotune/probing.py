@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
 import signal
 from collections import Counter
@@ -26,12 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import compiled, log, needs
+from autotune import compiled, needs
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
-from autotune.knobs import describe
 from autotune.models import ModelSource
 from autotune.out_of_memory import says_out_of_memory
 from autotune.probe_key import probe_key
@@ -46,12 +44,12 @@ from autotune.results import (
     fingerprint_from_dict,
     measurement_from_dict,
 )
+from autotune.run_log import log_run
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.store import parameter_distributions
 from autotune.summary import Measured
 from autotune.trials import Watch, close_interrupted, tell, told_when_interrupted, watched
 from autotune.tune import NOISE
-from autotune.units import format_bytes
 from autotune.winner import (
     MAX_CONFIRMATIONS,
     final,
@@ -63,8 +61,6 @@ from autotune.winner import (
 
 if TYPE_CHECKING:
     import optuna
-
-_log = log.logger(__name__)
 
 SET_UP_SECONDS = 120.0
 """A probe's deadline beyond its timed steps: building, warm-up, the last step begun."""
@@ -112,7 +108,7 @@ class Prober:
         share = self._useful_share(config)
         measurement = self._find(config, self.spec)
         if measurement is not None:
-            _log_run(measurement, "known probe")
+            log_run(measurement, "known probe")
             self.num_reused += 1
         else:
             self.num_run += 1
@@ -175,7 +171,7 @@ class Prober:
                 on_answer=None if watch is None else functools.partial(_follow, watch, folder),
             )
         measurement = self._read(end, config, spec)
-        _log_run(measurement, "confirmation" if spec.confirm_steps else "probe")
+        log_run(measurement, "confirmation" if spec.confirm_steps else "probe")
         key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
         tail = "" if measurement.outcome == "ok" else end.stderr_tail
         self._table.add(key, measurement, model=self._model.name, stderr_tail=tail)
@@ -220,24 +216,6 @@ class Prober:
             outcome=outcome,
             message=f"{message} {last_words}".strip()[:500],
         )
-
-
-_FAILED = ("crashed", "timeout")
-"""Of the outcomes, those that say nothing of the configuration."""
-
-
-def _log_run(measurement: Measurement, what: str) -> None:
-    """One line, whatever came of it."""
-    speed, peak_bytes = measurement.tokens_per_second, measurement.peak_device_bytes
-    _log.log(
-        logging.WARNING if measurement.outcome in _FAILED else logging.INFO,
-        "%s: %s, %s, %s; %s",
-        what,
-        f"{measurement.outcome} {measurement.message}".strip(),
-        "no speed" if speed is None else f"{speed:.1f} tokens/s",
-        "no peak" if peak_bytes is None else f"peak {format_bytes(peak_bytes)}",
-        describe(measurement.config),
-    )
 
 
 def _set_up_seconds(config: TrainConfig) -> float:

@@ -159,10 +159,10 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--target": None,
         "--storage": "sqlite:///studies/autotune.db",
     },
-    "doctor": {"--storage": "sqlite:///studies/autotune.db", "--json": False},
     "gpus": {},
     "models": {},
     "spaces": {},
+    "doctor": {"--storage": "sqlite:///studies/autotune.db", "--json": False},
     "studies": {},
     "completion": {"shell": None},
 }
