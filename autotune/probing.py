@@ -30,6 +30,7 @@ from autotune.config import TrainConfig
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
+from autotune.logged_runs import log_run
 from autotune.models import ModelSource
 from autotune.out_of_memory import says_out_of_memory
 from autotune.probe_key import probe_key
@@ -44,7 +45,6 @@ from autotune.results import (
     fingerprint_from_dict,
     measurement_from_dict,
 )
-from autotune.run_log import log_run
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.store import parameter_distributions
 from autotune.summary import Measured

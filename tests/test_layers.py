@@ -38,7 +38,7 @@ ROWS = {
     "space": 3,
     "summary": 3,
     "details": 3,
-    "run_log": 4,
+    "logged_runs": 4,
     "versions": 4,
     "space_file": 3,
     "needs": 3,

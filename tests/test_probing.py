@@ -870,7 +870,7 @@ def test_every_run_is_in_the_log(
         return measured(config)
 
     server = Server(answer, confirm=measured)
-    with caplog.at_level(logging.INFO, logger="autotune.run_log"):
+    with caplog.at_level(logging.INFO, logger="autotune.logged_runs"):
         run(url, table, server, baseline=True, confirm_steps=3)
         run(url, table, server, baseline=True, confirm_steps=3)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
