@@ -102,6 +102,15 @@ def test_a_mistake_of_ours_leaves_its_traceback(main: Main, boom: None) -> None:
     assert f"the traceback in {os.environ['AUTOTUNE_LOG']} and" in ran.err
 
 
+def test_a_traceback_that_is_shown_is_kept_as_well(
+    main: Main, boom: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AUTOTUNE_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="boom"):
+        cli.main(FIND)
+    assert 'raise RuntimeError("boom at' in (tmp_path / "the.log").read_text(encoding="utf-8")
+
+
 def test_what_click_refuses_is_in_it(main: Main) -> None:
     ran = main("find", "--effort", "heroic")
     assert ran.code == 2

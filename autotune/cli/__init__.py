@@ -78,6 +78,7 @@ def _run(arguments: tuple[str, ...]) -> int:
         return 1
     except Exception as error:
         if os.environ.get(_DEBUG):
+            _log.error("internal error", exc_info=error, extra=log.SAID)
             raise
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             drop_output()
