@@ -351,6 +351,16 @@ def test_libraries_that_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     check(click, "fail", "click>=99 (", " is here)", "pip install 'click>=99'")
 
 
+def test_a_library_that_no_extra_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """apollo-torch's licence keeps it out of them; trl is named once."""
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["trl>=1; extra == 'techniques'"])
+    monkeypatch.setattr(libraries, "version", lambda name: None)
+    verdict = ASK["libraries"](Told())
+    check(verdict, "warn", "trl>=1, apollo-torch, ", "pip install 'trl>=1' 'apollo-torch'")
+    assert verdict.said.count("trl") == 1
+    assert "flash-attn" not in verdict.said
+
+
 def test_libraries_of_this_installation_are_there() -> None:
     check(ASK["libraries"](Told()), "ok")
 

@@ -11,6 +11,7 @@ from typing import Any
 from autotune import nvml
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
+from autotune.knobs import KNOBS
 from autotune.needs import version
 from autotune.out_of_memory import says_out_of_memory
 
@@ -177,6 +178,8 @@ def libraries(_machine: Machine) -> Verdict:
     if missing:
         return fail(f"missing or too old: {', '.join(missing)}", _install(missing))
     optional, more = _missing(declared, extra=TECHNIQUES)
+    # No extra brings what has a licence of its own (apollo-torch).
+    optional += [name for name in _needed_by_settings() if not _names(name, optional)]
     if optional:
         return warn(
             f"{total} are there; techniques that are left out for want of: {', '.join(optional)}",
@@ -205,6 +208,17 @@ def _missing(declared: Iterable[str], *, extra: str) -> tuple[list[str], int]:
         elif not requirement.specifier.contains(found, prereleases=True):
             missing.append(f"{requirement.name}{requirement.specifier} ({found} is here)")
     return missing, len(wanted)
+
+
+def _needed_by_settings() -> list[str]:
+    """What is not here; FlashAttention has a line of its own."""
+    needed = {library for knob in KNOBS.values() for library in knob.needs.values()}
+    left = sorted(needed - _FLASH_ATTENTION_CARDS.keys())
+    return [library for library in left if version(library) is None]
+
+
+def _names(library: str, missing: Iterable[str]) -> bool:
+    return any(each.startswith(f"{library}>") for each in missing)
 
 
 def _install(missing: Iterable[str]) -> str:
