@@ -23,6 +23,7 @@ import pytest
 from fake_nvml import fake_nvml
 
 from autotune import cli, doctor, upgrade
+from autotune.allocator import VARIABLES
 from autotune.doctor import CHECKS, host, libraries, reach
 from autotune.doctor.machine import PARTS, Machine, NotAnswered
 from autotune.doctor.verdict import Status, Verdict
@@ -77,7 +78,7 @@ def check(verdict: Verdict, status: str, *parts: str) -> None:
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in (*libraries.ALLOCATOR_VARIABLES, libraries.NO_CACHING, "HF_TOKEN"):
+    for name in (*VARIABLES, libraries.NO_CACHING, "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from autotune import nvml
+from autotune.allocator import VARIABLES
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
 from autotune.knobs import KNOBS
@@ -30,13 +31,11 @@ _WHEN_UNUSABLE = (
 )
 
 _FLASH_ATTENTION_CARDS = {
-    # the projects' READMEs: Ampere, Ada and Hopper; Hopper alone
+    # flash-attn 2.8 csrc/flash_attn/flash_api.cpp: Ampere or newer; flash-attn-3's README: Hopper
     "flash-attn": ((8, 0), (99, 0)),
     "flash-attn-3": ((9, 0), (9, 9)),
 }
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The newer name wins (torch 2.13 c10/core/AllocatorConfig.cpp)."""
 NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 TECHNIQUES = "techniques"
@@ -145,7 +144,7 @@ def flash_attention(machine: Machine) -> Verdict:
 
 def allocator(machine: Machine) -> Verdict:
     """Predictions are made for torch's defaults; measurements say what they were made with."""
-    set_here = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)}
+    set_here = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     if os.environ.get(NO_CACHING):
         return warn(
             f"{NO_CACHING} turns torch's cache off: nothing that is predicted holds",
@@ -158,7 +157,7 @@ def allocator(machine: Machine) -> Verdict:
     if problem := machine.ask("allocator")["problem"]:
         return fail(f"{said} is refused by torch: {problem}", f"Correct it, or unset {name}")
     if len(set(set_here.values())) > 1:
-        said += f" counts, and {ALLOCATOR_VARIABLES[1]} says something else"
+        said += f" counts, and {VARIABLES[1]} says something else"
     return warn(
         f"{said}: predictions are for the defaults",
         f"Measure, or unset {' '.join(set_here)}",

@@ -12,12 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from autotune.allocator import VARIABLES
 from autotune.worker.uncompiled import uncompiled
 
 Part = dict[str, Any]
-
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The newer name wins (torch 2.13 c10/core/AllocatorConfig.cpp)."""
 
 FLASH_ATTENTION = {"flash-attn": "flash_attn", "flash-attn-3": "flash_attn_interface"}
 """pip's name, and the module whose import loads the compiled part."""
@@ -48,7 +46,7 @@ def _allocator() -> Part:
     """Whether torch understands what is set: it would say so at its first allocation only."""
     import torch
 
-    setting = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+    setting = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
     if setting:
         torch._C._accelerator_setAllocatorSettings(setting)
     return {}
