@@ -122,6 +122,24 @@ def with_peft(space: SearchSpace, peft: str) -> SearchSpace:
     return dataclasses.replace(space, methods=tuple(sections.values()))
 
 
+def as_in_base(space: SearchSpace, base: TrainConfig) -> SearchSpace:
+    """The space with what costs nothing as the base has it, where the space has only the default."""
+    of_base = {
+        knob.name: (getattr(base, knob.name),)
+        for knob in KNOBS.values()
+        if knob.is_free and base.method in knob.methods
+    }
+    sections = []
+    for section in space.methods:
+        kept = {
+            name: domain
+            for name, domain in of_base.items()
+            if section.domains.get(name) == (KNOBS[name].default,)
+        }
+        sections.append(dataclasses.replace(section, domains={**section.domains, **kept}))
+    return dataclasses.replace(space, methods=tuple(sections))
+
+
 def around(
     space: SearchSpace, base: TrainConfig, allows: Callable[[str, str, Any], bool]
 ) -> SearchSpace:
@@ -190,7 +208,9 @@ _OF_ADAPTERS = ("lora_rank", "lora_targets", "num_virtual_tokens", "peft")
 
 def _has_settings_of_others(config: TrainConfig) -> bool:
     if config.method not in KNOBS["lora_variant"].methods and (
-        config.lora_variant != "plain" or config.lora_dropout
+        config.lora_variant != "plain"
+        or config.lora_dropout
+        or config.lora_alpha_ratio != KNOBS["lora_alpha_ratio"].default
     ):
         return True
     return any(
