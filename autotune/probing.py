@@ -277,7 +277,8 @@ class Plan:
 
 
 def can_run(config: TrainConfig, backend: str) -> bool:
-    """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton.
+    """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton,
+    and flex_attention no backward pass there.
 
     Probes run Transformers' Trainer.
     """
@@ -286,6 +287,7 @@ def can_run(config: TrainConfig, backend: str) -> bool:
     only_cuda = (
         config.activation_offloading
         or config.liger
+        or config.attention == "flex_attention"
         or PRECISIONS[config.precision].fp8
         or OPTIMIZERS[config.optimizer].only_cuda
     )

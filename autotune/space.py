@@ -59,11 +59,11 @@ class SearchSpace:
 
 
 def with_attentions(space: SearchSpace, attentions: tuple[str, ...]) -> SearchSpace:
-    """The space for a model that has only these; theirs where it would have none left."""
+    """The space for a model that has only these; the first where it would have none left."""
     sections = []
     for section in space.methods:
         left = tuple(name for name in section.domains.get("attention", ()) if name in attentions)
-        domains = {**section.domains, "attention": left or attentions}
+        domains = {**section.domains, "attention": left or attentions[:1]}
         sections.append(dataclasses.replace(section, domains=domains))
     return dataclasses.replace(space, methods=tuple(sections))
 
@@ -357,11 +357,29 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        # torch 2.13 nn/attention/flex_attention.py, _validate_device: no backward pass on a CPU, so
-        # that no test here could hold a prediction to it.
-        name="flex-attention-is-compiled",
-        reason="flex_attention's kernels are made by torch.compile: what they keep is not predicted",
-        breaks=lambda c, _: c.attention == "flex_attention",
+        # Triton's README, supported hardware.
+        name="flex-attention-needs-ampere",
+        reason="flex_attention's kernels are Triton's, which needs compute capability 8.0",
+        breaks=lambda c, context: c.attention == "flex_attention" and _lacks_ampere(context),
+    ),
+    Rule(
+        # torch 2.13 _inductor/kernel/flex/flex_attention.py, get_float32_precision: products in IEEE
+        # float32 unless PyTorch is told otherwise. No published rate was found.
+        name="flex-attention-computes-in-16-bits",
+        reason="how fast flex_attention's kernels are in float32 is not known",
+        breaks=lambda c, _: (
+            c.attention == "flex_attention" and PRECISIONS[c.precision].compute_dtype == "float32"
+        ),
+    ),
+    Rule(
+        # The same, flex_attention: "at least 16".
+        name="flex-attention-heads-from-16",
+        reason="flex_attention has no kernels for smaller attention heads",
+        breaks=lambda c, context: (
+            c.attention == "flex_attention"
+            and context.head_size is not None
+            and context.head_size < 16
+        ),
     ),
     Rule(
         # transformers 5.23 masking_utils.py, packed_sequence_mask_function; trl 1.16 SFTConfig says

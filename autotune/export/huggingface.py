@@ -247,6 +247,7 @@ SFT = Target(
                 "eager": "eager",
                 "flash_attention_2": "flash_attention_2",
                 "flash_attention_3": "flash_attention_3",
+                "flex_attention": "flex_attention",
             },
         ),
         choices(
