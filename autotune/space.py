@@ -59,11 +59,12 @@ class SearchSpace:
 
 
 def with_attentions(space: SearchSpace, attentions: tuple[str, ...]) -> SearchSpace:
-    """The space for a model that has only these; the first where it would have none left."""
+    """The space for a model that has only these; sdpa, or the first, where it would have none left."""
+    usual = ("sdpa",) if "sdpa" in attentions else attentions[:1]
     sections = []
     for section in space.methods:
         left = tuple(name for name in section.domains.get("attention", ()) if name in attentions)
-        domains = {**section.domains, "attention": left or attentions[:1]}
+        domains = {**section.domains, "attention": left or usual}
         sections.append(dataclasses.replace(section, domains=domains))
     return dataclasses.replace(space, methods=tuple(sections))
 

@@ -488,4 +488,5 @@ def test_a_model_without_sdpa_is_searched_with_what_it_has() -> None:
     assert left(offered("eager", "sdpa"), "eager") == ("eager",)
     assert left(offered("sdpa"), "eager", "flex_attention") == ("eager",)
     assert left(offered("sdpa", "flex_attention"), "eager", "flex_attention") == ("flex_attention",)
+    assert left(offered("flex_attention"), "eager", "sdpa") == ("sdpa",)
     assert left(offered("sdpa"), "eager", "sdpa") == ("sdpa",)
