@@ -30,9 +30,11 @@ from autotune.config import TrainConfig
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
+from autotune.logged_runs import log_run
 from autotune.models import ModelSource
 from autotune.out_of_memory import says_out_of_memory
-from autotune.probes import ProbeTable, probe_key
+from autotune.probe_key import probe_key
+from autotune.probes import ProbeTable
 from autotune.pruner import SpeedPruner
 from autotune.results import (
     STOP_FILE,
@@ -106,6 +108,7 @@ class Prober:
         share = self._useful_share(config)
         measurement = self._find(config, self.spec)
         if measurement is not None:
+            log_run(measurement, "known probe")
             self.num_reused += 1
         else:
             self.num_run += 1
@@ -140,9 +143,8 @@ class Prober:
         return dataclasses.replace(measurement, useful_share=best.useful_share)
 
     def _find(self, config: TrainConfig, spec: ProbeSpec) -> Measurement | None:
-        return self._table.find(
-            probe_key(self._model.config, config, spec, self.fingerprint_of(config))
-        )
+        key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
+        return self._table.find(key, spec.memory_budget_bytes)
 
     def _run(
         self,
@@ -169,8 +171,10 @@ class Prober:
                 on_answer=None if watch is None else functools.partial(_follow, watch, folder),
             )
         measurement = self._read(end, config, spec)
+        log_run(measurement, "confirmation" if spec.confirm_steps else "probe")
         key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
-        self._table.add(key, measurement)
+        tail = "" if measurement.outcome == "ok" else end.stderr_tail
+        self._table.add(key, measurement, model=self._model.name, stderr_tail=tail)
         return measurement
 
     def _ask_fingerprint(self) -> Fingerprint:

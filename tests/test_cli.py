@@ -164,6 +164,7 @@ FROZEN: dict[str, dict[str, Any]] = {
     "gpus": {},
     "models": {},
     "spaces": {},
+    "doctor": {"--storage": "sqlite:///studies/autotune.db", "--json": False},
     "studies": {},
     "completion": {"shell": None},
 }

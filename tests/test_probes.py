@@ -13,7 +13,8 @@ import pytest
 
 from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
-from autotune.probes import open_probes, probe_key
+from autotune.probe_key import probe_key
+from autotune.probes import open_probes
 from autotune.results import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.store import open_study
 
@@ -26,7 +27,10 @@ CONFIG = TrainConfig(
     precision="bf16-true",
     optimizer="adamw_torch_fused",
 )
-SPEC = ProbeSpec(task="causal-lm", backend="cpu", memory_budget_bytes=10**9, max_seconds=10.0)
+BUDGET_BYTES = 10**9
+SPEC = ProbeSpec(
+    task="causal-lm", backend="cpu", memory_budget_bytes=BUDGET_BYTES, max_seconds=10.0
+)
 HERE = Fingerprint(
     device="a CPU", driver="", cuda="", versions=(("torch", "2.13.0"),), allocator=""
 )
@@ -134,9 +138,9 @@ def test_what_is_no_measurement_is_made_again(spoilt: Any, url: str) -> None:
     with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
         database.execute("UPDATE autotune_probes SET record = ?", (json.dumps(spoilt),))
     with open_probes(url) as probes:
-        assert probes.find(KEY) is None
+        assert probes.find(KEY, BUDGET_BYTES) is None
         probes.add(KEY, measured())
-        assert probes.find(KEY) == measured()
+        assert probes.find(KEY, BUDGET_BYTES) == measured()
 
 
 def test_what_a_run_was_over_its_budget() -> None:
@@ -173,10 +177,10 @@ def test_why_it_does_not_fit_is_one_line() -> None:
 
 def test_what_was_measured_is_found_by_another_process(url: str) -> None:
     with open_probes(url) as probes:
-        assert probes.find(KEY) is None
+        assert probes.find(KEY, BUDGET_BYTES) is None
         probes.add(KEY, measured())
     with open_probes(url) as probes:
-        assert probes.find(KEY) == measured()
+        assert probes.find(KEY, BUDGET_BYTES) == measured()
 
 
 def test_the_newest_counts_and_a_failure_does_not(url: str) -> None:
@@ -185,27 +189,28 @@ def test_the_newest_counts_and_a_failure_does_not(url: str) -> None:
         probes.add(KEY, measured(seconds=2.0))
         probes.add(KEY, measured("timeout"))
         probes.add(KEY, measured("crashed"))
-        assert probes.find(KEY) == measured(seconds=2.0)
+        assert probes.find(KEY, BUDGET_BYTES) == measured(seconds=2.0)
 
 
 def test_a_probe_out_of_memory_is_not_made_again(url: str) -> None:
     with open_probes(url) as probes:
         probes.add(KEY, measured("oom"))
-        assert probes.find(KEY) == measured("oom")
+        assert probes.find(KEY, BUDGET_BYTES) == measured("oom")
 
 
 def test_whatever_a_measurement_depends_on_is_in_its_key() -> None:
     others = [
         probe_key({**MODEL, "hidden_size": 128}, CONFIG, SPEC, HERE),
         probe_key(MODEL, dataclasses.replace(CONFIG, micro_batch_size=4), SPEC, HERE),
-        probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, memory_budget_bytes=2 * 10**9), HERE),
         probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, task="masked-lm"), HERE),
         probe_key(MODEL, CONFIG, SPEC, dataclasses.replace(HERE, driver="580.1")),
         probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, confirm_steps=10), HERE),
         probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, confirm_steps=50), HERE),
     ]
     assert len({KEY, *others}) == len(others) + 1
-    longer = dataclasses.replace(SPEC, max_seconds=99.0, target_spread=0.001)
+    longer = dataclasses.replace(
+        SPEC, max_seconds=99.0, target_spread=0.001, memory_budget_bytes=2 * BUDGET_BYTES
+    )
     assert probe_key(MODEL, CONFIG, longer, HERE) == KEY
 
 
@@ -226,7 +231,7 @@ def test_a_database_that_refuses_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_locked_database_loses_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.store.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("autotune.database.BUSY_SECONDS", 0.1)
     with open_probes(url) as probes:
         probes.add(KEY, measured())
     holder = sqlite3.connect(url.removeprefix("sqlite:///"))
@@ -238,4 +243,99 @@ def test_a_locked_database_loses_nothing(url: str, monkeypatch: pytest.MonkeyPat
         holder.rollback()
         holder.close()
     with open_probes(url) as probes:
-        assert probes.find(KEY) == measured()
+        assert probes.find(KEY, BUDGET_BYTES) == measured()
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget_bytes", "over_bytes"),
+    [
+        # 0.95 GB without a retry: any budget is answered.
+        ({}, 2 * GB, -1_050_000_000),
+        ({}, 950_000_000, 0),
+        ({}, 900_000_000, 50_000_000),
+        # With a retry it lacked something in 1 GB: so it would in less, and perhaps not in more.
+        ({"num_alloc_retries": 1}, 990_000_000, 1),
+        ({"num_alloc_retries": 1}, 800_000_000, 150_000_000),
+        ({"num_alloc_retries": 1}, GB + 1, None),
+        # Out of memory, and 0.2 GB more were asked for: 1.2 GB may do, less does not.
+        ({"outcome": "oom", "excess_bytes": 200_000_000}, 700_000_000, 500_000_000),
+        ({"outcome": "oom", "excess_bytes": 200_000_000}, 1_199_999_999, 1),
+        ({"outcome": "oom", "excess_bytes": 200_000_000}, 1_200_000_000, None),
+        ({"outcome": "oom"}, 900_000_000, 1),
+        ({"outcome": "oom"}, GB + 1, None),
+        ({"outcome": "slow"}, 2 * GB, None),
+        ({"outcome": "crashed"}, 2 * GB, None),
+        ({"outcome": "full_disk"}, 2 * GB, None),
+    ],
+)
+def test_what_a_probe_says_of_another_budget(
+    changes: dict[str, Any], budget_bytes: int, over_bytes: int | None, url: str
+) -> None:
+    probed = dataclasses.replace(measured(), **changes)
+    with open_probes(url) as probes:
+        probes.add(KEY, probed)
+        found = probes.find(KEY, budget_bytes)
+    if over_bytes is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.over_budget_bytes == over_bytes
+    assert found.fits == (over_bytes <= 0)
+    assert found.tokens_per_second == probed.tokens_per_second
+    assert found.spec.memory_budget_bytes == budget_bytes
+    assert found.probed_budget_bytes == GB
+    assert measurement_from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_what_could_not_be_turned_on_is_not_tried_under_another_budget(url: str) -> None:
+    with open_probes(url) as probes:
+        probes.add(KEY, measured("invalid"))
+        found = probes.find(KEY, 2 * GB)
+    assert found is not None
+    assert (found.outcome, found.over_budget_bytes) == ("invalid", None)
+
+
+def test_the_newest_that_answers_counts(url: str) -> None:
+    small = dataclasses.replace(
+        measured("oom"), spec=dataclasses.replace(SPEC, memory_budget_bytes=500_000_000)
+    )
+    with open_probes(url) as probes:
+        probes.add(KEY, measured())
+        probes.add(KEY, small)
+        assert probes.find(KEY, GB) == measured()
+        found = probes.find(KEY, 400_000_000)
+        assert found is not None
+        assert found.outcome == "oom"
+
+
+def test_a_setting_that_a_later_version_adds_loses_no_probe(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_probes(url) as probes:
+        probes.add(KEY, measured())
+    # As if quantization_storage had not been there when the probe was made.
+    fields = TrainConfig.to_dict
+    monkeypatch.setattr(
+        TrainConfig,
+        "to_dict",
+        lambda self: {k: v for k, v in fields(self).items() if k != "quantization_storage"},
+    )
+    assert probe_key(MODEL, CONFIG, SPEC, HERE) == KEY
+    other = dataclasses.replace(CONFIG, quantization="nf4")
+    assert probe_key(MODEL, other, SPEC, HERE) != KEY
+
+
+def test_what_a_failed_probe_wrote_last_is_kept(url: str) -> None:
+    said = "x" * 5000 + "\0the last words"
+    with open_probes(url) as probes:
+        probes.add(KEY, measured("crashed"), model="a/model", stderr_tail=said)
+    with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
+        ((tail, model, device),) = database.execute(
+            "SELECT stderr_tail, model, device FROM autotune_probes"
+        )
+    assert tail.endswith("xthe last words")
+    assert len(tail) <= 4000
+    assert (model, device) == ("a/model", "a CPU")
