@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune import compiled, needs, owners
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.errors import HardwareError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
+from autotune.logged_runs import log_run
 from autotune.models import ModelSource
-from autotune.optimizers import OPTIMIZERS
 from autotune.out_of_memory import says_out_of_memory
 from autotune.probe_key import probe_key
 from autotune.probes import ProbeTable
@@ -131,6 +131,7 @@ class Prober:
         share = self._useful_share(config)
         measurement = self._find(config, self.spec, slow_below=slow_below / share)
         if measurement is not None:
+            log_run(measurement, "known probe")
             self.num_reused += 1
             speed = measurement.tokens_per_second
             if measurement.outcome == "slow" and watch is not None and speed is not None:
@@ -234,6 +235,7 @@ class Prober:
                 on_answer=None if watch is None else functools.partial(_follow, watch, folder),
             )
         measurement = self._read(end, config, spec)
+        log_run(measurement, "confirmation" if spec.confirm_steps else "probe")
         key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
         tail = "" if measurement.outcome == "ok" else end.stderr_tail
         self._table.add(key, measurement, model=self._model.name, stderr_tail=tail)
@@ -368,19 +370,9 @@ class Plan:
 
 
 def can_run(config: TrainConfig, backend: str) -> bool:
-    """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton.
-
-    Probes run Transformers' Trainer.
-    """
-    if config.trainer != "transformers":
-        return False
-    only_cuda = (
-        config.activation_offloading
-        or config.liger
-        or PRECISIONS[config.precision].fp8
-        or OPTIMIZERS[config.optimizer].only_cuda
-    )
-    return (backend == "cuda" or not only_cuda) and compiled.can_compile(config, backend)
+    """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton."""
+    runs_there = backend == "cuda" or not needs.of_cuda(config)
+    return runs_there and compiled.can_compile(config, backend)
 
 
 def search(
