@@ -63,11 +63,19 @@ def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/one.db"
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("exported")
+    fill(f"sqlite:///{folder}/all.db")
+    counts = export(f"sqlite:///{folder}/all.db", [], folder / "all.jsonl")
+    assert counts == {"probe": 3, "recommendation": 2, "study": 2, "trial": 5}
+    return (folder / "all.jsonl").read_text()
+
+
 @pytest.fixture
-def file(url: str, tmp_path: Path) -> Path:
-    fill(url)
+def file(exported: str, tmp_path: Path) -> Path:
     path = tmp_path / "all.jsonl"
-    assert export(url, [], path) == {"probe": 3, "recommendation": 2, "study": 2, "trial": 5}
+    path.write_text(exported)
     return path
 
 
@@ -92,7 +100,7 @@ def test_to_a_server_and_back_it_is_the_same_file(
     assert studies.load(third, "one").summary == answers.summary()
 
 
-def test_what_another_machine_found_is_merged(file: Path, url: str, tmp_path: Path) -> None:
+def test_what_another_machine_found_is_merged(file: Path, tmp_path: Path) -> None:
     here = f"sqlite:///{tmp_path}/here.db"
     own = answers.estimate(dataclasses.replace(answers.CONFIG, micro_batch_size=2))
     with open_study(here, "one", workload=answers.WORKLOAD, gpu="g") as study:
