@@ -56,11 +56,11 @@ def jobs(main: Main) -> Iterator[JobTable]:  # in its folder
         yield table
 
 
-def finish(jobs: JobTable) -> None:
+def finish(jobs: JobTable, study: str = "on-4090") -> None:
     job = jobs.claim(MACHINE)
     assert job is not None
     result = {**answers.summary().to_dict(), "files": []}
-    assert jobs.finish(job.number, MACHINE.worker, study="on-4090", result=result, problem="")
+    assert jobs.finish(job.number, MACHINE.worker, study=study, result=result, problem="")
 
 
 def soon(act: Callable[[], None]) -> threading.Thread:
@@ -115,6 +115,16 @@ def test_the_answer_that_is_waited_for_is_drawn_and_written(
     assert "autotune export on-4090 --format all --out FOLDER" in shown.out
     as_json = json.loads(main("jobs", "show", "1", "--json").out)
     assert as_json["result"]["best"]["config"] == answers.CONFIG.to_dict()
+
+
+def test_a_name_of_ones_own_becomes_a_folder_as_find_makes_it(
+    main: Main, jobs: JobTable, tmp_path: Path
+) -> None:
+    thread = soon(lambda: finish(jobs, "My study/1"))
+    found = main(*ASKED, "--wait", "--study", "My study/1")
+    thread.join()
+    assert found.code == 0, found.err
+    assert (tmp_path / "studies" / "my-study-1" / "train.py").exists()
 
 
 def test_a_job_without_an_answer_ends_the_command_as_find_would_have(

@@ -17,8 +17,6 @@ from autotune.config import METHODS
 from autotune.knobs import KNOBS
 from autotune.options import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, FindOptions
 
-STUDIES = Path("studies")
-
 _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 """Their defaults are shown, and give way to what the base has."""
 
@@ -159,7 +157,7 @@ def find(
         # Before anything is written: what cannot be written does not cost the answer.
         terminal.draw_summary(answer.summary, sys.stdout)
         sys.stdout.flush()
-    folder = out or STUDIES / answer.folder_name
+    folder = out or jobs.STUDIES / answer.folder_name
     delivered = finding.deliver(answer, folder=folder, storage=storage, command=command)
     if as_json:
         print_json({**delivered.result, "files": [str(path) for path in delivered.files]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune import database
-from autotune.cli.output import command_on, print_json, say
+from autotune.cli.output import command_on, print_json, say, storage_words
 
 if TYPE_CHECKING:
     from autotune.jobs import Job, JobTable
     from autotune.options import FindOptions
 
+STUDIES = Path("studies")
 POLL_SECONDS = 1.0
 """Between two looks at a job that is waited for."""
 
@@ -111,8 +113,9 @@ def enqueue(
                 print_json({"job": number, "state": "queued"})
             else:
                 print(f"Job {number} waits for a worker with {wanted.card}.")
-                print(f"  follow it       {follow}")
-                print(f"  a machine's     {_worker_command(storage)}")
+                answered = shlex.join(["autotune", "worker", *storage_words(storage)])
+                print(f"  follow it    {follow}")
+                print(f"  answered by  {answered}    on such a machine")
             return
         say(f"Job {number} waits for a worker with {wanted.card}; Ctrl-C leaves it waiting.")
         try:
@@ -121,10 +124,6 @@ def enqueue(
             say(f"Job {number} stays where it is: {follow}")
             raise
     _deliver(job, folder=folder, storage=storage, as_json=as_json)
-
-
-def _worker_command(storage: str) -> str:
-    return f"autotune worker --storage {'URL' if '@' in storage else storage}"
 
 
 def _ended(table: JobTable, number: int) -> Job:
@@ -142,7 +141,7 @@ def _ended(table: JobTable, number: int) -> Job:
 
 def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> None:
     """What `find` does with an answer of its own, but for the report, which it has no need of here."""
-    from autotune import asking
+    from autotune import asking, store
     from autotune.errors import ConfigError
     from autotune.report import terminal
 
@@ -150,7 +149,10 @@ def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> N
         if job.state == "cancelled":
             raise ConfigError(f"Job {job.number} was cancelled")
         raise asking.error_of(job.problem, job.exit_code)
-    summary, files, unsaid = asking.write_files(job.result, folder or Path("studies") / job.study)
+    # As `find` calls it: a name of the user's own need not be fit for a folder.
+    is_named = job.question["options"].get("study") is not None
+    folder = folder or STUDIES / (store.slug(job.study) if is_named else job.study)
+    summary, files, unsaid = asking.write_files(job.result, folder)
     if as_json:
         print_json({**job.result, "files": [str(path) for path in files]})
         return
