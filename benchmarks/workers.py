@@ -133,8 +133,10 @@ class StandIn:
             first = next(iter(self._table.values()))
             return _ended({"fingerprint": dataclasses.asdict(first.fingerprint)})
         config = TrainConfig(**request["train_config"])
-        seen = self._table[config]
-        name = str(list(self._table).index(config))
+        spec = ProbeSpec(**request["spec"])
+        seen = dataclasses.replace(self._table[config], spec=spec)
+        what = "confirmation" if spec.confirm_steps else "probe"
+        name = f"{what}-{list(self._table).index(config)}"
         self._write("begin", name)
         for step in range(1, NUM_STEPS + 1):
             time.sleep(self._task.probe_seconds / NUM_STEPS)
@@ -164,12 +166,14 @@ def work(task: Task) -> None:
     # Every configuration is wanted, not only those that may be the fastest.
     probing.PredictionSampler.should_stop = lambda *_: False  # type: ignore[method-assign,assignment]
     table = recorded(task.num_trials)
+    pool = [predicted(seen) for seen in table.values()]
     plan = probing.Plan(
-        pool=[predicted(seen) for seen in table.values()],
-        base=next(iter(table)),
-        baseline=None,
+        pool=pool,
+        base=pool[0].config,
+        baseline=pool[0],
         budget_bytes=SPEC.memory_budget_bytes,
         max_probes=task.num_trials,
+        confirm_steps=1,
     )
     server: Any = StandIn(task, table)
     with (
@@ -250,7 +254,7 @@ class Report:
     num_measured_twice: int
     """Configurations with two rows in the table of probes."""
     num_at_once: int
-    """Configurations that two living workers probed at the same moment."""
+    """Configurations that two living workers probed, or confirmed, at the same moment."""
     num_probed_again: int
     """Probes that ended, of what an earlier one had ended too: its worker was killed before it could
     write that down."""

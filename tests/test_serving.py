@@ -16,8 +16,9 @@ from typing import Any
 
 import answers
 import pytest
+import sqlalchemy
 
-from autotune import asking, cli, finding, gpus, probing, serving, store
+from autotune import asking, cli, finding, gpus, probing, schema, serving, store
 from autotune.errors import HardwareError, NothingFitsError, StorageError
 from autotune.finding import Answer
 from autotune.jobs import JobTable, Machine, open_jobs
@@ -31,10 +32,10 @@ SPACE = """
 name: tiny
 methods:
   full:
-    micro_batch_size: [1, 2, 4, 8]
+    micro_batch_size: [2, 4, 8]
     precision: [bf16-true]
     optimizer: [adamw_torch_fused]
-    activation_checkpointing: [none, full]
+    activation_checkpointing: [none]
     attention: [eager]
 """
 
@@ -206,6 +207,12 @@ def worker_process(folder: Path, url: str, *options: str) -> subprocess.Popen[st
     )
 
 
+def num_probes(jobs: JobTable) -> int:
+    with jobs._engine.connect() as connection:
+        count = sqlalchemy.select(sqlalchemy.func.count()).select_from(schema.probes)
+        return int(connection.execute(count).scalar_one())
+
+
 def said(process: subprocess.Popen[str], part: str) -> None:
     assert process.stderr is not None
     for line in process.stderr:
@@ -244,8 +251,9 @@ def test_a_worker_that_is_stopped_gives_the_job_back_and_the_next_one_answers_it
     assert main(*asked.split()) == {"job": 1, "state": "queued"}
     with worker_process(machine, url) as process:
         said(process, "job 1: taken")
-        deadline = time.monotonic() + 60
-        while "probes" not in jobs.get(1).progress and time.monotonic() < deadline:
+        # The base is measured, and what could be faster is about to be.
+        deadline = time.monotonic() + 90
+        while not num_probes(jobs) and time.monotonic() < deadline:
             time.sleep(0.05)
         stopped = time.monotonic()
         process.send_signal(signal.SIGTERM)
