@@ -34,7 +34,7 @@ def edited(text: str, changes: Sequence[Change]) -> tuple[str, bool]:
     content = parsed(text)
     wanted = copy.deepcopy(content)
     for change in changes:
-        _apply(wanted, change)
+        applied(wanted, change)
     if wanted == content:
         return text, True
     is_json = _is_json(text)
@@ -73,7 +73,8 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _apply(content: dict[str, Any], change: Change) -> None:
+def applied(content: dict[str, Any], change: Change) -> None:
+    """Make the change in the content itself."""
     if change.instead:
         content.pop(change.instead, None)
     *folders, last = change.key.split(".")

@@ -22,6 +22,17 @@ _POSITIVE = KNOBS["micro_batch_size"].read
 _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 
 
+@dataclass(frozen=True, slots=True)
+class NotLiteral:
+    """A value of a program that only running it would tell."""
+
+    source: str
+    line: int = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.source} (line {self.line})"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """One way to say some of our settings."""
@@ -49,10 +60,15 @@ class Row:
     say: Callable[[Any], Mapping[str, Any]] | None = None
     hear: Callable[[Mapping[str, Any]], Any] | None = None
     """May raise ValueError; the setting's own check comes after it."""
+    can_say: Callable[[Any], bool] | None = None
+    """Whether there are words for a value; None: for every one."""
     methods: tuple[str, ...] = METHODS
     """Training methods that the row is about."""
     nearest: Mapping[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
     """Written instead of what no choice says; the empty key is for all others."""
+
+    def says(self, value: Any) -> bool:
+        return self.can_say is None or self.can_say(value)
 
     def choice_for(self, values: tuple[Any, ...]) -> Choice | None:
         return next((choice for choice in self.choices if choice.ours == values), None)
@@ -76,6 +92,11 @@ class Target:
     defaults: Mapping[str, Any]
     """The trainer's own of the keys in `rows`; what is not in it is off, or must be named."""
     model_key: str = ""
+    model_of: Callable[[Mapping[str, Any]], str | None] | None = None
+    """The model, where no key names it as it is."""
+    alpha_key: str = "lora_alpha"
+    several_gpus: str = "ddp"
+    """How several GPUs share a run whose file does not say."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings that every file of this trainer has, by what it is."""
     auto_bf16: str = ""
@@ -175,7 +196,8 @@ def keys_of(target: Target, config: TrainConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for row in _rows(target, config.method):
         if row.say is not None:
-            keys |= row.say(getattr(config, row.ours[0]))
+            value = getattr(config, row.ours[0])
+            keys |= row.say(value) if row.says(value) else {}
             continue
         values = tuple(getattr(config, name) for name in row.ours)
         choice = row.choice_said(values)
@@ -195,6 +217,8 @@ def unsaid(target: Target, config: TrainConfig) -> tuple[str, ...]:
         if config.method in row.methods and row.choices and row.choice_for(values) is None:
             differing = [name for name in row.ours if not _is_said_somehow(row, name, config)]
             words += [_words(name, config) for name in differing or row.ours]
+        if config.method in row.methods and row.say is not None and not row.says(values[0]):
+            words.append(_words(row.ours[0], config))
     words += [
         _words(name, config)
         for name in KNOBS
@@ -212,9 +236,11 @@ def unsaid(target: Target, config: TrainConfig) -> tuple[str, ...]:
 
 def says_method(target: Target, method: str) -> bool:
     """Whether the target trains that way at all."""
-    row = target.rows[0]
     if "method" in target.elsewhere:
         return True
+    if "method" in target.fixed:
+        return bool(method == target.fixed["method"])
+    row = target.rows[0]
     return any(choice.ours[0] == method for choice in row.choices)
 
 
@@ -231,7 +257,7 @@ def allows(target: Target, method: str, name: str, value: object) -> bool:
         return bool(value == _PLAIN[name])
     row = rows[0]
     if row.say is not None:
-        return True
+        return row.says(value)
     place = row.ours.index(name)
     return any(
         choice.ours[place] == value and (row.ours[0] != "method" or choice.ours[0] == method)
@@ -311,6 +337,11 @@ def _rows(target: Target, method: str) -> Iterable[Row]:
 
 def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any, ...]:
     said = {key: value_at(content, key, target.defaults.get(key)) for key in row.keys}
+    for key in row.keys if row.choices else row.keys[:1]:
+        if isinstance(said[key], NotLiteral):
+            raise ValueError(
+                f"{key}: {said[key]} is no literal, and nothing is run: write its value"
+            )
     if row.hear is not None:
         (name,) = row.ours
         in_file = (key for key in row.keys if value_at(content, key) is not None)
