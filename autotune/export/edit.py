@@ -39,7 +39,7 @@ def edited(text: str, changes: Sequence[Change]) -> tuple[str, bool]:
         return text, True
     is_json = _is_json(text)
     try:
-        new = _spliced(text, changes, is_json)
+        new = _spliced(text, _joined(content, changes), is_json)
         if parsed(new) == wanted:
             return new, True
     except (yaml.YAMLError, ValueError, _NotHereError):
@@ -47,6 +47,21 @@ def edited(text: str, changes: Sequence[Change]) -> tuple[str, bool]:
     if is_json:
         return json.dumps(wanted, indent=2) + "\n", True
     return yaml.safe_dump(wanted, sort_keys=False), "#" not in text
+
+
+def _joined(content: dict[str, Any], changes: Sequence[Change]) -> list[Change]:
+    """The changes, with those below a mapping that is not there yet in one."""
+    made: dict[str, Change] = {}
+    for change in changes:
+        folder, _, rest = change.key.partition(".")
+        if not rest or change.value is None or isinstance(content.get(folder), dict):
+            made[change.key] = change
+            continue
+        joined = made.get(folder, Change(key=folder, value={}, after=change.after))
+        value = copy.deepcopy(joined.value)
+        applied(value, Change(key=rest, value=change.value))
+        made[folder] = Change(key=folder, value=value, after=joined.after)
+    return list(made.values())
 
 
 def parsed(text: str) -> Any:

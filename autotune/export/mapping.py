@@ -24,9 +24,9 @@ _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)
 
 @dataclass(frozen=True, slots=True)
 class NotLiteral:
-    """A value of a program that only running it would tell."""
+    """A value of a program that only running it would tell: what it is, it is equal to any other."""
 
-    source: str
+    source: str = field(compare=False)
     line: int = field(compare=False)
 
     def __str__(self) -> str:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import ConfigError
-from autotune.export import axolotl, huggingface, llama_factory, train_config
+from autotune.export import (
+    axolotl,
+    huggingface,
+    launch_base,
+    llama_factory,
+    torchtune_base,
+    train_config,
+)
 from autotune.export.edit import parsed
 from autotune.export.mapping import Target
 from autotune.export.parts import OURS, Part, all_of, read_folder, read_part
@@ -51,7 +58,22 @@ def _part(name: str, prefix: str) -> dict[str, Any]:
 
 
 READERS: tuple[Reader, ...] = (
+    Reader(
+        target=torchtune_base.TARGET,
+        recognise=torchtune_base.is_torchtune,
+        fitted=torchtune_base.fitted,
+    ),
     Reader(target=axolotl.TARGET, recognise=_has("base_model")),
+    Reader(
+        target=launch_base.ACCELERATE,
+        recognise=_has("distributed_type", "compute_environment", "num_processes"),
+        fitted=launch_base.fitted_accelerate,
+    ),
+    Reader(
+        target=launch_base.DEEPSPEED,
+        recognise=_has("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
+        fitted=launch_base.fitted_deepspeed,
+    ),
     Reader(
         **_part("PEFT's adapter_config.json", ADAPTER),
         recognise=_has("peft_type"),
@@ -116,10 +138,23 @@ def _open_mapping(part: Part, method: str) -> Opened:
         return Opened(parts=(part,), target=None, content={}, ours=ours)
     part = dataclasses.replace(part, prefix=reader.prefix)
     content = {f"{reader.prefix}{key}": value for key, value in content.items()}
+    parts: tuple[Part, ...] = (part,)
+    if reader.target is launch_base.ACCELERATE:
+        parts = (part, *_beside(part.path, content))
+        content = all_of(parts)
     target, fit = reader.target, reader.fitted
     if fit is not None:
         target = _fitted(part.path, target, lambda: fit(content, method))
-    return Opened(parts=(part,), target=target, content=content)
+    return Opened(parts=parts, target=target, content=content)
+
+
+def _beside(path: Path, content: Mapping[str, Any]) -> tuple[Part, ...]:
+    """DeepSpeed's own file, where accelerate's names one."""
+    try:
+        name = launch_base.named_beside(content)
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be used", why=str(error)) from error
+    return () if name is None else (read_part(path.parent / name, launch_base.BESIDE),)
 
 
 def _open_program(part: Part, method: str) -> Opened:

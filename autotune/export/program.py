@@ -310,6 +310,7 @@ def _find_calls(program: Program, tree: ast.Module) -> None:
         has_sft_defaults=flags.get("has_sft_defaults", False),
         loads_by_name=loads_by_name,
         is_unsloth=flags.get("is_unsloth", False),
+        is_fp8=any(map(_sets_fp8, ast.walk(tree))),
         is_part=MODEL not in sections and not loads_by_name,
     )
     _check_switches(program, switches)
@@ -343,6 +344,18 @@ def _take_call(program: Program, prefix: str, node: ast.Call, function: str) -> 
         )
     if function in _PEFT_TYPES:
         program.content.setdefault(f"{ADAPTER}peft_type", _PEFT_TYPES[function])
+
+
+def _sets_fp8(node: ast.AST) -> bool:
+    """os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8", or a table with it."""
+    if isinstance(node, ast.Dict):
+        pairs: list[tuple[Any, Any]] = list(zip(node.keys, node.values, strict=True))
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        pairs = [(node.targets[0].slice, node.value)]
+    else:
+        return False
+    said = [tuple(getattr(each, "value", None) for each in pair) for pair in pairs]
+    return ("ACCELERATE_MIXED_PRECISION", "fp8") in said
 
 
 _NAMES = ("pretrained_model_name_or_path", "model_name")

@@ -97,14 +97,14 @@ def _made(program: Program, change: Change) -> bytes:
         if new is None:
             raise _NotHereError
         return _added(program, box, names[0], new, after, is_dtype=change.key in _OF_DTYPES)
-    return _removed(program, box, entry) if new is None else _set(program, entry, new)
+    return _removed(program, box, entry) if new is None else _set(program, box, entry, new)
 
 
 def _place(program: Program, key: str) -> tuple[Box, list[str]]:
     """Where a key stands: the call or display, and the names from there on."""
     first, *below = key.split(".")
     prefix, colon, _ = first.partition(":")
-    box = program.boxes.get(prefix + colon)
+    box = program.boxes.get(f"{prefix}:" if colon else "")
     if box is None:
         raise _NotHereError
     is_of_recipe = RECIPE in program.shape.sections and first in OF_RECIPE
@@ -130,7 +130,7 @@ def _replaced(program: Program, start: int, end: int, new: bytes) -> bytes:
     return program.text[:start] + new + program.text[end:]
 
 
-def _set(program: Program, entry: _Entry, new: Any) -> bytes:
+def _set(program: Program, box: Box, entry: _Entry, new: Any) -> bytes:
     node = entry.value
     if isinstance(program.value(node), NotLiteral):
         raise _NotHereError
@@ -138,7 +138,9 @@ def _set(program: Program, entry: _Entry, new: Any) -> bytes:
     if isinstance(node, ast.Name) and program.num_uses[node.id] == 1 and node.id in program.names:
         node = program.names[node.id]
     start, end = program.span(node)
-    return _replaced(program, start, end, _spelled(program, new, node).encode("utf-8"))
+    return _replaced(
+        program, start, end, _spelled(program, new, node, _quote(program, box)).encode("utf-8")
+    )
 
 
 def _added(
@@ -146,8 +148,8 @@ def _added(
 ) -> bytes:
     text = program.text
     end = program.span(box)[1]
-    quote = _quote(program)
-    said = _spelled(program, new, None)
+    quote = _quote(program, box)
+    said = _spelled(program, new, None, quote)
     if is_dtype and new in DTYPES and re.search(rb"^\s*import torch\b", text, re.MULTILINE):
         said = f"torch.{new}"
     entry = f"{name}={said}" if isinstance(box, ast.Call) else f"{quote}{name}{quote}: {said}"
@@ -206,25 +208,26 @@ def _matched(pattern: re.Pattern[bytes], text: bytes, start: int) -> int:
     return found.end()
 
 
-def _spelled(program: Program, value: Any, old: ast.expr | None) -> str:
-    """A value as Python has it, with the quotes that the program has."""
+def _spelled(program: Program, value: Any, old: ast.expr | None, quote: str) -> str:
+    """A value as Python has it, in those quotes."""
     is_torchs = isinstance(old, ast.Attribute) and old.attr in DTYPES
     if is_torchs and isinstance(value, str) and value in DTYPES:
-        return program.source(old.value) + f".{value}"  # type: ignore[union-attr]
+        return f"{program.source(old.value)}.{value}"  # type: ignore[union-attr]
     if isinstance(value, dict):
-        inner = (
-            f"{_spelled(program, k, None)}: {_spelled(program, v, None)}" for k, v in value.items()
-        )
-        return f"{{{', '.join(inner)}}}"
+        pairs = ((_spelled(program, each, None, quote) for each in pair) for pair in value.items())
+        return f"{{{', '.join(': '.join(pair) for pair in pairs)}}}"
     if isinstance(value, list):
-        return f"[{', '.join(_spelled(program, each, None) for each in value)}]"
+        return f"[{', '.join(_spelled(program, each, None, quote) for each in value)}]"
     text = ascii(value)
-    plain = text[1:-1]
-    if isinstance(value, str) and not re.search(r"[\"'\\]", plain):
-        quote = _quote(program)
-        return f"{quote}{plain}{quote}"
+    if isinstance(value, str) and not re.search(r"[\"'\\]", text[1:-1]):
+        return f"{quote}{text[1:-1]}{quote}"
     return text
 
 
-def _quote(program: Program) -> str:
-    return "'" if program.text.count(b"'") > program.text.count(b'"') else '"'
+def _quote(program: Program, box: Box) -> str:
+    """Those that are usual there."""
+    start, end = program.span(box)
+    single, double = (program.text.count(each, start, end) for each in (b"'", b'"'))
+    if single == double:
+        single, double = (program.text.count(each) for each in (b"'", b'"'))
+    return "'" if single > double else '"'

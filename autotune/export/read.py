@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.adapters import ADAPTERS, peft_fields
-from autotune.config import METHODS, TrainConfig, Workload
+from autotune.config import METHODS, PARALLELISMS, TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export.edit import Change
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
@@ -110,8 +110,8 @@ def read_base(
     if is_auto and not has_bf16 and values["precision"] == "bf16-autocast":
         values["precision"] = "fp16-autocast"
     method = values.get("method", method)
-    taken = {name: value for name, value in _defaults(method, has_bf16, steps).items()
-             if name not in values}  # fmt: skip
+    usual = _defaults(values, method, has_bf16, steps)
+    taken = {name: value for name, value in usual.items() if name not in values}
     config = TrainConfig(
         **{"sequence_length": sequence_length, **_settings_of(method), **taken, **values}
     )
@@ -164,16 +164,19 @@ def _says_same(target: Target, key: str, left: Mapping[str, Any], right: Mapping
     return same(value_at(left, key, default), value_at(right, key, default))
 
 
-def _defaults(method: str, has_bf16: bool, steps: int) -> dict[str, Any]:
+def _defaults(values: Mapping[str, Any], method: str, has_bf16: bool, steps: int) -> dict[str, Any]:
     """TrainingArguments' defaults as a search without a base has them (tune.default_base)."""
+    library = PARALLELISMS[values.get("parallelism", "none")].library
     precisions = {
         (True, True): "bf16-true",
         (True, False): "bf16-autocast",
         (False, True): "fp16-mixed",
         (False, False): "fp16-autocast",
     }
-    values = (1, steps, precisions[has_bf16, method == "full"], "adamw_torch_fused")
-    return dict(zip(_OPEN, values, strict=True))
+    precision = precisions[has_bf16, method == "full"]
+    if library == "deepspeed" and precision == "bf16-true":
+        precision = "bf16-mixed"  # DeepSpeed keeps float32 weights beside
+    return dict(zip(_OPEN, (1, steps, precision, "adamw_torch_fused"), strict=True))
 
 
 def _model_of(target: Target, content: Mapping[str, Any]) -> str | None:

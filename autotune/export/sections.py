@@ -15,6 +15,8 @@ from typing import Any
 
 from autotune.adapters import ADAPTERS, read_peft
 from autotune.config import (
+    ATTENTIONS,
+    PEFT_TASK_TYPES,
     PRECISIONS,
     QUANTIZATION_STORAGES,
     QUANTIZATIONS,
@@ -31,6 +33,7 @@ from autotune.export.mapping import (
     of_key,
     of_values,
     targets_of,
+    value_at,
 )
 from autotune.export.training_args import environment
 from autotune.knobs import KNOBS
@@ -46,7 +49,7 @@ _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
 
 def in_words(text: str) -> str:
     """Text with keys in it, for people."""
-    for prefix in (ADAPTER, QUANTIZATION, MODEL, RECIPE):
+    for prefix in (ADAPTER, QUANTIZATION, MODEL, RECIPE, "deepspeed:"):
         text = text.replace(prefix, f"{prefix.removesuffix(':')} ")
     return text
 
@@ -65,6 +68,8 @@ class Shape:
     loads_by_name: bool = False
     """SFTTrainer is given a name, and SFTConfig how its model is loaded."""
     is_unsloth: bool = False
+    is_fp8: bool = False
+    """The program sets accelerate's variables for fp8."""
     is_part: bool = False
     """What is missing is made elsewhere, and open."""
 
@@ -96,7 +101,15 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
             fields, is_quantized=is_quantized or (shape.is_part and method == "qlora")
         )
         rows += _adapter_rows(fixed["method"])
+        tokens = fields.get("token_indices")
+        if fixed["method"] == "trainable_tokens" and isinstance(tokens, int):
+            rows.append(of_key("num_virtual_tokens", f"{ADAPTER}token_indices"))  # train.py's
+        elif fixed["method"] == "trainable_tokens" and isinstance(tokens, list):
+            fixed["num_virtual_tokens"] = max(1, len(tokens))
         if fixed["method"] == "peft":
+            # What follows from the task is no choice.
+            if fields.get("task_type") in PEFT_TASK_TYPES.values():
+                fields = {key: value for key, value in fields.items() if key != "task_type"}
             fixed["peft"] = read_peft(fields)
     elif not shape.is_part:
         fixed["method"] = "full"
@@ -116,15 +129,17 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
     loading = "model_init_kwargs." if shape.loads_by_name else MODEL
     if RECIPE in shape.sections:
         rows.append(_recipe_precision(is_quantized=is_quantized))
+    elif shape.is_fp8:
+        dtype = value_at(content, f"{loading}dtype", "bfloat16")
+        fixed["precision"] = "fp8-mixed" if dtype == "float32" else "fp8-autocast"
     elif shape.loads_by_name or MODEL in shape.sections:
         rows.append(_precision(f"{loading}dtype", is_quantized=is_quantized))
     elif "arguments" in shape.sections:
-        rows.append(of_trainer["precision"])
+        switches = list(of_trainer["precision"].choices)
+        rows.append(_with_products(switches, is_quantized=is_quantized))
     if shape.loads_by_name or {MODEL, RECIPE} & shape.sections:
-        attention = of_sft["attention"].choices
         key = f"{loading}attn_implementation"
-        values = {choice.ours[0]: choice.theirs["attn_implementation"] for choice in attention}
-        rows.append(of_values("attention", key, values))
+        rows.append(of_values("attention", key, {name: name for name in ATTENTIONS}))
     if RECIPE not in shape.sections:
         fixed["trainer"] = "trl-sft" if shape.is_sft else "transformers"
     return Target(
