@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MAX_VALUES = 1_000_000
+"""A few aliases in YAML can stand for more than memory holds."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
@@ -73,7 +76,20 @@ def parsed(text: str) -> Any:
             return json.loads(text)
         except json.JSONDecodeError:
             pass
-    return yaml.safe_load(text)
+    content = yaml.safe_load(text)
+    if _num_values(content, {}) > MAX_VALUES:
+        raise ValueError("its aliases stand for more than anybody has written")
+    return content
+
+
+def _num_values(content: Any, known: dict[int, int]) -> int:
+    """Values in it, those that an alias stands for each time. RecursionError for one within itself."""
+    if not isinstance(content, (dict, list)):
+        return 1
+    if id(content) not in known:
+        below = content.values() if isinstance(content, dict) else content
+        known[id(content)] = 1 + sum(_num_values(each, known) for each in below)
+    return known[id(content)]
 
 
 class _NotHereError(Exception):

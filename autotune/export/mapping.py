@@ -338,10 +338,7 @@ def _rows(target: Target, method: str) -> Iterable[Row]:
 def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any, ...]:
     said = {key: value_at(content, key, target.defaults.get(key)) for key in row.keys}
     for key in row.keys if row.choices else row.keys[:1]:
-        if isinstance(said[key], NotLiteral):
-            raise ValueError(
-                f"{key}: {said[key]} is no literal, and nothing is run: write its value"
-            )
+        _check_kind(key, content, said[key])
     if row.hear is not None:
         (name,) = row.ours
         in_file = (key for key in row.keys if value_at(content, key) is not None)
@@ -361,6 +358,17 @@ def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any
         ):
             return choice.ours
     raise ValueError(_unknown(row, said, content))
+
+
+def _check_kind(key: str, content: Mapping[str, Any], value: object) -> None:
+    """ValueError for what cannot be read, or stands where other keys should."""
+    folder = key.rpartition(".")[0]
+    above = value_at(content, folder) if folder else None
+    if above is not None and not isinstance(above, (Mapping, NotLiteral)):
+        raise ValueError(f"{folder} must be a mapping of settings to values")
+    for each in (above, value):
+        if isinstance(each, NotLiteral):
+            raise ValueError(f"{key}: {each} is no literal, and nothing is run: write its value")
 
 
 def _may_be_off(name: str) -> bool:

@@ -11,7 +11,7 @@ import ast
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,8 @@ _PEFT_TYPES = {
 _UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
 _MODELS = re.compile(r"AutoModel\w*|\w+(ForCausalLM|LMHeadModel|ForMaskedLM|ForConditionalGeneration|"
                      r"ForSeq2SeqLM|ForSequenceClassification)")  # fmt: skip
+OF_SFT = ("packing", "padding_free", "max_length", "max_seq_length")
+"""Keywords that TrainingArguments have not: SFTConfig's, or those of an older SFTTrainer."""
 _OF_TRAINER = ("max_seq_length", "packing", "neftune_noise_alpha", "model_init_kwargs")
 """Keywords of an older SFTTrainer that are SFTConfig's."""
 DTYPES = {name: name for name in ("bfloat16", "float16", "float32", "uint8", "float64", "int8")} | {
@@ -75,6 +77,8 @@ class Program:
     shape: Shape
     content: dict[str, Any] = field(default_factory=dict)
     boxes: dict[str, Box] = field(default_factory=dict)
+    homes: dict[str, Box] = field(default_factory=dict)
+    """Where a key stands."""
     names: dict[str, ast.expr] = field(default_factory=dict)
     """Bound once in the module, to a literal."""
     num_uses: Counter[str] = field(default_factory=Counter)
@@ -229,7 +233,7 @@ def _find_recipe(program: Program) -> bool:
             assert isinstance(box, (ast.Call, ast.Dict))
             sections.add(prefix or "arguments")
             program.boxes[prefix] = box
-            _take(program, prefix, entries)
+            _take(program, prefix, box)
     table = program.names["RECIPE"]
     assert isinstance(table, (ast.Call, ast.Dict))
     program.boxes |= {RECIPE: table, MODEL: table}
@@ -333,7 +337,7 @@ def _section(function: str, owner: str) -> str | None:
 
 def _take_call(program: Program, prefix: str, node: ast.Call, function: str) -> None:
     keywords: dict[str | None, ast.expr] = {each.arg: each.value for each in node.keywords}
-    _take(program, prefix, keywords)
+    _take(program, prefix, node)
     if prefix == MODEL:
         names = [*node.args[:1], *(keywords[name] for name in _NAMES if name in keywords)]
         if names:
@@ -364,7 +368,9 @@ _NAMES = ("pretrained_model_name_or_path", "model_name")
 def _take_trainer(program: Program, node: ast.Call) -> bool:
     """Keywords of SFTTrainer that say how it trains. Whether it loads the model itself."""
     keywords: dict[str | None, ast.expr] = {each.arg: each.value for each in node.keywords}
-    _take(program, "", {name: keywords[name] for name in _OF_TRAINER if name in keywords})
+    _take(program, "", node, only=_OF_TRAINER)
+    if not keywords.keys().isdisjoint(_OF_TRAINER):
+        program.boxes |= dict.fromkeys(OF_SFT, node)
     model = keywords.get("model", node.args[0] if node.args else ast.Constant(None))
     value = program.value(model)
     if not isinstance(value, str):
@@ -373,17 +379,27 @@ def _take_trainer(program: Program, node: ast.Call) -> bool:
     return True
 
 
-def _take(program: Program, prefix: str, entries: Mapping[str | None, ast.expr]) -> None:
-    for name, node in entries.items():
+def _take(program: Program, prefix: str, box: Box, *, only: Sequence[str] = ()) -> None:
+    """The values of a call's keywords or of a display's entries."""
+    if isinstance(box, ast.Call):
+        entries = [(keyword.arg, keyword.value) for keyword in box.keywords]
+    else:
+        names = (getattr(key, "value", None) for key in box.keys)
+        entries = list(zip(names, box.values, strict=True))
+    for name, node in entries:
+        if only and name not in only:
+            continue
         if name is not None:
             program.content[f"{prefix}{name}"] = program.value(node)
+            program.homes[f"{prefix}{name}"] = box
             continue
-        spread = entries_of(program.bound(node))
-        if spread is None or None in spread:
+        spread = program.bound(node)
+        if entries_of(spread) is None:
             program.problems.append(
                 f"line {node.lineno}: what **{program.source(node)} spreads is no literal: write it out"
             )
             continue
+        assert isinstance(spread, (ast.Call, ast.Dict))
         _take(program, prefix, spread)
 
 

@@ -18,6 +18,7 @@ from autotune.export.mapping import NotLiteral
 from autotune.export.program import (
     DTYPES,
     OF_RECIPE,
+    OF_SFT,
     Box,
     Program,
     entries_of,
@@ -104,7 +105,9 @@ def _place(program: Program, key: str) -> tuple[Box, list[str]]:
     """Where a key stands: the call or display, and the names from there on."""
     first, *below = key.split(".")
     prefix, colon, _ = first.partition(":")
-    box = program.boxes.get(f"{prefix}:" if colon else "")
+    box = program.homes.get(first) or program.boxes.get(f"{prefix}:" if colon else "")
+    if first in OF_SFT and first not in program.homes and not program.shape.has_sft_defaults:
+        box = program.boxes.get(first)
     if box is None:
         raise _NotHereError
     is_of_recipe = RECIPE in program.shape.sections and first in OF_RECIPE

@@ -9,6 +9,7 @@ Defaults are those of peft 0.21 tuners/*/config.py, transformers 5.23 utils/quan
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ from autotune.knobs import KNOBS
 from autotune.lengths import BATCHINGS
 
 ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
-_LORA = ("lora", "qlora")
+_SECTION = re.compile(r"\b(adapter|quantization|model|recipe|deepspeed):(?=\w)")
 _16_BITS = ("bfloat16", "auto", None)
 _UNSLOTH_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _COMPUTE = f"{QUANTIZATION}bnb_4bit_compute_dtype"
@@ -49,9 +50,7 @@ _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
 
 def in_words(text: str) -> str:
     """Text with keys in it, for people."""
-    for prefix in (ADAPTER, QUANTIZATION, MODEL, RECIPE, "deepspeed:"):
-        text = text.replace(prefix, f"{prefix.removesuffix(':')} ")
-    return text
+    return _SECTION.sub(r"\1 ", text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
