@@ -433,7 +433,9 @@ def test_values_of_wrong_types_are_one_line(tmp_path: Path, name: str, value: st
     ids=["nul", "json", "yaml", "no text", "alias", "aliases", "large"],
 )
 def test_broken_files_are_one_line(tmp_path: Path, content: bytes) -> None:
-    for name in ("mine.yaml", "training_args.json", "mine.py"):
+    names = ("training_args.json", "mine.yaml", "mine.py")
+    # Deep nesting takes PyYAML a second.
+    for name in names if content.count(b"[") < 100 else names[:1]:
         path = tmp_path / name
         path.write_bytes(content)
         for base in (path, tmp_path):

@@ -127,8 +127,11 @@ def _open_mapping(part: Part, method: str) -> Opened:
 
     try:
         content = parsed(part.text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except yaml.YAMLError:
         content = None  # train_config says where it is broken
+    except (ValueError, RecursionError) as error:
+        why = "It is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{part.path} is not a YAML document", why=why) from error
     reader = None
     if isinstance(content, dict) and "config" not in content:
         content = {str(key): value for key, value in content.items()}

@@ -120,6 +120,7 @@ def all_of(parts: Sequence[Part]) -> dict[str, Any]:
             found = part.content()
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             why = getattr(error, "problem", None) or str(error)
+            why = "It is nested too deeply" if isinstance(error, RecursionError) else why
             raise ConfigError(f"{part.path} is neither YAML nor JSON", why=why) from error
         if not isinstance(found, Mapping):
             raise ConfigError(f"{part.path} is no mapping of settings to values")

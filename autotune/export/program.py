@@ -315,6 +315,7 @@ def _find_calls(program: Program, tree: ast.Module) -> None:
         loads_by_name=loads_by_name,
         is_unsloth=flags.get("is_unsloth", False),
         is_fp8=any(map(_sets_fp8, ast.walk(tree))),
+        keeps_checkpointing=bool(switches),
         is_part=MODEL not in sections and not loads_by_name,
     )
     _check_switches(program, switches)

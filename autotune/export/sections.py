@@ -41,6 +41,7 @@ from autotune.knobs import KNOBS
 from autotune.lengths import BATCHINGS
 
 ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
+_LORA = ("lora", "qlora")
 _SECTION = re.compile(r"\b(adapter|quantization|model|recipe|deepspeed):(?=\w)")
 _16_BITS = ("bfloat16", "auto", None)
 _UNSLOTH_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -69,6 +70,8 @@ class Shape:
     is_unsloth: bool = False
     is_fp8: bool = False
     """The program sets accelerate's variables for fp8."""
+    keeps_checkpointing: bool = False
+    """Something beside the arguments switches it on."""
     is_part: bool = False
     """What is missing is made elsewhere, and open."""
 
@@ -119,6 +122,8 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
     of_sft, of_trainer = _by_setting(SFT), _by_setting(TRAINING_ARGUMENTS)
     if "arguments" in shape.sections:
         own = [row for name, row in of_trainer.items() if name not in ("precision", "batching")]
+        if shape.keeps_checkpointing:
+            own = [_switched_on(row) for row in own]
         rows += own if RECIPE not in shape.sections else _without_parallelism(own)
         rows += _recipe_rows() if RECIPE in shape.sections else ()
         if shape.is_sft:
@@ -191,6 +196,13 @@ def _model_key(shape: Shape) -> str:
     return f"{MODEL}name"
 
 
+def _switched_on(row: Row) -> Row:
+    """Without the choices that switch checkpointing off."""
+    if row.ours[0] != "activation_checkpointing":
+        return row
+    return dataclasses.replace(row, choices=tuple(c for c in row.choices if c.ours[0]))
+
+
 def _by_setting(target: Target) -> dict[str, Row]:
     return {row.ours[0]: row for row in target.rows}
 
@@ -226,9 +238,10 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
 
 def _adapter_rows(method: str) -> list[Row]:
     row = ADAPTERS[method]
+    methods = _LORA if method in _LORA else (method,)
     rows = []
     if row.size in ("lora_rank", "num_virtual_tokens") and row.size_field != "token_indices":
-        rows.append(of_key(row.size, f"{ADAPTER}{row.size_field}"))
+        rows.append(of_key(row.size, f"{ADAPTER}{row.size_field}", methods=methods))
     if row.takes_targets:
         key = f"{ADAPTER}target_modules"
         rows.append(
@@ -239,6 +252,7 @@ def _adapter_rows(method: str) -> list[Row]:
                     key: targets if targets == "all-linear" else module_names(targets)
                 },
                 hear=lambda said: _hear_targets(said[key]),
+                methods=methods,
             )
         )
     if row.peft_type == "LORA":
@@ -253,9 +267,10 @@ def _adapter_rows(method: str) -> list[Row]:
                     )
                     for name, (dora, rslora) in variants.items()
                 ),
+                methods=methods,
             )
         )
-        rows.append(of_key("lora_dropout", f"{ADAPTER}lora_dropout", off=0.0))
+        rows.append(of_key("lora_dropout", f"{ADAPTER}lora_dropout", off=0.0, methods=methods))
     return rows
 
 
