@@ -11,7 +11,7 @@ from autotune.config import PARALLELISMS, TrainConfig
 from autotune.export import Exporter, export_paths, mapping
 from autotune.export.edit import Change
 from autotune.export.read import BaseRun, EditedBase, changes, read_base
-from autotune.export.sections import in_words
+from autotune.export.section_rows import in_words
 from autotune.space import SearchSpace, around, usual_batching
 
 

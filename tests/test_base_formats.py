@@ -17,7 +17,7 @@ from autotune import bases, export
 from autotune.adapters import ADAPTERS
 from autotune.config import PARALLELISMS, TrainConfig, Workload
 from autotune.errors import ConfigError
-from autotune.export import mapping
+from autotune.export import mapping, torchtune_base
 from autotune.export.read import BaseRun, changes, read_base
 
 MODEL = "Qwen/Qwen2.5-1.5B"
@@ -165,6 +165,17 @@ def test_there_and_back(tmp_path: Path, name: str, config: TrainConfig, to: dict
         assert line.lstrip().startswith("- ") or any(
             key in line for key in (*keys, '"', ",", "}")
         ), line
+
+
+def test_shared_out_weights_accumulate_as_they_are_priced(tmp_path: Path) -> None:
+    """FSDP2 would keep whole gradients between micro-steps otherwise."""
+    shared = dataclasses.replace(DDP, parallelism="fsdp2", gradient_accumulation_steps=1)
+    run = read(file_of(tmp_path, "train", shared), shared)
+    answer = dataclasses.replace(run.config, micro_batch_size=1, gradient_accumulation_steps=4)
+    text, _, left = run.parts[0].edited(changes(run, run.config, answer))
+    assert left == []
+    assert "'sync_each_batch': True" in text
+    assert "sync_each_batch" not in run.text
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -453,6 +464,14 @@ def test_a_file_of_a_hundred_megabytes_is_not_read_whole(tmp_path: Path) -> None
         file.truncate(100 * 2**20)
     with pytest.raises(ConfigError, match="is larger than 1 MiB"):
         read_base(path)
+
+
+def test_names_that_no_file_has_are_one_line(tmp_path: Path) -> None:
+    for name in ("x" * 10_000, "x" * 10_000 + ".py", "a\0b", "a\nb"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_base(tmp_path / name)
+    text = f"model: {{_component_: torchtune.models.x}}\ncheckpointer: {{checkpoint_dir: {'y' * 10_000}}}\n"
+    assert torchtune_base.model_of(yaml.safe_load(text)) is None
 
 
 def test_a_folder_of_nothing_names_what_it_could_hold(tmp_path: Path) -> None:

@@ -118,6 +118,8 @@ class Target:
     what is a field of that class is one."""
     has_own_names: bool = False
     """Only `arguments` are TrainingArguments: another key of such a name is something else."""
+    follows: Callable[[TrainConfig], Mapping[str, Any]] | None = None
+    """Keys that no setting decides alone."""
     caveats: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = ()
     """Where the trainer does what was not predicted, whatever its file says."""
 

@@ -7,6 +7,7 @@ folders have tables made for what they hold (sections).
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ from autotune.export.edit import parsed
 from autotune.export.mapping import Target
 from autotune.export.parts import OURS, Part, all_of, read_folder, read_part
 from autotune.export.program import literals
-from autotune.export.sections import ADAPTER, QUANTIZATION, Shape, target_for
+from autotune.export.section_rows import ADAPTER, QUANTIZATION
+from autotune.export.sections import Shape, target_for
 from autotune.export.training_args import installed_fields
 from autotune.knobs import KNOBS
 
@@ -116,7 +118,7 @@ class Opened:
 
 def open_base(path: Path, method: str, *, has_bf16: bool) -> Opened:
     """Raises ConfigError. `method` is for formats that say nothing of it."""
-    if path.is_dir():
+    if os.path.isdir(path):
         return _open_folder(path, method)
     part = read_part(path, has_bf16=has_bf16)
     return _open_program(part, method) if part.is_program else _open_mapping(part, method)
@@ -193,11 +195,11 @@ def _open_folder(folder: Path, method: str) -> Opened:
     try:
         parts = read_folder(folder)
     except ConfigError:
-        if (folder / OURS).is_file():
+        if os.path.isfile(folder / OURS):
             return _open_mapping(read_part(folder / OURS), method)
         raise
     ours = None
-    if (folder / OURS).is_file():
+    if os.path.isfile(folder / OURS):
         ours = train_config.read_train_config(folder / OURS)
         method = ours.config.method
     content = all_of(parts)

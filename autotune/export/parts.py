@@ -6,6 +6,7 @@ several files say is one table, and a change finds its file.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from autotune.errors import ConfigError
 from autotune.export import edit, program_edit
 from autotune.export.edit import Change
 from autotune.export.program import Program, parsed
-from autotune.export.sections import ADAPTER, QUANTIZATION
+from autotune.export.section_rows import ADAPTER, QUANTIZATION
 from autotune.units import MIB
 
 MAX_FILE_BYTES = MIB
@@ -97,7 +98,7 @@ def read_folder(folder: Path) -> tuple[Part, ...]:
     parts = []
     for prefix, name in OF_FOLDER.items():
         places = (folder / name, folder / FURTHER_FOLDER / name)
-        path = next((place for place in places if place.is_file()), None)
+        path = next((place for place in places if os.path.isfile(place)), None)
         if path is not None:
             parts.append(read_part(path, prefix))
     if not parts:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.export.mapping import NotLiteral
-from autotune.export.sections import ADAPTER, MODEL, QUANTIZATION, RECIPE, Shape
+from autotune.export.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
+from autotune.export.sections import Shape
 
 MAX_BYTES = 256 * 1024
 """Python takes time that grows with the square of it for some programs, and no script has that much."""

@@ -24,7 +24,7 @@ from autotune.export.program import (
     entries_of,
     parsed,
 )
-from autotune.export.sections import MODEL, QUANTIZATION, RECIPE
+from autotune.export.section_rows import MODEL, QUANTIZATION, RECIPE
 
 _GAP = re.compile(rb"(?:[ \t\f]|\\\r?\n|#[^\r\n]*|\r\n|\r|\n)*")
 _REST = re.compile(rb"[ \t\f]*(#[^\r\n]*)?(?=[\r\n]|\Z)")

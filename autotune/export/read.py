@@ -31,7 +31,7 @@ from autotune.export.mapping import (
 from autotune.export.opening import open_base
 from autotune.export.parts import Part, all_of
 from autotune.export.quantization_config import quantization_fields
-from autotune.export.sections import ADAPTER, QUANTIZATION, in_words
+from autotune.export.section_rows import ADAPTER, QUANTIZATION, in_words
 from autotune.export.text import caveats_of
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.knobs import KNOBS, REQUIRED
@@ -217,6 +217,9 @@ def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[Change
             continue
         made += _of_row(target, row, answer, wanted, current)
     made += _of_adapter(target, base, answer, current)
+    if target.follows is not None and base != answer:
+        follows = target.follows(answer).items()
+        made += [Change(key=k, value=v) for k, v in follows if not same(value_at(current, k), v)]
     # The user has none of them in the file, or the loader would not have been timed.
     made += [Change(key=key, value=value) for key, value in answer.loader_arguments.items()]
     return [each for change in made for each in _in_its_words(target, change, content)]

@@ -3,13 +3,12 @@
 Keys of TrainingArguments (or SFTConfig) stand for themselves, the others behind a section's name:
 `adapter:r`. A Target is made for what is there: what no call or file of the user's carries has no words.
 Defaults are those of peft 0.21 tuners/*/config.py, transformers 5.23 utils/quantization_config.py, trl
-1.16 trainer/sft_trainer.py and, for Unsloth, of unsloth 2026.10.9 models/loader.py, models/llama.py.
+1.16 trainer/sft_trainer.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,39 +18,37 @@ from autotune.config import (
     ATTENTIONS,
     PEFT_TASK_TYPES,
     PRECISIONS,
-    QUANTIZATION_STORAGES,
-    QUANTIZATIONS,
     TRAINERS,
     TrainConfig,
 )
+from autotune.export import unsloth_base
 from autotune.export.huggingface import SFT, TRAINING_ARGUMENTS
 from autotune.export.mapping import (
     Choice,
     Row,
     Target,
     choices,
-    module_names,
     of_key,
     of_values,
-    targets_of,
     value_at,
 )
-from autotune.export.training_args import environment
+from autotune.export.section_rows import (
+    ADAPTER,
+    MODEL,
+    QUANTIZATION,
+    RECIPE,
+    UNPREDICTED,
+    adapter_rows,
+    by_setting,
+    precision_row,
+    quantization_row,
+    with_products,
+)
+from autotune.export.training_args import environment, training_arguments
 from autotune.knobs import KNOBS
 from autotune.lengths import BATCHINGS
 
-ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
-_LORA = ("lora", "qlora")
-_SECTION = re.compile(r"\b(adapter|quantization|model|recipe|deepspeed):(?=\w)")
-_16_BITS = ("bfloat16", "auto", None)
-_UNSLOTH_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-_COMPUTE = f"{QUANTIZATION}bnb_4bit_compute_dtype"
 _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
-
-
-def in_words(text: str) -> str:
-    """Text with keys in it, for people."""
-    return _SECTION.sub(r"\1 ", text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +85,12 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
     """The table for that shape. `method` is for shapes that leave it open. ValueError: an adapter that no
     prediction has."""
     if shape.is_unsloth:
-        return _unsloth(shape, content)
+        return unsloth_base.target_for(
+            shape.name,
+            content,
+            sections=shape.sections,
+            has_sft_defaults=shape.has_sft_defaults,
+        )
     is_quantized = QUANTIZATION in shape.sections
     fixed: dict[str, Any] = {}
     rows: list[Row] = []
@@ -102,7 +104,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
         fixed["method"] = adapter_method(
             fields, is_quantized=is_quantized or (shape.is_part and method == "qlora")
         )
-        rows += _adapter_rows(fixed["method"])
+        rows += adapter_rows(fixed["method"])
         tokens = fields.get("token_indices")
         if fixed["method"] == "trainable_tokens" and isinstance(tokens, int):
             rows.append(of_key("num_virtual_tokens", f"{ADAPTER}token_indices"))  # train.py's
@@ -118,8 +120,8 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
     elif is_quantized and "arguments" not in shape.sections:
         fixed["method"] = "qlora"
     if is_quantized:
-        rows.append(_quantization_row())
-    of_sft, of_trainer = _by_setting(SFT), _by_setting(TRAINING_ARGUMENTS)
+        rows.append(quantization_row())
+    of_sft, of_trainer = by_setting(SFT), by_setting(TRAINING_ARGUMENTS)
     if "arguments" in shape.sections:
         own = [row for name, row in of_trainer.items() if name not in ("precision", "batching")]
         if shape.keeps_checkpointing:
@@ -137,10 +139,10 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
         dtype = value_at(content, f"{loading}dtype", "bfloat16")
         fixed["precision"] = "fp8-mixed" if dtype == "float32" else "fp8-autocast"
     elif shape.loads_by_name or MODEL in shape.sections:
-        rows.append(_precision(f"{loading}dtype", is_quantized=is_quantized))
+        rows.append(precision_row(f"{loading}dtype", is_quantized=is_quantized))
     elif "arguments" in shape.sections:
         switches = list(of_trainer["precision"].choices)
-        rows.append(_with_products(switches, is_quantized=is_quantized))
+        rows.append(with_products(switches, is_quantized=is_quantized))
     if shape.loads_by_name or {MODEL, RECIPE} & shape.sections:
         key = f"{loading}attn_implementation"
         rows.append(of_values("attention", key, {name: name for name in ATTENTIONS}))
@@ -154,6 +156,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
         model_key=_model_key(shape),
         alpha_key=f"{ADAPTER}lora_alpha",
         fixed=fixed,
+        follows=_follows if RECIPE in shape.sections else None,
         elsewhere=_elsewhere(shape, rows, fixed) if shape.is_part else (),
         renamed={
             **TRAINING_ARGUMENTS.renamed,
@@ -162,7 +165,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
         },
         flags=TRAINING_ARGUMENTS.flags,
         refused={**_refused(shape), **_REFUSED},
-        unpredicted=_UNPREDICTED,
+        unpredicted=UNPREDICTED,
         caveats=TRAINING_ARGUMENTS.caveats if shape.sections == {"arguments"} else (),
     )
 
@@ -171,16 +174,6 @@ _REFUSED = {
     f"{MODEL}load_in_4bit": "says nothing to Transformers 5: BitsAndBytesConfig has it",
     f"{MODEL}load_in_8bit": "says nothing to Transformers 5: BitsAndBytesConfig has it",
     f"{QUANTIZATION}llm_int8_enable_fp32_cpu_offload": "keeps a part of the model in host memory",
-}
-_UNPREDICTED = {
-    f"{ADAPTER}modules_to_save": "trains further modules in full",
-    f"{ADAPTER}target_parameters": "adds adapters",
-    f"{ADAPTER}trainable_token_indices": "trains tokens beside the adapter",
-    f"{ADAPTER}rank_pattern": "gives some modules another rank",
-    f"{ADAPTER}layers_to_transform": "adapts some layers only",
-    f"{ADAPTER}exclude_modules": "leaves modules out",
-    f"{ADAPTER}layer_replication": "repeats layers",
-    f"{ADAPTER}use_qalora": "is another adapter",
 }
 
 
@@ -201,10 +194,6 @@ def _switched_on(row: Row) -> Row:
     if row.ours[0] != "activation_checkpointing":
         return row
     return dataclasses.replace(row, choices=tuple(c for c in row.choices if c.ours[0]))
-
-
-def _by_setting(target: Target) -> dict[str, Row]:
-    return {row.ours[0]: row for row in target.rows}
 
 
 def _without_parallelism(rows: Iterable[Row]) -> list[Row]:
@@ -236,131 +225,6 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
     return defaults
 
 
-def _adapter_rows(method: str) -> list[Row]:
-    row = ADAPTERS[method]
-    methods = _LORA if method in _LORA else (method,)
-    rows = []
-    if row.size in ("lora_rank", "num_virtual_tokens") and row.size_field != "token_indices":
-        rows.append(of_key(row.size, f"{ADAPTER}{row.size_field}", methods=methods))
-    if row.takes_targets:
-        key = f"{ADAPTER}target_modules"
-        rows.append(
-            Row(
-                ours=("lora_targets",),
-                keys=(key,),
-                say=lambda targets: {
-                    key: targets if targets == "all-linear" else module_names(targets)
-                },
-                hear=lambda said: _hear_targets(said[key]),
-                methods=methods,
-            )
-        )
-    if row.peft_type == "LORA":
-        variants = {"plain": (False, False), "rslora": (False, True), "dora": (True, False)}
-        rows.append(
-            choices(
-                ("lora_variant",),
-                *(
-                    Choice(
-                        ours=(name,),
-                        theirs={f"{ADAPTER}use_dora": dora, f"{ADAPTER}use_rslora": rslora},
-                    )
-                    for name, (dora, rslora) in variants.items()
-                ),
-                methods=methods,
-            )
-        )
-        rows.append(of_key("lora_dropout", f"{ADAPTER}lora_dropout", off=0.0, methods=methods))
-    return rows
-
-
-def _hear_targets(names: object) -> str:
-    if names is None:
-        raise ValueError("must be named: PEFT's default differs by model")
-    if isinstance(names, str) and names != "all-linear":
-        raise ValueError("is a pattern: name the modules in a list")
-    return targets_of(names)
-
-
-def _codes() -> list[tuple[str, str, dict[str, Any]]]:
-    """(quantization, quantization_storage, BitsAndBytesConfig's keywords)."""
-    return [
-        ("int8", "uint8", {"load_in_8bit": True, "load_in_4bit": False}),
-        *(
-            (
-                row.name,
-                storage or "uint8",
-                {
-                    "load_in_8bit": False,
-                    "load_in_4bit": True,
-                    "bnb_4bit_quant_type": row.codes,
-                    "bnb_4bit_use_double_quant": row.double,
-                    "bnb_4bit_quant_storage": storage,
-                },
-            )
-            for row in QUANTIZATIONS.values()
-            if row.codes
-            for storage in (None, *QUANTIZATION_STORAGES)
-        ),
-    ]
-
-
-def _quantization_row(**more: Any) -> Row:
-    """`more` are keys of the model's loader that go with it."""
-    return choices(
-        ("quantization", "quantization_storage"),
-        *(
-            Choice(
-                ours=(name, storage),
-                theirs={
-                    **{f"{QUANTIZATION}{key}": value for key, value in keys.items()},
-                    **{key: keys[of] for key, of in more.items()},
-                },
-            )
-            for name, storage, keys in _codes()
-        ),
-    )
-
-
-def _precision(dtype_key: str, *, is_quantized: bool) -> Row:
-    """The weights' dtype with TrainingArguments' switches. A dtype that is not named is the
-    checkpoint's, taken to be bfloat16; it is float32 for the fp16 of scripts that name none."""
-    table = (
-        ("bf16-autocast", {"bf16": True, "fp16": False}, _16_BITS),
-        ("bf16-mixed", {"bf16": True, "fp16": False}, ("float32",)),
-        ("bf16-true", {"bf16": False, "fp16": False}, _16_BITS),
-        *(
-            (ours, {"bf16": bf16, "fp16": True}, dtypes)
-            for bf16 in (False, True)
-            for ours, dtypes in (("fp16-autocast", ("float16",)), ("fp16-mixed", ("float32", None)))
-        ),
-        ("tf32", {"bf16": False, "fp16": False, "tf32": True}, ("float32",)),
-        ("fp32", {"bf16": False, "fp16": False, "tf32": False}, ("float32",)),
-    )
-    return _with_products(
-        [
-            Choice(ours=(ours,), theirs={dtype_key: dtype, **switches})
-            for ours, switches, dtypes in table
-            for dtype in dtypes
-        ],
-        is_quantized=is_quantized,
-    )
-
-
-def _with_products(rows: list[Choice], *, is_quantized: bool) -> Row:
-    """Products of 4-bit weights follow the precision where it is written, and are not asked for."""
-    if not is_quantized:
-        return choices(("precision",), *rows)
-    written = [
-        dataclasses.replace(
-            row,
-            theirs={**row.theirs, _COMPUTE: PRECISIONS[row.ours[0]].compute_dtype},
-        )
-        for row in rows
-    ]
-    return choices(("precision",), *written, *rows)
-
-
 def _recipe_precision(*, is_quantized: bool) -> Row:
     """train.py has fp8 in variables that it sets, and every dtype by name."""
     rows = []
@@ -375,7 +239,7 @@ def _recipe_precision(*, is_quantized: bool) -> Row:
             f"{RECIPE}environment": variables,
         }
         rows.append(Choice(ours=(name,), theirs=theirs))
-    return _with_products(rows, is_quantized=is_quantized)
+    return with_products(rows, is_quantized=is_quantized)
 
 
 def _recipe_rows() -> list[Row]:
@@ -407,102 +271,10 @@ def _recipe_rows() -> list[Row]:
     ]
 
 
-def _unsloth(shape: Shape, content: Mapping[str, Any]) -> Target:
-    """FastLanguageModel loads, adapts, quantises and checkpoints by words of its own."""
-    is_full = bool(content.get(f"{MODEL}full_finetuning"))
-    has_config = QUANTIZATION in shape.sections
-    if not is_full and ADAPTER not in shape.sections:
-        raise ValueError("nothing trains: there is neither get_peft_model nor full_finetuning=True")
-    bits = {f"{MODEL}load_in_4bit": "load_in_4bit", f"{MODEL}load_in_8bit": "load_in_8bit"}
-    fixed: dict[str, Any] = {"trainer": "trl-sft"}
-    rows: list[Row] = []
-    if is_full:
-        fixed |= {"method": "full", "quantization": "none", "quantization_storage": "uint8"}
-    elif has_config:
-        fixed["method"] = "qlora"
-        rows.append(_quantization_row(**bits))
-    else:
-        # Without a BitsAndBytesConfig its 4 bits are NF4 with quantised scales.
-        ways = (("lora", "none"), ("qlora", "nf4-double"), ("qlora", "int8"))
-        rows.append(
-            choices(
-                ("method", "quantization"),
-                *(
-                    Choice(
-                        ours=way,
-                        theirs={
-                            f"{MODEL}load_in_4bit": way[1] == "nf4-double",
-                            f"{MODEL}load_in_8bit": way[1] == "int8",
-                        },
-                    )
-                    for way in ways
-                ),
-            )
-        )
-    if not is_full:
-        rows += _adapter_rows("lora")
-    of_sft, of_trainer = _by_setting(SFT), _by_setting(TRAINING_ARGUMENTS)
-    own = ("precision", "batching", "activation_checkpointing", "liger", "torch_compile",
-           "torch_compile_backend")  # fmt: skip
-    rows += [row for name, row in of_trainer.items() if name not in own]
-    packing = [
-        dataclasses.replace(
-            choice,
-            theirs={
-                key: value
-                for key, value in choice.theirs.items()
-                if key != "train_sampling_strategy"
-            },
-        )
-        for choice in of_sft["batching"].choices
-        if choice.ours != ("grouped",)
-    ]
-    rows += [
-        of_key("sequence_length", f"{MODEL}max_seq_length"),
-        choices(("batching",), *packing),
-        _unsloth_checkpointing(is_full=is_full),
-        _precision(f"{MODEL}dtype", is_quantized=has_config),
-    ]
-    return Target(
-        name=shape.name,
-        source="unsloth 2026.10.9",
-        rows=tuple(rows),
-        defaults={
-            **_defaults(shape, "lora", MODEL),
-            f"{MODEL}load_in_4bit": not is_full,
-            f"{MODEL}max_seq_length": 2048,
-            f"{MODEL}use_gradient_checkpointing": "unsloth",
-            f"{ADAPTER}use_gradient_checkpointing": "unsloth",
-            f"{ADAPTER}r": 16,
-            f"{ADAPTER}target_modules": _UNSLOTH_TARGETS,
-        },
-        model_key=f"{MODEL}name",
-        alpha_key=f"{ADAPTER}lora_alpha",
-        fixed=fixed,
-        renamed={**TRAINING_ARGUMENTS.renamed, "max_seq_length": "max_length"},
-        refused=dict(TRAINING_ARGUMENTS.refused),
-        unpredicted=_UNPREDICTED,
-        caveats=(
-            (lambda _: True, "Unsloth has a loss and kernels of its own, which are not predicted"),
-        ),
-    )
-
-
-def _unsloth_checkpointing(*, is_full: bool) -> Row:
-    """`unsloth` checkpoints every layer and parks what is left in host memory. Of an adapter's two
-    switches the one where it is made decides."""
-    of_model, of_adapter = (f"{name}use_gradient_checkpointing" for name in (MODEL, ADAPTER))
-    ways = (((0, False), False), ((1, False), True), ((1, True), "unsloth"))
-    both = (of_model,) if is_full else (of_adapter, of_model)
-    return choices(
-        ("activation_checkpointing", "activation_offloading"),
-        *(
-            Choice(ours=ours, theirs=dict.fromkeys(keys, said))
-            for keys in (both, both[:1])
-            for ours, said in ways
-        ),
-        nearest={(): (1, False)},
-    )
+def _follows(config: TrainConfig) -> dict[str, Any]:
+    """Shared-out weights need it where gradients accumulate (training_args)."""
+    name = "accelerator_config"
+    return {name: training_arguments(config).get(name)}
 
 
 def _plain(**settings: Any) -> TrainConfig:

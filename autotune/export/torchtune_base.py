@@ -7,8 +7,8 @@ is in the name of the model's builder, which stays; a recipe without an adapter 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from autotune.export.mapping import (
@@ -66,9 +66,9 @@ def _every_layer(row: Row) -> Row:
 def model_of(content: Mapping[str, Any]) -> str | None:
     """The folder of the checkpoint, or the Hub id that its name and the builder stand for."""
     folder = value_at(content, "checkpointer.checkpoint_dir")
-    if not isinstance(folder, str) or "\0" in folder or len(folder) > 1000:
+    if not isinstance(folder, str):
         return None
-    if (Path(folder) / CONFIG_NAME).is_file():
+    if os.path.isfile(os.path.join(folder, CONFIG_NAME)):
         return folder
     last = folder.rstrip("/").rpartition("/")[2].casefold()
     parts = str(value_at(content, _BUILDER)).split(".")
