@@ -34,7 +34,8 @@ def read_run(
         sequence_length=seq_len or usual_length,
         method=method,
         has_bf16=has_bf16,
-        steps=max(1, effective_batch // num_gpus),
+        samples=effective_batch,
+        num_gpus=num_gpus,
     )
     if run.target is None:
         return run

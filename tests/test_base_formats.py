@@ -130,7 +130,7 @@ def read(path: Path, config: TrainConfig) -> BaseRun:
         path,
         sequence_length=config.sequence_length,
         method=config.method,
-        steps=config.gradient_accumulation_steps,
+        samples=config.gradient_accumulation_steps,
     )
 
 
@@ -339,7 +339,7 @@ def read_run(path: Path, **given: Any) -> tuple[BaseRun, list[str]]:
 
 
 def test_a_launch_says_its_gpus_and_the_rest_is_taken(tmp_path: Path) -> None:
-    run, notes = read_run(file_of(tmp_path, "accelerate", DDP), num_gpus=2)
+    run, notes = read_run(file_of(tmp_path, "accelerate", DDP))
     assert (run.config.num_gpus, run.config.parallelism) == (2, "ddp")
     assert run.config.effective_batch_size == 32
     assert any("micro_batch_size: 1" in note and "are taken" in note for note in notes)

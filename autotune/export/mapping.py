@@ -416,4 +416,6 @@ def _words(name: str, config: TrainConfig) -> str:
 
 def _shown(value: object) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
+    # On one line, and nothing that a terminal cannot be sent: JSON may have half of a surrogate pair.
+    text = " ".join(text.split()).encode("utf-8", "replace").decode()
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -74,10 +74,12 @@ def read_base(
     sequence_length: int = 1024,
     method: str = "full",
     has_bf16: bool = True,
-    steps: int = 1,
+    samples: int = 1,
+    num_gpus: int = 1,
 ) -> BaseRun:
-    """The run of a file or folder. `sequence_length`, `method` and `steps` of gradient accumulation are for
-    formats that say nothing of them, `has_bf16` for those that leave the precision to the card.
+    """The run of a file or folder. `sequence_length`, `method`, `samples` per optimizer step and
+    `num_gpus` are for formats that say nothing of them, `has_bf16` for those that leave the precision
+    to the card.
 
     Raises ConfigError, which names every problem with its key.
     """
@@ -110,7 +112,9 @@ def read_base(
     if is_auto and not has_bf16 and values["precision"] == "bf16-autocast":
         values["precision"] = "fp16-autocast"
     method = values.get("method", method)
-    usual = _defaults(values, method, has_bf16, steps)
+    num_gpus = values.get("num_gpus", num_gpus)
+    steps = samples // (num_gpus * values.get("micro_batch_size", 1))
+    usual = _defaults(values, method, has_bf16, max(1, steps))
     taken = {name: value for name, value in usual.items() if name not in values}
     config = TrainConfig(
         **{"sequence_length": sequence_length, **_settings_of(method), **taken, **values}
