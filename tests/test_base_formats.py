@@ -49,6 +49,7 @@ ARGUMENTS: list[tuple[TrainConfig, dict[str, Any]]] = [
 ]
 ADAPTER: list[tuple[TrainConfig, dict[str, Any]]] = [
     (LORA, {"lora_rank": 64}),
+    (LORA, {"lora_alpha_ratio": 0.5}),
     (LORA, {"lora_targets": "q_proj,v_proj"}),
     (LORA, {"lora_variant": "dora", "lora_dropout": 0.1}),
 ]

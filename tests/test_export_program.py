@@ -36,6 +36,7 @@ QLORA = TrainConfig(
 )
 UNSLOTH = dataclasses.replace(
     QLORA,
+    lora_alpha_ratio=1.0,
     quantization="nf4-double",
     lora_targets="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
     gradient_accumulation_steps=4,

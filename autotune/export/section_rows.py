@@ -12,7 +12,16 @@ from typing import Any
 
 from autotune.adapters import ADAPTERS
 from autotune.config import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
-from autotune.export.mapping import Choice, Row, Target, choices, module_names, of_key, targets_of
+from autotune.export.mapping import (
+    Choice,
+    Row,
+    Target,
+    choices,
+    module_names,
+    of_alpha,
+    of_key,
+    targets_of,
+)
 
 ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
 """RECIPE: the table of our own train.py."""
@@ -62,6 +71,8 @@ def adapter_rows(method: str) -> list[Row]:
             )
         )
     if row.peft_type == "LORA":
+        keys = f"{ADAPTER}r", f"{ADAPTER}lora_alpha"
+        rows.append(of_alpha(*keys, is_whole=False, methods=methods))
         variants = {"plain": (False, False), "rslora": (False, True), "dora": (True, False)}
         rows.append(
             choices(

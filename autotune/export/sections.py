@@ -154,7 +154,6 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
         rows=tuple(rows),
         defaults=_defaults(shape, fixed.get("method", method), loading),
         model_key=_model_key(shape),
-        alpha_key=f"{ADAPTER}lora_alpha",
         fixed=fixed,
         follows=_follows if RECIPE in shape.sections else None,
         elsewhere=_elsewhere(shape, rows, fixed) if shape.is_part else (),
@@ -211,6 +210,7 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
     defaults = {
         **TRAINING_ARGUMENTS.defaults,
         f"{ADAPTER}r": sizes.get(method),
+        f"{ADAPTER}lora_alpha": 8,
         f"{ADAPTER}lora_dropout": 0.0,
         f"{QUANTIZATION}bnb_4bit_quant_type": "fp4",
         f"{loading}attn_implementation": "sdpa",

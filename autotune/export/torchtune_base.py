@@ -16,6 +16,7 @@ from autotune.export.mapping import (
     Row,
     Target,
     choices,
+    of_alpha,
     of_key,
     of_values,
     value_at,
@@ -124,7 +125,6 @@ TARGET = Target(
     name="torchtune",
     source="torchtune 0.6.1",
     model_of=model_of,
-    alpha_key="model.lora_alpha",
     rows=(
         choices(
             ("method", "quantization"),
@@ -132,6 +132,7 @@ TARGET = Target(
             *_ADAPTED.choices,
         ),
         of_key("lora_rank", "model.lora_rank", methods=_LORA),
+        of_alpha("model.lora_rank", "model.lora_alpha", is_whole=False, methods=_LORA),
         Row(
             ours=("lora_targets",),
             keys=("model.lora_attn_modules", "model.apply_lora_to_mlp"),

@@ -91,6 +91,7 @@ def target_for(
         defaults={
             **TRAINING_ARGUMENTS.defaults,
             **({"bf16": True} if has_sft_defaults else {}),
+            f"{ADAPTER}lora_alpha": 16,
             f"{ADAPTER}lora_dropout": 0.0,
             f"{QUANTIZATION}bnb_4bit_quant_type": "fp4",
             f"{MODEL}load_in_4bit": not is_full,
@@ -101,7 +102,6 @@ def target_for(
             f"{ADAPTER}target_modules": _TARGETS,
         },
         model_key=f"{MODEL}name",
-        alpha_key=f"{ADAPTER}lora_alpha",
         fixed=fixed,
         renamed={**TRAINING_ARGUMENTS.renamed, "max_seq_length": "max_length"},
         refused=dict(TRAINING_ARGUMENTS.refused),
