@@ -104,7 +104,12 @@ def target_for(
         model_key=f"{MODEL}name",
         fixed=fixed,
         renamed={**TRAINING_ARGUMENTS.renamed, "max_seq_length": "max_length"},
-        refused=dict(TRAINING_ARGUMENTS.refused),
+        refused={
+            **TRAINING_ARGUMENTS.refused,
+            f"{MODEL}load_in_16bit": "is said by load_in_4bit=False, which is on by default",
+            f"{MODEL}load_in_fp8": "is a base that is not priced",
+            f"{MODEL}qat_scheme": "adds quantisation to the step",
+        },
         unpredicted=UNPREDICTED,
         caveats=(
             (lambda _: True, "Unsloth has a loss and kernels of its own, which are not predicted"),
