@@ -33,18 +33,22 @@ BACKENDS = ("auto", "cuda", "cpu")
 def worker(*, storage: str, backend: str, once: bool, max_minutes: float | None) -> None:
     """Take the jobs of `find --enqueue` that this machine can answer, until SIGTERM.
 
-    On SIGTERM or Ctrl-C the job that is worked on goes back into the queue, with all that was measured of
-    it kept.
+    It measures on one card, the first that CUDA_VISIBLE_DEVICES leaves. Without a job it helps with one that
+    runs on a machine like this. On SIGTERM or Ctrl-C what is worked on goes back into the queue, with all
+    that was measured of it kept.
 
     Example: autotune worker --storage postgresql+psycopg://me@db/autotune
     """
     from autotune import serving
+    from autotune.jobs import open_jobs
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
         signal.signal(number, _stop)
     if max_minutes is not None:
         signal.setitimer(signal.ITIMER_REAL, 60 * max_minutes)
     try:
+        with open_jobs(storage):
+            pass  # What is wrong with it is said at once.
         at = serving.here(backend)
         machine = at.machine
         say(f"{machine.worker.split()[0]}: {machine.card}, jobs of {database.shown_url(storage)}")
