@@ -78,9 +78,12 @@ def here(backend: str) -> Here:
     )
 
 
-def serve(url: str, at: Here, *, once: bool, log: Log) -> None:
+def serve(
+    url: str, at: Here, *, once: bool, log: Log, heard: Callable[[], None] = lambda: None
+) -> None:
     """Answer jobs until KeyboardInterrupt; `once`: until one is answered, or there is none.
 
+    `heard` is called when a KeyboardInterrupt has reached the job, before that is given back.
     Only in the main thread. Raises StorageError, and HardwareError where the machine turns out not to
     be able to measure; the job is given back then.
     """
@@ -92,7 +95,17 @@ def serve(url: str, at: Here, *, once: bool, log: Log) -> None:
             job = job or jobs.to_join(at.machine, leave_out=joined)
             if job is not None:
                 log(f"job {job.number}: {'taken' if is_own else 'helping'}, {job.command}")
-                _Work(url, at, jobs, job, is_own=is_own, log=log).run()
+                work = _Work(url, at, jobs, job, is_own=is_own, log=log)
+                try:
+                    work.run()
+                except KeyboardInterrupt:
+                    heard()
+                    work.give_back()
+                    raise
+                except (StorageError, HardwareError):
+                    # Nothing is wrong with the question: somebody else may have it.
+                    work.give_back()
+                    raise
                 joined.add(job.number)
             if once:
                 return
@@ -115,19 +128,21 @@ class _Work:
         self._progress = "predicting"
         self._has_ended = threading.Event()
 
+    def give_back(self) -> None:
+        number = self._job.number
+        if self._is_own:
+            with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
+                self._jobs.give_back(number, self._at.machine.worker)
+        self._log(f"job {number}: given back, what was measured is kept")
+
     def run(self) -> None:
-        number, worker = self._job.number, self._at.machine.worker
+        """Raises KeyboardInterrupt, StorageError and HardwareError; what else goes wrong is the answer."""
         try:
             with self._signs_of_life():
                 self._answer()
         except Gone:
-            self._log(f"job {number}: not ours any more, what was measured is kept")
-        except (KeyboardInterrupt, StorageError, HardwareError):
-            # Nothing is wrong with the question: somebody else may have it.
-            if self._is_own:
-                with contextlib.suppress(StorageError):
-                    self._jobs.give_back(number, worker)
-            self._log(f"job {number}: given back, what was measured is kept")
+            self._log(f"job {self._job.number}: not ours any more, what was measured is kept")
+        except (StorageError, HardwareError):
             raise
         except AutotuneError as error:
             self._fail(str(error), error.exit_code)

@@ -11,6 +11,8 @@ from autotune import database
 from autotune.cli.output import say
 
 BACKENDS = ("auto", "cuda", "cpu")
+AGAIN_SECONDS = 4.0
+"""Longer than a probe takes to end, so that it is seldom needed."""
 
 
 @click.command()
@@ -52,13 +54,21 @@ def worker(*, storage: str, backend: str, once: bool, max_minutes: float | None)
         at = serving.here(backend)
         machine = at.machine
         say(f"{machine.worker.split()[0]}: {machine.card}, jobs of {database.shown_url(storage)}")
-        serving.serve(storage, at, once=once, log=say)
+        serving.serve(storage, at, once=once, log=say, heard=_heard)
     except KeyboardInterrupt:
+        _heard()
         say("Stopped.")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """Once is enough: giving back what is worked on must not be broken off."""
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+    """Once is enough; but what is raised in a destructor is lost, so again until somebody heard it."""
+    for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, _stop)
+    signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
     raise KeyboardInterrupt
+
+
+def _heard() -> None:
+    """Giving back what is worked on must not be broken off."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
