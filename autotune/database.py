@@ -11,8 +11,10 @@ import sqlite3
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from autotune.errors import StorageError
+from autotune.redacted import redacted
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -50,8 +52,27 @@ ELSEWHERE = "or choose another database with --storage"
 
 
 def shown_url(url: str) -> str:
-    """The address without whatever comes before its @, which may be a password."""
-    return url.rpartition("@")[2]
+    """The address without whatever comes before its @, which may be a password, or in its parameters."""
+    return redacted(url.rpartition("@")[2])
+
+
+def has_secret(url: str) -> bool:
+    """Whether the address may hold a password."""
+    return shown_url(url) != url
+
+
+def named(url: URL) -> str:
+    """The address as messages have it."""
+    # `str` hides the password before the @.
+    return redacted(str(url))
+
+
+def _secrets(url: URL) -> Iterator[str]:
+    if isinstance(url.password, str) and url.password:
+        yield url.password
+    for name, value in url.query.items():
+        if redacted(f"{name}=it") != f"{name}=it":
+            yield from (value,) if isinstance(value, str) else value
 
 
 def parse_url(url: str) -> URL:
@@ -70,9 +91,11 @@ def parse_url(url: str) -> URL:
 def file_of(url: URL) -> Path | None:
     """SQLite's file; None for a server, and for a database in memory."""
     name = url.database or ""
-    if url.get_backend_name() != "sqlite" or name in ("", ":memory:") or name.startswith("file:"):
-        return None
-    return Path(name)
+    if name.startswith("file:"):
+        # A URI of SQLite's own: file:a%20b.db, file:///tmp/a.db, file:x?mode=memory.
+        name = unquote(name.removeprefix("file:").removeprefix("//").partition("?")[0])
+    is_file = url.get_backend_name() == "sqlite" and name not in ("", ":memory:")
+    return Path(name) if is_file and url.query.get("mode") != "memory" else None
 
 
 def make_folder(url: URL) -> None:
@@ -83,7 +106,7 @@ def make_folder(url: URL) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"The folder of the database {url} cannot be created",
+            f"The folder of the database {named(url)} cannot be created",
             why=error.strerror or str(error),
             remedy=f"Check its permissions, {ELSEWHERE}",
         ) from error
@@ -94,7 +117,7 @@ def refuse_stranger(url: URL, tables: Collection[str]) -> None:
     is_known = not tables or "studies" in tables or any(t.startswith(PREFIX) for t in tables)
     if url.get_backend_name() == "sqlite" and not is_known:
         raise StorageError(
-            f"The database {url} cannot be used",
+            f"The database {named(url)} cannot be used",
             why="It belongs to another program; it was left as it is",
             remedy="Choose another with --storage",
         )
@@ -118,19 +141,18 @@ def explained(url: URL) -> Iterator[None]:
         yield
     except ImportError as error:
         raise StorageError(
-            f"The database {url} cannot be opened",
+            f"The database {named(url)} cannot be opened",
             why=str(error),
             remedy=f"Install the driver that SQLAlchemy asks for, {ELSEWHERE}",
         ) from error
     except (optuna.exceptions.StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
         message = _driver_message(error)
-        if isinstance(url.password, str) and url.password:
-            message = message.replace(url.password, "***")
+        for secret in filter(None, _secrets(url)):
+            message = message.replace(secret, "***")
         known = ((why, remedy) for part, why, remedy in _EXPLANATIONS if part in message)
         why, remedy = next(known, (message, "Check its address, and that its server runs"))
-        # `str(url)` hides the password.
         raise StorageError(
-            f"The database {url} cannot be used", why=why, remedy=f"{remedy}, {ELSEWHERE}"
+            f"The database {named(url)} cannot be used", why=why, remedy=f"{remedy}, {ELSEWHERE}"
         ) from error
 
 

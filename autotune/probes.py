@@ -11,16 +11,17 @@ What was measured under one budget answers for others:
 | ok, with retries             | b <= B                   | less memory forces them, too                |
 | oom, at least e were lacking | b < B + e                | it needs B + e or more                      |
 | invalid                      | any                      | what was asked for is not on at any budget  |
-| slow, timeout, crashed, ...  | none                     | it is worth another try                     |
+| slow                         | as ok, beside a faster   | it would be stopped again                   |
+| timeout, crashed, ...        | none                     | it is worth another try                     |
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autotune.probe_key import ProbeKey, first_key
 from autotune.results import Measurement, measurement_from_dict
@@ -29,7 +30,11 @@ from autotune.upgrade import open_engine
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+Value = TypeVar("Value")
+
 STDERR_TAIL_CHARS = 4000
+ROWS_AT_ONCE = 500
+"""Fewer than SQLite allows parameters in a statement."""
 
 
 class ProbeTable:
@@ -41,10 +46,13 @@ class ProbeTable:
         self._engine = engine
         self._table = probes
 
-    def find(self, key: ProbeKey, budget_bytes: int) -> Measurement | None:
+    def find(
+        self, key: ProbeKey, budget_bytes: int, *, slow_below: float = 0.0
+    ) -> Measurement | None:
         """The newest measurement of that key that answers for the budget, and as it is for that.
 
-        None when there is none, or it is worth another try.
+        None when there is none, or it is worth another try. `slow_below`: tokens per second; what was
+        slower than that when it was stopped need not be measured to its end.
         """
         import sqlalchemy
 
@@ -58,10 +66,59 @@ class ProbeTable:
             rows = connection.execute(query.order_by(table.c.id.desc()))
             for row_key, model_digest, text in rows:
                 measurement = _read(text, None if model_digest else (row_key, key.model))
-                restated = None if measurement is None else for_budget(measurement, budget_bytes)
+                if measurement is None:
+                    continue
+                if measurement.outcome == "slow" and not _is_below(measurement, slow_below):
+                    continue
+                restated = for_budget(measurement, budget_bytes)
                 if restated is not None:
                     return restated
         return None
+
+    def near(self, keys: Mapping[ProbeKey, Hashable]) -> dict[Any, Measurement]:
+        """By what each key is given for: the newest of the same on the same device, with another driver
+        or other libraries. Only of what ran, or ran out of memory."""
+        import sqlalchemy
+
+        table = self._table
+        asked = {key.near_key: (key, what) for key, what in keys.items()}
+        # The newest first; those whose model only their record tells, until one that says it.
+        wanted: dict[int, str] = {}
+        settled: set[str] = set()
+        columns = (table.c.id, table.c.near_key, table.c.model_digest, table.c.fingerprint)
+        query = sqlalchemy.select(*columns).where(
+            table.c.model_digest.in_([*{key.model_digest for key in keys}, ""]),
+            table.c.outcome.in_(("ok", "oom")),
+        )
+        with self._engine.connect() as connection:
+            for page in _pages(list(asked)):
+                rows = connection.execute(
+                    query.where(table.c.near_key.in_(page)).order_by(table.c.id.desc())
+                )
+                for row in rows:
+                    if row.fingerprint == asked[row.near_key][0].fingerprint:
+                        continue
+                    if row.near_key not in settled:
+                        wanted[row.id] = row.near_key
+                        settled.update([row.near_key] if row.model_digest else [])
+            found: dict[Any, Measurement] = {}
+            record = sqlalchemy.select(
+                table.c.id, table.c.key, table.c.model_digest, table.c.record
+            )
+            for numbers in _pages(sorted(wanted, reverse=True)):
+                rows = connection.execute(
+                    record.where(table.c.id.in_(numbers)).order_by(table.c.id.desc())
+                )
+                for row in rows:
+                    key, what = asked[wanted[row.id]]
+                    if what in found:
+                        continue
+                    measurement = _read(
+                        row.record, None if row.model_digest else (row.key, key.model)
+                    )
+                    if measurement is not None:
+                        found[what] = measurement
+        return found
 
     def add(
         self, key: ProbeKey, measurement: Measurement, *, model: str = "", stderr_tail: str = ""
@@ -86,6 +143,11 @@ class ProbeTable:
             connection.execute(self._table.insert().values(row))
 
 
+def _pages(values: Sequence[Value]) -> Iterator[Sequence[Value]]:
+    for first in range(0, len(values), ROWS_AT_ONCE):
+        yield values[first : first + ROWS_AT_ONCE]
+
+
 def for_budget(measurement: Measurement, budget_bytes: int) -> Measurement | None:
     """What was measured, as it is for another budget; None where it does not say."""
     probed_bytes = measurement.spec.memory_budget_bytes
@@ -108,7 +170,7 @@ def _answers(measurement: Measurement, budget_bytes: int) -> bool:
     """The table above."""
     probed_bytes = measurement.spec.memory_budget_bytes
     match measurement.outcome:
-        case "ok":
+        case "ok" | "slow":
             return measurement.num_alloc_retries == 0 or budget_bytes <= probed_bytes
         case "oom":
             over_bytes = measurement.over_budget_bytes
@@ -116,6 +178,14 @@ def _answers(measurement: Measurement, budget_bytes: int) -> bool:
             return budget_bytes < probed_bytes + over_bytes
         case outcome:
             return outcome == "invalid"
+
+
+def _is_below(measurement: Measurement, tokens_per_second: float) -> bool:
+    """Whether what was stopped is slower than that, by more than twice its standard error."""
+    speed, spread = measurement.tokens_per_second, measurement.spread
+    if speed is None or spread is None or measurement.peak_device_bytes is None:
+        return False
+    return speed * (1 + 2 * spread) < tokens_per_second
 
 
 def _read(text: str, first: tuple[str, str] | None) -> Measurement | None:

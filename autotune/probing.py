@@ -20,7 +20,7 @@ import functools
 import math
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ from autotune.results import (
     fingerprint_from_dict,
     measurement_from_dict,
 )
-from autotune.sampler import Candidate, PredictionSampler
+from autotune.sampler import Candidate, Near, PredictionSampler
 from autotune.store import parameter_distributions
 from autotune.summary import Measured
 from autotune.trials import Watch, close_interrupted, tell, told_when_interrupted, watched
@@ -76,6 +76,10 @@ OnRun = Callable[[TrainConfig, ProbeSpec], None]
 """What is about to run: a probe, the base's, or a confirmation. Not called for what is known."""
 
 
+class NotAsAssumed(Exception):
+    """The fingerprint of measurements is another one here: begin again without assuming one."""
+
+
 class Prober:
     """Measures configurations of one model, each in a fresh process, and remembers."""
 
@@ -88,28 +92,42 @@ class Prober:
         *,
         useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
         on_run: OnRun = lambda *_: None,
+        assumed: Fingerprint | None = None,
     ) -> None:
+        """`assumed`: what the fingerprint here must be, as far as is known before a process has told it;
+        NotAsAssumed is raised when the first one, started to measure something, tells another.
+        """
         self._server = server
         self._table = table
         self._model = model
         self._useful_share = useful_share
         self._on_run = on_run
         self.spec = spec
-        self._fingerprint = self._ask_fingerprint()
+        self._is_assumed = assumed is not None
+        self._fingerprint = assumed or self._ask_fingerprint()
         self.num_run = 0
         """Probes; confirmations are counted nowhere."""
         self.num_reused = 0
+        self.near_seen: dict[TrainConfig, Measurement] = {}
+        """Of the same device with another driver or other libraries, which helped the order."""
 
-    def measure(self, config: TrainConfig, *, watch: Watch | None = None) -> Measurement:
+    def measure(
+        self, config: TrainConfig, *, watch: Watch | None = None, slow_below: float = 0.0
+    ) -> Measurement:
         """The table's measurement, or a new one, which is in the table when this returns.
 
-        `watch` is called with each timed step of a new one, and may end it.
+        `watch` is called with each timed step of a new one, and may end it. `slow_below`: tokens per
+        second; the table answers with what was stopped part-way, too, where it was slower.
         """
         share = self._useful_share(config)
-        measurement = self._find(config, self.spec)
+        measurement = self._find(config, self.spec, slow_below=slow_below / share)
         if measurement is not None:
             log_run(measurement, "known probe")
             self.num_reused += 1
+            speed = measurement.tokens_per_second
+            if measurement.outcome == "slow" and watch is not None and speed is not None:
+                # What a trial that is stopped leaves to learn from.
+                watch(measurement.num_steps, share * speed)
         else:
             self.num_run += 1
             deadline_seconds = _set_up_seconds(config) + 3 * self.spec.max_seconds
@@ -123,6 +141,27 @@ class Prober:
     def fingerprint_of(self, config: TrainConfig) -> Fingerprint:
         """What a measurement of the configuration would have, made here and now."""
         return needs.fingerprint_for(config, self._fingerprint)
+
+    def near(self, configs: Iterable[TrainConfig]) -> dict[TrainConfig, Near]:
+        """What was measured of them on the same device with another driver or other libraries."""
+        keys = {
+            probe_key(self._model.config, config, self.spec, self.fingerprint_of(config)): config
+            for config in configs
+        }
+        found = self._table.near(keys)
+        self.near_seen |= found
+        return {
+            config: _near(dataclasses.replace(seen, useful_share=self._useful_share(config)))
+            for config, seen in found.items()
+        }
+
+    @property
+    def near_versions(self) -> tuple[str, ...]:
+        """What those measurements were made with that is not here."""
+        others = {
+            version for seen in self.near_seen.values() for version in _parts(seen.fingerprint)
+        }
+        return tuple(sorted(others - set(_parts(self._fingerprint))))
 
     def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
         """The table's confirmation of what a probe measured, or a new one."""
@@ -142,9 +181,11 @@ class Prober:
         measurement = self._run(best.config, spec, deadline_seconds=deadline_seconds)
         return dataclasses.replace(measurement, useful_share=best.useful_share)
 
-    def _find(self, config: TrainConfig, spec: ProbeSpec) -> Measurement | None:
+    def _find(
+        self, config: TrainConfig, spec: ProbeSpec, *, slow_below: float = 0.0
+    ) -> Measurement | None:
         key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
-        return self._table.find(key, spec.memory_budget_bytes)
+        return self._table.find(key, spec.memory_budget_bytes, slow_below=slow_below)
 
     def _run(
         self,
@@ -155,6 +196,9 @@ class Prober:
         watch: Watch | None = None,
     ) -> Measurement:
         """Measure in a process of its own; in the table when this returns."""
+        if self._is_assumed and self._ask_fingerprint() != self._fingerprint:
+            raise NotAsAssumed
+        self._is_assumed = False
         self._on_run(config, spec)
         # The folder is made here, so that a checkpoint in it goes however the probe ends.
         with private_folder() as folder:
@@ -220,6 +264,26 @@ class Prober:
 
 def _set_up_seconds(config: TrainConfig) -> float:
     return SET_UP_SECONDS + (compiled.COMPILE_SECONDS if config.is_compiled else 0.0)
+
+
+def _near(seen: Measurement) -> Near:
+    over_bytes = seen.over_budget_bytes
+    if over_bytes is not None and (seen.outcome == "oom" or seen.num_alloc_retries):
+        least_bytes = seen.spec.memory_budget_bytes + over_bytes
+        return Near(tokens_per_second=None, peak_device_bytes=None, least_bytes=least_bytes)
+    return Near(
+        tokens_per_second=seen.tokens_per_second,
+        peak_device_bytes=seen.peak_device_bytes,
+        least_bytes=None,
+    )
+
+
+def _parts(fingerprint: Fingerprint) -> Iterator[str]:
+    """In words, what two measurements of one card may differ in."""
+    yield from (f"{name} {version}" for name, version in fingerprint.versions)
+    named = {"driver": fingerprint.driver, "CUDA": fingerprint.cuda}
+    yield from (f"{name} {version}" for name, version in named.items() if version)
+    yield f"PYTORCH_ALLOC_CONF {fingerprint.allocator or 'unset'}"
 
 
 def _scaled(watch: Watch, share: float, step: int, tokens_per_second_at_most: float) -> str:
@@ -343,6 +407,8 @@ def search(
                 baseline=baseline,
                 num_run=prober.num_run,
                 num_reused=prober.num_reused,
+                num_near=len(prober.near_seen),
+                near_versions=prober.near_versions,
                 num_tied=found.num_tied,
                 outcomes=dict(Counter(m.outcome for m in known)),
                 confirmation=found.confirmation,
@@ -381,7 +447,7 @@ def _probe(
 ) -> None:
     """Probe until nothing that is not refused is likely to be faster; adds to `measured`."""
     leave_out = _left_out(study, prober, refused)
-    study.pruner = SpeedPruner(noise=NOISE, leave_out=leave_out)
+    study.pruner = pruner = SpeedPruner(noise=NOISE, leave_out=leave_out)
     distributions = parameter_distributions(study, [e.config for e in pool])
     of_params: dict[frozenset[tuple[str, Any]], Estimate] = {}
     candidates = []
@@ -399,6 +465,7 @@ def _probe(
         candidates.append(candidate)
     if refused and not candidates:
         return
+    near = prober.near([e.config for e in of_params.values()])
     sampler = PredictionSampler(
         candidates,
         distributions=distributions,
@@ -406,6 +473,7 @@ def _probe(
         noise=NOISE,
         leave_out=leave_out,
         seed=plan.seed,
+        near={params: near[e.config] for params, e in of_params.items() if e.config in near},
     )
     while len(measured) < max_probes and not sampler.should_stop(study):
         proposed = sampler.propose(study)
@@ -415,7 +483,12 @@ def _probe(
         trial = study.ask(sampler.search_space(proposed))
         estimate = of_params[frozenset(proposed.params.items())]
         with told_when_interrupted(study, trial):
-            measurement = prober.measure(estimate.config, watch=watched(study, trial))
+            best_speed = pruner.best_speed(study) or 0.0
+            measurement = prober.measure(
+                estimate.config,
+                watch=watched(study, trial),
+                slow_below=best_speed * (1 - NOISE),
+            )
             tell(study, trial, measurement, estimate)
         measured.append(measurement)
         on_probe(len(measured), measurement, _fastest(measured, refused))

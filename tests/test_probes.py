@@ -339,3 +339,18 @@ def test_what_a_failed_probe_wrote_last_is_kept(url: str) -> None:
     assert tail.endswith("xthe last words")
     assert len(tail) <= 4000
     assert (model, device) == ("a/model", "a CPU")
+
+
+def test_what_was_stopped_as_too_slow_answers_beside_what_is_faster(url: str) -> None:
+    # 1024 tokens in 2.25 s are 455 a second, +- 1 %.
+    slow = dataclasses.replace(measured("slow"), spread=0.01, num_steps=3)
+    with open_probes(url) as probes:
+        probes.add(KEY, slow)
+        assert probes.find(KEY, GB) is None
+        assert probes.find(KEY, GB, slow_below=460) is None
+        assert probes.find(KEY, GB, slow_below=470) == slow
+        found = probes.find(KEY, 2 * GB, slow_below=470)
+        assert found is not None
+        assert (found.outcome, found.over_budget_bytes) == ("slow", -1_050_000_000)
+        probes.add(KEY, dataclasses.replace(slow, spread=None))
+        assert probes.find(KEY, GB, slow_below=470) == slow
