@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from autotune import export, finding, inputs, models, studies
 from autotune.adapters import read_peft
 from autotune.config import TrainConfig, Workload
+from autotune.database import DEFAULT_URL
 from autotune.errors import ConfigError, nearest
 from autotune.export import Exporter
 from autotune.options import FindOptions
@@ -35,7 +36,6 @@ from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
 from autotune.report.data import ReportData
 from autotune.report.progress import SILENT, Listener, on_stderr
-from autotune.store import DEFAULT_URL
 from autotune.summary import Summary
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,13 @@ from autotune.models import ModelSource, resolve
 from autotune.optimizers import OPTIMIZERS
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
 from autotune.probes import open_probes
+from autotune.recommendations import (
+    Recommendation,
+    open_recommendations,
+    question_key,
+    question_of,
+    reason_for,
+)
 from autotune.report import html
 from autotune.report.data import collect
 from autotune.report.files import write
@@ -67,6 +75,8 @@ class Answer:
     """The study's name, as a folder may have it."""
     run: BaseRun | None = None
     """What the user trains with so far."""
+    question: Mapping[str, Any] = field(default_factory=dict)
+    """What was asked, as recommendations.question_of says it."""
 
     @property
     def summary(self) -> Summary:
@@ -224,6 +234,7 @@ def find(
         study=options.study or name,
         folder_name=name if options.study is None else store.slug(options.study),
         run=run,
+        question=question_of(options),
     )
 
 
@@ -343,9 +354,18 @@ def _time_loaders(
 
 
 def deliver(
-    answer: Answer, *, folder: Path | None, storage: str | None, command: str = ""
+    answer: Answer,
+    *,
+    folder: Path | None,
+    storage: str | None,
+    command: str = "",
+    reason: str = "",
 ) -> Delivered:
-    """Write the answer's files into a folder and record it in its study, where they are given."""
+    """Write the answer's files into a folder and record it in its study, where they are given.
+
+    It becomes a recommendation, too: `reason` is why, where that is known better than by comparing it
+    with the last one.
+    """
     summary, run = answer.summary, answer.run
     config = summary.exported
     exporters = export.exporters_for(config, summary.workload)
@@ -374,6 +394,7 @@ def deliver(
         try:
             page = _record(answer, result, storage=storage, command=command, draws=bool(files))
             study = answer.study
+            _recommend(answer, result, storage=storage, reason=reason)
             if page is not None and folder is not None:
                 report = folder / REPORT
                 write(report, page)
@@ -416,6 +437,32 @@ def _record(
         if not 0 < len(trials) <= MAX_TRIALS_OF_PAGE:
             return None
         return html.draw(collect(studies.answer_of(opened), trials))
+
+
+def _recommend(answer: Answer, result: dict[str, Any], *, storage: str, reason: str) -> None:
+    """Keep the answer beside those that were given to the question before."""
+    summary, question = answer.summary, dict(answer.question)
+    final = None if summary.measured is None else summary.measured.final
+    now = Recommendation(
+        question_key=question_key(question),
+        question=question,
+        device=summary.gpu if final is None else final.fingerprint.device,
+        fingerprint=None if final is None else final.fingerprint,
+        made_at=datetime.datetime.now(datetime.UTC),
+        study=answer.study,
+        evidence=summary.evidence,
+        tokens_per_second=summary.tokens_per_second,
+        spread=None if final is None else final.spread,
+        peak_device_bytes=summary.peak_device_bytes,
+        config=summary.exported.to_dict(),
+        result=result,
+        reason=reason,
+    )
+    with open_recommendations(storage) as table:
+        if not reason:
+            last = table.latest(now.question_key, now.device)
+            now = dataclasses.replace(now, reason=reason_for(last, now))
+        table.add(now)
 
 
 def _versions() -> dict[str, str]:

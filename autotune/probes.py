@@ -1,85 +1,136 @@
 """Every probe ever made, in the database of the studies: what was measured once is never made again.
 
-One table, `autotune_probes`: a key, when, and the Measurement as JSON. The key says what a measurement
-depends on: the model's configuration, the task, the TrainConfig, the budget, the backend, the
-fingerprint, and the steps of a confirmation. A row is never changed or removed.
+One table, `autotune_probes`: what the measurement depends on (probe_key.py), when, the Measurement as
+JSON, and what a probe that failed wrote last. A row is never changed or removed.
+
+What was measured under one budget answers for others:
+
+| measured under B             | answers for a budget b   | because                                     |
+|------------------------------|--------------------------|---------------------------------------------|
+| ok, no allocation retry      | any: its peak is p       | p <= b fits; where p > b, b forces a retry  |
+| ok, with retries             | b <= B                   | less memory forces them, too                |
+| oom, at least e were lacking | b < B + e                | it needs B + e or more                      |
+| invalid                      | any                      | what was asked for is not on at any budget  |
+| slow, timeout, crashed, ...  | none                     | it is worth another try                     |
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from autotune.config import TrainConfig
-from autotune.results import (
-    SCHEMA_VERSION,
-    Fingerprint,
-    Measurement,
-    ProbeSpec,
-    measurement_from_dict,
-)
-from autotune.store import explained, parse_url
+from autotune.probe_key import ProbeKey, first_key
+from autotune.results import Measurement, measurement_from_dict
+from autotune.upgrade import open_engine
 
-REUSABLE = ("ok", "oom", "invalid")
-"""Outcomes that another probe of the same would have too; the others are worth another try."""
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
 
-
-def probe_key(
-    model: Mapping[str, Any], config: TrainConfig, spec: ProbeSpec, fingerprint: Fingerprint
-) -> str:
-    """What a measurement depends on, as a digest.
-
-    How long a probe was timed does not matter; a confirmation is another measurement.
-    """
-    parts = {
-        "model": model,
-        "config": config.to_dict(),
-        "task": spec.task,
-        "backend": spec.backend,
-        "memory_budget_bytes": spec.memory_budget_bytes,
-        "confirm_steps": spec.confirm_steps,
-        "fingerprint": dataclasses.asdict(fingerprint),
-        "schema_version": SCHEMA_VERSION,
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+STDERR_TAIL_CHARS = 4000
 
 
 class ProbeTable:
     """The probes of one database."""
 
-    def __init__(self, engine: Any, table: Any) -> None:
-        self._engine = engine
-        self._table = table
+    def __init__(self, engine: Engine) -> None:
+        from autotune.schema import probes
 
-    def find(self, key: str) -> Measurement | None:
-        """The measurement of that key; None when there is none, or it is worth another try."""
+        self._engine = engine
+        self._table = probes
+
+    def find(self, key: ProbeKey, budget_bytes: int) -> Measurement | None:
+        """The newest measurement of that key that answers for the budget, and as it is for that.
+
+        None when there is none, or it is worth another try.
+        """
         import sqlalchemy
 
-        query = sqlalchemy.select(self._table.c.record).where(self._table.c.key == key)
+        table = self._table
+        query = sqlalchemy.select(table.c.key, table.c.model_digest, table.c.record).where(
+            table.c.near_key == key.near_key,
+            table.c.model_digest.in_([key.model_digest, ""]),
+            table.c.fingerprint == key.fingerprint,
+        )
         with self._engine.connect() as connection:
-            for (record,) in connection.execute(query.order_by(self._table.c.id.desc())):
-                # What cannot be read (another version's, say) stays, and the probe is made again.
-                with suppress(ValueError):
-                    measurement = measurement_from_dict(json.loads(record))
-                    if measurement.outcome in REUSABLE:
-                        return measurement
+            rows = connection.execute(query.order_by(table.c.id.desc()))
+            for row_key, model_digest, text in rows:
+                measurement = _read(text, None if model_digest else (row_key, key.model))
+                restated = None if measurement is None else for_budget(measurement, budget_bytes)
+                if restated is not None:
+                    return restated
         return None
 
-    def add(self, key: str, measurement: Measurement) -> None:
-        """Keep a measurement; committed when this returns."""
+    def add(
+        self, key: ProbeKey, measurement: Measurement, *, model: str = "", stderr_tail: str = ""
+    ) -> None:
+        """Keep a measurement; committed when this returns. `model` is what people call it."""
+        from autotune.schema import utc_now
+
         row = {
-            "key": key,
-            "made_at": datetime.datetime.now(datetime.UTC),
+            "key": key.digest,
+            "near_key": key.near_key,
+            "model_digest": key.model_digest,
+            "fingerprint": key.fingerprint,
+            "device": measurement.fingerprint.device,
+            "model": model,
+            "made_at": utc_now(),
             "outcome": measurement.outcome,
             "record": json.dumps(measurement.to_dict()),
+            # PostgreSQL keeps no NUL.
+            "stderr_tail": stderr_tail[-STDERR_TAIL_CHARS:].replace("\0", ""),
         }
         with self._engine.begin() as connection:
             connection.execute(self._table.insert().values(row))
+
+
+def for_budget(measurement: Measurement, budget_bytes: int) -> Measurement | None:
+    """What was measured, as it is for another budget; None where it does not say."""
+    probed_bytes = measurement.spec.memory_budget_bytes
+    if not _answers(measurement, budget_bytes):
+        return None
+    if budget_bytes == probed_bytes:
+        return measurement
+    excess_bytes = measurement.excess_bytes
+    if excess_bytes is not None:
+        excess_bytes += probed_bytes - budget_bytes
+    return dataclasses.replace(
+        measurement,
+        spec=dataclasses.replace(measurement.spec, memory_budget_bytes=budget_bytes),
+        excess_bytes=excess_bytes,
+        probed_budget_bytes=probed_bytes,
+    )
+
+
+def _answers(measurement: Measurement, budget_bytes: int) -> bool:
+    """The table above."""
+    probed_bytes = measurement.spec.memory_budget_bytes
+    match measurement.outcome:
+        case "ok":
+            return measurement.num_alloc_retries == 0 or budget_bytes <= probed_bytes
+        case "oom":
+            over_bytes = measurement.over_budget_bytes
+            assert over_bytes is not None
+            return budget_bytes < probed_bytes + over_bytes
+        case outcome:
+            return outcome == "invalid"
+
+
+def _read(text: str, first: tuple[str, str] | None) -> Measurement | None:
+    """The measurement of a row; `first` is the key and the model of one that may be another model's.
+
+    None for that, and for what cannot be read (another version's, say): it stays, and the probe is
+    made again.
+    """
+    try:
+        record: Any = json.loads(text)
+        if first is not None and first_key(first[1], record) != first[0]:
+            return None
+        return measurement_from_dict(record)
+    except (ValueError, KeyError):
+        return None
 
 
 @contextmanager
@@ -88,25 +139,5 @@ def open_probes(url: str) -> Iterator[ProbeTable]:
 
     Raises StorageError for everything that the database refuses, inside the `with` block too.
     """
-    import sqlalchemy
-
-    from autotune.store import engine_options, make_folder
-
-    parsed = parse_url(url)
-    with explained(parsed):
-        make_folder(parsed)
-        engine = sqlalchemy.create_engine(parsed, **engine_options(parsed))
-        try:
-            table = sqlalchemy.Table(
-                "autotune_probes",
-                sqlalchemy.MetaData(),
-                sqlalchemy.Column("id", sqlalchemy.Integer, primary_key=True),
-                sqlalchemy.Column("key", sqlalchemy.String(64), nullable=False, index=True),
-                sqlalchemy.Column("made_at", sqlalchemy.DateTime, nullable=False),
-                sqlalchemy.Column("outcome", sqlalchemy.String(16), nullable=False),
-                sqlalchemy.Column("record", sqlalchemy.Text, nullable=False),
-            )
-            table.metadata.create_all(engine)
-            yield ProbeTable(engine, table)
-        finally:
-            engine.dispose()
+    with open_engine(url) as engine:
+        yield ProbeTable(engine)

@@ -33,7 +33,8 @@ from autotune.isolate import Answer, WorkerEnd, private_folder
 from autotune.models import ModelSource
 from autotune.optimizers import OPTIMIZERS
 from autotune.out_of_memory import says_out_of_memory
-from autotune.probes import ProbeTable, probe_key
+from autotune.probe_key import probe_key
+from autotune.probes import ProbeTable
 from autotune.pruner import SpeedPruner
 from autotune.results import (
     STOP_FILE,
@@ -146,9 +147,8 @@ class Prober:
         return dataclasses.replace(measurement, useful_share=best.useful_share)
 
     def _find(self, config: TrainConfig, spec: ProbeSpec) -> Measurement | None:
-        return self._table.find(
-            probe_key(self._model.config, config, spec, self.fingerprint_of(config))
-        )
+        key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
+        return self._table.find(key, spec.memory_budget_bytes)
 
     def _run(
         self,
@@ -176,7 +176,8 @@ class Prober:
             )
         measurement = self._read(end, config, spec)
         key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
-        self._table.add(key, measurement)
+        tail = "" if measurement.outcome == "ok" else end.stderr_tail
+        self._table.add(key, measurement, model=self._model.name, stderr_tail=tail)
         return measurement
 
     def _read(self, end: WorkerEnd, config: TrainConfig, spec: ProbeSpec) -> Measurement:

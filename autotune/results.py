@@ -313,6 +313,9 @@ class Measurement:
     """Of the whole probe, set-up included."""
     useful_share: float = 1.0
     """Share of the tokens that is no padding, for the dataset at hand; the probe has full length."""
+    probed_budget_bytes: int | None = None
+    """The budget that it was measured under, where that was another than the spec's: what was measured
+    then answers for this one, too."""
 
     @property
     def peak_device_bytes(self) -> int | None:

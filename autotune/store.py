@@ -21,7 +21,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,10 +30,20 @@ from autotune.config import (
     TrainConfig,
     Workload,
 )
+from autotune.database import (
+    ELSEWHERE,
+    engine_options,
+    explained,
+    file_of,
+    make_folder,
+    parse_url,
+    shown_url,
+)
 from autotune.errors import ConfigError, StorageError, nearest
 from autotune.knobs import KNOBS, Knob
 from autotune.results import SCHEMA_VERSION, Estimate
 from autotune.units import GIB
+from autotune.upgrade import refuse_newer
 
 if TYPE_CHECKING:
     import optuna
@@ -42,40 +51,12 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
     from sqlalchemy import URL
 
-DEFAULT_URL = "sqlite:///studies/autotune.db"
 CONSTRAINT = "memory"
 """Name of the trials' constraint: peak_device_bytes minus the budget."""
 OVER_BUDGET = "over_budget_bytes"
 """User attribute, the same number: optuna-dashboard 0.21 shows no constraint that has a name."""
 
-BUSY_SECONDS = 5.0
-"""How long a statement waits for another process to finish writing to SQLite."""
-CONNECT_SECONDS = 10
-SQLITE_PRAGMAS = ["journal_mode=WAL", "synchronous=NORMAL"]
-"""Readers need not wait for a writer; a crash of the machine loses the last commits, no more."""
-
 MAX_NAME_CHARS = 200
-
-_DRIVERS_WITH_CONNECT_TIMEOUT = ("psycopg", "psycopg2", "pymysql", "mysqldb")
-
-_EXPLANATIONS = (
-    # part of the driver's message, why, remedy
-    ("readonly database", "It cannot be written to", "Make it writable"),
-    ("unable to open", "Its file cannot be opened", "Check its folder and the permissions"),
-    (
-        "file is not a database",
-        "The file is damaged or is not SQLite's; it was left as it is",
-        "Restore it from a copy",
-    ),
-    (
-        "malformed",
-        "The file is damaged; it was left as it is",
-        "Restore it from a copy",
-    ),
-    ("is locked", "Another process is writing to it", "Try again when that has finished"),
-    ("disk is full", "The disk is full; nothing stored is lost", "Free some space and try again"),
-)
-_ELSEWHERE = "or choose another database with --storage"
 
 
 @contextlib.contextmanager
@@ -150,9 +131,8 @@ def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     parsed = parse_url(url)
-    path = parsed.database or ""
-    is_file = parsed.get_backend_name() == "sqlite" and path not in ("", ":memory:")
-    if is_file and not path.startswith("file:") and not Path(path).exists():
+    file = file_of(parsed)
+    if file is not None and not file.exists():
         raise StorageError(
             f"There is no database {parsed}",
             remedy="Run `autotune find` first, or name another with --storage",
@@ -231,39 +211,12 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower())[:60].strip("-.") or "model"
 
 
-class _SqliteConnection(sqlite3.Connection):
-    """A connection that applies SQLITE_PRAGMAS, whichever engine opens it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for pragma in SQLITE_PRAGMAS:
-            self.execute(f"PRAGMA {pragma}")
-
-
 def _check_name(name: str) -> None:
     if not name.strip() or len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise ConfigError(
             f"{name[:40]!r} cannot name a study",
             why=f"A name is 1 to {MAX_NAME_CHARS} printable characters",
         )
-
-
-def shown_url(url: str) -> str:
-    """The address without whatever comes before its @, which may be a password."""
-    return url.rpartition("@")[2]
-
-
-def parse_url(url: str) -> URL:
-    import sqlalchemy
-
-    try:
-        return sqlalchemy.make_url(url)
-    except (sqlalchemy.exc.ArgumentError, ValueError):
-        # What follows the scheme may hold a password, so it is not repeated.
-        raise StorageError(
-            f'The database address "{url.partition(":")[0][:80]}..." cannot be read',
-            remedy="Write it as SQLAlchemy does, such as sqlite:///studies/autotune.db",
-        ) from None
 
 
 def _open_storage(url: URL) -> optuna.storages.RDBStorage:
@@ -286,88 +239,22 @@ def _open_storage(url: URL) -> optuna.storages.RDBStorage:
         raise StorageError(
             f"The database {url} cannot be used",
             why=f"It was written by an {'older' if is_older else 'newer'} Optuna ({version})",
-            remedy=f"Run `{command}`, {_ELSEWHERE}",
+            remedy=f"Run `{command}`, {ELSEWHERE}",
         )
     return storage
 
 
 def _is_empty(url: URL) -> bool:
-    """Whether Optuna's tables are to be created. Raises StorageError for a stranger's SQLite."""
+    """Whether Optuna's tables are to be created. Raises StorageError for a stranger's or a newer one."""
     import sqlalchemy
 
     engine = sqlalchemy.create_engine(url, **engine_options(url))
     try:
+        refuse_newer(engine)
         tables = sqlalchemy.inspect(engine).get_table_names()
     finally:
         engine.dispose()
-    if {"studies", "version_info", "alembic_version"}.issubset(tables):
-        return False
-    if tables and "studies" not in tables and url.get_backend_name() == "sqlite":
-        raise StorageError(
-            f"The database {url} cannot be used",
-            why="It belongs to another program; it was left as it is",
-            remedy="Choose another with --storage",
-        )
-    return True
-
-
-def make_folder(url: URL) -> None:
-    name = url.database or ""
-    if url.get_backend_name() != "sqlite" or name in ("", ":memory:") or name.startswith("file:"):
-        return
-    try:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"The folder of the database {url} cannot be created",
-            why=error.strerror or str(error),
-            remedy=f"Check its permissions, {_ELSEWHERE}",
-        ) from error
-
-
-def engine_options(url: URL) -> dict[str, Any]:
-    if url.get_backend_name() == "sqlite":
-        return {"connect_args": {"timeout": BUSY_SECONDS, "factory": _SqliteConnection}}
-    # Without it, an address where nobody answers is waited for during minutes.
-    timed = url.get_driver_name() in _DRIVERS_WITH_CONNECT_TIMEOUT
-    return {"connect_args": {"connect_timeout": CONNECT_SECONDS}} if timed else {}
-
-
-@contextlib.contextmanager
-def explained(url: URL) -> Iterator[None]:
-    """Turn what Optuna, SQLAlchemy and the driver raise into a StorageError of one line."""
-    import optuna
-    import sqlalchemy
-
-    try:
-        yield
-    except ImportError as error:
-        raise StorageError(
-            f"The database {url} cannot be opened",
-            why=str(error),
-            remedy=f"Install the driver that SQLAlchemy asks for, {_ELSEWHERE}",
-        ) from error
-    except (optuna.exceptions.StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
-        message = _driver_message(error)
-        if isinstance(url.password, str) and url.password:
-            message = message.replace(url.password, "***")
-        known = ((why, remedy) for part, why, remedy in _EXPLANATIONS if part in message)
-        why, remedy = next(known, (message, "Check its address, and that its server runs"))
-        # `str(url)` hides the password.
-        raise StorageError(
-            f"The database {url} cannot be used", why=why, remedy=f"{remedy}, {_ELSEWHERE}"
-        ) from error
-
-
-def _driver_message(error: BaseException) -> str:
-    """The first line of what the driver said, from under the wrappings of the libraries."""
-    cause: BaseException | None = error
-    while cause is not None:
-        original = getattr(cause, "orig", None)
-        if original is not None:
-            return str(original).partition("\n")[0][:300]
-        error, cause = cause, cause.__cause__
-    return str(error).partition("\n")[0][:300]
+    return not {"studies", "version_info", "alembic_version"}.issubset(tables)
 
 
 def _check_identity(study: optuna.Study, wanted: dict[str, Any]) -> None:

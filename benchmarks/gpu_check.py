@@ -59,9 +59,9 @@ from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu, cpu_stand_in, detect, find_gpu
 from autotune.knobs import describe
 from autotune.models import ModelSource
-from autotune.probes import probe_key
+from autotune.probe_key import probe_key
 from autotune.probing import Prober
-from autotune.results import BACKENDS, SCHEMA_VERSION, Estimate, Measurement, ProbeSpec, TraceSpec
+from autotune.results import BACKENDS, SCHEMA_VERSION, Estimate, ProbeSpec, TraceSpec
 from autotune.space import Context, SearchSpace, broken_rules, enumerate_configs
 from autotune.tracing import trace_all
 from autotune.units import parse_bytes
@@ -105,10 +105,10 @@ class Records:
 class _Nothing:
     """Stands for the table of probes: the records remember."""
 
-    def find(self, _: str) -> None:
+    def find(self, *_: Any) -> None:
         return None
 
-    def add(self, _: str, measurement: Measurement) -> None:
+    def add(self, *_: Any, **__: Any) -> None:
         pass
 
 
@@ -189,7 +189,9 @@ class Probes:
             max_seconds=self._max_seconds,
         )
         source, prober = self._prober(model, spec)
-        key = probe_key(source.config, config, spec, prober.fingerprint_of(config))
+        what = probe_key(source.config, config, spec, prober.fingerprint_of(config))
+        # Each is measured under a budget of its own, and under no other's.
+        key = f"{what.digest}-{budget_bytes}"
         if key in self._records:
             return True
         estimate = predict()

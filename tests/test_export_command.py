@@ -11,7 +11,7 @@ import answers
 import pytest
 import yaml
 
-from autotune import cli, export, store, studies
+from autotune import cli, database, export, store, studies
 from autotune.config import TrainConfig
 from autotune.export.train_config import read_train_config
 
@@ -34,8 +34,8 @@ def run(
 ) -> Export:
     """Export from a database with a study `full` and a study `qlora`; return code, out, err."""
     monkeypatch.chdir(tmp_path)
-    save(store.DEFAULT_URL, "full")
-    save(store.DEFAULT_URL, "qlora", QLORA)
+    save(database.DEFAULT_URL, "full")
+    save(database.DEFAULT_URL, "qlora", QLORA)
 
     def invoke(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -98,7 +98,7 @@ def test_stdout_holds_the_file_and_nothing_else(run: Export) -> None:
 
 def test_the_same_study_as_find_wrote_it(run: Export) -> None:
     run("full", "--format", "result", "--out", "result.json")
-    stored = studies.load(store.DEFAULT_URL, "full")
+    stored = studies.load(database.DEFAULT_URL, "full")
     assert json.loads(Path("result.json").read_text()) == stored.result
 
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_done_is_explained(
 
 
 def test_a_study_without_an_answer(run: Export) -> None:
-    with store.open_study(store.DEFAULT_URL, "empty", workload=answers.WORKLOAD, gpu="g"):
+    with store.open_study(database.DEFAULT_URL, "empty", workload=answers.WORKLOAD, gpu="g"):
         pass
     code, _, err = run("empty", "--format", "sft", "--out", "x")
     assert code == 2

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from test_export_command import Export, run, save
 
-from autotune import export, store
+from autotune import database, export
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import sft_config, targets, training_args
@@ -72,7 +72,7 @@ def test_of_versions_that_are_not_known_the_newest_below_stands_in() -> None:
 
 def test_what_a_version_does_not_have_is_in_the_file_and_on_the_terminal(run: Export) -> None:
     config = dataclasses.replace(STRIDED, optimizer="stable_adamw", batching="padded")
-    save(store.DEFAULT_URL, "strided", config)
+    save(database.DEFAULT_URL, "strided", config)
     code, out, err = run(
         *("strided", "--format", "training-args-yaml", "--out", "-"),
         *("--target", "transformers==4.46.1"),

@@ -13,7 +13,8 @@ import pytest
 
 from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
-from autotune.probes import open_probes, probe_key
+from autotune.probe_key import probe_key
+from autotune.probes import open_probes
 from autotune.results import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.store import open_study
 
@@ -26,7 +27,10 @@ CONFIG = TrainConfig(
     precision="bf16-true",
     optimizer="adamw_torch_fused",
 )
-SPEC = ProbeSpec(task="causal-lm", backend="cpu", memory_budget_bytes=10**9, max_seconds=10.0)
+BUDGET_BYTES = 10**9
+SPEC = ProbeSpec(
+    task="causal-lm", backend="cpu", memory_budget_bytes=BUDGET_BYTES, max_seconds=10.0
+)
 HERE = Fingerprint(
     device="a CPU", driver="", cuda="", versions=(("torch", "2.13.0"),), allocator=""
 )
@@ -128,9 +132,9 @@ def test_what_is_no_measurement_is_made_again(spoilt: Any, url: str) -> None:
     with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
         database.execute("UPDATE autotune_probes SET record = ?", (json.dumps(spoilt),))
     with open_probes(url) as probes:
-        assert probes.find(KEY) is None
+        assert probes.find(KEY, BUDGET_BYTES) is None
         probes.add(KEY, measured())
-        assert probes.find(KEY) == measured()
+        assert probes.find(KEY, BUDGET_BYTES) == measured()
 
 
 def test_what_a_run_was_over_its_budget() -> None:
@@ -167,10 +171,10 @@ def test_why_it_does_not_fit_is_one_line() -> None:
 
 def test_what_was_measured_is_found_by_another_process(url: str) -> None:
     with open_probes(url) as probes:
-        assert probes.find(KEY) is None
+        assert probes.find(KEY, BUDGET_BYTES) is None
         probes.add(KEY, measured())
     with open_probes(url) as probes:
-        assert probes.find(KEY) == measured()
+        assert probes.find(KEY, BUDGET_BYTES) == measured()
 
 
 def test_the_newest_counts_and_a_failure_does_not(url: str) -> None:
@@ -179,27 +183,28 @@ def test_the_newest_counts_and_a_failure_does_not(url: str) -> None:
         probes.add(KEY, measured(seconds=2.0))
         probes.add(KEY, measured("timeout"))
         probes.add(KEY, measured("crashed"))
-        assert probes.find(KEY) == measured(seconds=2.0)
+        assert probes.find(KEY, BUDGET_BYTES) == measured(seconds=2.0)
 
 
 def test_a_probe_out_of_memory_is_not_made_again(url: str) -> None:
     with open_probes(url) as probes:
         probes.add(KEY, measured("oom"))
-        assert probes.find(KEY) == measured("oom")
+        assert probes.find(KEY, BUDGET_BYTES) == measured("oom")
 
 
 def test_whatever_a_measurement_depends_on_is_in_its_key() -> None:
     others = [
         probe_key({**MODEL, "hidden_size": 128}, CONFIG, SPEC, HERE),
         probe_key(MODEL, dataclasses.replace(CONFIG, micro_batch_size=4), SPEC, HERE),
-        probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, memory_budget_bytes=2 * 10**9), HERE),
         probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, task="masked-lm"), HERE),
         probe_key(MODEL, CONFIG, SPEC, dataclasses.replace(HERE, driver="580.1")),
         probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, confirm_steps=10), HERE),
         probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, confirm_steps=50), HERE),
     ]
     assert len({KEY, *others}) == len(others) + 1
-    longer = dataclasses.replace(SPEC, max_seconds=99.0, target_spread=0.001)
+    longer = dataclasses.replace(
+        SPEC, max_seconds=99.0, target_spread=0.001, memory_budget_bytes=2 * BUDGET_BYTES
+    )
     assert probe_key(MODEL, CONFIG, longer, HERE) == KEY
 
 
@@ -220,7 +225,7 @@ def test_a_database_that_refuses_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_locked_database_loses_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.store.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("autotune.database.BUSY_SECONDS", 0.1)
     with open_probes(url) as probes:
         probes.add(KEY, measured())
     holder = sqlite3.connect(url.removeprefix("sqlite:///"))
@@ -232,4 +237,4 @@ def test_a_locked_database_loses_nothing(url: str, monkeypatch: pytest.MonkeyPat
         holder.rollback()
         holder.close()
     with open_probes(url) as probes:
-        assert probes.find(KEY) == measured()
+        assert probes.find(KEY, BUDGET_BYTES) == measured()

@@ -13,7 +13,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autotune import store
+from autotune import database, store
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import AutotuneError, ConfigError, StorageError
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
@@ -310,7 +310,7 @@ def test_read_only(url: str, tmp_path: Path) -> None:
 
 def test_locked(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(url)
-    monkeypatch.setattr(store, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0.05)
     connection = sqlite3.connect(tmp_path / "studies" / "autotune.db", isolation_level=None)
     connection.execute("BEGIN EXCLUSIVE")
     with refused(StorageError, "Another process", "Try again"), opened(url, "new"):
@@ -324,7 +324,7 @@ def test_locked(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_full_disk(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(url)
     # An empty study database has 40 pages; Optuna tries five times with pauses.
-    monkeypatch.setattr(store, "SQLITE_PRAGMAS", [*store.SQLITE_PRAGMAS, "max_page_count=45"])
+    monkeypatch.setattr(database, "SQLITE_PRAGMAS", [*database.SQLITE_PRAGMAS, "max_page_count=45"])
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     many = [estimate(tokens_per_second=1.0 + i) for i in range(200)]
     with refused(StorageError, "disk is full", "Free some space"):

@@ -14,6 +14,7 @@ import pytest
 
 from autotune import cli, studies
 from autotune.config import Workload
+from autotune.probe_key import probe_key
 from autotune.probes import open_probes
 from autotune.results import Estimate, Measurement
 from autotune.store import open_study, parameter_distributions, record_estimates
@@ -198,15 +199,17 @@ def test_one_study_alone_is_no_comparison(url: str, main: Main) -> None:
 
 def test_removing_leaves_the_probes_and_everybody_elses_studies(url: str, main: Main) -> None:
     store_some(url)
+    measurement = answers.measurement()
+    key = probe_key({}, measurement.config, measurement.spec, measurement.fingerprint)
     with open_probes(url) as table:
-        table.add("key", answers.measurement())
+        table.add(key, measurement)
     code, out, err = main("rm", "two", "--yes")
     assert (code, out) == (0, "")
     assert "2 trials" in err
     assert "table of probes" in err
     assert optuna.get_all_study_names(url) == ["one", HOSTILE, "strange"]
     with open_probes(url) as table:
-        assert table.find("key") == answers.measurement()
+        assert table.find(key, measurement.spec.memory_budget_bytes) == measurement
     with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
         # Two of "one", three of the stranger: nothing of what was removed is left.
         assert database.execute("SELECT count(*) FROM trials").fetchone() == (5,)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from autotune import store
+from autotune import database
 
 PROGRAM = "autotune"
 SHELLS = ("bash", "zsh", "fish")
@@ -79,7 +79,7 @@ def spaces(_context: click.Context, _option: click.Parameter, typed: str) -> lis
 
 def studies(context: click.Context, _option: click.Parameter, typed: str) -> list[CompletionItem]:
     """autotune's, of the database that was named before, or else of the default one."""
-    return _starting(_stored(context.params.get("storage") or store.DEFAULT_URL), typed)
+    return _starting(_stored(context.params.get("storage") or database.DEFAULT_URL), typed)
 
 
 def _stored(url: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune import store
+from autotune import database
 from autotune.cli import completion
 from autotune.cli.output import say
 from autotune.errors import ConfigError, nearest
@@ -49,7 +49,7 @@ STDOUT = "-"
 )
 @click.option("--force", is_flag=True, help="Replace files that are there and say something else.")
 @click.option(
-    "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
+    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
 )
 def export(
     *,

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from autotune import store
+from autotune import database
 from autotune.cli import completion
 from autotune.cli.options import COUNT, KnobType, command_line, is_given, workload_options
 from autotune.cli.output import command_on, explain, print_json, say
@@ -103,7 +103,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     help="Name in the database [default: by the workload].",
 )
 @click.option(
-    "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
+    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
 )
 @click.option(
     "--out",
@@ -137,7 +137,7 @@ def find(
         print_json({**delivered.result, "files": [str(path) for path in delivered.files]})
     else:
         study = delivered.study
-        place = f"{study} in {store.shown_url(storage)}" if study else ""
+        place = f"{study} in {database.shown_url(storage)}" if study else ""
         written, report = delivered.files, ""
         if delivered.report is not None:
             written = [*written, delivered.report]

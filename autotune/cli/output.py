@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import Any
 
-from autotune import store
+from autotune import database
 from autotune.errors import AutotuneError
 
 
@@ -36,7 +36,7 @@ def explain(error: AutotuneError) -> None:
 def command_on(study: str, command: str, storage: str) -> str:
     """What to type for a command on a study; an address that may hold a password is left to the user."""
     words = ["autotune", *command.split(), study]
-    if storage != store.DEFAULT_URL:
+    if storage != database.DEFAULT_URL:
         words += ["--storage", "URL" if "@" in storage else storage]
     return shlex.join(words)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune import store
+from autotune import database
 from autotune.cli import completion
 from autotune.cli.output import print_json
 
@@ -36,7 +36,7 @@ FORMATS = ("html", "markdown", "json", "terminal")
     help=f"Where it goes [default: {FILENAME} for html, else stdout].",
 )
 @click.option(
-    "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
+    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
 )
 def report(*, study: str, format_name: str, out: Path | None, storage: str) -> None:
     """Write the report of STUDY: the answer, its evidence, every trial.

@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 
-from autotune import store
+from autotune import database
 from autotune.cli import completion
 from autotune.cli.output import command_on, print_json, say
 from autotune.errors import ConfigError
 
 _storage = click.option(
-    "--storage", metavar="URL", default=store.DEFAULT_URL, help="Database of the studies."
+    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
@@ -46,7 +46,7 @@ def list_studies(*, storage: str, as_json: bool) -> None:
     elif found:
         draw_list(found, sys.stdout)
     else:
-        say(f"There are no studies in {store.shown_url(storage)}: `autotune find` makes one.")
+        say(f"There are no studies in {database.shown_url(storage)}: `autotune find` makes one.")
 
 
 @_command("show")
@@ -59,7 +59,7 @@ def show(*, study: str, storage: str, as_json: bool) -> None:
     answer = stored.load(storage, study)
     counts = stored.count_trials(storage, study)
     if not as_json:
-        place = f"{study} in {store.shown_url(storage)}"
+        place = f"{study} in {database.shown_url(storage)}"
         report = command_on(study, "report", storage)
         export = f"{command_on(study, 'export', storage)} --format all --out FOLDER"
         commands = {"report": report, "export": export}
@@ -106,7 +106,7 @@ def rm(*, study: str, yes: bool, storage: str, as_json: bool) -> None:
                 remedy="Say it with --yes",
             )
         held = ", ".join(trials_in_words(evidence, of) for evidence, of in counts.items() if of)
-        say(f"{study} in {store.shown_url(storage)} holds {held or 'no trials'}.")
+        say(f"{study} in {database.shown_url(storage)} holds {held or 'no trials'}.")
         if not click.confirm("Remove it?", err=True):
             say("Nothing was removed.")
             return

@@ -1,0 +1,154 @@
+"""A database at a SQLAlchemy URL: how it is opened, and what becomes of everything that it refuses.
+
+SQLite is opened in WAL mode and waits for another process that writes. A password in an address is never
+repeated: not in a message, not in a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.errors import StorageError
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
+
+DEFAULT_URL = "sqlite:///studies/autotune.db"
+
+PREFIX = "autotune_"
+"""Of the names of our own tables."""
+BUSY_SECONDS = 5.0
+"""How long a statement waits for another process to finish writing to SQLite."""
+CONNECT_SECONDS = 10
+SQLITE_PRAGMAS = ["journal_mode=WAL", "synchronous=NORMAL"]
+"""Readers need not wait for a writer; a crash of the machine loses the last commits, no more."""
+
+_DRIVERS_WITH_CONNECT_TIMEOUT = ("psycopg", "psycopg2", "pymysql", "mysqldb")
+
+_EXPLANATIONS = (
+    # part of the driver's message, why, remedy
+    ("readonly database", "It cannot be written to", "Make it writable"),
+    ("unable to open", "Its file cannot be opened", "Check its folder and the permissions"),
+    (
+        "file is not a database",
+        "The file is damaged or is not SQLite's; it was left as it is",
+        "Restore it from a copy",
+    ),
+    (
+        "malformed",
+        "The file is damaged; it was left as it is",
+        "Restore it from a copy",
+    ),
+    ("is locked", "Another process is writing to it", "Try again when that has finished"),
+    ("disk is full", "The disk is full; nothing stored is lost", "Free some space and try again"),
+)
+ELSEWHERE = "or choose another database with --storage"
+
+
+def shown_url(url: str) -> str:
+    """The address without whatever comes before its @, which may be a password."""
+    return url.rpartition("@")[2]
+
+
+def parse_url(url: str) -> URL:
+    import sqlalchemy
+
+    try:
+        return sqlalchemy.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        # What follows the scheme may hold a password, so it is not repeated.
+        raise StorageError(
+            f'The database address "{url.partition(":")[0][:80]}..." cannot be read',
+            remedy="Write it as SQLAlchemy does, such as sqlite:///studies/autotune.db",
+        ) from None
+
+
+def file_of(url: URL) -> Path | None:
+    """SQLite's file; None for a server, and for a database in memory."""
+    name = url.database or ""
+    if url.get_backend_name() != "sqlite" or name in ("", ":memory:") or name.startswith("file:"):
+        return None
+    return Path(name)
+
+
+def make_folder(url: URL) -> None:
+    file = file_of(url)
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"The folder of the database {url} cannot be created",
+            why=error.strerror or str(error),
+            remedy=f"Check its permissions, {ELSEWHERE}",
+        ) from error
+
+
+def refuse_stranger(url: URL, tables: Collection[str]) -> None:
+    """Raises StorageError for a file of SQLite that holds tables, and neither Optuna's nor ours."""
+    is_known = not tables or "studies" in tables or any(t.startswith(PREFIX) for t in tables)
+    if url.get_backend_name() == "sqlite" and not is_known:
+        raise StorageError(
+            f"The database {url} cannot be used",
+            why="It belongs to another program; it was left as it is",
+            remedy="Choose another with --storage",
+        )
+
+
+def engine_options(url: URL) -> dict[str, Any]:
+    if url.get_backend_name() == "sqlite":
+        return {"connect_args": {"timeout": BUSY_SECONDS, "factory": _SqliteConnection}}
+    # Without it, an address where nobody answers is waited for during minutes.
+    timed = url.get_driver_name() in _DRIVERS_WITH_CONNECT_TIMEOUT
+    return {"connect_args": {"connect_timeout": CONNECT_SECONDS}} if timed else {}
+
+
+@contextlib.contextmanager
+def explained(url: URL) -> Iterator[None]:
+    """Turn what Optuna, SQLAlchemy and the driver raise into a StorageError of one line."""
+    import optuna
+    import sqlalchemy
+
+    try:
+        yield
+    except ImportError as error:
+        raise StorageError(
+            f"The database {url} cannot be opened",
+            why=str(error),
+            remedy=f"Install the driver that SQLAlchemy asks for, {ELSEWHERE}",
+        ) from error
+    except (optuna.exceptions.StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
+        message = _driver_message(error)
+        if isinstance(url.password, str) and url.password:
+            message = message.replace(url.password, "***")
+        known = ((why, remedy) for part, why, remedy in _EXPLANATIONS if part in message)
+        why, remedy = next(known, (message, "Check its address, and that its server runs"))
+        # `str(url)` hides the password.
+        raise StorageError(
+            f"The database {url} cannot be used", why=why, remedy=f"{remedy}, {ELSEWHERE}"
+        ) from error
+
+
+def _driver_message(error: BaseException) -> str:
+    """The first line of what the driver said, from under the wrappings of the libraries."""
+    cause: BaseException | None = error
+    while cause is not None:
+        original = getattr(cause, "orig", None)
+        if original is not None:
+            return str(original).partition("\n")[0][:300]
+        error, cause = cause, cause.__cause__
+    return str(error).partition("\n")[0][:300]
+
+
+class _SqliteConnection(sqlite3.Connection):
+    """A connection that applies SQLITE_PRAGMAS, whichever engine opens it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for pragma in SQLITE_PRAGMAS:
+            self.execute(f"PRAGMA {pragma}")

@@ -1,0 +1,188 @@
+"""Every answer that was ever given, with its history: table `autotune_recommendations`.
+
+A row is never changed or removed: an answer that differs from the last one to the same question, on the
+same device, is one more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.errors import ConfigError
+from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
+from autotune.results import Fingerprint, fingerprint_from_dict
+from autotune.units import parse_bytes
+from autotune.upgrade import open_engine
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine, Row, Select
+
+NOISE = 0.02
+"""Speeds that differ by less are the same (autotune.tune.NOISE), whatever their spread."""
+
+_HOW_HARD = ("backend", "confirm_steps", "effort", "study")
+"""Options that say how an answer is looked for, and not what is asked."""
+_DEFAULTS = {"seq_len": SEQUENCE_LENGTH, "effective_batch": EFFECTIVE_BATCH_SIZE, "num_gpus": 1}
+"""What leaving them out means where no base says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recommendation:
+    """One answer to one question."""
+
+    question_key: str
+    question: dict[str, Any]
+    """The options of `find` that were given; question_of."""
+    device: str
+    """Of the fingerprint; the card that was planned for where nothing was measured."""
+    fingerprint: Fingerprint | None
+    """None where nothing was measured."""
+    made_at: datetime.datetime
+    """With its time zone, UTC."""
+    study: str
+    evidence: str
+    """`measured` or `predicted`: what the figures are."""
+    tokens_per_second: float | None
+    spread: float | None
+    """Relative standard error of the speed; None where nothing was measured."""
+    peak_device_bytes: int | None
+    config: dict[str, Any]
+    """The TrainConfig, as its to_dict gives it."""
+    result: dict[str, Any]
+    """The object of `find --json`."""
+    reason: str
+    """What it is beside the last one: `first`, `improved`, `regression`, `retuned` (another
+    configuration, as fast), `unchanged`; or what made it says."""
+
+
+class RecommendationTable:
+    """The recommendations of one database."""
+
+    def __init__(self, engine: Engine) -> None:
+        from autotune.schema import recommendations
+
+        self._engine = engine
+        self._table = recommendations
+
+    def add(self, recommendation: Recommendation) -> None:
+        """Keep one; committed when this returns."""
+        row = {
+            field.name: getattr(recommendation, field.name)
+            for field in dataclasses.fields(Recommendation)
+        }
+        found = recommendation.fingerprint
+        row["fingerprint"] = None if found is None else dataclasses.asdict(found)
+        for name in _AS_JSON:
+            row[name] = json.dumps(row[name])
+        row["made_at"] = recommendation.made_at.astimezone(datetime.UTC).replace(tzinfo=None)
+        with self._engine.begin() as connection:
+            connection.execute(self._table.insert().values(row))
+
+    def latest(self, question_key: str, device: str) -> Recommendation | None:
+        """The newest answer to the question on that device; None before there is one."""
+        found = self._table.select().where(
+            self._table.c.question_key == question_key, self._table.c.device == device
+        )
+        newest = found.order_by(self._table.c.made_at.desc(), self._table.c.id.desc()).limit(1)
+        return next(iter(self._read(newest)), None)
+
+    def history(self, question_key: str, device: str | None = None) -> list[Recommendation]:
+        """Every answer to the question, oldest first; None: on any device."""
+        query = self._table.select().where(self._table.c.question_key == question_key)
+        if device is not None:
+            query = query.where(self._table.c.device == device)
+        return self._read(query.order_by(self._table.c.made_at, self._table.c.id))
+
+    def all_latest(self) -> list[Recommendation]:
+        """The newest answer to each question on each device, oldest first."""
+        import sqlalchemy
+
+        table = self._table
+        place = sqlalchemy.func.row_number().over(
+            partition_by=(table.c.question_key, table.c.device),
+            order_by=(table.c.made_at.desc(), table.c.id.desc()),
+        )
+        ranked = sqlalchemy.select(table.c.id, place.label("place")).subquery()
+        query = table.select().join(ranked, ranked.c.id == table.c.id).where(ranked.c.place == 1)
+        return self._read(query.order_by(table.c.made_at, table.c.id))
+
+    def _read(self, query: Select[Any]) -> list[Recommendation]:
+        with self._engine.connect() as connection:
+            return [_recommendation(row) for row in connection.execute(query)]
+
+
+_AS_JSON = ("question", "fingerprint", "config", "result")
+
+
+def _recommendation(row: Row[Any]) -> Recommendation:
+    values = dict(row._mapping)
+    del values["id"]
+    for name in _AS_JSON:
+        values[name] = json.loads(values[name])
+    found = values["fingerprint"]
+    values["fingerprint"] = None if found is None else fingerprint_from_dict(found)
+    values["made_at"] = values["made_at"].replace(tzinfo=datetime.UTC)
+    return Recommendation(**values)
+
+
+@contextmanager
+def open_recommendations(url: str) -> Iterator[RecommendationTable]:
+    """The table of the database at that address, created where it is missing.
+
+    Raises StorageError for everything that the database refuses, inside the `with` block too.
+    """
+    with open_engine(url) as engine:
+        yield RecommendationTable(engine)
+
+
+def question_of(options: FindOptions) -> dict[str, Any]:
+    """What was asked, as JSON holds it: the options that were given."""
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    return {
+        name: list(value) if isinstance(value, tuple) else _plain(value)
+        for name, value in given.items()
+        if value != defaults[name]
+    }
+
+
+def question_key(question: Mapping[str, Any]) -> str:
+    """Equal for questions that ask for the same, however hard it is looked for."""
+    asked = {name: value for name, value in question.items() if name not in _HOW_HARD}
+    if "base" not in asked:
+        asked = {name: value for name, value in asked.items() if _DEFAULTS.get(name) != value}
+    if "gpu_mem" in asked:
+        # 12GB and 12 GB are one; what is no size was refused before.
+        with suppress(ConfigError):
+            asked["gpu_mem"] = parse_bytes(asked["gpu_mem"])
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+def reason_for(last: Recommendation | None, now: Recommendation) -> str:
+    """What an answer is beside the last one, on the face of it: one run against one.
+
+    Speeds are compared where both are measured or both predicted, and differ where it is by more than
+    NOISE and twice their standard error.
+    """
+    if last is None or last.evidence != now.evidence:
+        return "first"
+    before, after = last.tokens_per_second, now.tokens_per_second
+    if before and after:
+        error = math.hypot(last.spread or 0.0, now.spread or 0.0)
+        change = math.log(after / before)
+        if abs(change) > max(NOISE, 2 * error):
+            return "improved" if change > 0 else "regression"
+    return "unchanged" if last.config == now.config else "retuned"

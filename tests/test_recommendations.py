@@ -1,0 +1,150 @@
+"""Answers and their history: nothing is lost, the newest is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from pathlib import Path
+from typing import Any
+
+import answers
+import pytest
+
+from autotune import finding
+from autotune.options import FindOptions
+from autotune.recommendations import (
+    Recommendation,
+    open_recommendations,
+    question_key,
+    question_of,
+    reason_for,
+)
+from autotune.results import Fingerprint
+
+HERE = Fingerprint(
+    device="a CPU", driver="", cuda="", versions=(("torch", "2.13.0"),), allocator=""
+)
+QUESTION = {"model": "gpt2", "gpu_mem": "12GB"}
+NOON = datetime.datetime(2026, 11, 21, 12, tzinfo=datetime.UTC)
+
+
+def recommendation(hours: int = 0, **changes: Any) -> Recommendation:
+    values: dict[str, Any] = {
+        "question_key": question_key(QUESTION),
+        "question": QUESTION,
+        "device": "a CPU",
+        "fingerprint": HERE,
+        "made_at": NOON + datetime.timedelta(hours=hours),
+        "study": "gpt2-12gb",
+        "evidence": "measured",
+        "tokens_per_second": 1000.0,
+        "spread": 0.005,
+        "peak_device_bytes": 11 * 10**9,
+        "config": {"method": "full"},
+        "result": {"evidence": "measured", "ü": [1, None]},
+        "reason": "first",
+    }
+    return Recommendation(**values | changes)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "postgresql":
+        address: str = request.getfixturevalue("postgres_url")
+        return address
+    return f"sqlite:///{tmp_path}/autotune.db"
+
+
+def test_what_was_kept_is_read_back(url: str) -> None:
+    predicted = recommendation(
+        hours=1, fingerprint=None, evidence="predicted", tokens_per_second=None, spread=None
+    )
+    abroad = recommendation(
+        hours=2, made_at=NOON.astimezone(datetime.timezone(datetime.timedelta(hours=9)))
+    )
+    with open_recommendations(url) as table:
+        for one in (recommendation(), predicted, abroad):
+            table.add(one)
+    with open_recommendations(url) as table:
+        assert table.history(question_key(QUESTION)) == [recommendation(), abroad, predicted]
+
+
+def test_the_newest_of_each_question_and_device_is_found(url: str) -> None:
+    other = question_key({"model": "bert"})
+    with open_recommendations(url) as table:
+        # What another machine found earlier may arrive later.
+        for hours, changes in (
+            (5, {"reason": "improved"}),
+            (0, {}),
+            (3, {"device": "another"}),
+            (9, {"question_key": other, "question": {"model": "bert"}}),
+        ):
+            table.add(recommendation(hours=hours, **changes))
+        newest = table.latest(question_key(QUESTION), "a CPU")
+        assert newest == recommendation(hours=5, reason="improved")
+        assert table.latest(question_key(QUESTION), "a third") is None
+        history = table.history(question_key(QUESTION))
+        assert [one.made_at.hour for one in history] == [12, 15, 17]
+        assert table.history(question_key(QUESTION), "another") == history[1:2]
+        assert [(one.made_at.hour, one.device) for one in table.all_latest()] == [
+            (15, "another"),
+            (17, "a CPU"),
+            (21, "a CPU"),
+        ]
+
+
+def test_a_question_is_what_was_asked_and_not_how_hard() -> None:
+    plain = FindOptions(model="gpt2", gpu_mem="12GB")
+    assert question_of(plain) == QUESTION
+    same = [
+        FindOptions(model="gpt2", gpu_mem="12 GB", effort="quick", study="s", backend="cpu"),
+        FindOptions(model="gpt2", gpu_mem="12000MB", seq_len=1024, effective_batch=32),
+    ]
+    for options in same:
+        assert question_key(question_of(options)) == question_key(QUESTION)
+    others = [
+        dataclasses.replace(plain, seq_len=512),
+        dataclasses.replace(plain, gpu_mem="12GiB"),
+        dataclasses.replace(plain, methods=("lora",)),
+        dataclasses.replace(plain, base=Path("run.yaml")),
+        dataclasses.replace(plain, base=Path("run.yaml"), seq_len=1024),
+    ]
+    assert len({question_key(question_of(o)) for o in (plain, *others)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "unchanged"),
+        ({"config": {"method": "lora"}}, "retuned"),
+        ({"tokens_per_second": 1030.0, "config": {"method": "lora"}}, "improved"),
+        ({"tokens_per_second": 970.0}, "regression"),
+        # 1.5 %: within the noise; 3 % with a standard error of 2 %: explained by it.
+        ({"tokens_per_second": 985.0}, "unchanged"),
+        ({"tokens_per_second": 970.0, "spread": 0.02}, "unchanged"),
+        ({"tokens_per_second": None}, "unchanged"),
+        ({"tokens_per_second": 10.0, "evidence": "predicted"}, "first"),
+    ],
+)
+def test_why_an_answer_is_another(changes: dict[str, Any], reason: str) -> None:
+    assert reason_for(recommendation(), recommendation(hours=1, **changes)) == reason
+    assert reason_for(None, recommendation(**changes)) == "first"
+
+
+def test_every_answer_that_is_delivered_is_kept(url: str) -> None:
+    device = answers.measurement().fingerprint.device
+    for found in (answers.found(), answers.found(measured=answers.measured())):
+        summary = found.summary
+        where = device if summary.evidence == "measured" else summary.gpu
+        answer = finding.Answer(
+            found=found, study=summary.evidence, folder_name="s", question=QUESTION
+        )
+        for reason in ("", "", "because"):
+            delivered = finding.deliver(answer, folder=None, storage=url, reason=reason)
+            assert delivered.problems == []
+        with open_recommendations(url) as table:
+            history = table.history(question_key(QUESTION), where)
+        history = [one for one in history if one.evidence == summary.evidence]
+        assert [one.reason for one in history] == ["first", "unchanged", "because"]
+        assert history[0].tokens_per_second == summary.tokens_per_second
+        assert history[0].result["best"]["config"] == history[0].config
