@@ -88,7 +88,8 @@ def cli() -> None:
     Example: autotune find --model Qwen/Qwen2.5-1.5B --gpu-mem 12GB
 
     Exit codes: 2 wrong input, 3 hardware, 4 nothing fits, 5 a worker failed, 6 database or files,
-    7 and 8 what a night found (autotune nightly), 130 interrupted. AUTOTUNE_DEBUG=1 shows the traceback of an internal error.
+    7 and 8 what a night found (autotune nightly), 130 interrupted. AUTOTUNE_DEBUG=1 shows the traceback
+    of an internal error.
     """
 
 

@@ -76,6 +76,7 @@ def nightly(
     Exit codes: 0 nothing changed, 7 a regression, 8 an improvement, others as ever.
     """
     from autotune.nightly import draw, matrix, run
+    from autotune.nightly.cell import Place
     from autotune.report.progress import SILENT, on_stderr
 
     if install is not None:
@@ -88,7 +89,7 @@ def nightly(
         return 0
     asked = matrix.read(file)
     budget_seconds = asked.time_budget_seconds if max_minutes is None else 60 * max_minutes
-    place = run.Place(
+    place = Place(
         storage=storage,
         out=out,
         backend=run.backend_here(backend),
@@ -103,14 +104,17 @@ def nightly(
             sys.stdout.write(draw.plan_text(prepared, budget_seconds, asked.num_skipped))
         return 0
     # A service manager's stop is a Ctrl-C: what was done is kept, and the digest says so.
-    signal.signal(signal.SIGTERM, _interrupt)
-    delivered = run.night(
-        asked,
-        place,
-        budget_seconds=budget_seconds,
-        on_plan=lambda prepared: None if as_json else say(draw.plan_line(prepared)),
-        on_done=lambda done: None if as_json else say(draw.done_line(done)),
-    )
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        delivered = run.night(
+            asked,
+            place,
+            budget_seconds=budget_seconds,
+            on_plan=lambda prepared: None if as_json else say(draw.plan_line(prepared)),
+            on_done=lambda done: None if as_json else say(draw.done_line(done)),
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if as_json:
         print_json({**delivered.digest.to_dict(), "files": [str(p) for p in delivered.files]})
     else:

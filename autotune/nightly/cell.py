@@ -36,6 +36,11 @@ from autotune.nightly.repeats import Repeated, Repeater
 from autotune.probes import open_probes
 from autotune.report.measuring import Measuring
 from autotune.report.progress import SILENT, Listener
+from autotune.results import Measurement
+from autotune.summary import Counts
+
+BY_A_NIGHT = "search of a night"
+"""The reason of the recommendation that a search makes of itself; the night's own says what it means."""
 
 
 class TimeIsUp(Exception):
@@ -64,9 +69,12 @@ class CellNight:
         *,
         server: ForkServer,
         journal: Journal,
+        prior: drift.Noise,
         give_up: float,
     ) -> None:
+        """`prior` is the noise of the machine's cells together; `give_up` of time.monotonic."""
         self._planned, self._matrix, self._place = planned, matrix, place
+        self._prior = prior
         self._server, self._journal, self._give_up = server, journal, give_up
         self._cell = planned.cell
         self._level, self._earlier = levels(planned.nights)
@@ -104,138 +112,120 @@ class CellNight:
 
     def _tonight(self) -> Night:
         standing = self._planned.standing
-        seen = verdict = None
-        if standing is not None:
-            seen = self._repeat(standing.config, standing.useful_share)
-            if not seen.problem:
-                verdict = drift.judge(seen.tokens_per_second, self._level, self._earlier)
-        is_broken = seen is not None and bool(seen.problem)
-        if not self._planned.searches and not is_broken:
-            assert standing is not None
-            assert seen is not None
+        if standing is None:
+            return self._searched(kind=NEW, reason="first answer")
+        seen = self._repeat(standing.config, standing.useful_share)
+        if seen.problem:
+            reason = f"the standing answer no longer runs: {seen.problem}"
+            return self._searched(kind=drift.REGRESSION, reason=reason)
+        verdict = self._judge(seen)
+        if not self._planned.searches:
             return self._kept(standing, seen, verdict, has_searched=False)
         answer = self._find()
-        summary = answer.summary
-        assert summary.measured is not None
-        best, share = summary.measured.best.config, summary.measured.best.useful_share
-        if standing is not None and best == standing.config and not is_broken:
-            assert seen is not None
-            self._record(answer)
-            return self._kept(standing, seen, verdict, has_searched=True, study=answer.study)
-        challenger = self._repeat(best, share)
-        if challenger.problem:
-            if standing is None or seen is None or is_broken:
-                raise WorkerError(
-                    f"The answer of {self._cell.name} does not run again",
-                    why=f"{describe(best)}: {challenger.problem}",
-                )
-            self._record(answer)
-            return self._kept(standing, seen, verdict, has_searched=True, study=answer.study)
-        if standing is None:
-            self._record(answer, writes=True)
-            return self._night(challenger, best, kind=NEW, reason="first answer", share=share,
-                               study=answer.study)  # fmt: skip
-        assert seen is not None
-        history = [*self._earlier, self._level.baseline]
-        noise = drift.noise_of([*history, [seen.tokens_per_second] if not is_broken else []])
-        if is_broken:
-            after = drift.judge(challenger.tokens_per_second, self._level, self._earlier)
-            self._record(answer, writes=True)
-            return self._night(
-                challenger, best, kind=drift.REGRESSION, share=share, study=answer.study,
-                reason=f"the standing answer no longer runs: {seen.problem}",
-                change=after, is_replaced=True,
-            )  # fmt: skip
-        gained = drift.gain(challenger.tokens_per_second, seen.tokens_per_second, noise)
-        if gained.kind != drift.IMPROVEMENT:
-            self._record(answer)
-            return self._kept(standing, seen, verdict, has_searched=True, study=answer.study)
+        best = _best(answer)
+        if best.config != standing.config:
+            challenger = self._repeat(best.config, best.useful_share)
+            history = [*self._earlier, self._level.nights, [seen.tokens_per_second]]
+            if not challenger.problem:
+                noise = drift.noise_of(history, self._prior)
+                gained = drift.gain(challenger.tokens_per_second, seen.tokens_per_second, noise)
+                if gained.kind == drift.IMPROVEMENT:
+                    return self._replaced(standing, verdict, answer, challenger, gained)
+        self._record(answer)
+        return self._kept(standing, seen, verdict, has_searched=True, study=answer.study)
+
+    def _searched(self, *, kind: str, reason: str) -> Night:
+        """A search's answer stands, whatever stood before."""
+        answer = self._find()
+        best = _best(answer)
+        seen = self._repeat(best.config, best.useful_share)
+        if seen.problem:
+            raise WorkerError(
+                f"The answer of {self._cell.name} does not run again",
+                why=f"{describe(best.config)}: {seen.problem}",
+            )
         self._record(answer, writes=True)
-        assert verdict is not None
-        after = drift.judge(challenger.tokens_per_second, self._level, self._earlier)
-        what = f"{describe(best)} instead of {describe(standing.config)}"
-        by = f"{100 * gained.change:+.1f} % measured side by side"
-        if verdict.kind in (drift.SUSPECT, drift.REGRESSION) and verdict.change < 0:
+        return _night(
+            seen,
+            best.config,
+            kind=kind,
+            reason=reason,
+            useful_share=best.useful_share,
+            study=answer.study,
+            change=None if kind == NEW else dataclasses.replace(self._judge(seen), num_nights=1),
+            is_replaced=kind != NEW,
+        )
+
+    def _replaced(
+        self,
+        standing: Night,
+        verdict: drift.Verdict,
+        answer: finding.Answer,
+        challenger: Repeated,
+        gained: drift.Verdict,
+    ) -> Night:
+        """Another configuration is faster than the standing one, both of tonight."""
+        self._record(answer, writes=True)
+        best = _best(answer)
+        reason = (
+            f"{describe(best.config)} instead of {describe(standing.config)}, "
+            f"{100 * gained.change:+.1f} % side by side"
+        )
+        kind, change = gained.kind, gained
+        if verdict.kind != drift.UNCHANGED and verdict.change < 0:
             # The standing one has become slower: what counts is the answer's speed, old against new.
-            kind = after.kind
-            reason = f"the standing answer measured {100 * verdict.change:+.1f} %; {what}, {by}"
-        else:
-            kind, after = drift.IMPROVEMENT, gained
-            reason = f"{what}, {by}"
-        return self._night(
-            challenger, best, kind=kind, share=share, study=answer.study, reason=reason,
-            change=after, is_replaced=True,
-        )  # fmt: skip
+            change = self._judge(challenger)
+            kind = change.kind
+            reason += f"; the standing one had {100 * verdict.change:+.1f} %"
+        return _night(
+            challenger,
+            best.config,
+            kind=kind,
+            reason=reason,
+            useful_share=best.useful_share,
+            study=answer.study,
+            change=change,
+            is_replaced=True,
+        )
+
+    def _judge(self, seen: Repeated) -> drift.Verdict:
+        speeds = seen.tokens_per_second
+        return drift.judge(speeds, self._level, self._earlier, prior=self._prior)
 
     def _repeat(self, config: TrainConfig, useful_share: float) -> Repeated:
-        is_first = not self._level.baseline
         return self._repeater.measure(
             config,
-            history=[*self._earlier, self._level.baseline],
+            history=[*self._earlier, self._level.nights],
             useful_share=useful_share,
-            target_se=drift.FIRST_TARGET_SE if is_first else drift.TARGET_SE,
+            prior=self._prior,
         )
 
     def _kept(
         self,
         standing: Night,
         seen: Repeated,
-        verdict: drift.Verdict | None,
+        verdict: drift.Verdict,
         *,
         has_searched: bool,
         study: str = "",
     ) -> Night:
         """The standing answer stays."""
-        assert verdict is not None
-        reason = f"within the noise; {100 * verdict.detectable:.1f} % would be told from it"
-        if verdict.kind == drift.SUSPECT:
-            reason = "one night alone: the next one tells"
-        elif verdict.kind != drift.UNCHANGED:
-            last = self._planned.nights[-verdict.num_nights]
-            changed = changes(last.fingerprint, seen.fingerprint)
-            reason = f"on {verdict.num_nights} nights; " + (
-                f"since {', '.join(changed)}" if changed else "no library or driver has changed"
-            )
-        return self._night(
+        last = self._planned.nights[-verdict.num_nights]
+        changed = changes(last.fingerprint, seen.fingerprint)
+        since = f"since {', '.join(changed)}" if changed else "no library or driver has changed"
+        reasons = {
+            drift.UNCHANGED: f"within the noise; {100 * verdict.detectable:.1f} % would be told from it",
+            drift.SUSPECT: f"one night alone, the next one tells; {since}",
+        }
+        return _night(
             seen,
             standing.config,
             kind=verdict.kind,
-            reason=reason,
-            share=standing.useful_share,
+            reason=reasons.get(verdict.kind, f"on {verdict.num_nights} nights; {since}"),
+            useful_share=standing.useful_share,
             study=study or standing.study,
             change=verdict,
             has_searched=has_searched,
-        )
-
-    def _night(
-        self,
-        seen: Repeated,
-        config: TrainConfig,
-        *,
-        kind: str,
-        reason: str,
-        share: float,
-        study: str,
-        change: drift.Verdict | None = None,
-        is_replaced: bool = False,
-        has_searched: bool = True,
-    ) -> Night:
-        return Night(
-            made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            kind=kind,
-            reason=reason,
-            fingerprint=seen.fingerprint,
-            config=config,
-            tokens_per_second=seen.tokens_per_second,
-            peak_device_bytes=seen.peak_device_bytes,
-            has_searched=has_searched,
-            is_replaced=is_replaced,
-            change=None if change is None else change.change,
-            low=None if change is None else change.low,
-            high=None if change is None else change.high,
-            num_nights=1 if change is None else change.num_nights,
-            useful_share=share,
-            study=study,
         )
 
     def _find(self) -> finding.Answer:
@@ -246,17 +236,18 @@ class CellNight:
             storage=self._place.storage,
             command=self._place.command,
             listener=_limited(self._place.listener, self._give_up),
+            server=self._server,
         )
 
     def _record(self, answer: finding.Answer, *, writes: bool = False) -> None:
         """In its study; with `writes` as files too, each of which takes the old one's place whole."""
-        device = answer.summary.measured.best.fingerprint.device if answer.summary.measured else ""
-        folder = files.machine_folder(self._place.out, device) / self._cell.name
+        machine = files.machine_folder(self._place.out, _best(answer).fingerprint.device)
         delivered = finding.deliver(
             answer,
-            folder=folder if writes else None,
+            folder=machine / self._cell.name if writes else None,
             storage=self._place.storage,
             command=self._place.command,
+            reason=BY_A_NIGHT,
         )
         for problem in delivered.problems:
             raise problem
@@ -285,12 +276,35 @@ class CellNight:
         return [*found.values()]
 
 
+def _best(answer: finding.Answer) -> Measurement:
+    assert answer.summary.measured is not None
+    return answer.summary.measured.best
+
+
+def _night(
+    seen: Repeated, config: TrainConfig, *, change: drift.Verdict | None, **rest: Any
+) -> Night:
+    """Without the time it took, which is not over."""
+    return Night(
+        made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        fingerprint=seen.fingerprint,
+        config=config,
+        tokens_per_second=seen.tokens_per_second,
+        peak_device_bytes=seen.peak_device_bytes,
+        change=None if change is None else change.change,
+        low=None if change is None else change.low,
+        high=None if change is None else change.high,
+        num_nights=1 if change is None else change.num_nights,
+        **{"has_searched": True, **rest},
+    )
+
+
 def _limited(listener: Listener, give_up: float) -> Listener:
     """The same, but that a search ends once the time is over, after the probe that runs then."""
 
     @contextmanager
-    def measuring(*arguments: Any) -> Iterator[Measuring]:
-        with listener.measuring(*arguments) as heard:
+    def measuring(counts: Counts, max_probes: int, confirm_steps: int) -> Iterator[Measuring]:
+        with listener.measuring(counts, max_probes, confirm_steps) as heard:
 
             def on_probe(*told: Any) -> None:
                 heard.on_probe(*told)

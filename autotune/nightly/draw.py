@@ -8,19 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune.knobs import describe
 from autotune.nightly import drift, relatives
 from autotune.nightly.digest import Digest, Done, interval, ordered, percent
 from autotune.nightly.history import Night
-from autotune.nightly.plan import Planned
+from autotune.nightly.plan import Planned, Prepared
 from autotune.report.markdown import plain, table
 from autotune.report.words import printable
 from autotune.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from autotune.nightly.run import Prepared
 
 _FILES = resources.files("autotune.nightly")
 _STYLES = resources.files("autotune.report")

@@ -6,16 +6,17 @@ What is compared are logarithms of tokens per second, one per process. Of the st
 
 where `process` is what two fresh processes differ by on one night (the spread within a process is part
 of it), and `night` what all of a night's share: heat, neighbours, another clock. Both deviations come
-from the cell's own history, held to a prior until there is enough of it. The standard error of a
+from the cell's own history, held to what the machine's cells have together until there is enough of it,
+as that is to a prior. The standard error of a
 night's change against the baseline is
 
     SE^2 = night_sd^2 (1/n + 1/N) + process_sd^2 (1/k + 1/K)
 
 with n nights and k processes in what is judged, N and K in the baseline: every night since the level
 last changed. One night never decides. A night with |change| >= SUSPECT_Z x SE is a suspect; the next
-night, on which it is measured first, makes it a regression or an improvement where that night says
-so too, alike and by as much by itself, and both together reach CALL_Z. A suspect that the next night does not
-confirm was a bad night, and no part of the baseline. How many processes a night takes follows from the
+night, on which it is measured first, makes it a regression or an improvement where it is a suspect by
+itself, of the same sign, and both together reach CALL_Z. A suspect that the next night does not confirm
+was a bad night: part of the noise, not of the baseline. How many processes a night takes follows from the
 spread alone, never from what they say, so that looking again cannot find what one look did not.
 
 benchmarks/nights.py holds this against recorded noise; studies/nights has the rates. Not modelled:
@@ -24,6 +25,7 @@ a creep that is slower than the baseline learns it.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -32,20 +34,23 @@ from dataclasses import dataclass
 PRIOR_PROCESS_SD = 0.0236
 """Of log speed between processes: 12 configurations x 3 rounds of studies/cpu-speedups/speedups.jsonl,
 root mean square. A GPU's is smaller, and is learnt."""
-PRIOR_PROCESS_DOF = 2
 PRIOR_NIGHT_SD = 0.003
 """[judgement] Nothing recorded so far separates nights from processes."""
-PRIOR_NIGHT_DOF = 4
+PRIOR_DOF = 4
+"""[judgement] Degrees of freedom that a prior stands for."""
 
 SUSPECT_Z = 2.5
 CALL_Z = 4.0
-"""[measured] studies/nights: the lowest pair with less than one false alarm in 30 nights."""
+GAIN_Z = 3.5
+"""[measured] studies/nights: with these a 5 % regression is found, and less than one alarm in 30 nights
+is false."""
 LEAST_CHANGE = 0.01
 """Of log speed: what is smaller is of no interest, however sure."""
 TARGET_SE = 0.007
 """Of a night's mean: a change of 5 % is then 5 to 7 standard errors."""
 FIRST_TARGET_SE = 0.005
-"""Of the first night of a level: every later one is held against it."""
+FIRST_FACTOR = 2
+"""Of a cell's first night, and times as many processes at most: every later one is held against it."""
 
 UNCHANGED, SUSPECT, REGRESSION, IMPROVEMENT = "unchanged", "suspect", "regression", "improvement"
 
@@ -58,6 +63,13 @@ class Level:
     """Tokens per second by night and process; bad nights left out."""
     suspects: tuple[tuple[float, ...], ...] = ()
     """The night before, where it was a suspect: not yet part of the baseline."""
+    bad: tuple[tuple[float, ...], ...] = ()
+    """Suspects that the next night did not confirm: they tell of the noise, not of the level."""
+
+    @property
+    def nights(self) -> tuple[tuple[float, ...], ...]:
+        """That the noise is read off."""
+        return (*self.baseline, *self.bad)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +82,12 @@ class Noise:
     def se(self, night: Sequence[float]) -> float:
         """Of a night's mean against what the same night would give again and again."""
         return self.process_sd / math.sqrt(len(night))
+
+
+PRIOR = Noise(process_sd=PRIOR_PROCESS_SD, night_sd=PRIOR_NIGHT_SD)
+"""Of a machine that nothing is known of."""
+History = Sequence[Sequence[Sequence[float]]]
+"""Tokens per second by level, night and process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,24 +106,23 @@ class Verdict:
     @property
     def detectable(self) -> float:
         """The smallest change, as a share, that would be called in 39 of 40 cases (2 SE above CALL_Z)."""
-        return ((1 + self.high) / (1 + self.low)) ** (0.5 * (1 + 2 / CALL_Z)) - 1
+        reach = (math.log1p(self.high) - math.log1p(self.low)) / 2
+        return math.expm1(reach * (1 + 2 / CALL_Z))
 
 
-def noise_of(history: Sequence[Sequence[Sequence[float]]]) -> Noise:
+def noise_of(history: History, prior: Noise = PRIOR) -> Noise:
     """From levels, each a list of nights, each a list of speeds. Never raises; the prior where empty."""
-    squares, dof = PRIOR_PROCESS_DOF * PRIOR_PROCESS_SD**2, PRIOR_PROCESS_DOF
+    squares, dof = PRIOR_DOF * prior.process_sd**2, PRIOR_DOF
     for level in history:
         for night in level:
-            logs = [*map(math.log, night)]
-            mean = statistics.fmean(logs)
-            squares += sum((log - mean) ** 2 for log in logs)
-            dof += len(logs) - 1
+            squares += _moments(tuple(night))[1]
+            dof += len(night) - 1
     process_variance = squares / dof
-    night_squares, night_dof = PRIOR_NIGHT_DOF * PRIOR_NIGHT_SD**2, PRIOR_NIGHT_DOF
+    night_squares, night_dof = PRIOR_DOF * prior.night_sd**2, PRIOR_DOF
     for level in history:
         if len(level) < 2:
             continue
-        means = [_mean_log(night) for night in level]
+        means = [_moments(tuple(night))[0] for night in level]
         # E[variance of means] = night_sd^2 + process_sd^2 x mean of 1/k.
         share = statistics.fmean(1 / len(night) for night in level)
         excess = statistics.variance(means) - process_variance * share
@@ -119,23 +136,29 @@ def noise_of(history: Sequence[Sequence[Sequence[float]]]) -> Noise:
 
 def wants_more(
     tonight: Sequence[float],
-    history: Sequence[Sequence[Sequence[float]]],
+    history: History,
     *,
     at_least: int,
     at_most: int,
-    target_se: float = TARGET_SE,
+    prior: Noise = PRIOR,
 ) -> bool:
     """Whether another process is worth its time: decided by the spread alone."""
+    target_se = TARGET_SE
+    if not any(history):
+        target_se, at_most = FIRST_TARGET_SE, FIRST_FACTOR * at_most
     if not at_least <= len(tonight) < at_most:
         return len(tonight) < at_least
-    return noise_of([*history, [tonight]]).se(tonight) > target_se
+    return noise_of([*history, [tonight]], prior).se(tonight) > target_se
 
 
 def judge(
-    tonight: Sequence[float], level: Level, earlier: Sequence[Sequence[Sequence[float]]] = ()
+    tonight: Sequence[float], level: Level, earlier: History = (), *, prior: Noise = PRIOR
 ) -> Verdict:
-    """What tonight's processes say of the level; `earlier` levels tell of the noise alone."""
-    noise = noise_of([*earlier, level.baseline, [tonight]])
+    """What tonight's processes say of the level.
+
+    `earlier` levels of the cell tell of the noise alone; so does `prior`, which is noise_of the machine.
+    """
+    noise = noise_of([*earlier, level.nights, [tonight]], prior)
     alone = _compared([tonight], level.baseline, noise)
     if _z(alone) < SUSPECT_Z or abs(alone.change) < LEAST_CHANGE:
         return alone
@@ -151,10 +174,10 @@ def judge(
 def gain(new: Sequence[float], old: Sequence[float], noise: Noise) -> Verdict:
     """Of two configurations measured on the same night: the night's share cancels.
 
-    An improvement or a regression where SUSPECT_Z standard errors say so; otherwise unchanged.
+    An improvement or a regression where GAIN_Z standard errors say so; otherwise unchanged.
     """
     alone = _compared([new], [old], Noise(process_sd=noise.process_sd, night_sd=0.0))
-    if _z(alone) < SUSPECT_Z or abs(alone.change) < LEAST_CHANGE:
+    if _z(alone) < GAIN_Z or abs(alone.change) < LEAST_CHANGE:
         return alone
     return _as(alone, IMPROVEMENT if alone.change > 0 else REGRESSION)
 
@@ -165,7 +188,7 @@ def _compared(
     (difference, variance) = (0.0, 0.0)
     for sign, nights in ((1, window), (-1, baseline)):
         weights = [1 / (noise.night_sd**2 + noise.process_sd**2 / len(night)) for night in nights]
-        means = [_mean_log(night) for night in nights]
+        means = [_moments(tuple(night))[0] for night in nights]
         difference += sign * sum(w * m for w, m in zip(weights, means, strict=True)) / sum(weights)
         variance += 1 / sum(weights)
     reach = CALL_Z * math.sqrt(variance)
@@ -193,5 +216,9 @@ def _z(verdict: Verdict) -> float:
     return abs(math.log1p(verdict.change)) / half_width * CALL_Z
 
 
-def _mean_log(night: Sequence[float]) -> float:
-    return statistics.fmean(map(math.log, night))
+@functools.lru_cache(maxsize=65_536)
+def _moments(night: tuple[float, ...]) -> tuple[float, float]:
+    """(mean, sum of squared deviations) of the logarithms."""
+    logs = [*map(math.log, night)]
+    mean = statistics.fmean(logs)
+    return mean, sum((log - mean) ** 2 for log in logs)

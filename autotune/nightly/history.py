@@ -1,4 +1,4 @@
-"""What earlier nights saw of a cell on this machine, oldest first, and the level that drift is held against."""
+"""What the nights saw of a cell on this machine, oldest first, and the level drift is held against."""
 
 from __future__ import annotations
 
@@ -51,8 +51,6 @@ class Night:
     """Of the tokens that is no padding; part of tokens_per_second."""
     study: str = ""
     elapsed_seconds: float = 0.0
-    suspected_since: str = ""
-    """made_at of the first of the nights that decided together."""
 
     @property
     def speed(self) -> float:
@@ -97,15 +95,18 @@ def levels(nights: Sequence[Night]) -> tuple[drift.Level, list[list[tuple[float,
     earlier: list[list[tuple[float, ...]]] = []
     baseline: list[tuple[float, ...]] = []
     suspects: list[tuple[float, ...]] = []
+    bad: list[tuple[float, ...]] = []
     for night in nights:
         speeds = night.tokens_per_second
         if night.kind == drift.SUSPECT:
-            suspects = [speeds]
+            bad, suspects = [*bad, *suspects], [speeds]
         elif night.kind == drift.UNCHANGED:
-            baseline, suspects = [*baseline, speeds], []
+            baseline, bad, suspects = [*baseline, speeds], [*bad, *suspects], []
         else:
+            is_confirmed = night.num_nights > 1
             if baseline:
-                earlier.append(baseline)
-            baseline = [*(suspects if night.num_nights > 1 else []), speeds]
+                earlier.append([*baseline, *bad, *([] if is_confirmed else suspects)])
+            baseline, bad = [*(suspects if is_confirmed else []), speeds], []
             suspects = []
-    return drift.Level(baseline=tuple(baseline), suspects=tuple(suspects)), earlier
+    level = drift.Level(baseline=tuple(baseline), suspects=tuple(suspects), bad=tuple(bad))
+    return level, earlier

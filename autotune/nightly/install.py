@@ -47,13 +47,9 @@ def _program() -> list[str]:
     return [sys.executable, "-m", "autotune"]
 
 
-def systemd(
-    *, file: Path, storage: str, out: Path, backend: str, max_minutes: float | None
-) -> str:
+def systemd(*, file: Path, storage: str, out: Path, backend: str, max_minutes: float | None) -> str:
     """Two units for `systemctl --user`."""
-    words = command(
-        file=file, storage=storage, out=out, backend=backend, max_minutes=max_minutes
-    )
+    words = command(file=file, storage=storage, out=out, backend=backend, max_minutes=max_minutes)
     line = " ".join(map(_systemd_quoted, [*_program(), *words]))
     folder = str(Path.cwd()).replace("%", "%%")
     return f"""\
@@ -89,9 +85,7 @@ WantedBy=timers.target
 
 def cron(*, file: Path, storage: str, out: Path, backend: str, max_minutes: float | None) -> str:
     """A line for `crontab -e`."""
-    words = command(
-        file=file, storage=storage, out=out, backend=backend, max_minutes=max_minutes
-    )
+    words = command(file=file, storage=storage, out=out, backend=backend, max_minutes=max_minutes)
     line = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*_program(), *words])}"
     # To cron a bare % is a line break (crontab(5)).
     return (
@@ -104,14 +98,12 @@ def github(*, file: Path, storage: str, out: Path, backend: str, max_minutes: fl
     """A workflow for a runner of one's own, with a GPU."""
     import yaml
 
-    words = command(
-        file=file, storage=storage, out=out, backend=backend, max_minutes=max_minutes
-    )
+    words = command(file=file, storage=storage, out=out, backend=backend, max_minutes=max_minutes)
     folder = shlex.quote(str(out))
     script = (
         "code=0\n"
         f"{shlex.join(['autotune', *words])} || code=$?\n"
-        f"cat {folder}/*/digest.md >> \"$GITHUB_STEP_SUMMARY\" || true\n"
+        f'cat {folder}/*/digest.md >> "$GITHUB_STEP_SUMMARY" || true\n'
         "# 8 is an improvement; 7, a regression, and errors fail the job.\n"
         'if [ "$code" -ne 0 ] && [ "$code" -ne 8 ]; then exit "$code"; fi\n'
     )

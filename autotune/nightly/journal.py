@@ -17,10 +17,10 @@ from typing import Any
 import filelock
 
 from autotune.config import TrainConfig
+from autotune.database import file_of, parse_url
 from autotune.errors import StorageError
 from autotune.export import write_texts
 from autotune.results import Fingerprint
-from autotune.database import file_of, parse_url
 
 FILE = "nightly.json"
 LOCK = "nightly.lock"

@@ -108,9 +108,7 @@ class Matrix:
 def read(path: Path) -> Matrix:
     """Read a matrix. Raises ConfigError, with every problem of the file and its place."""
     if not path.exists():
-        raise ConfigError(
-            f"There is no matrix {path}", remedy="Name a file: autotune nightly FILE"
-        )
+        raise ConfigError(f"There is no matrix {path}", remedy="Name a file: autotune nightly FILE")
     document = inputs.read_yaml(path)
     try:
         if not isinstance(document, dict):
@@ -172,8 +170,12 @@ def _matrix(document: Mapping[Any, Any]) -> Matrix:
     hooks = tuple(_hooks(lists.get("hooks", []), problems))
     axes = {
         "model": _axis(lists.get("models", []), _check_model, "models", problems),
-        "budget": _axis(lists.get("budgets", [ALL_OF_THE_CARD]), _check_budget, "budgets", problems),
-        "length": _axis(lists.get("lengths", [SEQUENCE_LENGTH]), _check_length, "lengths", problems),
+        "budget": _axis(
+            lists.get("budgets", [ALL_OF_THE_CARD]), _check_budget, "budgets", problems
+        ),
+        "length": _axis(
+            lists.get("lengths", [SEQUENCE_LENGTH]), _check_length, "lengths", problems
+        ),
         "methods": _axis(lists.get("methods", [[]]), _check_methods, "methods", problems),
     }
     if problems:
@@ -182,7 +184,9 @@ def _matrix(document: Mapping[Any, Any]) -> Matrix:
         for name, values in override["where"].items():
             if not set(values) & set(axes[name]):
                 known = ", ".join(map(str, axes[name]))
-                problems.append(f"cells, item {number + 1}.where.{name}: matches nothing of {known}")
+                problems.append(
+                    f"cells, item {number + 1}.where.{name}: matches nothing of {known}"
+                )
     if settings.get("probes", 3) > settings.get("max_probes", 12):
         problems.append("probes: is more than max_probes")
     points = [*itertools.product(*axes.values())]
@@ -324,7 +328,9 @@ def _axis(values: Sequence[Any], check: Any, place: str, problems: list[str]) ->
             read.append(check(value))
         except ValueError as error:
             problems.append(f"{place}: {_shown(value)} {error}")
-    repeated = [value for value in dict.fromkeys(map(str, read)) if [*map(str, read)].count(value) > 1]
+    repeated = [
+        value for value in dict.fromkeys(map(str, read)) if [*map(str, read)].count(value) > 1
+    ]
     problems += [f"{place}: {value} is given twice" for value in repeated]
     return read
 

@@ -77,6 +77,31 @@ class Planned:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What is known before anything is measured."""
+
+    backend: str
+    fingerprint: Fingerprint
+    planned: tuple[Planned, ...]
+
+    @property
+    def expected_seconds(self) -> float:
+        return sum(each.expected_seconds for each in self.planned if each.is_chosen)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `nightly --dry-run --json`."""
+        return {
+            "schema_version": 1,
+            "device": self.fingerprint.device,
+            "driver": self.fingerprint.driver,
+            "versions": dict(self.fingerprint.versions),
+            "backend": self.backend,
+            "expected_seconds": round(self.expected_seconds, 1),
+            "cells": [each.to_dict() for each in self.planned],
+        }
+
+
 def plan(
     matrix: Matrix,
     histories: Mapping[str, Sequence[Night]],

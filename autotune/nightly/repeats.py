@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune import inputs
@@ -62,9 +61,9 @@ class Repeater:
         self,
         config: TrainConfig,
         *,
-        history: Sequence[Sequence[Sequence[float]]],
+        history: drift.History,
         useful_share: float,
-        target_se: float,
+        prior: drift.Noise,
     ) -> Repeated:
         """As many processes as the spread asks for (drift.wants_more), or until it fails twice."""
         fingerprint = self._prober.fingerprint_of(config)
@@ -76,7 +75,7 @@ class Repeater:
             history,
             at_least=self._matrix.probes,
             at_most=self._matrix.max_probes,
-            target_se=target_se,
+            prior=prior,
         ):
             seen = self._prober.again(config)
             speed = seen.tokens_per_second

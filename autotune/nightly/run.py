@@ -13,45 +13,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autotune import gpus, needs, nvml
 from autotune.errors import HardwareError
 from autotune.forkserver import ForkServer
-from autotune.nightly import draw, files, hooks, ledger
+from autotune.nightly import draw, drift, files, hooks, ledger
 from autotune.nightly.cell import CellNight, Place, TimeIsUp
 from autotune.nightly.digest import Digest, Done
+from autotune.nightly.history import levels
 from autotune.nightly.journal import Journal, locked
 from autotune.nightly.matrix import Matrix
-from autotune.nightly.plan import Planned, plan
+from autotune.nightly.plan import Prepared, plan
 from autotune.probing import fingerprint_here
 from autotune.report.files import write
-from autotune.results import Fingerprint
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
-    """What is known before anything is measured."""
-
-    backend: str
-    fingerprint: Fingerprint
-    planned: list[Planned]
-
-    @property
-    def expected_seconds(self) -> float:
-        return sum(each.expected_seconds for each in self.planned if each.is_chosen)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object of `nightly --dry-run --json`."""
-        return {
-            "schema_version": 1,
-            "device": self.fingerprint.device,
-            "driver": self.fingerprint.driver,
-            "versions": dict(self.fingerprint.versions),
-            "backend": self.backend,
-            "expected_seconds": round(self.expected_seconds, 1),
-            "cells": [each.to_dict() for each in self.planned],
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +117,7 @@ def _prepared(
         begun=Journal(files.machine_folder(place.out, fingerprint.device), now).begun,
         capacity_bytes=here[0].capacity_bytes if here else None,
     )
-    return Prepared(backend=place.backend, fingerprint=fingerprint, planned=planned)
+    return Prepared(backend=place.backend, fingerprint=fingerprint, planned=tuple(planned))
 
 
 def _run(
@@ -165,6 +139,10 @@ def _run(
         folder = files.machine_folder(place.out, prepared.fingerprint.device)
         journal = Journal(folder, now)
         chosen = [each for each in prepared.planned if each.is_chosen]
+        known = [levels(each.nights) for each in prepared.planned]
+        prior = drift.noise_of(
+            [each for level, earlier in known for each in (*earlier, level.nights)]
+        )
         try:
             for planned in chosen:
                 left_seconds = began + budget_seconds - time.monotonic()
@@ -176,6 +154,7 @@ def _run(
                     place,
                     server=server,
                     journal=journal,
+                    prior=prior,
                     give_up=began + budget_seconds,
                 )
                 try:
