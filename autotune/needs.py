@@ -12,8 +12,9 @@ from collections.abc import Collection
 from importlib import metadata
 from typing import Any
 
-from autotune.config import METHODS, TrainConfig
+from autotune.config import METHODS, PRECISIONS, TrainConfig
 from autotune.knobs import KNOBS, REQUIRED, Knob
+from autotune.optimizers import OPTIMIZERS
 from autotune.results import Fingerprint
 from autotune.space import SearchSpace
 
@@ -53,6 +54,22 @@ def of_config(config: TrainConfig) -> tuple[str, ...]:
         for knob in KNOBS.values()
         if (reason := _lacks(knob, value := getattr(config, knob.name)))
     )
+
+
+def of_cuda(config: TrainConfig) -> tuple[str, ...]:
+    """What of a configuration a probe on the CPU cannot run, for people; empty where it can."""
+    precision = PRECISIONS[config.precision]
+    reasons = (
+        (
+            precision.grad_scaler or precision.tf32,
+            f"precision {config.precision} needs a CUDA device",
+        ),
+        (precision.fp8, "fp8 is taken as CUDA's autocast has it, and needs a CUDA device"),
+        (config.activation_offloading, "activation offloading needs a CUDA device"),
+        (OPTIMIZERS[config.optimizer].only_cuda, f"{config.optimizer} needs a CUDA device"),
+        (config.liger, "Liger's kernels need a CUDA device"),
+    )
+    return tuple(reason for applies, reason in reasons if applies)
 
 
 def unpredicted(config: TrainConfig) -> tuple[str, ...]:

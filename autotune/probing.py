@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune import compiled, needs
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
 from autotune.models import ModelSource
-from autotune.optimizers import OPTIMIZERS
 from autotune.out_of_memory import says_out_of_memory
 from autotune.probe_key import probe_key
 from autotune.probes import ProbeTable
@@ -289,13 +288,8 @@ def can_run(config: TrainConfig, backend: str) -> bool:
     """
     if config.trainer != "transformers":
         return False
-    only_cuda = (
-        config.activation_offloading
-        or config.liger
-        or PRECISIONS[config.precision].fp8
-        or OPTIMIZERS[config.optimizer].only_cuda
-    )
-    return (backend == "cuda" or not only_cuda) and compiled.can_compile(config, backend)
+    runs_there = backend == "cuda" or not needs.of_cuda(config)
+    return runs_there and compiled.can_compile(config, backend)
 
 
 def search(

@@ -21,6 +21,7 @@ from autotune.gpus import Gpu, find_gpu
 from autotune.knobs import KNOBS, METHOD_WORDS, Knob, describe
 from autotune.models import ModelSource, resolve
 from autotune.optimizers import OPTIMIZERS
+from autotune.options import SEQUENCE_LENGTH
 from autotune.results import Estimate, TraceSpec
 from autotune.space import Context, broken_rules, tradeoff_class
 from autotune.tracing import trace_all
@@ -73,9 +74,12 @@ def main() -> None:
         )
 
 
-def base_of(method: str, model: ModelSource, card: Gpu) -> TrainConfig:
+def base_of(
+    method: str, model: ModelSource, card: Gpu, sequence_length: int = SEQUENCE_LENGTH
+) -> TrainConfig:
     workload = Workload(
         model=model.name,
+        sequence_length=sequence_length,
         effective_batch_size=EFFECTIVE_BATCH,
         methods=(method,),
         memory_budget_bytes=card.capacity_bytes,

@@ -767,6 +767,10 @@ def test_a_cpu_has_nothing_to_offload_from() -> None:
     offloaded = dataclasses.replace(BASE, activation_checkpointing=1, activation_offloading=True)
     assert probing.can_run(offloaded, "cuda")
     assert not probing.can_run(offloaded, "cpu")
+    for precision in ("tf32", "fp16-mixed"):
+        config = dataclasses.replace(BASE, precision=precision)
+        assert probing.can_run(config, "cuda")
+        assert not probing.can_run(config, "cpu")
     assert probing.can_run(BASE, "cpu")
 
 

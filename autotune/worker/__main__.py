@@ -13,7 +13,6 @@ probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}, "f
         {"measurement": {Measurement}}
 fingerprint {"backend": str}
         {"fingerprint": {Fingerprint}}, or {"unusable": why PyTorch cannot use the device}
-        {"fingerprint": {Fingerprint}}
 lengths {"dataset": path, "text_field": str, "tokenizer": folder or id}
         {"num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
         {"problem": str}

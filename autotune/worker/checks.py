@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from autotune import needs
 from autotune.adapters import ADAPTERS, peft_fields
 from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.optimizers import OPTIMIZERS
@@ -42,21 +43,7 @@ def check_backend(config: TrainConfig, backend: str) -> list[str]:
     """What a probe or a CPU cannot do: said, not left out."""
     if config.trainer != "transformers":
         return ["a probe runs Transformers' Trainer, not SFTTrainer"]
-    if backend != "cpu":
-        return []
-    precision = PRECISIONS[config.precision]
-    complaints = []
-    if precision.grad_scaler or precision.tf32:
-        complaints.append(f"precision {config.precision} needs a CUDA device")
-    if precision.fp8:
-        complaints.append("fp8 is taken as CUDA's autocast has it, and needs a CUDA device")
-    if config.activation_offloading:
-        complaints.append("activation offloading needs a CUDA device")
-    if OPTIMIZERS[config.optimizer].only_cuda:
-        complaints.append(f"{config.optimizer} needs a CUDA device")
-    if config.liger:
-        complaints.append("Liger's kernels need a CUDA device")
-    return complaints
+    return list(needs.of_cuda(config)) if backend == "cpu" else []
 
 
 def check_model(model: Any, config: TrainConfig) -> list[str]:
