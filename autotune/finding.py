@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from autotune import (
     compiled,
     export,
     inputs,
+    machine,
     probing,
     space_file,
     store,
@@ -51,6 +53,7 @@ from autotune.report.progress import SILENT, Listener
 from autotune.results import BACKENDS, ProbeSpec
 from autotune.space import AMPERE, may_pack, with_peft
 from autotune.summary import Measured, Summary
+from autotune.trace_table import TraceTable
 from autotune.tune import Found
 
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
@@ -202,6 +205,8 @@ def find(
             has=base if trains_elsewhere else None,
             effort=options.effort,
             progress=progress,
+            # A prediction leaves the database alone.
+            traces_table=None if measure_on is None else TraceTable(storage),
         )
     # Only a planned card follows from the budget; another one needs a study of its own.
     is_planned = not gpu_reason.startswith((inputs.NAMED, inputs.FOUND, inputs.ON_CPU))
@@ -300,7 +305,6 @@ def _measure(
         listener.measuring(summary.counts, max_probes, confirm_steps) as heard,
         ForkServer() if server is None else contextlib.nullcontext(server) as server,
     ):
-        server.start("probe")
         plan = probing.Plan(
             pool=[e for e in found.pool() if probing.can_run(e.config, backend)],
             base=summary.base,
@@ -322,7 +326,8 @@ def _measure(
             ) as opened,
             open_probes(storage) as table,
         ):
-            prober = probing.Prober(
+            new_prober = functools.partial(
+                probing.Prober,
                 server,
                 table,
                 source,
@@ -330,7 +335,12 @@ def _measure(
                 useful_share=workload.useful_share,
                 on_run=heard.on_run,
             )
-            measured = probing.search(opened, plan, prober, on_probe=heard.on_probe)
+            # Where everything was measured before, no process is needed that could tell the fingerprint.
+            try:
+                prober = new_prober(assumed=machine.fingerprint(backend))
+                measured = probing.search(opened, plan, prober, on_probe=heard.on_probe)
+            except probing.NotAsAssumed:
+                measured = probing.search(opened, plan, new_prober(), on_probe=heard.on_probe)
         answer = dataclasses.replace(
             tune.with_measured(summary, measured),
             loader=_time_loaders(server, source, options, workload, measured, listener),

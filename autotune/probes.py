@@ -11,7 +11,8 @@ What was measured under one budget answers for others:
 | ok, with retries             | b <= B                   | less memory forces them, too                |
 | oom, at least e were lacking | b < B + e                | it needs B + e or more                      |
 | invalid                      | any                      | what was asked for is not on at any budget  |
-| slow, timeout, crashed, ...  | none                     | it is worth another try                     |
+| slow                         | as ok, beside a faster   | it would be stopped again                   |
+| timeout, crashed, ...        | none                     | it is worth another try                     |
 """
 
 from __future__ import annotations
@@ -41,10 +42,13 @@ class ProbeTable:
         self._engine = engine
         self._table = probes
 
-    def find(self, key: ProbeKey, budget_bytes: int) -> Measurement | None:
+    def find(
+        self, key: ProbeKey, budget_bytes: int, *, slow_below: float = 0.0
+    ) -> Measurement | None:
         """The newest measurement of that key that answers for the budget, and as it is for that.
 
-        None when there is none, or it is worth another try.
+        None when there is none, or it is worth another try. `slow_below`: tokens per second; what was
+        slower than that when it was stopped need not be measured to its end.
         """
         import sqlalchemy
 
@@ -58,7 +62,11 @@ class ProbeTable:
             rows = connection.execute(query.order_by(table.c.id.desc()))
             for row_key, model_digest, text in rows:
                 measurement = _read(text, None if model_digest else (row_key, key.model))
-                restated = None if measurement is None else for_budget(measurement, budget_bytes)
+                if measurement is None:
+                    continue
+                if measurement.outcome == "slow" and not _is_below(measurement, slow_below):
+                    continue
+                restated = for_budget(measurement, budget_bytes)
                 if restated is not None:
                     return restated
         return None
@@ -108,7 +116,7 @@ def _answers(measurement: Measurement, budget_bytes: int) -> bool:
     """The table above."""
     probed_bytes = measurement.spec.memory_budget_bytes
     match measurement.outcome:
-        case "ok":
+        case "ok" | "slow":
             return measurement.num_alloc_retries == 0 or budget_bytes <= probed_bytes
         case "oom":
             over_bytes = measurement.over_budget_bytes
@@ -116,6 +124,14 @@ def _answers(measurement: Measurement, budget_bytes: int) -> bool:
             return budget_bytes < probed_bytes + over_bytes
         case outcome:
             return outcome == "invalid"
+
+
+def _is_below(measurement: Measurement, tokens_per_second: float) -> bool:
+    """Whether what was stopped is slower than that, by more than twice its standard error."""
+    speed, spread = measurement.tokens_per_second, measurement.spread
+    if speed is None or spread is None or measurement.peak_device_bytes is None:
+        return False
+    return speed * (1 + 2 * spread) < tokens_per_second
 
 
 def _read(text: str, first: tuple[str, str] | None) -> Measurement | None:

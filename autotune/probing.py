@@ -75,6 +75,10 @@ OnRun = Callable[[TrainConfig, ProbeSpec], None]
 """What is about to run: a probe, the base's, or a confirmation. Not called for what is known."""
 
 
+class NotAsAssumed(Exception):
+    """The fingerprint of measurements is another one here: begin again without assuming one."""
+
+
 class Prober:
     """Measures configurations of one model, each in a fresh process, and remembers."""
 
@@ -87,27 +91,39 @@ class Prober:
         *,
         useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
         on_run: OnRun = lambda *_: None,
+        assumed: Fingerprint | None = None,
     ) -> None:
+        """`assumed`: what the fingerprint here must be, as far as is known before a process has told it;
+        NotAsAssumed is raised when the first one, started to measure something, tells another.
+        """
         self._server = server
         self._table = table
         self._model = model
         self._useful_share = useful_share
         self._on_run = on_run
         self.spec = spec
-        self._fingerprint = fingerprint_here(server, spec.backend)
+        self._is_assumed = assumed is not None
+        self._fingerprint = assumed or fingerprint_here(server, spec.backend)
         self.num_run = 0
         """Probes; confirmations are counted nowhere."""
         self.num_reused = 0
 
-    def measure(self, config: TrainConfig, *, watch: Watch | None = None) -> Measurement:
+    def measure(
+        self, config: TrainConfig, *, watch: Watch | None = None, slow_below: float = 0.0
+    ) -> Measurement:
         """The table's measurement, or a new one, which is in the table when this returns.
 
-        `watch` is called with each timed step of a new one, and may end it.
+        `watch` is called with each timed step of a new one, and may end it. `slow_below`: tokens per
+        second; the table answers with what was stopped part-way, too, where it was slower.
         """
         share = self._useful_share(config)
-        measurement = self._find(config, self.spec)
+        measurement = self._find(config, self.spec, slow_below=slow_below / share)
         if measurement is not None:
             self.num_reused += 1
+            speed = measurement.tokens_per_second
+            if measurement.outcome == "slow" and watch is not None and speed is not None:
+                # What a trial that is stopped leaves to learn from.
+                watch(measurement.num_steps, share * speed)
         else:
             self.num_run += 1
             deadline_seconds = _set_up_seconds(config) + 3 * self.spec.max_seconds
@@ -145,9 +161,11 @@ class Prober:
         measurement = self._run(best.config, spec, deadline_seconds=deadline_seconds)
         return dataclasses.replace(measurement, useful_share=best.useful_share)
 
-    def _find(self, config: TrainConfig, spec: ProbeSpec) -> Measurement | None:
+    def _find(
+        self, config: TrainConfig, spec: ProbeSpec, *, slow_below: float = 0.0
+    ) -> Measurement | None:
         key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
-        return self._table.find(key, spec.memory_budget_bytes)
+        return self._table.find(key, spec.memory_budget_bytes, slow_below=slow_below)
 
     def _run(
         self,
@@ -158,6 +176,10 @@ class Prober:
         watch: Watch | None = None,
     ) -> Measurement:
         """Measure in a process of its own; in the table when this returns."""
+        here = self._fingerprint
+        if self._is_assumed and fingerprint_here(self._server, spec.backend) != here:
+            raise NotAsAssumed
+        self._is_assumed = False
         self._on_run(config, spec)
         # The folder is made here, so that a checkpoint in it goes however the probe ends.
         with private_folder() as folder:
@@ -388,7 +410,7 @@ def _probe(
 ) -> None:
     """Probe until nothing that is not refused is likely to be faster; adds to `measured`."""
     leave_out = _left_out(study, prober, refused)
-    study.pruner = SpeedPruner(noise=NOISE, leave_out=leave_out)
+    study.pruner = pruner = SpeedPruner(noise=NOISE, leave_out=leave_out)
     distributions = parameter_distributions(study, [e.config for e in pool])
     of_params: dict[frozenset[tuple[str, Any]], Estimate] = {}
     candidates = []
@@ -422,7 +444,12 @@ def _probe(
         trial = study.ask(sampler.search_space(proposed))
         estimate = of_params[frozenset(proposed.params.items())]
         with told_when_interrupted(study, trial):
-            measurement = prober.measure(estimate.config, watch=watched(study, trial))
+            best_speed = pruner.best_speed(study) or 0.0
+            measurement = prober.measure(
+                estimate.config,
+                watch=watched(study, trial),
+                slow_below=best_speed * (1 - NOISE),
+            )
             tell(study, trial, measurement, estimate)
         measured.append(measurement)
         on_probe(len(measured), measurement, _fastest(measured, refused))

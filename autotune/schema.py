@@ -1,8 +1,9 @@
 """Our own tables, beside Optuna's in the same database, as the newest revision makes them.
 
-`autotune_probes` and `autotune_recommendations` only grow: no row is ever changed or removed. Each is
-read by a module of its own (probes.py, recommendations.py). What comes between the versions of this
-schema is in migrations/; autotune_schema holds the revision (Optuna owns `alembic_version`).
+`autotune_probes` and `autotune_recommendations` only grow: no row is ever changed or removed. Each table
+is read by a module of its own (probes.py, recommendations.py, trace_table.py). What comes between the
+versions of this schema is in migrations/; autotune_schema holds the revision (Optuna owns
+`alembic_version`).
 
 Times are UTC, without saying so, as Optuna's are.
 """
@@ -18,6 +19,7 @@ from sqlalchemy import (
     Float,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -72,6 +74,16 @@ recommendations = Table(
     Column("result", Text, nullable=False),
     Column("reason", String(32), nullable=False),
     Index("ix_autotune_recommendations_question", "question_key", "device", "made_at"),
+)
+
+# What a worker answered when it was asked for a trace: a cache, and the only rows that may go.
+traces = Table(
+    "autotune_traces",
+    metadata,
+    Column("key", _DIGEST, primary_key=True),
+    Column("made_at", DateTime, nullable=False),
+    # JSON, by zlib.
+    Column("answer", LargeBinary, nullable=False),
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from autotune.isolate import WorkerEnd, run_many
 from autotune.models import ModelSource
 from autotune.parallel import RankTrace
 from autotune.results import TraceSpec
+from autotune.trace_table import TraceTable
 from autotune.traces import BrokenTrace, Trace
 
 DEADLINE_SECONDS = 600.0
@@ -39,10 +41,12 @@ def trace_all(
     num_gpus: int = 1,
     on_trace: Callable[[int, int], None] | None = None,
     server: ForkServer | None = None,
+    table: TraceTable | None = None,
 ) -> dict[TraceSpec, Trace | RankTrace]:
     """Trace a step per spec; `on_trace(done, all)` as they arrive.
 
     `server`: whose forks trace, for who asks again and again: the imports are then paid once.
+    `table`: what was traced before is taken from it, and what is new is kept there.
     One GPU's step is traced; what several make of it follows from that. A spec that the model does
     not support is left out of the result. Raises ConfigError when it supports none, WorkerError when
     a worker failed, HardwareError for a card without CUDA.
@@ -64,6 +68,8 @@ def trace_all(
     run = run_many if server is None else functools.partial(_run_forked, server)
     specs = set(specs)
     jobs = _Jobs({_of_one_gpu(spec) for spec in specs}, on_trace)
+    if table is not None:
+        jobs.take_known(table, shared)
     for _ in range(_MAX_ROUNDS):
         shares = jobs.shares()
         if not shares:
@@ -77,6 +83,8 @@ def trace_all(
         for share, end in zip(shares, ends, strict=True):
             if end.how != "ok":
                 jobs.blame(share, end)
+    if table is not None:
+        jobs.keep_new(table, shared)
     if jobs.crash is not None and (jobs.shares() or not jobs.traces):
         raise jobs.crash
     if not jobs.traces:
@@ -124,6 +132,23 @@ class _Jobs:
         self.traces: dict[TraceSpec, Trace] = {}
         self.refused: dict[int, str] = {}
         self.crash: WorkerError | None = None
+        self._new: dict[int, dict[str, Any]] = {}
+
+    def take_known(self, table: TraceTable, shared: Mapping[str, Any]) -> None:
+        """The answers of before, each to what was asked last: of every layer, where that was needed."""
+        requests = {number: self._request(number, shared) for number in range(len(self._specs))}
+        known = table.find(requests.values())
+        for number, request in requests.items():
+            if request in known:
+                self.take({**known[request], "id": number})
+        self._new.clear()
+
+    def keep_new(self, table: TraceTable, shared: Mapping[str, Any]) -> None:
+        if self._new:
+            table.add({self._request(n, shared): said for n, said in self._new.items()})
+
+    def _request(self, number: int, shared: Mapping[str, Any]) -> str:
+        return json.dumps([shared, _plain(self._specs[number])], sort_keys=True)
 
     def shares(self) -> list[list[dict[str, Any]]]:
         """What is left to ask for, divided among the processes of a round."""
@@ -144,9 +169,11 @@ class _Jobs:
         self._answered.add(number)
         if "unsupported" in answer:
             self.refused[number] = answer["unsupported"]
+            self._new[number] = answer
         else:
             try:
                 self.traces[self._specs[number]] = Trace(answer["trace"])
+                self._new[number] = answer
             except BrokenTrace as error:
                 if number in self._whole:
                     self.refused[number] = f"the trace does not add up: {error}"

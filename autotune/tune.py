@@ -46,6 +46,7 @@ from autotune.summary import (
     Measured,
     Summary,
 )
+from autotune.trace_table import TraceTable
 from autotune.tracing import trace_all
 from autotune.units import format_bytes
 
@@ -141,6 +142,7 @@ def find(
     has: TrainConfig | None = None,
     effort: str = "normal",
     progress: Progress = lambda *_: None,
+    traces_table: TraceTable | None = None,
 ) -> Found:
     """Answer a workload by prediction.
 
@@ -184,6 +186,7 @@ def find(
         {TraceSpec.of(config) for config in [*possible, *baselines]},
         num_gpus=workload.num_gpus,
         on_trace=functools.partial(progress, "trace"),
+        table=traces_table,
     )
     estimator = Estimator(
         traces,

@@ -21,9 +21,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from autotune.api import Result
 from autotune.config import TrainConfig
+from autotune.machine import cpu_name
 from autotune.units import GIB
 from autotune.worker.callback import WatchCallback
-from autotune.worker.fingerprint import cpu_name
 from autotune.worker.pace import NUM_WARM_UP_STEPS, Pace
 from autotune.worker.steps import CpuClock
 

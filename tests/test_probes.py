@@ -238,3 +238,113 @@ def test_a_locked_database_loses_nothing(url: str, monkeypatch: pytest.MonkeyPat
         holder.close()
     with open_probes(url) as probes:
         assert probes.find(KEY, BUDGET_BYTES) == measured()
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget_bytes", "over_bytes"),
+    [
+        # 0.95 GB without a retry: any budget is answered.
+        ({}, 2 * GB, -1_050_000_000),
+        ({}, 950_000_000, 0),
+        ({}, 900_000_000, 50_000_000),
+        # With a retry it lacked something in 1 GB: so it would in less, and perhaps not in more.
+        ({"num_alloc_retries": 1}, 990_000_000, 1),
+        ({"num_alloc_retries": 1}, 800_000_000, 150_000_000),
+        ({"num_alloc_retries": 1}, GB + 1, None),
+        # Out of memory, and 0.2 GB more were asked for: 1.2 GB may do, less does not.
+        ({"outcome": "oom", "excess_bytes": 200_000_000}, 700_000_000, 500_000_000),
+        ({"outcome": "oom", "excess_bytes": 200_000_000}, 1_199_999_999, 1),
+        ({"outcome": "oom", "excess_bytes": 200_000_000}, 1_200_000_000, None),
+        ({"outcome": "oom"}, 900_000_000, 1),
+        ({"outcome": "oom"}, GB + 1, None),
+        ({"outcome": "slow"}, 2 * GB, None),
+        ({"outcome": "crashed"}, 2 * GB, None),
+        ({"outcome": "full_disk"}, 2 * GB, None),
+    ],
+)
+def test_what_a_probe_says_of_another_budget(
+    changes: dict[str, Any], budget_bytes: int, over_bytes: int | None, url: str
+) -> None:
+    probed = dataclasses.replace(measured(), **changes)
+    with open_probes(url) as probes:
+        probes.add(KEY, probed)
+        found = probes.find(KEY, budget_bytes)
+    if over_bytes is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.over_budget_bytes == over_bytes
+    assert found.fits == (over_bytes <= 0)
+    assert found.tokens_per_second == probed.tokens_per_second
+    assert found.spec.memory_budget_bytes == budget_bytes
+    assert found.probed_budget_bytes == GB
+    assert measurement_from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_what_could_not_be_turned_on_is_not_tried_under_another_budget(url: str) -> None:
+    with open_probes(url) as probes:
+        probes.add(KEY, measured("invalid"))
+        found = probes.find(KEY, 2 * GB)
+    assert found is not None
+    assert (found.outcome, found.over_budget_bytes) == ("invalid", None)
+
+
+def test_the_newest_that_answers_counts(url: str) -> None:
+    small = dataclasses.replace(
+        measured("oom"), spec=dataclasses.replace(SPEC, memory_budget_bytes=500_000_000)
+    )
+    with open_probes(url) as probes:
+        probes.add(KEY, measured())
+        probes.add(KEY, small)
+        assert probes.find(KEY, GB) == measured()
+        found = probes.find(KEY, 400_000_000)
+        assert found is not None
+        assert found.outcome == "oom"
+
+
+def test_a_setting_that_a_later_version_adds_loses_no_probe(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_probes(url) as probes:
+        probes.add(KEY, measured())
+    # As if quantization_storage had not been there when the probe was made.
+    fields = TrainConfig.to_dict
+    monkeypatch.setattr(
+        TrainConfig,
+        "to_dict",
+        lambda self: {k: v for k, v in fields(self).items() if k != "quantization_storage"},
+    )
+    assert probe_key(MODEL, CONFIG, SPEC, HERE) == KEY
+    other = dataclasses.replace(CONFIG, quantization="nf4")
+    assert probe_key(MODEL, other, SPEC, HERE) != KEY
+
+
+def test_what_a_failed_probe_wrote_last_is_kept(url: str) -> None:
+    said = "x" * 5000 + "\0the last words"
+    with open_probes(url) as probes:
+        probes.add(KEY, measured("crashed"), model="a/model", stderr_tail=said)
+    with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
+        ((tail, model, device),) = database.execute(
+            "SELECT stderr_tail, model, device FROM autotune_probes"
+        )
+    assert tail.endswith("xthe last words")
+    assert len(tail) <= 4000
+    assert (model, device) == ("a/model", "a CPU")
+
+
+def test_what_was_stopped_as_too_slow_answers_beside_what_is_faster(url: str) -> None:
+    # 1024 tokens in 2.25 s are 455 a second, +- 1 %.
+    slow = dataclasses.replace(measured("slow"), spread=0.01, num_steps=3)
+    with open_probes(url) as probes:
+        probes.add(KEY, slow)
+        assert probes.find(KEY, GB) is None
+        assert probes.find(KEY, GB, slow_below=460) is None
+        assert probes.find(KEY, GB, slow_below=470) == slow
+        found = probes.find(KEY, 2 * GB, slow_below=470)
+        assert found is not None
+        assert (found.outcome, found.over_budget_bytes) == ("slow", -1_050_000_000)
+        probes.add(KEY, dataclasses.replace(slow, spread=None))
+        assert probes.find(KEY, GB, slow_below=470) == slow

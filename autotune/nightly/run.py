@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune import gpus, needs, nvml
+from autotune import gpus, machine, needs, nvml
 from autotune.errors import HardwareError
 from autotune.forkserver import ForkServer
 from autotune.nightly import draw, drift, files, hooks, ledger
@@ -26,6 +26,7 @@ from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Prepared, plan
 from autotune.probing import fingerprint_here
 from autotune.report.files import write
+from autotune.results import Fingerprint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,10 @@ def dry_run(matrix: Matrix, place: Place, *, budget_seconds: float) -> Prepared:
     """What a night would do, and why; measures and writes nothing."""
     with ForkServer() as server:
         now = datetime.datetime.now(datetime.UTC)
-        return _prepared(matrix, place, server, budget_seconds=budget_seconds, now=now)
+        # Where that is known without torch it takes a second.
+        known = machine.fingerprint(place.backend)
+        fingerprint = known or fingerprint_here(server, place.backend)
+    return _prepared(matrix, place, fingerprint, budget_seconds=budget_seconds, now=now)
 
 
 def night(
@@ -100,12 +104,11 @@ def _write(folder: Path, digest: Digest) -> list[Path]:
 def _prepared(
     matrix: Matrix,
     place: Place,
-    server: ForkServer,
+    fingerprint: Fingerprint,
     *,
     budget_seconds: float,
     now: datetime.datetime,
 ) -> Prepared:
-    fingerprint = fingerprint_here(server, place.backend)
     here = gpus.detect() if place.backend == "cuda" else []
     planned = plan(
         matrix,
@@ -134,7 +137,8 @@ def _run(
     is_interrupted = False
     with ForkServer() as server:
         server.start("probe")
-        prepared = _prepared(matrix, place, server, budget_seconds=budget_seconds, now=now)
+        fingerprint = fingerprint_here(server, place.backend)
+        prepared = _prepared(matrix, place, fingerprint, budget_seconds=budget_seconds, now=now)
         on_plan(prepared)
         folder = files.machine_folder(place.out, prepared.fingerprint.device)
         journal = Journal(folder, now)

@@ -28,11 +28,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from autotune import gpus, nvml
 from autotune.knobs import describe
+from autotune.machine import cpu_name
 from autotune.results import Estimate, Measurement
 from autotune.summary import Summary
 from autotune.units import MIB, format_bytes
 from autotune.worker import objects
-from autotune.worker.fingerprint import cpu_name
 from autotune.worker.pace import Pace
 from autotune.worker.steps import CpuClock, CudaClock
 

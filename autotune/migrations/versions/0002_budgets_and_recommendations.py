@@ -1,4 +1,4 @@
-"""Probes that answer for other budgets; recommendations.
+"""Probes that answer for other budgets; recommendations; traces.
 
 A row keeps its key, which tells the model that it is of; what else it says is read off its record. A
 record that cannot be read stays as it is, and is not found, as before.
@@ -58,6 +58,12 @@ def upgrade() -> None:
         "ix_autotune_recommendations_question",
         "autotune_recommendations",
         ["question_key", "device", "made_at"],
+    )
+    op.create_table(
+        "autotune_traces",
+        sa.Column("key", sa.String(64), primary_key=True),
+        sa.Column("made_at", sa.DateTime, nullable=False),
+        sa.Column("answer", sa.LargeBinary, nullable=False),
     )
 
 

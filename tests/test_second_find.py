@@ -1,0 +1,127 @@
+"""A second search answers from what the first has measured: no process is started for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from autotune import finding, forkserver, isolate, machine
+from autotune.errors import NothingFitsError
+from autotune.options import FindOptions
+
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+SPACE = """
+name: two
+description: clear differences
+methods:
+  full:
+    micro_batch_size: [1, 8]
+    precision: [bf16-true]
+    optimizer: [adamw_torch_fused]
+    attention: [eager]
+"""
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> FindOptions:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
+    return FindOptions(
+        model=str(folder),
+        backend="cpu",
+        gpu_mem="100MB",
+        space=str(folder / "space.yaml"),
+        methods=("full",),
+        seq_len=64,
+        effective_batch=8,
+        effort="quick",
+        confirm_steps=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def first(
+    options: FindOptions, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, finding.Answer]:
+    url = f"sqlite:///{tmp_path_factory.mktemp('first')}/autotune.db"
+    return url, finding.find(options, storage=url)
+
+
+@pytest.fixture
+def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("a process was started")
+
+    for module, name in ((isolate, "spawn"), (forkserver, "_Server"), (isolate, "run_jobs")):
+        monkeypatch.setattr(module, name, refuse)
+
+
+def test_what_is_assumed_of_this_machine_is_what_its_probes_say(
+    first: tuple[str, finding.Answer],
+) -> None:
+    measured = first[1].summary.measured
+    assert measured is not None
+    assert machine.fingerprint("cpu") == measured.best.fingerprint
+
+
+@pytest.mark.usefixtures("_no_process")
+@pytest.mark.parametrize("size", ["100MB", "200MB", "90MB"])
+def test_another_budget_needs_no_process(
+    size: str, first: tuple[str, finding.Answer], options: FindOptions
+) -> None:
+    url, before = first
+    answer = finding.find(dataclasses.replace(options, gpu_mem=size), storage=url)
+    measured, known = answer.summary.measured, before.summary.measured
+    assert measured is not None
+    assert known is not None
+    assert measured.num_run == 0
+    assert measured.final.tokens_per_second == known.final.tokens_per_second
+    budget_bytes = answer.summary.workload.memory_budget_bytes
+    assert measured.final.spec.memory_budget_bytes == budget_bytes
+    assert measured.final.probed_budget_bytes == (None if size == "100MB" else 100_000_000)
+
+
+@pytest.mark.usefixtures("_no_process")
+def test_a_budget_below_every_peak_needs_none_either(
+    first: tuple[str, finding.Answer], options: FindOptions
+) -> None:
+    with pytest.raises(NothingFitsError):
+        finding.find(dataclasses.replace(options, gpu_mem="1MB"), storage=first[0])
+
+
+def test_a_machine_that_is_another_than_assumed_is_searched_as_it_is(
+    first: tuple[str, finding.Answer], options: FindOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = first
+    here = machine.fingerprint("cpu")
+    assert here is not None
+    assumed = dataclasses.replace(here, device="another CPU")
+    monkeypatch.setattr(machine, "fingerprint", lambda _: assumed)
+    answer = finding.find(options, storage=url)
+    measured = answer.summary.measured
+    assert measured is not None
+    # The process that was to measure said which it is: nothing had to be measured then.
+    assert measured.best.fingerprint == here
+    assert measured.num_run == 0
+
+
+def test_traces_are_asked_for_once(first: tuple[str, finding.Answer]) -> None:
+    with sqlite3.connect(Path(first[0].removeprefix("sqlite:///"))) as database:
+        ((num_traces,),) = database.execute("SELECT count(*) FROM autotune_traces")
+    # Micro-batch 1 and the others; the base without a space of its own has their structure.
+    assert num_traces >= 2
