@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune import gpus, machine, needs, nvml
-from autotune.errors import HardwareError
+from autotune.errors import AutotuneError, HardwareError
 from autotune.forkserver import ForkServer
 from autotune.nightly import draw, drift, files, hooks, ledger
 from autotune.nightly.cell import CellNight, Place, TimeIsUp
@@ -73,9 +73,15 @@ def night(
     Raises StorageError where another one runs here, HardwareError where nothing can be measured.
     """
     with locked(place.storage, place.out):
-        digest = _run(
-            matrix, place, budget_seconds=budget_seconds, on_plan=on_plan, on_done=on_done
-        )
+        try:
+            digest = _run(
+                matrix, place, budget_seconds=budget_seconds, on_plan=on_plan, on_done=on_done
+            )
+        except AutotuneError as error:
+            # A driver that is gone, say: whoever waits for digests hears of it.
+            problem = {"headline": str(error), "events": ["failure"], "exit_code": error.exit_code}
+            hooks.tell(matrix.hooks, ["failure"], {"schema_version": 1, **problem})
+            raise
         folder = place.out / digest.machine
         # A hook may read the digest, and the digest says which hook failed: it is written twice then.
         written = _write(folder, digest)

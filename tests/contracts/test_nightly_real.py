@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import json
 import os
 import shutil
@@ -17,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from autotune.nightly import ledger, matrix
-from autotune.nightly.history import Night
 from autotune.nightly.journal import locked
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
@@ -43,8 +39,6 @@ confirm_steps: 0
 measure_again_after: 0s
 probes: 2
 max_probes: 2
-hooks:
-  - {on: [regression], command: [cp, studies/nightly.yaml, told-of-a-regression]}
 """
 URL = "sqlite:///studies/autotune.db"
 CELLS = ("tiny-30mb-seq32-full", "tiny-30mb-seq64-full")
@@ -142,57 +136,6 @@ def test_the_second_night_measures_the_winners_and_nothing_else_though_it_is_sto
     # What the stopped night had measured counts: two processes of each cell, in two nights together.
     assert num_probes(folder) - before == 2 * 2
     assert exported == {path: path.read_bytes() for path in exported}
-
-
-def planted(last: Night, factor: float, torch: str = "") -> list[Night]:
-    """Five nights and a suspect before tonight: the level was `factor` times what it is now."""
-    now = datetime.datetime.now(datetime.UTC)
-    versions = dict(last.fingerprint.versions)
-    versions |= {"torch": torch} if torch else {}
-    fingerprint = dataclasses.replace(last.fingerprint, versions=tuple(sorted(versions.items())))
-    nights = []
-    for nights_ago in range(7, 0, -1):
-        speed = last.speed * (factor if nights_ago > 1 else 1.0)
-        nights.append(
-            dataclasses.replace(
-                last,
-                made_at=(now - datetime.timedelta(milliseconds=nights_ago)).isoformat(),
-                kind={7: "new", 1: "suspect"}.get(nights_ago, "unchanged"),
-                num_nights=1,
-                fingerprint=fingerprint,
-                has_searched=nights_ago == 7,
-                tokens_per_second=(speed, speed),
-            )
-        )
-    return nights
-
-
-@pytest.mark.slow
-def test_a_regression_is_7_an_older_torch_makes_stale_and_both_are_told(
-    folder: Path, first: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By its history the one cell was forty times as fast, and the other a fortieth, with an older torch."""
-    monkeypatch.chdir(folder)
-    cells = matrix.read(Path("studies/nightly.yaml")).cells
-    history = ledger.nights(URL, cells, first["device"])
-    for cell, factor, torch in zip(cells, (40.0, 1 / 40), ("", "2.1.0"), strict=True):
-        for night in planted(history[cell.name][-1], factor, torch):
-            ledger.keep(URL, cell, night)
-    before = num_probes(folder)
-    code, digest, err = nightly(folder)
-    assert code == 7, (err, digest)
-    assert digest["events"] == ["regression", "improved"]
-    seen = {cell["cell"]: cell for cell in digest["cells"]}
-    slower, faster = (seen[name] for name in CELLS)
-    assert (slower["state"], slower["kind"], slower["searches"]) == ("fresh", "regression", False)
-    assert slower["change"] == pytest.approx(1 / 40 - 1, abs=0.02)
-    assert slower["why"] == "on 2 nights; no library or driver has changed"
-    assert (faster["state"], faster["kind"], faster["searches"]) == ("stale", "improvement", True)
-    assert faster["reason"].startswith("torch 2.1.0 -> 2.")
-    assert faster["why"].startswith("on 2 nights; since torch 2.1.0 -> 2.")
-    # What the first night's search measured was so with these libraries: no probe of it is made again.
-    assert num_probes(folder) - before == slower["num_probes"] + faster["num_probes"] == 4
-    assert (folder / "told-of-a-regression").exists()
 
 
 @pytest.mark.slow
