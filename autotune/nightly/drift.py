@@ -44,6 +44,8 @@ CALL_Z = 4.0
 GAIN_Z = 3.5
 """[measured] studies/nights: with these a 5 % regression is found, and less than one alarm in 30 nights
 is false."""
+OUTLIER_Z = 3.0
+"""Standard deviations from the level's middle: a night that is further out counts as that for the noise."""
 LEAST_CHANGE = 0.01
 """Of log speed: what is smaller is of no interest, however sure."""
 TARGET_SE = 0.007
@@ -123,10 +125,13 @@ def noise_of(history: History, prior: Noise = PRIOR) -> Noise:
         if len(level) < 2:
             continue
         means = [_moments(tuple(night))[0] for night in level]
-        # E[variance of means] = night_sd^2 + process_sd^2 x mean of 1/k.
+        middle = statistics.median(means)
         share = statistics.fmean(1 / len(night) for night in level)
-        excess = statistics.variance(means) - process_variance * share
-        night_squares += (len(level) - 1) * excess
+        # One bad night is no reason to expect more: further out than this counts as this.
+        most = OUTLIER_Z * math.sqrt(prior.night_sd**2 + process_variance * share)
+        off = [max(-most, min(mean - middle, most)) for mean in means]
+        # E[variance of means] = night_sd^2 + process_sd^2 x mean of 1/k.
+        night_squares += (len(level) - 1) * (statistics.variance(off) - process_variance * share)
         night_dof += len(level) - 1
     return Noise(
         process_sd=math.sqrt(process_variance),

@@ -108,7 +108,10 @@ class Matrix:
 def read(path: Path) -> Matrix:
     """Read a matrix. Raises ConfigError, with every problem of the file and its place."""
     if not path.exists():
-        raise ConfigError(f"There is no matrix {path}", remedy="Name a file: autotune nightly FILE")
+        raise ConfigError(
+            f"There is no matrix {path}",
+            remedy="Name a file, whose smallest is one line: models: [Qwen/Qwen2.5-1.5B]",
+        )
     document = inputs.read_yaml(path)
     try:
         if not isinstance(document, dict):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune import gpus, machine, needs, nvml
+from autotune import gpus, inputs, machine, needs, nvml
 from autotune.errors import AutotuneError, HardwareError
 from autotune.forkserver import ForkServer
 from autotune.nightly import draw, drift, files, hooks, ledger
@@ -140,6 +140,7 @@ def _run(
     now = datetime.datetime.now(datetime.UTC)
     began = time.monotonic()
     done: list[Done] = []
+    notes: dict[str, None] = {}
     is_interrupted = False
     with ForkServer() as server:
         server.start("probe")
@@ -172,6 +173,7 @@ def _run(
                 except TimeIsUp:
                     continue
                 on_done(done[-1])
+                notes |= _disturbed(place.backend)
         except KeyboardInterrupt:
             is_interrupted = True
     ended = {each.planned.cell.name for each in done}
@@ -183,4 +185,13 @@ def _run(
         left=tuple(each for each in prepared.planned if each.cell.name not in ended),
         elapsed_seconds=time.monotonic() - began,
         is_interrupted=is_interrupted,
+        notes=tuple(notes),
     )
+
+
+def _disturbed(backend: str) -> dict[str, None]:
+    """Who else holds some of the card, once a cell has ended."""
+    taken = nvml.occupancy() if backend == "cuda" else None
+    if taken is None or taken.used_bytes <= inputs.IDLE_BYTES:
+        return {}
+    return {f"Others used the card meanwhile, and its speeds may be theirs: {taken}": None}
