@@ -160,6 +160,8 @@ class Choice(Protocol):
     @property
     def lora_variant(self) -> str: ...
     @property
+    def lora_alpha_ratio(self) -> float: ...
+    @property
     def lora_dropout(self) -> float: ...
     @property
     def num_virtual_tokens(self) -> int | None: ...
@@ -183,7 +185,7 @@ def peft_fields(choice: Choice, *, lora_rank: int | None = None) -> dict[str, An
         is_rank = row.size == "lora_rank" and lora_rank is not None
         fields[row.size_field] = lora_rank if is_rank else getattr(choice, row.size)
     if row.peft_type == "LORA":
-        fields["lora_alpha"] = 2 * fields["r"]
+        fields["lora_alpha"] = lora_alpha(choice.lora_alpha_ratio, fields["r"])
         if choice.lora_dropout:
             fields["lora_dropout"] = choice.lora_dropout
         fields |= LORA_VARIANTS[choice.lora_variant]
@@ -192,6 +194,18 @@ def peft_fields(choice: Choice, *, lora_rank: int | None = None) -> dict[str, An
     if row.takes_targets:
         fields["target_modules"] = _target_modules(choice.lora_targets or "all-linear")
     return fields
+
+
+def lora_alpha(ratio: float, rank: int) -> int | float:
+    """What PEFT multiplies LoRA's output by, times the rank (its square root in rsLoRA). A whole number
+    where the ratio was one's to the rank: 16 / 49 x 49 is 16."""
+    alpha = float(f"{ratio * rank:.12g}")
+    return int(alpha) if alpha.is_integer() else alpha
+
+
+def whole_alpha(ratio: float, rank: int) -> int:
+    """The nearest, for formats that have no other."""
+    return max(1, round(lora_alpha(ratio, rank)))
 
 
 def _target_modules(targets: str) -> str | list[str]:

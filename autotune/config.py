@@ -380,6 +380,9 @@ class TrainConfig:
     """`all-linear`, `attention`, or module names joined by commas; None for methods without."""
     lora_variant: str = "plain"
     """A key of autotune.adapters.LORA_VARIANTS."""
+    lora_alpha_ratio: float = 2.0
+    """LoRA's alpha over its rank: its output is multiplied by that, in rsLoRA by alpha over the rank's
+    square root."""
     lora_dropout: float = 0.0
     """Share of a LoRA layer's input that is dropped."""
     num_virtual_tokens: int | None = None

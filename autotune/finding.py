@@ -51,7 +51,7 @@ from autotune.report.data import collect
 from autotune.report.files import write
 from autotune.report.progress import SILENT, Listener
 from autotune.results import BACKENDS, ProbeSpec
-from autotune.space import AMPERE, may_pack, with_peft
+from autotune.space import AMPERE, as_in_base, may_pack, with_peft
 from autotune.summary import Measured, Summary
 from autotune.trace_table import TraceTable
 from autotune.tune import Found
@@ -172,6 +172,7 @@ def find(
         if base is not None:
             base = dataclasses.replace(base, sequence_length=length)
     if run is not None and base is not None:
+        space = as_in_base(space, base)
         space, base = bases.searched(space, run, base, task, has_lengths=lengths is not None)
     workload = Workload(
         model=source.name,

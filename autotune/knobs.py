@@ -79,6 +79,9 @@ class Knob:
     """Values whose cost only a measurement tells: no search by prediction has them."""
     needs: Mapping[Any, str] = field(default_factory=dict)
     """Library that a value needs beyond the ones autotune depends on, by pip's name for it."""
+    is_free: bool = False
+    """It costs neither bytes nor time: nothing is to be found, and a search leaves it as the base has it
+    where the space does not say otherwise."""
     is_file: bool = False
     """The command line names a YAML file that holds the value."""
 
@@ -133,6 +136,13 @@ def _strength(value: object) -> float:
         number = -1.0
     if isinstance(value, bool) or not 0 <= number <= MAX_NUMBER:
         raise ValueError(f"must be a number from 0 to {MAX_NUMBER:,}")
+    return number
+
+
+def _above_zero(value: object) -> float:
+    number = _strength(value)
+    if not number:
+        raise ValueError("must be a number above 0")
     return number
 
 
@@ -263,7 +273,7 @@ KNOBS: dict[str, Knob] = {
             read=_one_of(ATTENTIONS, "attention"),
             default="sdpa",
             choices=ATTENTIONS,
-            words=lambda name: name if name.endswith(("2", "3")) else f"{name} attention",
+            words=lambda name: name if "_" in name else f"{name} attention",
             needs={"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"},
             flag="--attention",
             summary="[default: sdpa, where the model has it]",
@@ -306,6 +316,20 @@ KNOBS: dict[str, Knob] = {
             words=lambda name: {"plain": "plain LoRA", "rslora": "rsLoRA", "dora": "DoRA"}[name],
             flag="--lora-variant",
             summary="[default: plain]",
+        ),
+        Knob(
+            name="lora_alpha_ratio",
+            tradeoff="recipe",
+            read=_above_zero,
+            default=2.0,
+            choices=(1.0, 2.0),
+            is_open=True,
+            is_free=True,
+            methods=_LORA,
+            words=lambda ratio: f"alpha {ratio:g}x rank",
+            flag="--lora-alpha-ratio",
+            metavar="RATIO",
+            summary="LoRA's alpha over its rank [default: 2].",
         ),
         Knob(
             name="lora_dropout",

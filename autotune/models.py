@@ -51,7 +51,9 @@ _ENCODER_DECODERS = frozenset({"bart", "mbart", "mt5", "pegasus", "t5", "umt5"})
 
 # Without scaled_dot_product_attention (transformers 5.23, `_supports_sdpa = False`), of those that
 # people fine-tune as language models: their attention has soft caps or sinks.
-_EAGER_ONLY = frozenset({"gemma2", "gemma4", "gpt_oss", "t5gemma", "vaultgemma"})
+_WITHOUT_SDPA = frozenset({"gemma2", "gemma4", "gpt_oss", "t5gemma", "vaultgemma"})
+# The same for flex_attention, `_supports_flex_attn = False`.
+_WITHOUT_FLEX = frozenset({"falcon", "gemma4", "gpt2", "gpt_bigcode", "stablelm"})
 
 # Rows before the first position, by model_type: roberta's positions start after its padding index
 # (transformers 5.23 models/roberta/modeling_roberta.py, create_position_ids_from_input_ids).
@@ -112,9 +114,11 @@ class ModelSource:
     @property
     def attentions(self) -> tuple[str, ...]:
         """Transformers' attention implementations that the model has, of config.ATTENTIONS."""
-        if self.config["model_type"] in _EAGER_ONLY:
-            return ("eager",)
-        return ATTENTIONS
+        kind = self.config["model_type"]
+        has = ("eager",) if kind in _WITHOUT_SDPA else ATTENTIONS
+        if kind in _WITHOUT_FLEX:
+            return tuple(name for name in has if name != "flex_attention")
+        return tuple(dict.fromkeys((*has, "flex_attention")))
 
     @property
     def max_sequence_length(self) -> int | None:

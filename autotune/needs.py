@@ -68,6 +68,11 @@ def of_cuda(config: TrainConfig) -> tuple[str, ...]:
         (config.activation_offloading, "activation offloading needs a CUDA device"),
         (OPTIMIZERS[config.optimizer].only_cuda, f"{config.optimizer} needs a CUDA device"),
         (config.liger, "Liger's kernels need a CUDA device"),
+        # torch 2.13 nn/attention/flex_attention.py, _validate_device.
+        (
+            config.attention == "flex_attention",
+            "flex_attention's backward pass needs a CUDA device",
+        ),
     )
     return tuple(reason for applies, reason in reasons if applies)
 

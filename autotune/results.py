@@ -48,6 +48,11 @@ class TraceSpec:
     """padded: some places hold no token, and the mask says so; padding-free; packed: neither."""
     quantization_storage: str = "uint8"
 
+    @property
+    def lora_alpha_ratio(self) -> float:
+        """Any stands for all: a product takes as long with another factor."""
+        return 2.0
+
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
         shared = {

@@ -87,6 +87,10 @@ _COPY_OF_PCIE = 0.8
 # bytes an element), on a desktop of two DDR5 channels (90 GB/s at best). Servers are quicker.
 COLLECTIVE_OF_LINK = 0.75
 HOST_UPDATE_SECONDS_PER_ELEMENT = 30 / 50e9
+# flex_attention against FlashAttention-2 on the A100, causal (pytorch.org/blog/flexattention):
+# [judgement] on other cards too, for which nothing was found.
+_FLEX_OF_FLASH = 0.90
+_FLEX_BACKWARD_OF_FLASH = 0.85
 # Share of the dense peak, causal work counted once. FlashAttention-2 (arXiv 2307.08691): 50 to 73 %
 # on the A100, the backward pass at most 63 %. FlashAttention-3 (arXiv 2407.08608): that version
 # reaches 35 % on the H100. [judgement] within those ranges, and the memory-efficient kernels.
@@ -95,6 +99,8 @@ _ATTENTION_OF_PEAK = {
     "flash_backward": 0.50,
     "efficient": 0.35,
     "efficient_backward": 0.25,
+    "flex": _FLEX_OF_FLASH * 0.60,
+    "flex_backward": _FLEX_BACKWARD_OF_FLASH * 0.50,
 }
 # FlashAttention-3 with causal heads of 128, 2,048 to 16,384 long, reaches 480 to 650 of the H100's 989
 # TFLOP/s forward, and backward 400 to 550 (its figures 5 and 6, read off): [judgement] the lower third.
@@ -105,6 +111,8 @@ _ATTENTION_OF_PEAK_9_TO_11 = {
     "flash_backward": 0.30,
     "efficient": 0.20,
     "efficient_backward": 0.15,
+    "flex": _FLEX_OF_FLASH * 0.35,
+    "flex_backward": _FLEX_BACKWARD_OF_FLASH * 0.30,
 }
 # A kernel's start and drain: rms_norm on the A100 takes 0.1 ms for its 27 kernels beyond what grows
 # with its width.
@@ -270,6 +278,6 @@ def _engine(kernel: Kernel) -> str:
     """Which row of Machine.flop_per_second computes it."""
     if kernel.kind == "matmul":
         return "matmul"
-    families = (family for family in ("efficient", "flash3") if family in kernel.name)
+    families = (family for family in ("efficient", "flash3", "flex") if family in kernel.name)
     kernel_family = next(families, "flash")
     return f"{kernel_family}_backward" if "backward" in kernel.name else kernel_family

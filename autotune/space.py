@@ -59,11 +59,12 @@ class SearchSpace:
 
 
 def with_attentions(space: SearchSpace, attentions: tuple[str, ...]) -> SearchSpace:
-    """The space for a model that has only these; theirs where it would have none left."""
+    """The space for a model that has only these; sdpa, or the first, where it would have none left."""
+    usual = ("sdpa",) if "sdpa" in attentions else attentions[:1]
     sections = []
     for section in space.methods:
         left = tuple(name for name in section.domains.get("attention", ()) if name in attentions)
-        domains = {**section.domains, "attention": left or attentions}
+        domains = {**section.domains, "attention": left or usual}
         sections.append(dataclasses.replace(section, domains=domains))
     return dataclasses.replace(space, methods=tuple(sections))
 
@@ -120,6 +121,24 @@ def with_peft(space: SearchSpace, peft: str) -> SearchSpace:
         kept["quantization"] = ("none",)
     sections["peft"] = MethodSpace(method="peft", domains={**kept, "peft": (peft,)})
     return dataclasses.replace(space, methods=tuple(sections.values()))
+
+
+def as_in_base(space: SearchSpace, base: TrainConfig) -> SearchSpace:
+    """The space with what costs nothing as the base has it, where the space has only the default."""
+    of_base = {
+        knob.name: (getattr(base, knob.name),)
+        for knob in KNOBS.values()
+        if knob.is_free and base.method in knob.methods
+    }
+    sections = []
+    for section in space.methods:
+        kept = {
+            name: domain
+            for name, domain in of_base.items()
+            if section.domains.get(name) == (KNOBS[name].default,)
+        }
+        sections.append(dataclasses.replace(section, domains={**section.domains, **kept}))
+    return dataclasses.replace(space, methods=tuple(sections))
 
 
 def around(
@@ -190,7 +209,9 @@ _OF_ADAPTERS = ("lora_rank", "lora_targets", "num_virtual_tokens", "peft")
 
 def _has_settings_of_others(config: TrainConfig) -> bool:
     if config.method not in KNOBS["lora_variant"].methods and (
-        config.lora_variant != "plain" or config.lora_dropout
+        config.lora_variant != "plain"
+        or config.lora_dropout
+        or config.lora_alpha_ratio != KNOBS["lora_alpha_ratio"].default
     ):
         return True
     return any(
@@ -337,11 +358,29 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        # torch 2.13 nn/attention/flex_attention.py, _validate_device: no backward pass on a CPU, so
-        # that no test here could hold a prediction to it.
-        name="flex-attention-is-compiled",
-        reason="flex_attention's kernels are made by torch.compile: what they keep is not predicted",
-        breaks=lambda c, _: c.attention == "flex_attention",
+        # Triton's README, supported hardware.
+        name="flex-attention-needs-ampere",
+        reason="flex_attention's kernels are Triton's, which needs compute capability 8.0",
+        breaks=lambda c, context: c.attention == "flex_attention" and _lacks_ampere(context),
+    ),
+    Rule(
+        # torch 2.13 _inductor/kernel/flex/flex_attention.py, get_float32_precision: products in IEEE
+        # float32 unless PyTorch is told otherwise. No published rate was found.
+        name="flex-attention-computes-in-16-bits",
+        reason="how fast flex_attention's kernels are in float32 is not known",
+        breaks=lambda c, _: (
+            c.attention == "flex_attention" and PRECISIONS[c.precision].compute_dtype == "float32"
+        ),
+    ),
+    Rule(
+        # The same, flex_attention: "at least 16".
+        name="flex-attention-heads-from-16",
+        reason="flex_attention has no kernels for smaller attention heads",
+        breaks=lambda c, context: (
+            c.attention == "flex_attention"
+            and context.head_size is not None
+            and context.head_size < 16
+        ),
     ),
     Rule(
         # transformers 5.23 masking_utils.py, packed_sequence_mask_function; trl 1.16 SFTConfig says

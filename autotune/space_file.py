@@ -20,6 +20,7 @@ and what the method's row of adapters.ADAPTERS has:
         lora_rank: [8, 16]                              lora, qlora, vera, miss; default [16]
         lora_targets: [all-linear, attention]           those and oft; default [all-linear]
         lora_variant: [plain, rslora, dora]             lora, qlora; default [plain]
+        lora_alpha_ratio: [1, 2]                        lora, qlora; default [2], or the base's
         lora_dropout: [0, 0.05]                         lora, qlora; default [0]
         num_virtual_tokens: [20]                        prompts and trainable tokens; default [20]
         quantization: [nf4, nf4-double, int8]           default [nf4] for qlora, [none] for others

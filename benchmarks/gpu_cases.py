@@ -197,6 +197,10 @@ TECHNIQUES: tuple[Case, ...] = (
     lora(LLAMA_8, 1024, 2, 16, liger=True, **CKPT),
     full(QWEN_05, 1024, 4, "bf16-true", attention="flash_attention_2"),
     full(QWEN_05, 1024, 4, "bf16-true", attention="flash_attention_3"),
+    full(QWEN_05, 1024, 4, "bf16-true", attention="flex_attention"),
+    full(QWEN_05, 1024, 4, "bf16-mixed", attention="flex_attention", **CKPT),
+    full(QWEN_05, 1024, 4, "bf16-true", trainer="trl-sft"),
+    lora(LLAMA_8, 1024, 2, 16, trainer="trl-sft", **CKPT),
     full(QWEN_05, 1024, 4, "bf16-true", neftune_noise_alpha=5.0),
     full(QWEN_05, 1024, 4, "bf16-true", torch_empty_cache_steps=1),
     # fp8, beside what it is to replace.
@@ -207,6 +211,7 @@ TECHNIQUES: tuple[Case, ...] = (
     # Batches of samples kept apart.
     full(QWEN_05, 1024, 4, "bf16-true", batching="padded"),
     lora(QWEN_05, 1024, 4, 16, batching="padded"),
+    lora(QWEN_05, 1024, 4, 16, batching="padded", attention="flex_attention"),
     full(QWEN_05, 1024, 4, "bf16-true", batching="padding-free", attention="flash_attention_2"),
     # Adapters.
     lora(QWEN_15, 1024, 4, 16, lora_variant="dora"),

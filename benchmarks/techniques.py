@@ -39,8 +39,8 @@ SAMPLES = {
     "batching": ("padded",),
 }
 """Values of the knobs that are numbers, and what needs no FlashAttention."""
-NOT_COMPARED = ("peft", "parallelism")
-"""These need a file, several GPUs."""
+NOT_COMPARED = ("peft", "parallelism", "lora_alpha_ratio")
+"""These need a file, several GPUs; or cost nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from autotune.config import TrainConfig, Workload
 from autotune.export import EXPORTERS
 from autotune.export.mapping import unsaid
 from autotune.export.read import BaseRun
-from autotune.space import enumerate_configs
+from autotune.space import as_in_base, enumerate_configs
 
 FILES = Path(__file__).with_name("data") / "bases"
 QUICK = Workload(model="m", memory_budget_bytes=1, sequence_length=2048, effective_batch_size=16)
@@ -103,6 +103,36 @@ def test_ours_is_searched_as_ever(tmp_path: Path) -> None:
     assert bases.searched(space, run, config, "causal-lm", has_lengths=False) == (space, config)
     assert bases.with_edited(EXPORTERS, tmp_path, run, config) == EXPORTERS
     assert bases.changed(run, config, config) == []
+
+
+@pytest.mark.parametrize("space", ["default", "everything", "lora"])
+def test_the_files_alpha_is_that_of_every_answer(space: str) -> None:
+    """Nothing is to be gained by another, so none is tried: a full run's has none."""
+    run, _ = read("axolotl.yaml")
+    loaded = space_file.load(space)
+    searched, _ = bases.searched(
+        as_in_base(loaded, run.config), run, run.config, "causal-lm", has_lengths=False
+    )
+    alphas = {
+        section.method: section.domains["lora_alpha_ratio"]
+        for section in searched.methods
+        if "lora_alpha_ratio" in section.domains
+    }
+    assert alphas
+    assert set(alphas.values()) == {(0.5,)}
+    full, _ = read("training_arguments.yaml")
+    assert as_in_base(loaded, full.config) == loaded
+
+
+def test_a_space_that_names_alphas_keeps_them() -> None:
+    run, _ = read("axolotl.yaml")
+    space = space_file.load("lora")
+    (section,) = (section for section in space.methods if section.method == "lora")
+    named = dataclasses.replace(
+        section, domains={**section.domains, "lora_alpha_ratio": (1.0, 2.0)}
+    )
+    space = dataclasses.replace(space, methods=(named,))
+    assert as_in_base(space, run.config) == space
 
 
 def test_theirs_is_never_written_over(tmp_path: Path) -> None:

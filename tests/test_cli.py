@@ -87,6 +87,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--rank": None,
         "--targets": None,
         "--lora-variant": None,
+        "--lora-alpha-ratio": None,
         "--lora-dropout": None,
         "--virtual-tokens": None,
         "--peft": None,
@@ -133,6 +134,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--batching": None,
         "--parallelism": None,
         "--lora-variant": None,
+        "--lora-alpha-ratio": None,
         "--lora-dropout": None,
         "--virtual-tokens": None,
         "--peft": None,
@@ -257,7 +259,7 @@ def test_a_peft_config_of_a_file(main: Main, asked: list[dict[str, Any]], tmp_pa
     assert asked[0]["workload"].methods == ("peft",)
     sections = {section.method: section.domains for section in asked[0]["space"].methods}
     lora, section = sections["lora"], sections["peft"]
-    of_lora = {"lora_rank", "lora_targets", "lora_variant", "lora_dropout"}
+    of_lora = {"lora_rank", "lora_targets", "lora_variant", "lora_alpha_ratio", "lora_dropout"}
     assert section == {
         **{name: domain for name, domain in lora.items() if name not in of_lora},
         "peft": (peft,),

@@ -169,6 +169,13 @@ def test_dropout_is_another_step_whatever_its_share() -> None:
     assert none != little == more
 
 
+def test_alpha_is_the_same_step_whatever_its_ratio() -> None:
+    specs = {
+        TraceSpec.of(dataclasses.replace(LORA, lora_alpha_ratio=ratio)) for ratio in (0.5, 1.0, 2.0)
+    }
+    assert specs == {TraceSpec.of(LORA)}
+
+
 def test_a_replay_sees_what_the_estimate_says(
     roomy: Estimator, traces: Mapping[TraceSpec, Trace]
 ) -> None:

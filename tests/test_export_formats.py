@@ -83,6 +83,8 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("lora_rank", LORA, (8, 16)),
     ("lora_targets", LORA, ("all-linear", "attention", "q_proj,v_proj", "gate_proj", "wte")),
     ("lora_variant", LORA, tuple(LORA_VARIANTS)),
+    ("lora_alpha_ratio", LORA, (0.02, 0.5, 1.0, 2.0)),
+    ("lora_alpha_ratio", QLORA, (1.0, 2.0)),
     ("lora_dropout", LORA, (0.0, 0.05, 0.1)),
     ("num_virtual_tokens", PROMPT, (4, 8)),
     ("num_virtual_tokens", TOKENS, (4, 8)),
@@ -350,6 +352,25 @@ def test_the_yaml_of_sft() -> None:
     }
     assert (values["model_name_or_path"], values["dtype"]) == ("Qwen/Qwen2.5-1.5B", "bfloat16")
     assert (values["max_length"], values["packing"]) == (1024, True)
+
+
+def test_every_file_of_a_lora_says_the_same_alpha() -> None:
+    """Half of a rank of 16."""
+    config = dataclasses.replace(QLORA, lora_alpha_ratio=0.5)
+    said: dict[str, list[float]] = {}
+    for name, exporter in export.ALL.items():
+        if not export.why_not(exporter, WORKLOAD, config):
+            found = re.findall(r"lora_alpha\W+([\d.]+)\b(?!x)", loaded_text(exporter, config))
+            said[name] = [float(number) for number in found]
+    carriers = {
+        "train", "peft", "sft", "sft-python", "axolotl", "llama-factory", "unsloth", "torchtune",
+    }  # fmt: skip
+    assert {name for name, numbers in said.items() if numbers == [8.0]} == carriers
+    assert "| lora\\_alpha\\_ratio | alpha 0.5x rank |" in text_of(model_card, config)
+
+
+def loaded_text(exporter: Any, config: TrainConfig) -> str:
+    return re.sub(r"^#.*$", "", text_of(exporter, config), flags=re.MULTILINE)
 
 
 def test_the_products_of_4_bit_weights() -> None:

@@ -14,7 +14,7 @@ import yaml
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import axolotl, huggingface, llama_factory, train_config
-from autotune.export.mapping import read
+from autotune.export.mapping import keys_of, read, unsaid
 from autotune.export.read import READERS, BaseRun, EditedBase, read_base
 
 BASES = Path(__file__).with_name("data") / "bases"
@@ -32,6 +32,7 @@ AXOLOTL = TrainConfig(
     precision="bf16-autocast",
     activation_checkpointing=1,
     attention="flash_attention_2",
+    lora_alpha_ratio=0.5,
     lora_dropout=0.05,
 )
 LLAMA_FACTORY = TrainConfig(
@@ -203,6 +204,7 @@ def test_axolotl_without_an_adapter_has_none_of_its_keys() -> None:
         quantization="none",
         lora_rank=None,
         lora_targets=None,
+        lora_alpha_ratio=2.0,
         lora_dropout=0.0,
     )
     assert changed == [
@@ -391,6 +393,65 @@ def test_dropout_is_written_into_the_users_file() -> None:
     assert diff("axolotl.yaml", lora_dropout=0.0) == ["- lora_dropout: 0.05"]
     assert "+ lora_dropout: 0.0" in diff("sft.yaml", lora_dropout=0.0)
     assert "+ lora_dropout: 0.1" in diff("sft.yaml", lora_dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "alpha", "ratio"),
+    [
+        ("axolotl.yaml", "lora_r: 48", "lora_alpha: 16", 1 / 3),
+        ("llama_factory.yaml", "lora_rank: 8", "", 2.0),  # finetuning_args.py: twice the rank
+        ("llama_factory.yaml", "lora_rank: 8", "lora_alpha: 8", 1.0),
+        ("sft.yaml", "lora_r: 64", "", 0.5),  # trl 1.16 ModelConfig: 32
+        ("sft.yaml", "lora_r: 64", "lora_alpha: 128", 2.0),
+    ],
+)
+def test_alpha_is_read_beside_the_rank(
+    tmp_path: Path, name: str, rank: str, alpha: str, ratio: float
+) -> None:
+    lines = (BASES / name).read_text(encoding="utf-8").splitlines()
+    of_lora = ("lora_r:", "lora_rank:", "lora_alpha:")
+    kept = [line for line in lines if not line.startswith(of_lora)]
+    path = tmp_path / name
+    path.write_text("\n".join([*kept, rank, alpha, ""]), encoding="utf-8")
+    assert read_base(path).config.lora_alpha_ratio == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "lora_r has no lora_alpha beside it"),
+        ("lora_alpha: lots", "lora_alpha must be a number from 0 to 1,000,000"),
+        ("lora_alpha: -16", "lora_alpha must be a number from 0 to 1,000,000"),
+        ("lora_alpha: 0", "lora_alpha must be a number above 0"),
+    ],
+)
+def test_alpha_that_is_none_is_refused(tmp_path: Path, line: str, words: str) -> None:
+    """axolotl hands PEFT what the file has, and PEFT divides it by the rank."""
+    text = (BASES / "axolotl.yaml").read_text(encoding="utf-8")
+    assert words in refusal(tmp_path, text.replace("lora_alpha: 16", line))
+
+
+def test_alpha_is_written_into_the_users_file() -> None:
+    assert diff("axolotl.yaml", lora_alpha_ratio=2.0) == ["- lora_alpha: 16", "+ lora_alpha: 64"]
+    assert diff("sft.yaml", lora_rank=16) == [
+        "- lora_r: 32",
+        "- lora_alpha: 64",
+        "+ lora_r: 16",
+        "+ lora_alpha: 32",
+    ]
+    assert diff("llama_factory.yaml", lora_rank=64) == [
+        "- lora_rank: 8",
+        "+ lora_rank: 64",
+        "+ lora_alpha: 128",
+    ]
+
+
+@pytest.mark.parametrize("name", ["axolotl.yaml", "llama_factory.yaml", "sft.yaml"])
+def test_an_alpha_that_is_no_whole_number_is_rounded_and_said(name: str) -> None:
+    config, target = FILES[name]
+    config = dataclasses.replace(config, lora_rank=8, lora_alpha_ratio=0.3)
+    assert keys_of(target, config)["lora_alpha"] == 2
+    assert unsaid(target, config) == ("lora_alpha_ratio: alpha 0.3x rank (alpha 0.25x rank here)",)
 
 
 def test_another_plugin_than_ligers_is_noted(tmp_path: Path) -> None:

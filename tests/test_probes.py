@@ -67,6 +67,12 @@ def test_a_record_of_the_first_version_is_read() -> None:
     assert measurement_from_dict(record) == measured()
 
 
+def test_a_record_from_before_alpha_was_a_setting_is_read() -> None:
+    record = json.loads(json.dumps(measured().to_dict()))
+    del record["config"]["lora_alpha_ratio"]
+    assert measurement_from_dict(record) == measured()
+
+
 def fields(record: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
     """Where each value of a record is."""
     for name, value in record.items():

@@ -774,6 +774,12 @@ def test_a_cpu_has_nothing_to_offload_from() -> None:
     assert probing.can_run(BASE, "cpu")
 
 
+def test_flex_attention_has_no_backward_pass_on_a_cpu() -> None:
+    config = dataclasses.replace(BASE, attention="flex_attention")
+    assert probing.can_run(config, "cuda")
+    assert not probing.can_run(config, "cpu")
+
+
 def with_compiled(estimate: Estimate) -> list[Estimate]:
     """Eager's figures, under the name of a compiled configuration."""
     config = dataclasses.replace(estimate.config, torch_compile="default")

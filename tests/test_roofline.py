@@ -220,6 +220,21 @@ def test_flash_attention_by_generation() -> None:
     assert of_peak("rtx-5090") == of_peak("A100-SXM4-80GB")
 
 
+def test_flex_attention_against_flash_attention() -> None:
+    # pytorch.org/blog/flexattention: 90 % of it forward, 85 % backward, on the A100.
+    machine = ceilings(find_gpu("A100-SXM4-80GB"))
+    for direction, share in (("", 0.90), ("_backward", 0.85)):
+        times = [
+            seconds(
+                [kernel("attention", name=f"_scaled_dot_product_{family}{direction}", flops=1e13)],
+                machine,
+            )
+            for family in ("flash_attention", "flex_attention")
+        ]
+        flash, flex = (time.gpu_seconds for time in times if time is not None)
+        assert flash / flex == pytest.approx(share, rel=0.01)
+
+
 def test_a_large_matmul_and_cross_entropy_as_published() -> None:
     """Liger-Kernel's table: lm_head + cross-entropy, 4,096 tokens, bf16, A100: 55.97 ms.
 

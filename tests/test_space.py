@@ -167,7 +167,18 @@ BREAKERS = {
         ),
         ADA,
     ),
-    "flex-attention-is-compiled": (dataclasses.replace(FULL, attention="flex_attention"), ADA),
+    "flex-attention-needs-ampere": (
+        dataclasses.replace(FULL, precision="fp16-mixed", attention="flex_attention"),
+        TURING,
+    ),
+    "flex-attention-computes-in-16-bits": (
+        dataclasses.replace(FULL, precision="tf32", attention="flex_attention"),
+        ADA,
+    ),
+    "flex-attention-heads-from-16": (
+        dataclasses.replace(FULL, attention="flex_attention"),
+        dataclasses.replace(ADA, head_size=8),
+    ),
     "prefetch-needs-workers": (dataclasses.replace(FULL, dataloader_prefetch_factor=4), ADA),
     "compile-backend-needs-compile": (
         dataclasses.replace(FULL, torch_compile_backend="aot_eager"),
@@ -261,6 +272,10 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
         (
             dataclasses.replace(FULL, attention="flash_attention_3"),
             dataclasses.replace(ADA, compute_capability=(9, 0)),
+        ),
+        (
+            dataclasses.replace(FULL, attention="flex_attention"),
+            dataclasses.replace(ADA, head_size=16, compute_capability=(8, 0)),
         ),
         (dataclasses.replace(WHOLE_BATCH, optimizer="lomo"), ADA),
         (dataclasses.replace(LORA, optimizer="stable_adamw"), ADA),
@@ -471,4 +486,7 @@ def test_a_model_without_sdpa_is_searched_with_what_it_has() -> None:
 
     assert left(offered("sdpa"), "eager") == ("eager",)
     assert left(offered("eager", "sdpa"), "eager") == ("eager",)
+    assert left(offered("sdpa"), "eager", "flex_attention") == ("eager",)
+    assert left(offered("sdpa", "flex_attention"), "eager", "flex_attention") == ("flex_attention",)
+    assert left(offered("flex_attention"), "eager", "sdpa") == ("sdpa",)
     assert left(offered("sdpa"), "eager", "sdpa") == ("sdpa",)

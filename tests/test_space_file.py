@@ -141,6 +141,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "lora_rank": (16,),
         "lora_targets": ("all-linear",),
         "lora_variant": ("plain",),
+        "lora_alpha_ratio": (2.0,),
         "lora_dropout": (0.0,),
         "quantization": ("nf4",),
         "quantization_storage": ("uint8",),

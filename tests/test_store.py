@@ -108,6 +108,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "lora_rank": 16,
         "lora_targets": "all-linear",
         "lora_variant": "plain",
+        "lora_alpha_ratio": 2.0,
         "lora_dropout": 0.0,
         "quantization": "none",
         "quantization_storage": "uint8",

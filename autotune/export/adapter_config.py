@@ -19,7 +19,9 @@ name = "peft"
 filename = "adapter_config.json"
 part = "the adapter"
 
-_CARRIED = ("method", "lora_rank", "lora_targets", "lora_variant", "lora_dropout", "peft")
+_CARRIED = (
+    "method", "lora_rank", "lora_targets", "lora_variant", "lora_alpha_ratio", "lora_dropout", "peft",
+)  # fmt: skip
 
 
 def applies(config: TrainConfig) -> bool:

@@ -27,6 +27,7 @@ from autotune.export.mapping import (
     choices,
     keys_of,
     module_names,
+    of_alpha,
     of_key,
     of_values,
     said_only,
@@ -130,6 +131,7 @@ TARGET = Target(
             methods=_LORA,
         ),
         of_key("lora_dropout", methods=_LORA),
+        of_alpha("lora_r", methods=_LORA),
         of_key("sequence_length", "sequence_len"),
         of_key("micro_batch_size"),
         of_key("gradient_accumulation_steps"),
@@ -362,6 +364,4 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A YAML file for `axolotl train`; the data and the learning rate in it are to be filled in."""
     keys = {"base_model": workload.model, **keys_of(TARGET, config)}
-    if config.lora_rank is not None:
-        keys |= {"lora_alpha": 2 * config.lora_rank}
     return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

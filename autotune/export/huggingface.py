@@ -22,6 +22,7 @@ from autotune.export.mapping import (
     Target,
     choices,
     module_names,
+    of_alpha,
     of_key,
     of_values,
     said_only,
@@ -143,6 +144,7 @@ TRAINING_ARGUMENTS = Target(
         "lora_rank",
         "lora_targets",
         "lora_variant",
+        "lora_alpha_ratio",
         "lora_dropout",
     ),
     renamed=_RENAMED,
@@ -216,6 +218,7 @@ SFT = Target(
             methods=_LORA,
         ),
         of_key("lora_dropout", off=0.0, methods=_LORA),
+        of_alpha("lora_r", methods=_LORA),
         of_key("sequence_length", "max_length"),
         # bf16 is on where fp16 is off; weights are float32 unless dtype says otherwise.
         choices(
@@ -244,6 +247,7 @@ SFT = Target(
                 "eager": "eager",
                 "flash_attention_2": "flash_attention_2",
                 "flash_attention_3": "flash_attention_3",
+                "flex_attention": "flex_attention",
             },
         ),
         choices(
@@ -276,6 +280,7 @@ SFT = Target(
         "dtype": "float32",
         "max_length": 1024,
         "lora_r": 16,
+        "lora_alpha": 32,
         "lora_dropout": 0.05,
         "bnb_4bit_quant_type": "nf4",
         "attn_implementation": "sdpa",

@@ -27,6 +27,7 @@ from autotune.export.mapping import (
     choices,
     keys_of,
     module_names,
+    of_alpha,
     of_key,
     of_values,
     said_only,
@@ -107,6 +108,7 @@ TARGET = Target(
             methods=_LORA,
         ),
         of_key("lora_dropout", methods=_LORA),
+        of_alpha("lora_rank", is_twice=True, methods=_LORA),
         of_key("sequence_length", "cutoff_len"),
         of_key("micro_batch_size", "per_device_train_batch_size"),
         of_key("gradient_accumulation_steps"),
@@ -305,6 +307,4 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A YAML file for `llamafactory-cli train`; the data and the learning rate are to be filled in."""
     keys = {"model_name_or_path": workload.model, **keys_of(TARGET, config)}
-    if config.lora_rank is not None:
-        keys |= {"lora_alpha": 2 * config.lora_rank}
     return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.adapters import ATTENTION_PROJECTIONS
+from autotune.adapters import ATTENTION_PROJECTIONS, whole_alpha
 from autotune.config import METHODS, TrainConfig
 from autotune.errors import nearest
 from autotune.knobs import KNOBS
@@ -46,13 +47,19 @@ class Row:
     """Fields of TrainConfig."""
     keys: tuple[str, ...]
     choices: tuple[Choice, ...] = ()
-    say: Callable[[Any], Mapping[str, Any]] | None = None
+    say: Callable[..., Mapping[str, Any]] | None = None
     hear: Callable[[Mapping[str, Any]], Any] | None = None
     """May raise ValueError; the setting's own check comes after it."""
     methods: tuple[str, ...] = METHODS
     """Training methods that the row is about."""
+    also: tuple[str, ...] = ()
+    """Further settings that `say` is told: what it writes depends on them."""
     nearest: Mapping[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
     """Written instead of what no choice says; the empty key is for all others."""
+
+    def told(self, config: TrainConfig) -> tuple[Any, ...]:
+        """What decides how the row is said."""
+        return tuple(getattr(config, name) for name in (*self.ours, *self.also))
 
     def choice_for(self, values: tuple[Any, ...]) -> Choice | None:
         return next((choice for choice in self.choices if choice.ours == values), None)
@@ -137,6 +144,30 @@ def of_values(name: str, key: str, values: Mapping[Any, Any], **more: Any) -> Ro
     return choices((name,), *rows, **more)
 
 
+def of_alpha(rank_key: str, *, is_twice: bool = False, **more: Any) -> Row:
+    """A whole `lora_alpha` beside the rank. `is_twice`: without the key it is twice the rank."""
+
+    def hear(said: Mapping[str, Any]) -> Any:
+        alpha, rank = said["lora_alpha"], said[rank_key]
+        if not alpha and is_twice:
+            return KNOBS["lora_alpha_ratio"].default
+        if alpha is None:
+            raise ValueError("has no lora_alpha beside it")
+        try:
+            return alpha if isinstance(alpha, bool) else float(alpha) / _POSITIVE(rank)
+        except (TypeError, ValueError):
+            return alpha  # the rank's own row says what is wrong with the rank
+
+    return Row(
+        ours=("lora_alpha_ratio",),
+        also=("lora_rank",),
+        keys=("lora_alpha", rank_key),
+        say=lambda ratio, rank: {"lora_alpha": whole_alpha(ratio, rank), rank_key: rank},
+        hear=hear,
+        **more,
+    )
+
+
 def module_names(targets: str) -> list[str]:
     """The modules that a value of lora_targets names; `all-linear` is one for PEFT."""
     return list(ATTENTION_PROJECTIONS) if targets == "attention" else targets.split(",")
@@ -175,10 +206,9 @@ def keys_of(target: Target, config: TrainConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for row in _rows(target, config.method):
         if row.say is not None:
-            keys |= row.say(getattr(config, row.ours[0]))
+            keys |= row.say(*row.told(config))
             continue
-        values = tuple(getattr(config, name) for name in row.ours)
-        choice = row.choice_said(values)
+        choice = row.choice_said(row.told(config))
         if choice is not None:
             lists = {key: [entry] for key, entry in choice.within.items()}
             keys |= {**choice.theirs, **choice.beside, **lists}
@@ -191,8 +221,12 @@ def unsaid(target: Target, config: TrainConfig) -> tuple[str, ...]:
     said = {*target.fixed, "num_gpus"}
     for row in target.rows:
         said |= {*row.ours}
+        if config.method not in row.methods:
+            continue
         values = tuple(getattr(config, name) for name in row.ours)
-        if config.method in row.methods and row.choices and row.choice_for(values) is None:
+        if (nearest_said := _nearest_said(row, config)) is not None:
+            words.append(f"{_words(row.ours[0], config)} ({nearest_said} here)")
+        elif row.choices and row.choice_for(values) is None:
             differing = [name for name in row.ours if not _is_said_somehow(row, name, config)]
             words += [_words(name, config) for name in differing or row.ours]
     words += [
@@ -360,6 +394,17 @@ def _one_step_away(row: Row, said: Mapping[str, Any]) -> str:
         if len(differing) == 1 and choice.theirs[differing[0]] is not None:
             steps[f"{differing[0]}: {_shown(choice.theirs[differing[0]])}"] = None
     return " or ".join(list(steps)[:3])
+
+
+def _nearest_said(row: Row, config: TrainConfig) -> str | None:
+    """Words for the number that is heard where another was meant, which the key cannot hold."""
+    if row.say is None or row.hear is None:
+        return None
+    meant, *_ = row.told(config)
+    heard = row.hear({**dict.fromkeys(row.keys), **row.say(*row.told(config))})
+    if not isinstance(meant, float) or math.isclose(meant, heard or 0.0):
+        return None
+    return KNOBS[row.ours[0]].words(heard)
 
 
 def _is_said_somehow(row: Row, name: str, config: TrainConfig) -> bool:

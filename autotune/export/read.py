@@ -169,8 +169,14 @@ def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[Change
     for row in target.rows:
         if answer.method not in row.methods or not _differs(row, base, answer):
             continue
-        made += _of_row(target, row, answer, wanted, current)
-    made += _of_adapter(target, base, answer, current)
+        taken = {change.key for change in made}
+        made += [
+            change
+            for change in _of_row(target, row, answer, wanted, current)
+            if change.key not in taken
+        ]
+    if answer.lora_rank is None and base.lora_rank is not None:
+        made += [Change(key=key, value=None) for key in target.of_adapters if key in current]
     # The user has none of them in the file, or the loader would not have been timed.
     made += [Change(key=key, value=value) for key, value in answer.loader_arguments.items()]
     return [each for change in made for each in _in_its_words(target, change, content)]
@@ -228,9 +234,7 @@ def _differs(row: Row, base: TrainConfig, answer: TrainConfig) -> bool:
     """Whether the file would say the answer's settings otherwise than the base's."""
     if base.method not in row.methods:
         return True
-    of_base, of_answer = (
-        tuple(getattr(config, name) for name in row.ours) for config in (base, answer)
-    )
+    of_base, of_answer = row.told(base), row.told(answer)
     said = row.choice_said(of_answer)
     return of_base != (of_answer if said is None else said.ours)
 
@@ -274,22 +278,3 @@ def _in_its_words(target: Target, change: Change, content: Mapping[str, Any]) ->
     else:
         made = [dataclasses.replace(change, key=name)]
     return made + [Change(key=switch, value=None) for switch in switches]
-
-
-def _of_adapter(
-    target: Target, base: TrainConfig, answer: TrainConfig, current: Mapping[str, Any]
-) -> list[Change]:
-    """Alpha keeps its ratio to the rank; without an adapter its keys go."""
-    if not target.of_adapters:
-        return []
-    if answer.lora_rank is None:
-        if base.lora_rank is None:
-            return []
-        return [Change(key=key, value=None) for key in target.of_adapters if key in current]
-    if base.lora_rank is None:
-        return [Change(key="lora_alpha", value=2 * answer.lora_rank, after=target.of_adapters)]
-    alpha = current.get("lora_alpha")
-    if answer.lora_rank == base.lora_rank or not isinstance(alpha, int) or isinstance(alpha, bool):
-        return []
-    scaled = max(1, alpha * answer.lora_rank // base.lora_rank)
-    return [Change(key="lora_alpha", value=scaled, after=target.of_adapters)]

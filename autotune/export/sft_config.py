@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from autotune.adapters import peft_fields
+from autotune.adapters import peft_fields, whole_alpha
 from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
 from autotune.export import installed, targets
 from autotune.export.carried import comments, heading, unsaid
@@ -40,6 +40,7 @@ CARRIED = (
     "lora_rank",
     "lora_targets",
     "lora_variant",
+    "lora_alpha_ratio",
     "lora_dropout",
     "quantization",
     "quantization_storage",
@@ -154,7 +155,7 @@ def lora_fields(config: TrainConfig) -> dict[str, object]:
     targets = adapter["target_modules"]
     return {
         "lora_r": adapter["r"],
-        "lora_alpha": adapter["lora_alpha"],
+        "lora_alpha": whole_alpha(config.lora_alpha_ratio, adapter["r"]),
         # TRL's own default is another.
         "lora_dropout": config.lora_dropout,
         # A list of one is taken for its entry: trl 1.16 ModelConfig.__post_init__.

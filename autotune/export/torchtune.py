@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autotune.adapters import lora_alpha
 from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
 from autotune.export.carried import comments, heading, one_line, unsaid, words_of
 
@@ -168,6 +169,7 @@ _CARRIED = (
     "sequence_length",
     "activation_offloading",
     "lora_rank",
+    "lora_alpha_ratio",
     "lora_dropout",
 )
 
@@ -316,7 +318,7 @@ def _adapter(family: _Family, builder: str, config: TrainConfig) -> dict[str, ob
         "lora_attn_modules": attention,
         "apply_lora_to_mlp": has_mlp,
         "lora_rank": config.lora_rank,
-        "lora_alpha": 2 * config.lora_rank,
+        "lora_alpha": float(lora_alpha(config.lora_alpha_ratio, config.lora_rank)),
         "lora_dropout": config.lora_dropout,
         "use_dora": config.lora_variant == "dora",
         "quantize_base": config.quantization != "none",

@@ -40,6 +40,7 @@ _CARRIED = (
     "lora_rank",
     "lora_targets",
     "lora_variant",
+    "lora_alpha_ratio",
     "lora_dropout",
     "quantization",
     "quantization_storage",

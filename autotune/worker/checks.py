@@ -41,8 +41,6 @@ def require(complaints: Sequence[str]) -> None:
 
 def check_backend(config: TrainConfig, backend: str) -> list[str]:
     """What a probe or a CPU cannot do: said, not left out."""
-    if config.trainer != "transformers":
-        return ["a probe runs Transformers' Trainer, not SFTTrainer"]
     return list(needs.of_cuda(config)) if backend == "cpu" else []
 
 

@@ -1,9 +1,9 @@
 """A probe: a few real optimizer steps of one configuration, and what they took.
 
-The real transformers.Trainer runs with the TrainingArguments that are exported, on token ids at random
-and weights at random; nothing is downloaded. Warm-up lasts until memory is steady, timing until the
-spread is small enough. However many micro-batches the configuration accumulates, two are run: the
-others cost what the second does (autotune.worker.steps).
+The real transformers.Trainer, or TRL's SFTTrainer, runs with the arguments that are exported, on token
+ids at random and weights at random; nothing is downloaded. Warm-up lasts until memory is steady, timing
+until the spread is small enough. However many micro-batches the configuration accumulates, two are run:
+the others cost what the second does (autotune.worker.steps).
 
 A confirmation (ProbeSpec.confirm_steps) runs all micro-batches, and evaluates and saves a checkpoint once
 the optimizer's state exists. Both come before the timed steps: what goes wrong does so early, and the
@@ -41,7 +41,7 @@ from autotune.config import PRECISIONS, TrainConfig
 from autotune.export.training_args import environment, installed_fields, training_arguments
 from autotune.out_of_memory import excess_bytes, says_out_of_memory
 from autotune.results import Measurement, ProbeSpec, TraceSpec
-from autotune.worker import checks, confirm, fp8
+from autotune.worker import checks, confirm, fp8, sft_trainer
 from autotune.worker import model as models
 from autotune.worker.build import build
 from autotune.worker.checks import Invalid, NotFinite
@@ -185,7 +185,10 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
     if spec.backend == "cpu":
         values |= {"use_cpu": True, "dataloader_pin_memory": False}
         values.pop("tf32", None)
-    arguments = TrainingArguments(**values)
+    if config.trainer == "trl-sft":
+        arguments = sft_trainer.arguments(values, config)
+    else:
+        arguments = TrainingArguments(**values)
     # The Trainer would spread the batch over every card that it sees.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
@@ -262,7 +265,7 @@ class _Watch(TrainerCallback):
         self._stop_reason = stop_reason
         self._clock: Clock = CudaClock() if spec.backend == "cuda" else CpuClock()
         self._trainer: Any = None
-        self._evaluation_rows: _Rows | None = None
+        self._evaluation_rows: Any = None
         self._first: checks.FirstStep | None = None
         self._loss: torch.Tensor | None = None
         self._num_steps = 0
@@ -282,21 +285,23 @@ class _Watch(TrainerCallback):
             model.config.pad_token_id = 0  # Decoders ask where a padded row ends.
         micro_batch = self.config.micro_batch_size
         num_rows = arguments.max_steps * arguments.gradient_accumulation_steps * micro_batch
-        rows = _Rows(hf_config, self.spec.task, self.config, num_rows, kept=2 * micro_batch)
+        rows: Any = _Rows(hf_config, self.spec.task, self.config, num_rows, kept=2 * micro_batch)
         if self.spec.confirm_steps:
             num_rows = confirm.NUM_EVALUATION_BATCHES * micro_batch
             self._evaluation_rows = _Rows(
                 hf_config, self.spec.task, self.config, num_rows, kept=num_rows
             )
-        collator = None
-        if self.config.batching == "padding-free":
-            collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-        self._trainer = _WatchedTrainer(
-            model=model,
-            args=arguments,
-            data_collator=collator,
-            train_dataset=rows,
-            callbacks=[self],
+        trainer_class, more = Trainer, {}
+        if self.config.trainer == "trl-sft":
+            trainer_class = sft_trainer.trainer_class(self.spec.task)
+            more["processing_class"] = sft_trainer.tokenizer()
+            rows = sft_trainer.dataset(rows)
+            if self._evaluation_rows is not None:
+                self._evaluation_rows = sft_trainer.dataset(self._evaluation_rows)
+        elif self.config.batching == "padding-free":
+            more["data_collator"] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        self._trainer = _watched(trainer_class)(
+            model=model, args=arguments, train_dataset=rows, callbacks=[self], **more
         )
         self._trainer.watch = self
         self._trainer.remove_callback(PrinterCallback)
@@ -435,13 +440,18 @@ _CANNOT_TRAIN = (
 )
 
 
-class _WatchedTrainer(Trainer):
-    watch: _Watch
+def _watched(trainer_class: type[Trainer]) -> type[Any]:
+    """The trainer, its micro-steps run by its `watch`."""
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.watch.micro_step(
-            lambda: super(_WatchedTrainer, self).training_step(*args, **kwargs)
-        )
+    class Watched(trainer_class):  # type: ignore[misc, valid-type]
+        watch: _Watch
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self.watch.micro_step(
+                lambda: super(Watched, self).training_step(*args, **kwargs)
+            )
+
+    return Watched
 
 
 __all__ = ["is_out_of_memory", "probe"]

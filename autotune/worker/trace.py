@@ -31,7 +31,7 @@ from transformers.integrations.neftune import activate_neftune
 from autotune.adapters import ADAPTERS
 from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
-from autotune.worker import adapters, attention, fp8, liger, quantize, sft
+from autotune.worker import adapters, attention, flex, fp8, liger, quantize, sft
 from autotune.worker import model as models
 from autotune.worker.adapters import RANK
 from autotune.worker.chunks import CHUNK_ROWS, Chunks
@@ -384,6 +384,8 @@ def _techniques(
     """What libraries beside Transformers need in order to be traced."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(attention.without_library(spec.attention))
+        if spec.attention == flex.FLEX:
+            stack.enter_context(flex.on_meta(tracker))
         if spec.liger:
             stack.enter_context(liger.on_meta(tracker, device, chunks))
         if spec.trainer == "trl-sft":

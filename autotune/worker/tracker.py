@@ -248,14 +248,16 @@ class Tracker(TorchDispatchMode):
         )
         return out
 
-    def record_kernel(self, name: str, arguments: Any, *, passes: int = 1) -> None:
+    def record_kernel(
+        self, name: str, arguments: Any, *, passes: int = 1, num_flops: int = 0
+    ) -> None:
         """A kernel that is no operation of PyTorch's, and touches its tensors so many times."""
         tensors = [t for t in _tensors(arguments) if t.device.type == self._device_type]
         moved = tuple(passes * _moved_bytes(t) for t in tensors)
         recomputed = torch.is_grad_enabled() and in_backward()
         dtype = str(tensors[0].dtype)[6:]
         self.recording.kernels.append(
-            TrackedKernel(name, dtype, 0, moved, recomputed, self.is_repeated)
+            TrackedKernel(name, dtype, num_flops, moved, recomputed, self.is_repeated)
         )
 
 

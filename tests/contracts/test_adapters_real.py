@@ -6,6 +6,8 @@ undone by name is that of test_trace_is_the_trainer.py.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from test_trace_is_the_trainer import (
     assert_as_traced,
 )
 
-from autotune.adapters import ADAPTERS, read_peft
+from autotune.adapters import ADAPTERS, LORA_VARIANTS, peft_fields, read_peft
+from autotune.config import TrainConfig
 from autotune.worker.model import UnsupportedModel
 
 pytestmark = [
@@ -61,6 +64,45 @@ def from_file(config: peft.PeftConfig, **changes: Any) -> Case:
             fields[name] = sorted(value)
     fields["peft_type"] = config.peft_type.value
     return case("peft", config, {"peft": read_peft(fields)}, **changes)
+
+
+@pytest.mark.parametrize("variant", LORA_VARIANTS)
+@pytest.mark.parametrize(("ratio", "rank"), [(2.0, 16), (0.5, 16), (1 / 3, 48), (0.3, 8)])
+def test_pefts_scaling_is_the_alpha_that_is_said(variant: str, ratio: float, rank: int) -> None:
+    """Alpha over the rank, over its square root in rsLoRA (arXiv 2312.03732); what a config.json holds
+    comes back as it was."""
+    config = TrainConfig(
+        method="lora",
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_length=8,
+        precision="fp32",
+        optimizer="sgd",
+        lora_rank=rank,
+        lora_targets="0",
+        lora_variant=variant,
+        lora_alpha_ratio=ratio,
+    )
+    fields = json.loads(json.dumps(peft_fields(config)))
+    del fields["peft_type"]
+    assert fields["lora_alpha"] == pytest.approx(ratio * rank, rel=1e-11)
+    assert isinstance(fields["lora_alpha"], int) == (round(ratio * rank, 6) % 1 == 0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+    layer = peft.get_peft_model(layers, peft.LoraConfig(**fields)).base_model.model[0]
+    expected = ratio * (rank**0.5 if variant == "rslora" else 1)
+    assert layer.scaling["default"] == pytest.approx(expected, rel=1e-11)
+    with torch.no_grad():
+        for half in (layer.lora_A, layer.lora_B):
+            half["default"].weight.fill_(1.0)
+    given = torch.ones(1, 4)
+    if variant != "dora":  # which scales the sum to its magnitude
+        added = layer(given) - layer.base_layer(given)
+        assert added[0, 0].item() == pytest.approx(4 * rank * expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [peft.VeraConfig, peft.MissConfig, peft.OFTConfig])
+def test_other_adapters_have_no_alpha(kind: Any) -> None:
+    assert not [field.name for field in dataclasses.fields(kind) if "alpha" in field.name]
 
 
 TARGETS: dict[str, Any] = {"lora_targets": "all-linear"}

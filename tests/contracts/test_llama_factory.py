@@ -51,6 +51,7 @@ CONFIGS = {
     "dora": dataclasses.replace(LORA, lora_variant="dora", lora_targets="q_proj,v_proj"),
     "rslora": dataclasses.replace(LORA, lora_variant="rslora", lora_targets="attention"),
     "dropout": dataclasses.replace(LORA, lora_dropout=0.1),
+    "alpha": dataclasses.replace(LORA, lora_alpha_ratio=0.75),
     **{
         name: dataclasses.replace(LORA, method="qlora", quantization=name)
         for name in ("nf4", "nf4-double", "fp4", "fp4-double", "int8")
@@ -115,6 +116,7 @@ EDITED = {
         lora_rank=48,
         lora_targets="attention",
         lora_variant="dora",
+        lora_alpha_ratio=1.5,
         micro_batch_size=16,
         gradient_accumulation_steps=1,
         optimizer="schedule_free_adamw",

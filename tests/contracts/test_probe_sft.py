@@ -1,0 +1,102 @@
+"""Real probes of TRL's SFTTrainer on the CPU, against the prediction: bytes as in test_probe.py.
+
+Where TRL has no Triton it folds a chunk's logits in PyTorch, whose temporaries a GPU has in registers:
+they are not counted here. In 16 bits the product that sums in float32 is CUDA's alone; on the CPU TRL
+makes copies for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from test_probe import (
+    FULL,
+    LORA,
+    MODEL,
+    SEQUENCE_LENGTH,
+    SPEC,
+    _quiet_and_steady,  # noqa: F401
+    estimated,
+    run,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autotune.config import TrainConfig
+from autotune.units import MIB
+from autotune.worker.probe import probe
+from autotune.worker.stand_ins import replaced
+
+pytest.importorskip("trl")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+SFT = dataclasses.replace(FULL, trainer="trl-sft")
+CONFIGS = {
+    "full": SFT,
+    "padded": dataclasses.replace(SFT, batching="padded"),
+    "micro-batch 1": dataclasses.replace(SFT, micro_batch_size=1),
+    "lora checkpointed": dataclasses.replace(
+        LORA, trainer="trl-sft", precision="fp32", activation_checkpointing=1
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _folded_in_registers() -> Iterator[None]:
+    kernels = importlib.import_module("trl.kernels.chunked_logprob")
+
+    def unseen(fold: Callable[..., None]) -> Callable[..., None]:
+        def folded(*args: Any, **kwargs: Any) -> None:
+            with _disable_current_modes():
+                fold(*args, **kwargs)
+
+        return folded
+
+    names = ("_forward_tile", "_backward_tile")
+    with replaced([(kernels, name, unseen(getattr(kernels, name))) for name in names]):
+        yield
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGS[name]
+    measured, predicted = run(config), estimated(config, monkeypatch)
+    assert (measured.outcome, measured.message) == ("ok", "")
+    assert measured.loss_is_finite
+    assert measured.peak_allocated_bytes is not None
+    assert measured.peak_reserved_bytes is not None
+    difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
+    # Token ids, labels and a mask, which TRL's collator gives in any case.
+    batch_bytes = 3 * config.micro_batch_size * SEQUENCE_LENGTH * 8
+    assert 0 <= difference <= 4 * batch_bytes
+    assert abs(measured.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
+
+
+def test_in_16_bits_a_probe_needs_a_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(SFT, precision="bf16-mixed")
+    measured, predicted = run(config), estimated(config, monkeypatch)
+    assert measured.outcome == "ok"
+    assert measured.peak_allocated_bytes is not None
+    assert 1 <= measured.peak_allocated_bytes / predicted.peak_allocated_bytes < 1.02
+
+
+def test_a_confirmation_evaluates_and_saves() -> None:
+    measured = run(SFT, confirm_steps=2)
+    assert (measured.outcome, measured.message, measured.num_steps) == ("ok", "", 2)
+
+
+@pytest.mark.parametrize(
+    ("task", "config"), [("masked-lm", SFT), ("seq2seq-lm", SFT)], ids=["masked-lm", "seq2seq-lm"]
+)
+def test_it_trains_causal_language_models_alone(task: str, config: TrainConfig) -> None:
+    model = {**MODEL, "model_type": "bert" if task == "masked-lm" else "t5"}
+    measured = probe(model, config, dataclasses.replace(SPEC, task=task))
+    assert measured.outcome == "invalid"
+    assert measured.message == "SFTTrainer trains causal language models only"
