@@ -7,6 +7,7 @@ repeated: not in a message, not in a name.
 from __future__ import annotations
 
 import contextlib
+import re
 import sqlite3
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -49,9 +50,32 @@ _EXPLANATIONS = (
 ELSEWHERE = "or choose another database with --storage"
 
 
+_SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token)[^=&]*=)[^&]*", re.IGNORECASE)
+"""A parameter of an address, as drivers take them beside what comes before the @."""
+
+
 def shown_url(url: str) -> str:
-    """The address without whatever comes before its @, which may be a password."""
-    return url.rpartition("@")[2]
+    """The address without whatever comes before its @, which may be a password, or in its parameters."""
+    return _SECRET.sub(r"\1***", url.rpartition("@")[2])
+
+
+def has_secret(url: str) -> bool:
+    """Whether the address may hold a password."""
+    return shown_url(url) != url
+
+
+def named(url: URL) -> str:
+    """The address as messages have it."""
+    # `str` hides the password before the @.
+    return _SECRET.sub(r"\1***", str(url))
+
+
+def _secrets(url: URL) -> Iterator[str]:
+    if isinstance(url.password, str) and url.password:
+        yield url.password
+    for name, value in url.query.items():
+        if _SECRET.fullmatch(f"?{name}="):
+            yield from (value,) if isinstance(value, str) else value
 
 
 def parse_url(url: str) -> URL:
@@ -83,7 +107,7 @@ def make_folder(url: URL) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"The folder of the database {url} cannot be created",
+            f"The folder of the database {named(url)} cannot be created",
             why=error.strerror or str(error),
             remedy=f"Check its permissions, {ELSEWHERE}",
         ) from error
@@ -94,7 +118,7 @@ def refuse_stranger(url: URL, tables: Collection[str]) -> None:
     is_known = not tables or "studies" in tables or any(t.startswith(PREFIX) for t in tables)
     if url.get_backend_name() == "sqlite" and not is_known:
         raise StorageError(
-            f"The database {url} cannot be used",
+            f"The database {named(url)} cannot be used",
             why="It belongs to another program; it was left as it is",
             remedy="Choose another with --storage",
         )
@@ -118,19 +142,18 @@ def explained(url: URL) -> Iterator[None]:
         yield
     except ImportError as error:
         raise StorageError(
-            f"The database {url} cannot be opened",
+            f"The database {named(url)} cannot be opened",
             why=str(error),
             remedy=f"Install the driver that SQLAlchemy asks for, {ELSEWHERE}",
         ) from error
     except (optuna.exceptions.StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
         message = _driver_message(error)
-        if isinstance(url.password, str) and url.password:
-            message = message.replace(url.password, "***")
+        for secret in filter(None, _secrets(url)):
+            message = message.replace(secret, "***")
         known = ((why, remedy) for part, why, remedy in _EXPLANATIONS if part in message)
         why, remedy = next(known, (message, "Check its address, and that its server runs"))
-        # `str(url)` hides the password.
         raise StorageError(
-            f"The database {url} cannot be used", why=why, remedy=f"{remedy}, {ELSEWHERE}"
+            f"The database {named(url)} cannot be used", why=why, remedy=f"{remedy}, {ELSEWHERE}"
         ) from error
 
 

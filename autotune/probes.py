@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 STDERR_TAIL_CHARS = 4000
+ROWS_AT_ONCE = 500
+"""Fewer than SQLite allows parameters in a statement."""
 
 
 class ProbeTable:
@@ -70,6 +72,34 @@ class ProbeTable:
                 if restated is not None:
                     return restated
         return None
+
+    def near(self, keys: Mapping[ProbeKey, Hashable]) -> dict[Any, Measurement]:
+        """By what each key is given for: the newest of the same on the same device, with another driver
+        or other libraries. Only of what ran, or ran out of memory."""
+        import sqlalchemy
+
+        table = self._table
+        asked = {key.near_key: (key, what) for key, what in keys.items()}
+        near_keys = list(asked)
+        columns = (table.c.near_key, table.c.key, table.c.model_digest, table.c.record)
+        found: dict[Any, Measurement] = {}
+        with self._engine.connect() as connection:
+            for first in range(0, len(near_keys), ROWS_AT_ONCE):
+                query = sqlalchemy.select(*columns, table.c.fingerprint).where(
+                    table.c.near_key.in_(near_keys[first : first + ROWS_AT_ONCE]),
+                    table.c.model_digest.in_([*{key.model_digest for key in keys}, ""]),
+                    table.c.outcome.in_(("ok", "oom")),
+                )
+                for near_key, row_key, digest, text, fingerprint in connection.execute(
+                    query.order_by(table.c.id.desc())
+                ):
+                    key, what = asked[near_key]
+                    if what in found or fingerprint == key.fingerprint:
+                        continue
+                    measurement = _read(text, None if digest else (row_key, key.model))
+                    if measurement is not None:
+                        found[what] = measurement
+        return found
 
     def add(
         self, key: ProbeKey, measurement: Measurement, *, model: str = "", stderr_tail: str = ""

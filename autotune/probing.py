@@ -20,7 +20,7 @@ import functools
 import math
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ from autotune.results import (
     fingerprint_from_dict,
     measurement_from_dict,
 )
-from autotune.sampler import Candidate, PredictionSampler
+from autotune.sampler import Candidate, Near, PredictionSampler
 from autotune.store import parameter_distributions
 from autotune.summary import Measured
 from autotune.trials import Watch, close_interrupted, tell, told_when_interrupted, watched
@@ -107,6 +107,8 @@ class Prober:
         self.num_run = 0
         """Probes; confirmations are counted nowhere."""
         self.num_reused = 0
+        self.near_seen: dict[TrainConfig, Measurement] = {}
+        """Of the same device with another driver or other libraries, which helped the order."""
 
     def measure(
         self, config: TrainConfig, *, watch: Watch | None = None, slow_below: float = 0.0
@@ -142,6 +144,27 @@ class Prober:
     def fingerprint_of(self, config: TrainConfig) -> Fingerprint:
         """What a measurement of the configuration would have, made here and now."""
         return needs.fingerprint_for(config, self._fingerprint)
+
+    def near(self, configs: Iterable[TrainConfig]) -> dict[TrainConfig, Near]:
+        """What was measured of them on the same device with another driver or other libraries."""
+        keys = {
+            probe_key(self._model.config, config, self.spec, self.fingerprint_of(config)): config
+            for config in configs
+        }
+        found = self._table.near(keys)
+        self.near_seen |= found
+        return {
+            config: _near(dataclasses.replace(seen, useful_share=self._useful_share(config)))
+            for config, seen in found.items()
+        }
+
+    @property
+    def near_versions(self) -> tuple[str, ...]:
+        """What those measurements were made with that is not here."""
+        others = {
+            version for seen in self.near_seen.values() for version in _parts(seen.fingerprint)
+        }
+        return tuple(sorted(others - set(_parts(self._fingerprint))))
 
     def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
         """The table's confirmation of what a probe measured, or a new one."""
@@ -244,6 +267,26 @@ def fingerprint_here(server: ForkServer, backend: str) -> Fingerprint:
 
 def _set_up_seconds(config: TrainConfig) -> float:
     return SET_UP_SECONDS + (compiled.COMPILE_SECONDS if config.is_compiled else 0.0)
+
+
+def _near(seen: Measurement) -> Near:
+    over_bytes = seen.over_budget_bytes
+    if over_bytes is not None and (seen.outcome == "oom" or seen.num_alloc_retries):
+        least_bytes = seen.spec.memory_budget_bytes + over_bytes
+        return Near(tokens_per_second=None, peak_device_bytes=None, least_bytes=least_bytes)
+    return Near(
+        tokens_per_second=seen.tokens_per_second,
+        peak_device_bytes=seen.peak_device_bytes,
+        least_bytes=None,
+    )
+
+
+def _parts(fingerprint: Fingerprint) -> Iterator[str]:
+    """In words, what two measurements of one card may differ in."""
+    yield from (f"{name} {version}" for name, version in fingerprint.versions)
+    named = {"driver": fingerprint.driver, "CUDA": fingerprint.cuda}
+    yield from (f"{name} {version}" for name, version in named.items() if version)
+    yield f"PYTORCH_ALLOC_CONF {fingerprint.allocator or 'unset'}"
 
 
 def _scaled(watch: Watch, share: float, step: int, tokens_per_second_at_most: float) -> str:
@@ -367,6 +410,8 @@ def search(
                 baseline=baseline,
                 num_run=prober.num_run,
                 num_reused=prober.num_reused,
+                num_near=len(prober.near_seen),
+                near_versions=prober.near_versions,
                 num_tied=found.num_tied,
                 outcomes=dict(Counter(m.outcome for m in known)),
                 confirmation=found.confirmation,
@@ -423,6 +468,7 @@ def _probe(
         candidates.append(candidate)
     if refused and not candidates:
         return
+    near = prober.near([e.config for e in of_params.values()])
     sampler = PredictionSampler(
         candidates,
         distributions=distributions,
@@ -430,6 +476,7 @@ def _probe(
         noise=NOISE,
         leave_out=leave_out,
         seed=plan.seed,
+        near={params: near[e.config] for params, e in of_params.items() if e.config in near},
     )
     while len(measured) < max_probes and not sampler.should_stop(study):
         proposed = sampler.propose(study)

@@ -7,13 +7,13 @@ same device, is one more.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ class Recommendation:
     """Of the fingerprint; the card that was planned for where nothing was measured."""
     fingerprint: Fingerprint | None
     """None where nothing was measured."""
-    made_at: datetime.datetime
+    made_at: datetime
     """With its time zone, UTC."""
     study: str
     evidence: str
@@ -75,17 +75,8 @@ class RecommendationTable:
 
     def add(self, recommendation: Recommendation) -> None:
         """Keep one; committed when this returns."""
-        row = {
-            field.name: getattr(recommendation, field.name)
-            for field in dataclasses.fields(Recommendation)
-        }
-        found = recommendation.fingerprint
-        row["fingerprint"] = None if found is None else dataclasses.asdict(found)
-        for name in _AS_JSON:
-            row[name] = json.dumps(row[name])
-        row["made_at"] = recommendation.made_at.astimezone(datetime.UTC).replace(tzinfo=None)
         with self._engine.begin() as connection:
-            connection.execute(self._table.insert().values(row))
+            connection.execute(self._table.insert().values(row_of(recommendation)))
 
     def latest(self, question_key: str, device: str) -> Recommendation | None:
         """The newest answer to the question on that device; None before there is one."""
@@ -115,12 +106,30 @@ class RecommendationTable:
         query = table.select().join(ranked, ranked.c.id == table.c.id).where(ranked.c.place == 1)
         return self._read(query.order_by(table.c.made_at, table.c.id))
 
+    def everything(self) -> list[Recommendation]:
+        """All of them, oldest first."""
+        return self._read(self._table.select().order_by(self._table.c.made_at, self._table.c.id))
+
     def _read(self, query: Select[Any]) -> list[Recommendation]:
         with self._engine.connect() as connection:
             return [_recommendation(row) for row in connection.execute(query)]
 
 
 _AS_JSON = ("question", "fingerprint", "config", "result")
+
+
+def row_of(recommendation: Recommendation) -> dict[str, Any]:
+    """As the table holds it."""
+    row = {
+        field.name: getattr(recommendation, field.name)
+        for field in dataclasses.fields(Recommendation)
+    }
+    found = recommendation.fingerprint
+    row["fingerprint"] = None if found is None else dataclasses.asdict(found)
+    for name in _AS_JSON:
+        row[name] = json.dumps(row[name])
+    row["made_at"] = recommendation.made_at.astimezone(UTC).replace(tzinfo=None)
+    return row
 
 
 def _recommendation(row: Row[Any]) -> Recommendation:
@@ -130,7 +139,7 @@ def _recommendation(row: Row[Any]) -> Recommendation:
         values[name] = json.loads(values[name])
     found = values["fingerprint"]
     values["fingerprint"] = None if found is None else fingerprint_from_dict(found)
-    values["made_at"] = values["made_at"].replace(tzinfo=datetime.UTC)
+    values["made_at"] = values["made_at"].replace(tzinfo=UTC)
     return Recommendation(**values)
 
 

@@ -21,6 +21,10 @@ A COMPLETE trial fits when all its constraints are at most 0, as everywhere in O
 failed is proposed once more, and again for each failure whose user attribute `outcome` is INTERRUPTED.
 What a killed process left RUNNING is not proposed until it is told to have failed.
 
+What was measured on the same card with another driver, or other libraries, is where the beliefs begin
+(`near`): the weights and the residuals that it teaches, with room for all of them to have changed. It is
+no measurement: a candidate with it is proposed as any other, and is not the best before it was measured.
+
 Nothing is kept between calls: a study read from its database goes on where it stopped. With
 `study.optimize` the study stops by itself; to ask and tell:
 
@@ -40,6 +44,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -87,6 +92,23 @@ _TIME = _Prior(bias=0.35, knob=0.15, residual=0.05)
 # [judgement] Peaks of published runs are predicted within 7 % (studies/published-memory): the context's
 # size, common to all configurations of a card, and what a knob's kernels and fragments add.
 _MEMORY = _Prior(bias=0.05, knob=0.03, residual=0.01)
+
+
+# [judgement] What another driver or library changes: one setting by up to a tenth (a kernel of attention),
+# a configuration alone by a few per cent; memory by less (a context, a workspace).
+_TIME_DRIFT = _Prior(bias=0.05, knob=0.05, residual=0.03)
+_MEMORY_DRIFT = _Prior(bias=0.02, knob=0.01, residual=0.01)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Near:
+    """What a probe of a candidate measured on the same card, with another driver or other libraries."""
+
+    tokens_per_second: float | None
+    """None where it did not run."""
+    peak_device_bytes: int | None
+    least_bytes: int | None
+    """It ran out of memory: it needs so much or more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +162,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
 
     `distributions`: of every parameter, as the study's trials have or will have them. `noise`:
     speeds that differ by less are tied. `leave_out`: numbers of trials that say nothing. `seed` only
-    orders candidates that are equally promising.
+    orders candidates that are equally promising. `near`: by the items of a candidate's parameters.
     Raises ValueError for two candidates with the same parameters.
     """
 
@@ -153,6 +175,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         noise: float = 0.02,
         leave_out: Collection[int] = (),
         seed: int = 0,
+        near: Mapping[frozenset[Any], Near] = MappingProxyType({}),
     ) -> None:
         listed = list(candidates)
         order = np.random.default_rng(seed).permutation(len(listed))
@@ -168,6 +191,28 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         self._design, self._is_bias = _design([c.knobs for c in self._candidates])
         self._log_speed = np.log([c.tokens_per_second for c in self._candidates])
         self._log_bytes = np.log([c.peak_device_bytes for c in self._candidates])
+        self._is_warm = False
+        self._time = _Correction(self._design, self._is_bias, _TIME)
+        self._memory = _Correction(self._design, self._is_bias, _MEMORY)
+        self._begin_with({self._numbers[k]: seen for k, seen in near.items() if k in self._numbers})
+
+    def _begin_with(self, near: Mapping[int, Near]) -> None:
+        """Take in what was measured under another fingerprint."""
+        for number, seen in near.items():
+            if seen.tokens_per_second is not None:
+                seconds = self._log_speed[number] - math.log(seen.tokens_per_second)
+                self._time.is_equal(number, seconds)
+                self._is_warm = True
+            if seen.peak_device_bytes is not None:
+                peak = math.log(seen.peak_device_bytes) - self._log_bytes[number]
+                self._memory.is_equal(number, peak)
+        for number, seen in near.items():
+            if seen.least_bytes is not None:
+                least = math.log(seen.least_bytes) - self._log_bytes[number]
+                self._memory.is_at_least(number, least)
+        if near:
+            self._time.drift(_TIME_DRIFT)
+            self._memory.drift(_MEMORY_DRIFT)
 
     def propose(self, study: optuna.Study) -> Candidate | None:
         """The candidate to probe next; None when all have been."""
@@ -240,7 +285,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         free = self._free(history)
         if not free.size:
             return None
-        if not history.tried:
+        if not history.tried and not self._is_warm:
             fitting = free[self._log_bytes[free] <= self._log_budget]
             if fitting.size:
                 return self._candidates[int(fitting[self._log_speed[fitting].argmax()])]
@@ -274,7 +319,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
     def _speed(self, history: _History) -> tuple[Floats, Floats]:
         """Mean and standard deviation of each candidate's log speed."""
         # log(measured / predicted) of a time is log(predicted / measured) of its speed.
-        time = _Correction(self._design, self._is_bias, _TIME)
+        time = copy.copy(self._time)
         for number, speed in history.speeds.items():
             time.is_equal(number, self._log_speed[number] - math.log(speed))
         for number, speed in history.most_speeds.items():
@@ -284,7 +329,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
 
     def _chance_to_fit(self, history: _History) -> Floats:
         """Probability of each candidate to stay within the budget."""
-        memory = _Correction(self._design, self._is_bias, _MEMORY)
+        memory = copy.copy(self._memory)
         for number, excess_bytes in history.peaks.items():
             memory.is_equal(number, self._excess(number, excess_bytes))
         for number, excess_bytes in history.least_excesses.items():
@@ -374,9 +419,13 @@ class _Correction:
 
     def __init__(self, design: Floats, is_bias: npt.NDArray[np.bool_], prior: _Prior) -> None:
         self._design = design
-        self._residual_variance = prior.residual**2
+        self._is_bias = is_bias
+        self._residual = np.zeros(len(design))
+        """What is known of each candidate's own, before `is_equal`."""
+        self._residual_variance = np.full(len(design), prior.residual**2)
         self._mean = np.zeros(design.shape[1])
         self._covariance = np.diag(np.where(is_bias, prior.bias, prior.knob) ** 2)
+        self._known: dict[int, float] = {}
         self._num_equal = 0
         self._surprise = 0.0
         """Sum of squared standardized errors of the forecasts: a chi-squared, were the scale 1."""
@@ -386,7 +435,23 @@ class _Correction:
         mean, variance = self._belief(number)
         self._num_equal += 1
         self._surprise += (value - mean) ** 2 / variance
+        self._known = {**self._known, number: value}
         self._condition(number, value, 0.0)
+
+    def drift(self, prior: _Prior) -> None:
+        """Let everything have changed since by as much, and the residuals stay what they were."""
+        scale = self._scale
+        residual = np.zeros(len(self._design))
+        variance = self._residual_variance * scale
+        for number, value in self._known.items():
+            residual[number] = value - self._design[number] @ self._mean
+            variance[number] = 0.0
+        self._residual = residual
+        self._residual_variance = variance + prior.residual**2
+        widths = np.where(self._is_bias, prior.bias, prior.knob)
+        self._covariance = self._covariance * scale + np.diag(widths**2)
+        self._known = {}
+        self._num_equal, self._surprise = 0, 0.0
 
     def is_at_least(self, number: int, bound: float) -> None:
         """Take in that the ratio of that candidate is `bound` or more."""
@@ -401,7 +466,7 @@ class _Correction:
     def beliefs(self) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the ratio of each candidate."""
         variance = np.einsum("ij,jk,ik->i", self._design, self._covariance, self._design)
-        return self._design @ self._mean, np.sqrt(
+        return self._design @ self._mean + self._residual, np.sqrt(
             (variance + self._residual_variance) * self._scale
         )
 
@@ -414,8 +479,8 @@ class _Correction:
     def _belief(self, number: int) -> tuple[float, float]:
         """Mean and variance of one candidate's ratio, at scale 1."""
         row = self._design[number]
-        return float(row @ self._mean), float(
-            row @ self._covariance @ row + self._residual_variance
+        return float(row @ self._mean + self._residual[number]), float(
+            row @ self._covariance @ row + self._residual_variance[number]
         )
 
     def _condition(self, number: int, mean: float, variance: float) -> None:

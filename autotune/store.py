@@ -36,6 +36,7 @@ from autotune.database import (
     explained,
     file_of,
     make_folder,
+    named,
     parse_url,
     shown_url,
 )
@@ -80,12 +81,10 @@ def open_study(
     import optuna
 
     _check_name(name)
-    # Optuna reports the creation of a study on stderr, where our progress is shown.
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
     with explained(parsed):
-        storage = _open_storage(parsed)
+        storage = open_storage(parsed)
         try:
             study = optuna.create_study(
                 storage=storage, study_name=name, direction="maximize", load_if_exists=True
@@ -127,18 +126,15 @@ def existing_study(url: str, name: str) -> Iterator[optuna.Study]:
 @contextlib.contextmanager
 def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
     """The database at that URL, which is not created. Raises StorageError."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     parsed = parse_url(url)
     file = file_of(parsed)
     if file is not None and not file.exists():
         raise StorageError(
-            f"There is no database {parsed}",
+            f"There is no database {named(parsed)}",
             remedy="Run `autotune find` first, or name another with --storage",
         )
     with explained(parsed):
-        storage = _open_storage(parsed)
+        storage = open_storage(parsed)
         try:
             yield storage
         finally:
@@ -219,9 +215,12 @@ def _check_name(name: str) -> None:
         )
 
 
-def _open_storage(url: URL) -> optuna.storages.RDBStorage:
+def open_storage(url: URL) -> optuna.storages.RDBStorage:
+    """The database, with Optuna's tables; its session and engine are the caller's to close."""
     import optuna
 
+    # Optuna reports the creation of a study on stderr, where our progress is shown.
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     make_folder(url)
     text = url.render_as_string(hide_password=False)
     storage = optuna.storages.RDBStorage(
@@ -237,7 +236,7 @@ def _open_storage(url: URL) -> optuna.storages.RDBStorage:
         is_older = version in storage.get_all_versions()
         command = "optuna storage upgrade --storage URL" if is_older else "pip install -U optuna"
         raise StorageError(
-            f"The database {url} cannot be used",
+            f"The database {named(url)} cannot be used",
             why=f"It was written by an {'older' if is_older else 'newer'} Optuna ({version})",
             remedy=f"Run `{command}`, {ELSEWHERE}",
         )

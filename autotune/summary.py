@@ -69,6 +69,11 @@ class Measured:
     """The fastest that was; None where none ran within the budget."""
     num_compiled: int = 0
     """Compiled configurations that were measured, whatever came of it."""
+    num_near: int = 0
+    """Probes of the same card with another driver or other libraries, which helped the order. None of
+    their figures is here."""
+    near_versions: tuple[str, ...] = ()
+    """What those were made with that is not here, such as `torch 2.12.0`."""
 
     @property
     def final(self) -> Measurement:
@@ -126,6 +131,8 @@ class Measured:
             "train_steps": self.train_steps,
             "tokens_per_second_over_run": self.tokens_per_second_over_run,
             "num_compiled": self.num_compiled,
+            "num_near": self.num_near,
+            "near_versions": list(self.near_versions),
             "eager": None if self.eager is None else _with_sums(self.eager),
             "compiled": None if self.compiled is None else _with_sums(self.compiled),
             "compile_pays_after_steps": self.compile_pays_after_steps,
@@ -345,6 +352,8 @@ def _measured(values: Any, predicted: Estimate) -> Measured:
         if fields.get(name) is not None:
             fields[name] = _measurement(fields[name])
     fields["rejected"] = tuple(map(_measurement, _list(fields, "rejected")))
+    if "near_versions" in fields:
+        fields["near_versions"] = tuple(map(str, _list(fields, "near_versions")))
     fields["predicted"] = predicted
     measured: Measured = typed.record(Measured, fields, "measured")
     return measured

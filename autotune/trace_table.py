@@ -20,10 +20,9 @@ from autotune import machine, needs
 from autotune.database import file_of, parse_url
 from autotune.errors import StorageError
 from autotune.knobs import KNOBS
+from autotune.probes import ROWS_AT_ONCE
 from autotune.upgrade import open_engine
 
-_ROWS_AT_ONCE = 500
-"""Fewer than SQLite allows parameters in a statement."""
 _ELSEWHERE = ("cli", "export", "migrations", "nightly", "report")
 """Folders of the package that no trace depends on."""
 
@@ -49,8 +48,8 @@ class TraceTable:
             if file is not None and not file.exists():
                 return found
             with open_engine(self._url) as engine, engine.connect() as connection:
-                for first in range(0, len(keys), _ROWS_AT_ONCE):
-                    page = traces.c.key.in_(keys[first : first + _ROWS_AT_ONCE])
+                for first in range(0, len(keys), ROWS_AT_ONCE):
+                    page = traces.c.key.in_(keys[first : first + ROWS_AT_ONCE])
                     query = sqlalchemy.select(traces.c.key, traces.c.answer).where(page)
                     for key, answer in connection.execute(query):
                         with suppress(ValueError, zlib.error):

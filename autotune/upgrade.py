@@ -21,6 +21,7 @@ from autotune.database import (
     explained,
     file_of,
     make_folder,
+    named,
     parse_url,
     refuse_stranger,
 )
@@ -62,7 +63,7 @@ def bring_up_to_date(engine: Engine) -> None:
 
     if refuse_newer(engine) == HEAD:
         return
-    with _alone(engine) as connection:
+    with alone(engine) as connection:
         # Another process may have made them while this one waited.
         revision = _revision(connection)
         if revision != HEAD:
@@ -77,7 +78,7 @@ def refuse_newer(engine: Engine) -> str | None:
         revision = _revision(connection)
     if revision is not None and revision > HEAD:
         raise StorageError(
-            f"The database {engine.url} cannot be used",
+            f"The database {named(engine.url)} cannot be used",
             why=f"A newer autotune wrote it (its tables are at {revision[:20]}); it was left as it is",
             remedy=f"Update autotune, {ELSEWHERE}",
         )
@@ -127,8 +128,8 @@ def _upgrade(connection: Connection, revision: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _alone(engine: Engine) -> Iterator[Connection]:
-    """A connection in a transaction, which no other process can have at the same time."""
+def alone(engine: Engine) -> Iterator[Connection]:
+    """A connection in a transaction, which no other process has at the same time; to be committed."""
     dialect = engine.dialect.name
     with engine.connect() as connection:
         if dialect == "postgresql":
@@ -172,7 +173,7 @@ def _keep(connection: Connection, suffix: str) -> Path | None:
     except (sqlite3.Error, OSError) as error:
         partial.unlink(missing_ok=True)
         raise StorageError(
-            f"The database {connection.engine.url} is of an older autotune, and was not upgraded",
+            f"The database {named(connection.engine.url)} is of an older autotune, and was not upgraded",
             why=f"The copy {kept.name} that is kept of it cannot be written: {error}",
             remedy=f"Nothing was changed. Free some space beside it, {ELSEWHERE}",
         ) from error

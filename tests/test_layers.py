@@ -56,6 +56,7 @@ ROWS = {
     "store": 4,
     "studies": 4,
     "trace_table": 4,
+    "transfer": 4,
     "upgrade": 4,
     "bases": 5,
     "dataset": 5,

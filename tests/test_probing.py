@@ -723,6 +723,12 @@ def test_what_other_libraries_measured_is_measured_again(url: str, table: ProbeT
     assert server.probed[0] == 8
     assert found.best.fingerprint == LATER
     assert found.best.outcome == "ok"
+    # They told where to begin, and are shown nowhere: they were 10 times as fast.
+    assert found.near_versions == ("torch 2.13",)
+    assert found.num_near > 0
+    shown = [found.best, found.baseline, found.confirmation, found.eager, *found.rejected]
+    assert {m.fingerprint for m in shown if m is not None} == {LATER}
+    assert {m.micro_step_seconds for m in shown if m is not None} == {0.1 * 8**0.5}
 
 
 def test_another_version_of_what_only_some_use_is_another_measurement(

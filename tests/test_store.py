@@ -370,6 +370,7 @@ def test_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
         "postgresql://user:secret@host:port/db",
         "nosuchdb://user:secret@host/db",
         "oracle://user:secret@host/db",
+        "postgresql+psycopg://host.invalid/db?user=u&password=secret&connect_timeout=1",
     ],
 )
 def test_addresses_that_cannot_be_used(bad_url: str) -> None:

@@ -37,7 +37,7 @@ def command_on(study: str, command: str, storage: str) -> str:
     """What to type for a command on a study; an address that may hold a password is left to the user."""
     words = ["autotune", *command.split(), study]
     if storage != database.DEFAULT_URL:
-        words += ["--storage", "URL" if "@" in storage else storage]
+        words += ["--storage", "URL" if database.has_secret(storage) else storage]
     return shlex.join(words)
 
 

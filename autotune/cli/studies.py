@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -118,3 +119,55 @@ def rm(*, study: str, yes: bool, storage: str, as_json: bool) -> None:
         f"Removed {shlex.quote(study)} and its {num_trials:,} trials. What its probes measured stays in "
         "the table of probes, for whatever asks for the same again; its files stay as well."
     )
+
+
+@_command("export")
+@click.argument("names", nargs=-1, metavar="[STUDY]...", shell_complete=completion.studies)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.jsonl",
+    required=True,
+    help="Where the lines go.",
+)
+def export_studies(*, names: tuple[str, ...], out: Path, storage: str, as_json: bool) -> None:
+    """Write studies, what was probed for them and what was recommended as JSON lines.
+
+    Without a STUDY, all that the database holds.
+    """
+    from autotune.transfer.exporting import export
+
+    counts = export(storage, names, out)
+    if as_json:
+        print_json({"file": str(out), "exported": counts})
+    else:
+        say(f"Wrote {_counts_in_words(counts)} to {out}.")
+
+
+@_command("import")
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.jsonl")
+def import_studies(*, file: Path, storage: str, as_json: bool) -> None:
+    """Add what `studies export` wrote to a database. What is there already is not added again."""
+    from autotune.transfer.importing import import_file
+
+    counts = import_file(storage, file)
+    if as_json:
+        print_json({"file": str(file), "added": counts})
+    else:
+        place = database.shown_url(storage)
+        say(f"Added {_counts_in_words(counts)} to {place}; the rest was there already.")
+
+
+def _counts_in_words(counts: Mapping[str, int]) -> str:
+    plurals = (
+        ("study", "studies"),
+        ("trial", "trials"),
+        ("probe", "probes"),
+        ("recommendation", "recommendations"),
+    )
+    words = [
+        f"{counts.get(one, 0):,} {one if counts.get(one) == 1 else many}" for one, many in plurals
+    ]
+    left_out = counts.get("left out", 0)
+    also = f" ({left_out:,} probes that another version wrote were left out)" if left_out else ""
+    return f"{', '.join(words[:-1])} and {words[-1]}{also}"

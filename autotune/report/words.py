@@ -170,7 +170,19 @@ def probes(found: Measured) -> str:
     return (
         f"{found.num_run} run{reused} ({outcomes}). {whose} was off by "
         f"{off(estimate.tokens_per_second, best.tokens_per_second)} in speed and "
-        f"{off(estimate.peak_device_bytes, best.peak_device_bytes)} in memory."
+        f"{off(estimate.peak_device_bytes, best.peak_device_bytes)} in memory.{near(found)}"
+    )
+
+
+def near(found: Measured) -> str:
+    """That others' probes helped, as a further sentence; empty where none did."""
+    if not found.num_near:
+        return ""
+    were = "probes" if found.num_near > 1 else "probe"
+    other = printable(", ".join(found.near_versions)) or "other versions"
+    return (
+        f" {found.num_near} {were} of the same card with {other} helped the order; none of their "
+        "figures is shown as measured here."
     )
 
 

@@ -1,0 +1,169 @@
+"""A file of lines, taken into a database: checked whole, then a transaction per study, and one for the rest.
+
+Killed in between, the same command goes on: what is there is not added again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.database import explained, parse_url
+from autotune.errors import ConfigError
+from autotune.probes import ROWS_AT_ONCE
+from autotune.recommendations import row_of
+from autotune.store import open_storage
+from autotune.transfer import lines
+from autotune.transfer.lines import Line, StudyLine
+from autotune.upgrade import alone, open_engine
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.trial import FrozenTrial
+    from sqlalchemy import Connection
+
+
+def import_file(url: str, path: Path) -> dict[str, int]:
+    """Take in what is not there yet; how many records of each kind were new.
+
+    Raises ConfigError for a damaged file, before anything is added, and for a study that was made for
+    something else; StorageError.
+    """
+    for _ in lines.read(path):
+        pass
+    counts: Counter[str] = Counter({"probe": 0, "recommendation": 0, "study": 0, "trial": 0})
+    with open_engine(url) as engine, alone(engine) as connection:
+        for kind, adds in (("probe", _add_probes), ("recommendation", _add_recommendations)):
+            wanted = (line.record for line in lines.read(path) if line.kind == kind)
+            for page in _pages(wanted):
+                counts[kind] += adds(connection, page)
+        connection.commit()
+    parsed = parse_url(url)
+    with explained(parsed):
+        storage = open_storage(parsed)
+        try:
+            for study, trials in _studies(lines.read(path)):
+                is_new, num_trials = _add_study(storage, study, trials)
+                counts["study"] += is_new
+                counts["trial"] += num_trials
+        finally:
+            storage.remove_session()
+            storage.engine.dispose()
+    return dict(counts)
+
+
+def _pages(records: Iterator[Any]) -> Iterator[list[Any]]:
+    for _, page in groupby(enumerate(records), key=lambda pair: pair[0] // ROWS_AT_ONCE):
+        yield [record for _, record in page]
+
+
+def _studies(found: Iterator[Line]) -> Iterator[tuple[StudyLine, list[FrozenTrial]]]:
+    study: StudyLine | None = None
+    trials: list[FrozenTrial] = []
+    for line in found:
+        if line.kind == "study":
+            study, trials = line.record, []
+        elif line.kind == "trial":
+            trials.append(line.record)
+        if study is not None and len(trials) == study.num_trials:
+            yield study, trials
+            study = None
+
+
+def _add_probes(connection: Connection, rows: Sequence[dict[str, Any]]) -> int:
+    import sqlalchemy
+
+    from autotune.schema import probes
+
+    known = set()
+    keys = [row["key"] for row in rows]
+    query = sqlalchemy.select(probes.c.key, probes.c.made_at, probes.c.record)
+    for row in connection.execute(query.where(probes.c.key.in_(keys))):
+        known.add((row.key, row.made_at, row.record))
+    new = []
+    for values in rows:
+        place = (values["key"], values["made_at"], values["record"])
+        if place not in known:
+            known.add(place)
+            new.append(values)
+    if new:
+        connection.execute(probes.insert(), new)
+    return len(new)
+
+
+def _add_recommendations(connection: Connection, found: Sequence[Any]) -> int:
+    from autotune.schema import recommendations as table
+
+    new = []
+    for row in map(row_of, found):
+        columns = ("question_key", "device", "made_at", "study")
+        same = [table.c[name] == row[name] for name in columns]
+        is_known = connection.execute(table.select().where(*same).limit(1)).first() is not None
+        if not is_known and row not in new:
+            new.append(row)
+    if new:
+        connection.execute(table.insert(), new)
+    return len(new)
+
+
+def _add_study(
+    storage: optuna.storages.RDBStorage, study: StudyLine, trials: Sequence[FrozenTrial]
+) -> tuple[bool, int]:
+    """(whether it was new, how many of its trials were). One transaction."""
+    import sqlalchemy.orm
+    from optuna.study import StudyDirection
+
+    there = {s.study_name: s for s in storage.get_all_studies()}
+    before = there.get(study.name)
+    if before is not None:
+        _check_same(study, before.user_attrs)
+    sessions = storage.scoped_session
+    with alone(storage.engine) as connection:
+        # What Optuna commits becomes part of the one transaction.
+        storage.scoped_session = sqlalchemy.orm.scoped_session(
+            sqlalchemy.orm.sessionmaker(bind=connection, join_transaction_mode="create_savepoint")
+        )
+        try:
+            if before is None:
+                study_id = storage.create_new_study([StudyDirection.MAXIMIZE], study.name)
+                known = set()
+            else:
+                study_id = before._study_id
+                known = set(map(lines.identity, storage.get_all_trials(study_id, deepcopy=False)))
+            for key, value in study.user_attrs.items():
+                if before is None or key not in before.user_attrs:
+                    storage.set_study_user_attr(study_id, key, value)
+            num_new = 0
+            for trial in trials:
+                if (said := lines.identity(trial)) not in known:
+                    known.add(said)
+                    storage.create_new_trial(study_id, trial)
+                    num_new += 1
+            storage.remove_session()
+            connection.commit()
+        except ValueError as error:
+            # Its choices were fixed by its first trial.
+            raise ConfigError(
+                f'The trials of the study "{study.name}" do not go with those that are there',
+                why=str(error),
+                remedy="Nothing of it was imported. Import it into another database",
+            ) from error
+        finally:
+            storage.remove_session()
+            storage.scoped_session = sessions
+    return before is None, num_new
+
+
+def _check_same(study: StudyLine, there: dict[str, Any]) -> None:
+    of_file = {name: study.user_attrs.get(name) for name in ("workload", "gpu")}
+    of_database = {name: there.get(name) for name in of_file}
+    if json.dumps(of_file, sort_keys=True) != json.dumps(of_database, sort_keys=True):
+        raise ConfigError(
+            f'There is a study "{study.name}" already, which was made for something else',
+            why="Its workload or its card is another",
+            remedy="Nothing of it was imported. Import it into another database",
+        )
