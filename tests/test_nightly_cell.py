@@ -15,7 +15,7 @@ import answers
 import pytest
 from nights_of import HERE, NOW, cell, matrix, night
 
-from autotune import finding
+from autotune import finding, nvml
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError, NothingFitsError
 from autotune.isolate import WorkerEnd
@@ -343,3 +343,25 @@ def test_a_machine_that_cannot_measure_is_told_of(
     told = json.loads(Path("told.json").read_text("utf-8"))
     assert (told["events"], told["exit_code"]) == (["failure"], 3)
     assert "cannot use the GPU" in told["headline"]
+
+
+def test_nights_are_kept_by_postgresql_as_they_were(postgres_url: str) -> None:
+    assert ledger.nights(postgres_url, [CELL], HERE.device) == {CELL.name: []}
+    seen = night(change=0.1, low=0.05, high=0.15, config=STANDING)
+    ledger.keep(postgres_url, CELL, seen)
+    ledger.keep(postgres_url, CELL, night(0.5, kind=drift.UNCHANGED, fingerprint=NEWER))
+    kept = ledger.nights(postgres_url, [CELL], HERE.device)[CELL.name]
+    assert kept[0] == seen
+    assert [each.fingerprint for each in kept] == [HERE, NEWER]
+    assert ledger.nights(postgres_url, [CELL], "another card") == {CELL.name: []}
+
+
+def test_who_else_holds_the_card_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = nvml.Occupancy(free_bytes=20 * GIB, used_bytes=4 * GIB, holders=())
+    monkeypatch.setattr(nvml, "occupancy", lambda: taken)
+    (said,) = run._disturbed("cuda")
+    assert "4.00 GiB are held by processes that cannot be seen from here" in said
+    assert run._disturbed("cpu") == {}
+    idle = dataclasses.replace(taken, used_bytes=64 * 2**20)
+    monkeypatch.setattr(nvml, "occupancy", lambda: idle)
+    assert run._disturbed("cuda") == {}

@@ -146,9 +146,12 @@ def test_the_workflow_is_yaml_and_its_scripts_are_shell(tmp_path: Path) -> None:
         assert ran.stdout.splitlines() == ["nightly", NAME, "--max-minutes", "90"]
 
 
+@pytest.mark.parametrize(
+    "storage",
+    ["postgresql://me:s3cret@db/autotune", "postgresql://db/autotune?user=me&password=s3cret"],
+)
 @pytest.mark.parametrize("platform", TEXTS)
-def test_no_password_is_written_anywhere(platform: str) -> None:
-    storage = "postgresql://me:s3cret@db/autotune"
+def test_no_password_is_written_anywhere(platform: str, storage: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TEXTS[platform](**{**DEFAULTS, "storage": storage})
     assert "s3cret" not in str(caught.value)

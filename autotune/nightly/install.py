@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from autotune import database
 from autotune.errors import ConfigError
 
 HOUR, MINUTE = 2, 17
@@ -21,16 +22,15 @@ def command(
     *, file: Path, storage: str, out: Path, backend: str, max_minutes: float | None
 ) -> list[str]:
     """The words of the command, without its program; raises ConfigError for what no file should hold."""
-    if re.search(r"://[^/@]*:[^/@]*@", storage):
+    url = database.parse_url(storage)
+    if database.named(url) != url.render_as_string(hide_password=False):
         raise ConfigError(
             "The address of --storage has a password in it",
             why="It would stand in a file that others can read",
-            remedy="Leave the password out: PostgreSQL takes it from ~/.pgpass or PGPASSWORD",
+            remedy="Leave it out: PostgreSQL takes it from ~/.pgpass or PGPASSWORD",
         )
     words = ["nightly", str(file)]
-    from autotune.database import DEFAULT_URL
-
-    if storage != DEFAULT_URL:
+    if storage != database.DEFAULT_URL:
         words += ["--storage", storage]
     if out != Path("studies"):
         words += ["--out", str(out)]
