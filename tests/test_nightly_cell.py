@@ -324,7 +324,8 @@ def test_a_search_ends_after_its_probe_when_the_time_is_over() -> None:
 def test_a_search_without_time_stays_begun(tonight: Tonight) -> None:
     with pytest.raises(TimeIsUp):
         tonight(Machine({}), [], finds=TimeIsUp())
-    assert Journal(Path("studies/here"), NOW).begun == (CELL.name,)
+    # Not that it died over it.
+    assert Journal(Path("studies/here"), NOW).begun == {CELL.name: 0}
 
 
 def test_a_machine_that_cannot_measure_is_told_of(

@@ -202,23 +202,34 @@ def test_the_journal_keeps_measurements_for_one_night(tmp_path: Path) -> None:
     journal.begin("b", searches=False)
     journal.keep("a", CONFIG, HERE, [1.0, 2.0])
     later = Journal(tmp_path, NOW + datetime.timedelta(hours=3))
-    assert later.begun == ("a",)
+    assert later.begun == {"a": 1}
     assert later.speeds("a", CONFIG, HERE) == [1.0, 2.0]
     assert later.speeds("a", CONFIG, T4) == []
     assert later.speeds("b", CONFIG, HERE) == []
     assert Journal(tmp_path, NOW + datetime.timedelta(hours=13)).speeds("a", CONFIG, HERE) == []
+    later.begin("a", searches=True)
+    assert Journal(tmp_path, NOW).begun == {"a": 2}
+    later.pause("a")
+    assert Journal(tmp_path, NOW).begun == {"a": 0}
     later.end("a")
-    assert Journal(tmp_path, NOW).begun == ()
+    assert Journal(tmp_path, NOW).begun == {}
+
+
+def test_what_an_older_night_left_is_no_part_of_tonights(tmp_path: Path) -> None:
+    Journal(tmp_path, NOW - datetime.timedelta(days=1)).keep("a", CONFIG, HERE, [1.0, 2.0])
+    Journal(tmp_path, NOW).keep("a", CONFIG, HERE, [3.0])
+    later = Journal(tmp_path, NOW + datetime.timedelta(hours=1))
+    assert later.speeds("a", CONFIG, HERE) == [3.0]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"begun": 3}', '{"begun": {"a": 1}}', "\x00"])
 def test_a_damaged_journal_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "nightly.json").write_text(content, encoding="utf-8")
     journal = Journal(tmp_path, NOW)
-    assert journal.begun == ()
+    assert journal.begun == {}
     assert journal.speeds("a", CONFIG, HERE) == []
     journal.begin("a", searches=True)
-    assert Journal(tmp_path, NOW).begun == ("a",)
+    assert Journal(tmp_path, NOW).begun == {"a": 1}
 
 
 def test_the_lock_is_let_go_when_its_holder_is_killed(tmp_path: Path) -> None:

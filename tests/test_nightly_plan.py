@@ -53,8 +53,15 @@ def test_each_state_and_what_is_done_in_it() -> None:
     stale = one([night(1)], here=NEWER)
     assert (stale.state, stale.measures, stale.searches) == ("stale", True, True)
     assert stale.reason == "driver 580.10 -> 590.2, torch 2.13.0 -> 2.14.0"
-    begun = one([], begun=["a"])
+    begun = one([], begun={"a": 1})
     assert (begun.state, begun.searches) == ("interrupted", True)
+
+
+def test_what_nights_die_over_waits_for_all_the_rest() -> None:
+    found = planned(cell("a", 9.0), cell("b"), histories={"b": [night(1)]}, begun={"a": 3})
+    assert [(each.cell.name, each.state) for each in found] == [("b", "fresh"), ("a", "fatal")]
+    assert found[1].reason == "3 nights died over it"
+    assert found[1].is_chosen
 
 
 def test_a_night_that_only_measured_leaves_a_cell_stale() -> None:

@@ -98,6 +98,10 @@ class CellNight:
             night = dataclasses.replace(night, elapsed_seconds=time.monotonic() - began)
             self._keep(night)
             self._journal.end(self._cell.name)
+            relative = self._relative(night) if night.kind == NEW else None
+        except (KeyboardInterrupt, TimeIsUp):
+            self._journal.pause(self._cell.name)
+            raise
         except AutotuneError as error:
             # Not begun any more: a cell that fails is tried again in its turn.
             with contextlib.suppress(AutotuneError):
@@ -105,9 +109,6 @@ class CellNight:
             return Done(
                 planned=self._planned, night=None, problem=str(error), exit_code=error.exit_code
             )
-        relative = None
-        if night.kind == NEW:
-            relative = relatives.nearest(night.fingerprint.device, self._elsewhere(night))
         return Done(planned=self._planned, night=night, relative=relative)
 
     def _tonight(self) -> Night:
@@ -263,17 +264,16 @@ class CellNight:
             backend=self._place.backend,
         )
 
-    def _elsewhere(self, night: Night) -> list[Night]:
-        """Last nights of the same question on other machines, of the database and of the folders."""
+    def _relative(self, night: Night) -> Night | None:
+        """The last night of the same question on the machine most like this one."""
         device = night.fingerprint.device
-        found: dict[str, Night] = {}
+        last: dict[str, Night] = {}
         listed = ledger.nights(self._place.storage, [self._cell], None)[self._cell.name]
         for each in (*listed, *files.others(self._place.out, self._cell.question, device)):
-            if each.fingerprint.device != device:
-                known = found.get(each.fingerprint.device)
-                if known is None or known.at <= each.at:
-                    found[each.fingerprint.device] = each
-        return [*found.values()]
+            known = last.get(each.fingerprint.device)
+            if known is None or known.at <= each.at:
+                last[each.fingerprint.device] = each
+        return relatives.nearest(device, last.values())
 
 
 def _best(answer: finding.Answer) -> Measurement:

@@ -42,13 +42,24 @@ class Journal:
                 self._cells = {k: v for k, v in read["begun"].items() if isinstance(v, dict)}
 
     @property
-    def begun(self) -> tuple[str, ...]:
-        """Names of cells whose search has begun and not ended."""
-        return tuple(name for name, cell in self._cells.items() if cell.get("searches"))
+    def begun(self) -> dict[str, int]:
+        """Cells whose search has begun and not ended; how often whatever ran it died over it."""
+        return {
+            name: deaths if type(deaths := cell.get("deaths")) is int else 0
+            for name, cell in self._cells.items()
+            if cell.get("searches")
+        }
 
     def begin(self, name: str, *, searches: bool) -> None:
+        """A death, until `pause` or `end` says otherwise."""
+        deaths = self.begun.get(name, 0) + 1
         cell = self._cells.setdefault(name, {})
-        cell["searches"] = searches or bool(cell.get("searches"))
+        cell |= {"searches": searches or bool(cell.get("searches")), "deaths": deaths}
+        self._write()
+
+    def pause(self, name: str) -> None:
+        """It was stopped in good order, and goes on another time."""
+        self._cells.get(name, {})["deaths"] = 0
         self._write()
 
     def end(self, name: str) -> None:
@@ -70,9 +81,11 @@ class Journal:
     def keep(
         self, name: str, config: TrainConfig, fingerprint: Fingerprint, speeds: list[float]
     ) -> None:
+        key, at = _key(config, fingerprint), self._now.isoformat()
+        is_more = bool(self.speeds(name, config, fingerprint))
         known = self._cells.setdefault(name, {}).setdefault("speeds", {})
-        key = _key(config, fingerprint)
-        at = known.get(key, {}).get("at", self._now.isoformat())
+        if is_more:
+            at = known[key]["at"]
         known[key] = {"at": at, "speeds": list(speeds)}
         self._write()
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from autotune.finding import CONFIRM_STEPS, PROBE_SECONDS
@@ -24,13 +25,24 @@ from autotune.units import format_bytes, format_seconds, parse_bytes
 INTERRUPTED, NEW, STALE, DUE, FRESH = "interrupted", "new", "stale", "due", "fresh"
 IMPOSSIBLE = "impossible"
 """The card has less memory than the cell's budget."""
+FATAL = "fatal"
+"""Night after night died over it: it waits until everything else is done."""
+MAX_DEATHS = 3
 
-EXPECTED_GAIN = {INTERRUPTED: 1.0, NEW: 1.0, STALE: 0.05, DUE: 0.01, FRESH: 0.002, IMPOSSIBLE: 0.0}
+EXPECTED_GAIN = {
+    INTERRUPTED: 1.0,
+    NEW: 1.0,
+    STALE: 0.05,
+    DUE: 0.01,
+    FRESH: 0.002,
+    FATAL: 0.0,
+    IMPOSSIBLE: 0.0,
+}
 """[judgement] Share of speed that doing a cell brings, before its own history says better."""
 _GAIN_WEIGHT = 3
 """Of the judgement, in searches of the cell's own."""
-_RANKS = {INTERRUPTED: 0, NEW: 1, STALE: 2, DUE: 3, FRESH: 4, IMPOSSIBLE: 5}
-_SEARCHES = (INTERRUPTED, NEW, STALE, DUE)
+_ORDER = (INTERRUPTED, NEW, STALE, DUE, FRESH, FATAL, IMPOSSIBLE)
+_SEARCHES = (INTERRUPTED, NEW, STALE, DUE, FATAL)
 
 SET_UP_SECONDS = 20.0
 """[judgement] Of a probe or a search beside its timed steps, before there is a history."""
@@ -110,13 +122,14 @@ def plan(
     backend: str,
     now: datetime.datetime,
     budget_seconds: float,
-    begun: Collection[str] = (),
+    begun: Mapping[str, int] = MappingProxyType({}),
     capacity_bytes: int | None = None,
 ) -> list[Planned]:
     """Every cell of the matrix, most valuable first.
 
     `histories` are of this machine, by the cell's name; `fingerprint_of` says what a measurement of a
-    night's answer would have now; `begun` are cells that an earlier run left half done.
+    night's answer would have now; `begun` are cells that an earlier run left half done, and how often it
+    died over them.
     """
     found = [
         _planned(
@@ -125,7 +138,7 @@ def plan(
             matrix,
             fingerprint_of=fingerprint_of,
             now=now,
-            is_begun=cell.name in begun,
+            deaths=begun.get(cell.name),
             capacity_bytes=capacity_bytes,
         )
         for cell in matrix.cells
@@ -164,10 +177,10 @@ def _planned(
     *,
     fingerprint_of: Callable[[Night], Fingerprint],
     now: datetime.datetime,
-    is_begun: bool,
+    deaths: int | None,
     capacity_bytes: int | None,
 ) -> Planned:
-    state, reason = _state(cell, nights, matrix, fingerprint_of, now, is_begun, capacity_bytes)
+    state, reason = _state(cell, nights, matrix, fingerprint_of, now, deaths, capacity_bytes)
     searches = state in _SEARCHES
     old_seconds = (now - nights[-1].at).total_seconds() if nights else 0.0
     measures = bool(nights) and state != IMPOSSIBLE
@@ -193,14 +206,16 @@ def _state(
     matrix: Matrix,
     fingerprint_of: Callable[[Night], Fingerprint],
     now: datetime.datetime,
-    is_begun: bool,
+    deaths: int | None,
     capacity_bytes: int | None,
 ) -> tuple[str, str]:
     """(state, why)."""
     size = cell.options.gpu_mem
     if capacity_bytes is not None and size is not None and parse_bytes(size) > capacity_bytes:
         return IMPOSSIBLE, f"the card has {format_bytes(capacity_bytes)}, the cell asks for {size}"
-    if is_begun:
+    if deaths is not None and deaths >= MAX_DEATHS:
+        return FATAL, f"{deaths} nights died over it"
+    if deaths is not None:
         return INTERRUPTED, "an earlier night began it and did not end"
     searched = [night for night in nights if night.has_searched]
     if not searched:
@@ -247,7 +262,7 @@ def _seconds(planned: Planned, known: Sequence[Night], matrix: Matrix, backend: 
 
 
 def _order(planned: Planned) -> tuple[float, ...]:
-    rank = 0 if planned.is_suspect and planned.measures else _RANKS[planned.state]
+    rank = 0 if planned.is_suspect and planned.measures else _ORDER.index(planned.state)
     minutes = max(planned.expected_seconds, 1.0) / 60
     return (rank, -planned.cell.priority, -planned.expected_gain / minutes)
 
