@@ -18,7 +18,7 @@ from nights_of import CONFIG, HERE, NOW, cell, night
 from autotune import machine
 from autotune.cli import main
 from autotune.errors import StorageError
-from autotune.nightly import draw, drift, files, relatives
+from autotune.nightly import draw, drift, files, relatives, run
 from autotune.nightly.digest import Digest, Done
 from autotune.nightly.history import Night, night_from_dict
 from autotune.nightly.journal import Journal, locked
@@ -267,6 +267,37 @@ def test_a_dry_run_says_why_and_touches_nothing(
     )
     assert "gpt2-medium-2gb-seq1024-any  never tuned on this machine: another night" in lines[2]
     assert [path.name for path in tmp_path.iterdir()] == ["matrix.yaml"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_exits_with_what_the_night_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    as_json: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m.yaml").write_text("models: [gpt2]\ntime_budget: 2h", encoding="utf-8")
+    asked: list[float] = []
+
+    def found(*_: object, budget_seconds: float, **__: object) -> run.Delivered:
+        asked.append(budget_seconds)
+        return run.Delivered(digest=digest(REGRESSED, notes=("a note",)), files=[Path("digest.md")])
+
+    monkeypatch.setattr(run, "night", found)
+    with pytest.raises(SystemExit) as ended:
+        main(["nightly", "m.yaml", "--backend", "cpu", *(["--json"] if as_json else [])])
+    assert ended.value.code == 7
+    assert asked == [7200.0]
+    told = capsys.readouterr()
+    assert "a note" in told.err
+    if as_json:
+        content = json.loads(told.out)
+        assert (content["exit_code"], content["events"]) == (7, ["regression"])
+        assert content["cells"][0]["interval"] == [-0.07, -0.03]
+        assert content["files"] == ["digest.md"]
+    else:
+        assert "slower: regression -5.0 %, 950 tokens/s" in told.out
 
 
 def test_nothing_to_measure_on_is_said(

@@ -71,6 +71,8 @@ def nightly(
 ) -> int:
     """Tune again what is new or has changed in a matrix of workloads, and tell drift from noise.
 
+    Example: autotune nightly --dry-run
+
     FILE is the matrix [default: studies/nightly.yaml, which explains itself].
 
     Exit codes: 0 nothing changed, 7 a regression, 8 an improvement, others as ever.
