@@ -40,6 +40,9 @@ CATEGORIES = (
 )
 """What a tensor is for."""
 
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where torch reads its settings; the newer name wins (torch 2.13 c10/core/AllocatorConfig.cpp)."""
+
 _MIB = 1 << 20
 # c10/core/AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kRoundLarge.
 _BLOCK_BYTES = 512

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from autotune.config import TrainConfig
-from autotune.export import Exporter, mapping
-from autotune.export.edit import edited
+from autotune.config import PARALLELISMS, TrainConfig
+from autotune.export import Exporter, export_paths, mapping
+from autotune.export.edit import Change
 from autotune.export.read import BaseRun, EditedBase, changes, read_base
+from autotune.export.section_rows import in_words
 from autotune.space import SearchSpace, around, usual_batching
 
 
@@ -20,21 +21,38 @@ def read_run(
     seq_len: int | None,
     methods: Sequence[str] = (),
     num_gpus: int,
+    effective_batch: int,
     has_bf16: bool,
     usual_length: int,
     note: Callable[[str], None],
 ) -> BaseRun:
-    """The run of the file. Another trainer's says nothing of GPUs, and perhaps nothing of the length
-    of a sequence or the method: then these are taken."""
+    """The run of the file. Another trainer's may say nothing of GPUs, of the length of a sequence, of the
+    method, or of batches: then these are taken."""
     method = methods[0] if len(methods) == 1 else "full"
-    run = read_base(path, sequence_length=seq_len or usual_length, method=method, has_bf16=has_bf16)
+    run = read_base(
+        path,
+        sequence_length=seq_len or usual_length,
+        method=method,
+        has_bf16=has_bf16,
+        samples=effective_batch,
+        num_gpus=num_gpus,
+    )
     if run.target is None:
         return run
     for words in run.notes:
         note(f"{path.name}: {words}.")
+    if run.taken:
+        taken = ", ".join(f"{name}: {getattr(run.config, name)}" for name in run.taken)
+        note(f"{path.name} does not say how it trains: {taken} are taken.")
     if not run.has_length and seq_len is None:
         note(f"{path.name} does not say how long a sequence is: --seq-len {usual_length} is taken.")
-    parallelism = "ddp" if num_gpus > 1 else "none"
+    if run.has_gpus:
+        return run
+    parallelism = run.config.parallelism
+    if num_gpus == 1 and PARALLELISMS[parallelism].library == "torch":
+        parallelism = "none"
+    if num_gpus > 1 and parallelism == "none":
+        parallelism = run.target.several_gpus
     config = dataclasses.replace(run.config, num_gpus=num_gpus, parallelism=parallelism)
     return dataclasses.replace(run, config=config)
 
@@ -59,11 +77,20 @@ def with_edited(
     """The exporters, and the user's file among them: in the place of ours if it has that name."""
     if run.target is None:
         return tuple(exporters)
-    name = run.path.name
-    if (folder / name).resolve() == run.path.resolve():
-        name = f"{run.path.stem}.answer{run.path.suffix}"  # theirs is never written over
-    copy = EditedBase(run=run, base=base, filename=name)
-    return (*(each for each in exporters if each.filename != name), copy)
+    copies = []
+    theirs = {part.path.resolve() for part in run.parts}
+    for part in run.parts:
+        name = part.path.name
+        if (folder / name).resolve() in theirs:
+            name = f"{part.path.stem}.answer{part.path.suffix}"  # theirs is never written over
+        copies.append(EditedBase(run=run, base=base, filename=name, part=part))
+    names = {copy.filename for copy in copies}
+    kept = (
+        each
+        for each, path in zip(exporters, export_paths(folder, exporters), strict=True)
+        if each.filename not in names and path.resolve() not in theirs
+    )
+    return (*kept, *copies)
 
 
 def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
@@ -71,20 +98,35 @@ def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
     if run.target is None:
         return []
     made = changes(run, base, answer)
-    _, keeps_comments = edited(run.text, made)
-    words = ", ".join(
-        f"{change.key} gone" if change.value is None else f"{change.key}: {_shown(change.value)}"
-        for change in made
-    )
-    notes = [
-        f"your {run.path.name} is written beside the other files, with {words or 'no change'}."
-    ]
-    if not keeps_comments:
+    notes: list[str] = []
+    for part in run.parts:
+        _, keeps_comments, left = part.edited(made)
+        ours = [change for change in made if part.has(change.key)]
+        words = _listed(change for change in ours if change not in left)
         notes.append(
-            f"its comments are lost: {run.path.name} has YAML that is not edited in place."
+            f"your {part.path.name} is written beside the other files, with {words or 'no change'}."
         )
-    notes += [f"not put into it: {words}." for words in mapping.unsaid(run.target, answer)]
+        if left:
+            notes.append(f"{part.path.name} is yours to change there: {_listed(left)}.")
+        if not keeps_comments:
+            notes.append(
+                f"its comments are lost: {part.path.name} has YAML that is not edited in place."
+            )
+    unsaid = mapping.unsaid(run.target, answer)
+    elsewhere = [words for words in unsaid if words.partition(":")[0] in run.target.elsewhere]
+    notes += [f"not put into it: {words}." for words in unsaid if words not in elsewhere]
+    if elsewhere:
+        notes.append(f"not put into it, but into the other files: {'; '.join(elsewhere)}.")
     return notes
+
+
+def _listed(changes: Iterable[Change]) -> str:
+    return ", ".join(
+        f"{in_words(change.key)} gone"
+        if change.value is None
+        else f"{in_words(change.key)}: {_shown(change.value)}"
+        for change in changes
+    )
 
 
 def _shown(value: object) -> str:

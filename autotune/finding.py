@@ -144,6 +144,7 @@ def find(
             seq_len=options.seq_len,
             methods=methods,
             num_gpus=options.num_gpus or 1,
+            effective_batch=options.effective_batch or EFFECTIVE_BATCH_SIZE,
             has_bf16=(card.compute_capability or AMPERE) >= AMPERE,
             usual_length=SEQUENCE_LENGTH,
             note=listener.note,

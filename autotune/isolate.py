@@ -37,8 +37,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from autotune import log
 from autotune.errors import WorkerError
 from autotune.results import SCHEMA_VERSION
+
+_log = log.logger(__name__)
 
 Answer = dict[str, Any]
 """One JSON object from the child."""
@@ -47,6 +50,8 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 1.0
 """Between TERM and KILL."""
 MAX_STDERR_BYTES = 64 * 2**10
+MAX_LOGGED_LINES = 60
+"""Of what a child printed that did not end well: a traceback through Trainer has some 40."""
 MAX_CHILDREN = 2
 """More would compete for the memory of a small machine: importing torch takes 0.3 GiB each."""
 
@@ -281,6 +286,7 @@ class _Child:
 
     def start(self, launch: Launch, deadline_seconds: float) -> None:
         self._process = launch(self._job)
+        self._started = time.monotonic()
         self._deadline_seconds = deadline_seconds
         self._deadline = time.monotonic() + deadline_seconds
 
@@ -326,7 +332,7 @@ class _Child:
         elif self._how == "ok" and self._rest:
             self._how = "unreadable"
             self._problem = f"ended well, but line {len(self._answers) + 1} is cut off"
-        return WorkerEnd(
+        end = WorkerEnd(
             how=self._how,
             exit_code=exit_code,
             answers=tuple(self._answers),
@@ -334,6 +340,13 @@ class _Child:
             problem=self._problem,
             stderr_tail=_tail(self._job.printed_path),
         )
+        seconds, verb = time.monotonic() - self._started, self._job.verb
+        _log.info("worker %s: %s, %d answers, %.2f s", verb, end.how, len(end.answers), seconds)
+        if end.how != "ok":
+            _log.warning("worker %s %s", verb, end.problem)
+            for line in end.stderr_tail.splitlines()[-MAX_LOGGED_LINES:]:
+                _log.warning("worker %s: %s", verb, line)
+        return end
 
     def close(self) -> None:
         """Kill what still runs and close what is open. Safe to call twice."""

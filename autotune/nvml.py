@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -18,9 +18,10 @@ from autotune.units import format_bytes
 MAX_NAMED = 3
 """Holders in one line, the largest first."""
 
+_NO_DRIVER = "NVML Shared Library Not Found"
 _EXPLANATIONS = {
     # NVML's own words (nvidia-ml-py 13, pynvml.py), in other words
-    "NVML Shared Library Not Found": "NVIDIA's driver is not installed",
+    _NO_DRIVER: "NVIDIA's driver is not installed",
     "Driver Not Loaded": "NVIDIA's driver is installed, and not loaded: `nvidia-smi` may say why",
     "RM has detected an NVML/RM version mismatch.": (
         "NVIDIA's driver was updated since it was loaded: a restart is needed"
@@ -30,6 +31,11 @@ _EXPLANATIONS = {
 
 class NoCard(Exception):
     """No card is visible; its text is one clause that says why."""
+
+    def __init__(self, reason: str, *, is_fault: bool = False) -> None:
+        super().__init__(reason)
+        self.is_fault = is_fault
+        """Something is broken; otherwise there is nothing that could be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +88,8 @@ def opened() -> Iterator[Any]:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         said = str(error)
-        raise NoCard(_EXPLANATIONS.get(said, f"NVIDIA's driver says: {said}")) from error
+        reason = _EXPLANATIONS.get(said, f"NVIDIA's driver says: {said}")
+        raise NoCard(reason, is_fault=said != _NO_DRIVER) from error
 
 
 def visible(pynvml: Any) -> list[Any]:
@@ -141,6 +148,66 @@ def occupancy() -> Occupancy | None:
         return None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardState:
+    """What the driver says of the first visible card. None where it does not tell."""
+
+    name: str
+    num_visible: int
+    """Cards that this process sees, this one among them."""
+    compute_capability: tuple[int, int]
+    driver: str
+    cuda: tuple[int, int] | None
+    """The newest CUDA version that the driver runs, (major, minor)."""
+    clock_reasons: int | None
+    """Bits of nvmlDeviceGetCurrentClocksEventReasons."""
+    power_limit_watts: float | None
+    """In force now, whoever set it."""
+    default_power_limit_watts: float | None
+
+
+def card_state() -> CardState:
+    """Raises NoCard."""
+    with opened() as pynvml:
+        handles = visible(pynvml)
+        handle = handles[0]
+
+        def told(ask: Callable[..., int], *arguments: Any) -> int | None:
+            try:
+                return int(ask(*arguments))
+            except pynvml.NVMLError:
+                return None
+
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        cuda = told(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        limit, default = (
+            told(ask, handle)
+            for ask in (
+                pynvml.nvmlDeviceGetEnforcedPowerLimit,
+                pynvml.nvmlDeviceGetPowerManagementDefaultLimit,
+            )
+        )
+        return CardState(
+            name=text(pynvml.nvmlDeviceGetName(handle)),
+            num_visible=len(handles),
+            compute_capability=(int(major), int(minor)),
+            driver=text(pynvml.nvmlSystemGetDriverVersion()),
+            # nvml.h: 1000 x major + 10 x minor, and milliwatts
+            cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
+            clock_reasons=told(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
+            power_limit_watts=None if limit is None else limit / 1000,
+            default_power_limit_watts=None if default is None else default / 1000,
+        )
+
+
+def driver_version() -> str:
+    """With the newest CUDA that it runs; raises NoCard. There may be a driver and no card."""
+    with opened() as pynvml:
+        cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+        driver = text(pynvml.nvmlSystemGetDriverVersion())
+        return f"{driver} (CUDA {cuda // 1000}.{cuda % 1000 // 10})"
+
+
 _SLOWED = {
     # bits of nvmlDeviceGetCurrentClocksEventReasons (nvidia-ml-py 13, pynvml.py), worst first
     0x40: "too hot",
@@ -149,6 +216,7 @@ _SLOWED = {
     0x08: "the hardware slows it down",
     0x04: "at its power limit",
 }
+_BY_HARDWARE = 0x40 | 0x80 | 0x08
 
 
 def slowed_down() -> str:
@@ -158,7 +226,17 @@ def slowed_down() -> str:
             reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(visible(pynvml)[0])
     except NoCard:
         return ""
-    return next((words for bit, words in _SLOWED.items() if reasons & bit), "")
+    return slowed_in_words(reasons)
+
+
+def slowed_in_words(clock_reasons: int) -> str:
+    """Empty where nothing slows the card down."""
+    return next((words for bit, words in _SLOWED.items() if clock_reasons & bit), "")
+
+
+def is_slowed_by_hardware(clock_reasons: int) -> bool:
+    """The card protects itself: its cooling or its supply is not up to it."""
+    return bool(clock_reasons & _BY_HARDWARE)
 
 
 def memory_of(pynvml: Any, handle: Any) -> Any:

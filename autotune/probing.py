@@ -30,6 +30,7 @@ from autotune.config import TrainConfig
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
+from autotune.logged_runs import log_run
 from autotune.models import ModelSource
 from autotune.out_of_memory import says_out_of_memory
 from autotune.probe_key import probe_key
@@ -121,6 +122,7 @@ class Prober:
         share = self._useful_share(config)
         measurement = self._find(config, self.spec, slow_below=slow_below / share)
         if measurement is not None:
+            log_run(measurement, "known probe")
             self.num_reused += 1
             speed = measurement.tokens_per_second
             if measurement.outcome == "slow" and watch is not None and speed is not None:
@@ -219,6 +221,7 @@ class Prober:
                 on_answer=None if watch is None else functools.partial(_follow, watch, folder),
             )
         measurement = self._read(end, config, spec)
+        log_run(measurement, "confirmation" if spec.confirm_steps else "probe")
         key = probe_key(self._model.config, config, spec, self.fingerprint_of(config))
         tail = "" if measurement.outcome == "ok" else end.stderr_tail
         self._table.add(key, measurement, model=self._model.name, stderr_tail=tail)

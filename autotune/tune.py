@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune import compiled, waterfall
+from autotune import compiled, log, waterfall
 from autotune.config import METHODS, TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.details import Details
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
@@ -49,6 +49,8 @@ from autotune.summary import (
 from autotune.trace_table import TraceTable
 from autotune.tracing import trace_all
 from autotune.units import format_bytes
+
+_log = log.logger(__name__)
 
 NOISE = 0.02
 """Speeds closer than this are tied: a probe measures until its spread is under 2 %."""
@@ -152,6 +154,7 @@ def find(
     HardwareError for a card whose speed is unknown.
     """
     started = time.monotonic()
+    progress = log.stages(_log, progress)
     num_layers = model.config.get("num_hidden_layers")
     ways_to_compile = compiled.settings_of(space)
     space, left_out = predictable(

@@ -11,6 +11,14 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _log_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands that tests run leave their log with the tests, not with the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOTUNE_LOG", str(tmp_path_factory.mktemp("log") / "autotune.log"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
     """Address of a database in which others may be created; AUTOTUNE_TEST_POSTGRES names another."""

@@ -31,8 +31,15 @@ def fake_nvml(
     graphics: Sequence[Process] = (),
     programs: dict[int, str] | None = None,
     clock_reasons: int = 0,
+    compute_capability: tuple[int, int] = (8, 9),
+    driver: str = "580.65.06",
+    cuda: int = 13000,
+    power_limits: tuple[int, int] | None = (72_000, 72_000),
 ) -> list[str]:
-    """Install the stand-in; return the list that records nvmlShutdown. `error` is what init says."""
+    """Install the stand-in; return the list that records nvmlShutdown. `error` is what init says.
+
+    `power_limits` in force and by default, in milliwatts; None where the card has none.
+    """
     calls: list[str] = []
 
     def init() -> None:
@@ -56,6 +63,11 @@ def fake_nvml(
             raise NvmlError("Not Found")
         return programs[pid]
 
+    def power(which: int) -> int:
+        if power_limits is None:
+            raise NvmlError("Not Supported")
+        return power_limits[which]
+
     def running(processes: Sequence[Process]) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in processes]
 
@@ -69,7 +81,11 @@ def fake_nvml(
     nvml.nvmlDeviceGetName = lambda handle: names[handle]
     nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}abc"
     nvml.nvmlDeviceGetMemoryInfo = memory
-    nvml.nvmlDeviceGetCudaComputeCapability = lambda _handle: (8, 9)
+    nvml.nvmlDeviceGetCudaComputeCapability = lambda _handle: compute_capability
+    nvml.nvmlSystemGetDriverVersion = lambda: driver
+    nvml.nvmlSystemGetCudaDriverVersion_v2 = lambda: cuda
+    nvml.nvmlDeviceGetEnforcedPowerLimit = lambda _handle: power(0)
+    nvml.nvmlDeviceGetPowerManagementDefaultLimit = lambda _handle: power(1)
     nvml.nvmlDeviceGetComputeRunningProcesses = lambda _handle: running(compute)
     nvml.nvmlDeviceGetGraphicsRunningProcesses = lambda _handle: running(graphics)
     nvml.nvmlDeviceGetCurrentClocksEventReasons = lambda _handle: clock_reasons

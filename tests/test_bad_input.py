@@ -350,6 +350,33 @@ def test_a_base_that_is_none(fail: Fail, tmp_path: Path, text: str, part: str) -
     assert part in err
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("base.py", b"x = (", "base.py is not a Python program. line 1"),
+        ("base.py", b"x = 1\0", "base.py is not a Python program"),
+        ("base.py", b"TrainingArguments(**options)", "what **options spreads is no literal"),
+        ("base.py", b"TrainingArguments(bf16=" + b"f" * 10_000 + b")", "bf16: ffff"),
+        ("base.py", b"# " + b"x" * 2**20, "base.py is larger than 1 MiB"),
+        ("base.json", b'{"peft_type": "LORA", "r": [8]}', "adapter r must be a whole number, not a list"),
+        ("base.json", b'{"load_in_4bit": "yes please"}', "load_in_4bit: yes please"),
+        ("base.json", b'{"zero_optimization": [3]}', "zero_optimization must be a mapping"),
+        ("base.yaml", b"num_processes: many\ndistributed_type: NO\n", "num_processes must be a whole"),
+        ("base.yaml", b"model: {_component_: torchtune.x}\nbatch_size: {}\n", "batch_size must be a"),
+        ("base.yaml", b"optim: &a [*a]\n", "is not a YAML document. It is nested too deeply"),
+        ("base.yaml", b"\xff\xfe", "base.yaml is not UTF-8 text"),
+    ],
+)  # fmt: skip
+def test_a_base_of_another_trainer_that_is_none(
+    fail: Fail, tmp_path: Path, name: str, content: bytes, part: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    code, err = fail(*FIND, "--base", name)
+    assert code == 2
+    assert part in " ".join(err.split())
+    assert len(err) < 3000
+
+
 def trials(path: Path) -> int:
     storage = f"sqlite:///{path}"
     (name,) = optuna.get_all_study_names(storage)

@@ -9,7 +9,7 @@ from autotune import bases, space_file
 from autotune.config import TrainConfig, Workload
 from autotune.export import EXPORTERS
 from autotune.export.mapping import unsaid
-from autotune.export.read import BaseRun
+from autotune.export.read import BaseRun, read_base
 from autotune.space import as_in_base, enumerate_configs
 
 FILES = Path(__file__).with_name("data") / "bases"
@@ -18,7 +18,7 @@ QUICK = Workload(model="m", memory_budget_bytes=1, sequence_length=2048, effecti
 
 def read(name: str, **given: int) -> tuple[BaseRun, list[str]]:
     notes: list[str] = []
-    options = {"seq_len": None, "num_gpus": 1, "has_bf16": True, **given}
+    options = {"seq_len": None, "num_gpus": 1, "effective_batch": 32, "has_bf16": True, **given}
     run = bases.read_run(FILES / name, **options, usual_length=1024, note=notes.append)  # type: ignore[arg-type]
     return run, notes
 
@@ -144,8 +144,9 @@ def test_theirs_is_never_written_over(tmp_path: Path) -> None:
 
 
 def test_their_file_takes_the_place_of_ours_of_that_name(tmp_path: Path) -> None:
-    run, _ = read("axolotl.yaml")
-    run = dataclasses.replace(run, path=tmp_path / "train_config.yaml")
+    path = tmp_path / "train_config.yaml"
+    path.write_bytes((FILES / "axolotl.yaml").read_bytes())
+    run = read_base(path)
     exporters = bases.with_edited(EXPORTERS, tmp_path / "out", run, run.config)
     names = [exporter.filename for exporter in exporters]
     assert names.count("train_config.yaml") == 1

@@ -174,6 +174,7 @@ FROZEN: dict[str, dict[str, Any]] = {
     "gpus": {},
     "models": {},
     "spaces": {},
+    "doctor": {"--storage": "sqlite:///studies/autotune.db", "--json": False},
     "studies": {},
     "completion": {"shell": None},
 }
@@ -530,6 +531,51 @@ def test_another_trainers_file_comes_back_with_the_answer(
     assert "micro_batch_size: 4\n" in written
     assert written.startswith("base_model: Qwen/Qwen2.5-1.5B  # ours\n")
     assert "note: your mine.yaml is written" in " ".join(ran.err.split())
+
+
+def test_a_program_comes_back_with_the_answer(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.py"
+    text = (
+        "from transformers import AutoModelForCausalLM, TrainingArguments\n"
+        "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-1.5B')  # ours\n"
+        "arguments = TrainingArguments(\n"
+        "    per_device_train_batch_size=2,  # of 24 GB\n"
+        "    gradient_accumulation_steps=16,\n"
+        "    learning_rate=args.lr,\n"
+        ")\n"
+    )
+    path.write_text(text, encoding="utf-8")
+    ran = main("find", "--base", str(path), "--gpu-mem", "12GB", "--out", "out")
+    assert ran.code == 0, ran.err
+    assert asked[0]["workload"].model == "Qwen/Qwen2.5-1.5B"
+    assert {section.method for section in asked[0]["space"].methods} == {"full"}
+    assert path.read_text(encoding="utf-8") == text
+    written = (tmp_path / "out" / "mine.py").read_text(encoding="utf-8")
+    assert "    per_device_train_batch_size=4,  # of 24 GB\n" in written
+    assert "    learning_rate=args.lr,\n" in written
+    said = " ".join(ran.err.split())
+    assert "note: your mine.py is written" in said
+    assert "no other file has it: learning_rate: args.lr (line 6)" in said
+
+
+def test_what_a_part_leaves_open_is_taken_and_said(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "adapter_config.json"
+    path.write_text(
+        '{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],'
+        ' "base_model_name_or_path": "Qwen/Qwen2.5-1.5B"}'
+    )
+    ran = main(
+        "find", "--base", str(path), "--gpu-mem", "12GB", "--effective-batch", "64", "--out", "out"
+    )
+    assert ran.code == 0, ran.err
+    base = asked[0]["base"]
+    assert (base.lora_rank, base.lora_targets, base.effective_batch_size) == (8, "q_proj", 64)
+    assert "does not say how it trains: micro_batch_size: 1" in " ".join(ran.err.split())
+    assert (tmp_path / "out" / "adapter_config.json").exists()
 
 
 def test_a_model_is_needed_where_no_file_names_one(

@@ -15,7 +15,8 @@ from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import axolotl, huggingface, llama_factory, train_config
 from autotune.export.mapping import keys_of, read, unsaid
-from autotune.export.read import READERS, BaseRun, EditedBase, read_base
+from autotune.export.opening import READERS
+from autotune.export.read import BaseRun, EditedBase, read_base
 
 BASES = Path(__file__).with_name("data") / "bases"
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
@@ -335,7 +336,7 @@ def test_a_problem_is_said_once_and_by_the_key_that_the_file_has(tmp_path: Path)
     [
         ("just text", "has no section"),
         ("- a\n- list\n", "has no section"),
-        ("peft_type: LORA\nr: 8\n", "has no section"),
+        ("r: 8\n", "has no section"),
         ("base_model: [\n", "not a YAML document"),
         ("base_model: !!python/object/apply:os.system ['true']\n", "not a YAML document"),
     ],

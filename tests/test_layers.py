@@ -15,7 +15,9 @@ PACKAGE = Path(__file__).parents[1] / "autotune"
 
 ROWS = {
     "errors": 0,
+    "redacted": 0,
     "version": 0,
+    "log": 1,
     "typed": 1,
     "units": 1,
     "adapters": 2,
@@ -36,6 +38,8 @@ ROWS = {
     "space": 3,
     "summary": 3,
     "details": 3,
+    "logged_runs": 4,
+    "versions": 4,
     "space_file": 3,
     "needs": 3,
     "options": 3,
@@ -72,6 +76,7 @@ ROWS = {
     "tune": 5,
     "waterfall": 5,
     "winner": 5,
+    "doctor": 5,
     "report": 5,
     "nightly": 6,
     "finding": 6,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -868,3 +869,29 @@ def test_what_does_not_compile_leaves_the_eager_answer(url: str, table: ProbeTab
     assert not found.best.config.is_compiled
     assert found.compiled is None
     assert found.num_compiled >= 1
+
+
+def test_every_run_is_in_the_log(
+    url: str, table: ProbeTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What came of it, measured, known or crashed; a crash is a warning."""
+
+    def answer(config: TrainConfig) -> Measurement | WorkerEnd:
+        if config.micro_batch_size == 8:
+            return ended(how="crashed", code=-6, said="the last words")
+        return measured(config)
+
+    server = Server(answer, confirm=measured)
+    with caplog.at_level(logging.INFO, logger="autotune.logged_runs"):
+        run(url, table, server, baseline=True, confirm_steps=3)
+        run(url, table, server, baseline=True, confirm_steps=3)
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert sum(line.startswith(("probe: ok, ", "probe: slow ")) for _, line in lines) == len(
+        set(server.probed) - {8}
+    )
+    crashes = [(level, line) for level, line in lines if "crashed" in line]
+    assert crashes
+    assert all(level == "WARNING" and "the last words, no speed" in line for level, line in crashes)
+    assert sum(line.startswith("confirmation: ok") for _, line in lines) == len(server.confirmed)
+    assert any(line.startswith("known probe: ok, ") for _, line in lines)
+    assert all("micro-batch" in line for _, line in lines)

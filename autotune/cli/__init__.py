@@ -2,21 +2,28 @@
 
 Everything slow is imported inside the commands, so that `autotune --help` stays quick. Results go
 to stdout, progress, warnings and errors to stderr. Exit codes: autotune.errors; 2 as well for a
-wrong option, 1 for a mistake of our own, whose traceback AUTOTUNE_DEBUG=1 shows.
+wrong option, 1 for a mistake of our own, whose traceback is in the log; AUTOTUNE_DEBUG=1 shows it.
+Every command adds to the log (autotune.log): what was typed, how it went, how it ended.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import platform
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import click
 
+from autotune import log
 from autotune.cli import (
     completion,
+    doctor,
     estimate,
     export,
     find,
@@ -26,9 +33,12 @@ from autotune.cli import (
     studies,
     tables,
 )
-from autotune.cli.output import drop_output, explain, say
+from autotune.cli.output import drop_output, explain, note, say
 from autotune.errors import EXIT_INTERRUPTED, AutotuneError, StorageError
+from autotune.redacted import command_line
 from autotune.version import __version__
+
+_log = log.logger(__name__)
 
 _DEBUG = "AUTOTUNE_DEBUG"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -40,15 +50,23 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model's name may hold what a terminal cannot show
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(_run(arguments))
-
-
-def _run(arguments: Sequence[str] | None) -> int:
+    started = time.monotonic()
+    typed = tuple(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = cli.main(arguments, prog_name="autotune", standalone_mode=False)
+        code = _run(typed)
+        _log.info("exit code %d after %.2f s", code, time.monotonic() - started)
+    finally:
+        log.tear_down()
+    sys.exit(code)
+
+
+def _run(arguments: tuple[str, ...]) -> int:
+    try:
+        code = cli.main(arguments, prog_name="autotune", standalone_mode=False, obj=arguments)
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()
+        _log.error("%s", error.format_message(), extra=log.SAID)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         say("Interrupted. What was stored before is as it was.")
@@ -61,6 +79,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 1
     except Exception as error:
         if os.environ.get(_DEBUG):
+            _log.error("internal error", exc_info=error, extra=log.SAID)
             raise
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             drop_output()
@@ -72,17 +91,54 @@ def _run(arguments: Sequence[str] | None) -> int:
                 )
             )
             return StorageError.exit_code
+        kept = log.file_in_use()
         say(
             f"internal error: {type(error).__name__}: {str(error)[:500]}. Please report it with the "
-            f"traceback that {_DEBUG}=1 shows."
+            f"traceback {f'in {kept}' if kept else f'that {_DEBUG}=1 shows'} and what `autotune "
+            "--version --verbose` prints.",
+            level=logging.ERROR,
+            cause=error,
         )
         return 1
     return code if isinstance(code, int) else 0
 
 
+def _print_version(context: click.Context, _option: click.Parameter, is_asked: bool) -> None:
+    if not is_asked:
+        return
+    click.echo(f"autotune, version {__version__}")
+    if context.params["verbose"]:
+        from autotune import versions
+
+        for line in versions.lines():
+            click.echo(line)
+    context.exit()
+
+
 @click.group(context_settings=_SETTINGS)
-@click.version_option(__version__, prog_name="autotune")
-def cli() -> None:
+@click.option(
+    "-v",
+    "--verbose",
+    count=True,
+    is_eager=True,  # --version looks at it
+    show_default=False,
+    help="Show on stderr what goes into the log; twice for more of it.",
+)
+@click.option(
+    "--log-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help=f"The log [default: {log.VARIABLE}, or autotune/autotune.log in XDG_STATE_HOME].",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version; with --verbose what a bug report needs.",
+)
+@click.pass_context
+def cli(context: click.Context, /, *, verbose: int, log_file: Path | None) -> None:
     """Find the fastest fine-tuning configuration of a model that fits a GPU.
 
     Example: autotune find --model Qwen/Qwen2.5-1.5B --gpu-mem 12GB
@@ -91,6 +147,9 @@ def cli() -> None:
     7 and 8 what a night found (autotune nightly), 130 interrupted. AUTOTUNE_DEBUG=1 shows the traceback
     of an internal error.
     """
+    log.set_up(log_file, verbosity=verbose, warn=note)
+    typed = command_line(("autotune", *(context.obj or ())))
+    _log.info("autotune %s, Python %s: %s", __version__, platform.python_version(), typed)
 
 
 for command in (
@@ -102,6 +161,7 @@ for command in (
     studies.studies,
     nightly.nightly,
     completion.completion,
+    doctor.doctor,
     tables.gpus,
     tables.models,
     tables.spaces,

@@ -66,9 +66,11 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 @click.option(
     "--base",
     type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="The file to improve on: train_config.yaml, axolotl's, LLaMA-Factory's, TRL's or "
-    "TrainingArguments [default: TrainingArguments' defaults].",
+    metavar="FILE|FOLDER",
+    help="What to improve on: train_config.yaml; axolotl's, LLaMA-Factory's, torchtune's or TRL's YAML; "
+    "TrainingArguments, PEFT's adapter_config or bitsandbytes' quantization_config as JSON; accelerate's or "
+    "DeepSpeed's configuration; a Python program (Trainer, TRL, PEFT, Unsloth), which is read and never "
+    "run; or a folder that find has written [default: TrainingArguments' defaults].",
 )
 @click.option(
     "--effort",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shlex
 import sys
 from typing import Any
 
-from autotune import database
-from autotune.errors import AutotuneError
+from autotune import database, log
+from autotune.errors import AutotuneError, ConfigError
+from autotune.redacted import redacted
+
+_log = log.logger(__name__)
 
 
 def drop_output() -> None:
@@ -18,19 +22,22 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def say(text: str) -> None:
-    """One line on stderr, with whatever is in it made printable."""
-    line = " ".join(text.split())
+def say(text: str, *, level: int = logging.INFO, cause: BaseException | None = None) -> None:
+    """One line on stderr, with whatever is in it made printable; in the log with its cause."""
+    line = redacted(" ".join(text.split()))
+    _log.log(level, "%s", line, exc_info=cause, extra=log.SAID)
     with contextlib.suppress(OSError):
         print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line), file=sys.stderr)
 
 
 def note(text: str) -> None:
-    say(f"note: {text}")
+    say(f"note: {text}", level=logging.WARNING)
 
 
 def explain(error: AutotuneError) -> None:
-    say(f"error: {error}")
+    # What the user typed needs no traceback.
+    cause = None if isinstance(error, ConfigError) else error
+    say(f"error: {error}", level=logging.ERROR, cause=cause)
 
 
 def command_on(study: str, command: str, storage: str) -> str:

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MAX_VALUES = 1_000_000
+"""A few aliases in YAML can stand for more than memory holds."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
@@ -34,12 +37,12 @@ def edited(text: str, changes: Sequence[Change]) -> tuple[str, bool]:
     content = parsed(text)
     wanted = copy.deepcopy(content)
     for change in changes:
-        _apply(wanted, change)
+        applied(wanted, change)
     if wanted == content:
         return text, True
     is_json = _is_json(text)
     try:
-        new = _spliced(text, changes, is_json)
+        new = _spliced(text, _joined(content, changes), is_json)
         if parsed(new) == wanted:
             return new, True
     except (yaml.YAMLError, ValueError, _NotHereError):
@@ -47,6 +50,21 @@ def edited(text: str, changes: Sequence[Change]) -> tuple[str, bool]:
     if is_json:
         return json.dumps(wanted, indent=2) + "\n", True
     return yaml.safe_dump(wanted, sort_keys=False), "#" not in text
+
+
+def _joined(content: dict[str, Any], changes: Sequence[Change]) -> list[Change]:
+    """The changes, with those below a mapping that is not there yet in one."""
+    made: dict[str, Change] = {}
+    for change in changes:
+        folder, _, rest = change.key.partition(".")
+        if not rest or change.value is None or isinstance(content.get(folder), dict):
+            made[change.key] = change
+            continue
+        joined = made.get(folder, Change(key=folder, value={}, after=change.after))
+        value = copy.deepcopy(joined.value)
+        applied(value, Change(key=rest, value=change.value))
+        made[folder] = Change(key=folder, value=value, after=joined.after)
+    return list(made.values())
 
 
 def parsed(text: str) -> Any:
@@ -58,7 +76,20 @@ def parsed(text: str) -> Any:
             return json.loads(text)
         except json.JSONDecodeError:
             pass
-    return yaml.safe_load(text)
+    content = yaml.safe_load(text)
+    if _num_values(content, {}) > MAX_VALUES:
+        raise ValueError("its aliases stand for more than anybody has written")
+    return content
+
+
+def _num_values(content: Any, known: dict[int, int]) -> int:
+    """Values in it, those that an alias stands for each time. RecursionError for one within itself."""
+    if not isinstance(content, (dict, list)):
+        return 1
+    if id(content) not in known:
+        below = content.values() if isinstance(content, dict) else content
+        known[id(content)] = 1 + sum(_num_values(each, known) for each in below)
+    return known[id(content)]
 
 
 class _NotHereError(Exception):
@@ -73,7 +104,8 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _apply(content: dict[str, Any], change: Change) -> None:
+def applied(content: dict[str, Any], change: Change) -> None:
+    """Make the change in the content itself."""
     if change.instead:
         content.pop(change.instead, None)
     *folders, last = change.key.split(".")

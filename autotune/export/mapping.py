@@ -14,13 +14,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.adapters import ATTENTION_PROJECTIONS, whole_alpha
+from autotune.adapters import ATTENTION_PROJECTIONS, lora_alpha, whole_alpha
 from autotune.config import METHODS, TrainConfig
 from autotune.errors import nearest
 from autotune.knobs import KNOBS
 
 _POSITIVE = KNOBS["micro_batch_size"].read
 _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+
+
+@dataclass(frozen=True, slots=True)
+class NotLiteral:
+    """A value of a program that only running it would tell: what it is, it is equal to any other."""
+
+    source: str = field(compare=False)
+    line: int = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.source} (line {self.line})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +61,17 @@ class Row:
     say: Callable[..., Mapping[str, Any]] | None = None
     hear: Callable[[Mapping[str, Any]], Any] | None = None
     """May raise ValueError; the setting's own check comes after it."""
+    can_say: Callable[[Any], bool] | None = None
+    """Whether there are words for a value; None: for every one."""
     methods: tuple[str, ...] = METHODS
     """Training methods that the row is about."""
     also: tuple[str, ...] = ()
     """Further settings that `say` is told: what it writes depends on them."""
     nearest: Mapping[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
     """Written instead of what no choice says; the empty key is for all others."""
+
+    def says(self, value: Any) -> bool:
+        return self.can_say is None or self.can_say(value)
 
     def told(self, config: TrainConfig) -> tuple[Any, ...]:
         """What decides how the row is said."""
@@ -83,6 +99,10 @@ class Target:
     defaults: Mapping[str, Any]
     """The trainer's own of the keys in `rows`; what is not in it is off, or must be named."""
     model_key: str = ""
+    model_of: Callable[[Mapping[str, Any]], str | None] | None = None
+    """The model, where no key names it as it is."""
+    several_gpus: str = "ddp"
+    """How several GPUs share a run whose file does not say."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings that every file of this trainer has, by what it is."""
     auto_bf16: str = ""
@@ -104,6 +124,8 @@ class Target:
     what is a field of that class is one."""
     has_own_names: bool = False
     """Only `arguments` are TrainingArguments: another key of such a name is something else."""
+    follows: Callable[[TrainConfig], Mapping[str, Any]] | None = None
+    """Keys that no setting decides alone."""
     caveats: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = ()
     """Where the trainer does what was not predicted, whatever its file says."""
 
@@ -144,11 +166,19 @@ def of_values(name: str, key: str, values: Mapping[Any, Any], **more: Any) -> Ro
     return choices((name,), *rows, **more)
 
 
-def of_alpha(rank_key: str, *, is_twice: bool = False, **more: Any) -> Row:
-    """A whole `lora_alpha` beside the rank. `is_twice`: without the key it is twice the rank."""
+def of_alpha(
+    rank_key: str,
+    key: str = "lora_alpha",
+    *,
+    is_twice: bool = False,
+    is_whole: bool = True,
+    **more: Any,
+) -> Row:
+    """LoRA's alpha beside the rank. `is_twice`: without the key it is twice the rank. `is_whole`: it must
+    be a whole number."""
 
     def hear(said: Mapping[str, Any]) -> Any:
-        alpha, rank = said["lora_alpha"], said[rank_key]
+        alpha, rank = said[key], said[rank_key]
         if not alpha and is_twice:
             return KNOBS["lora_alpha_ratio"].default
         if alpha is None:
@@ -158,11 +188,12 @@ def of_alpha(rank_key: str, *, is_twice: bool = False, **more: Any) -> Row:
         except (TypeError, ValueError):
             return alpha  # the rank's own row says what is wrong with the rank
 
+    scaled = whole_alpha if is_whole else lora_alpha
     return Row(
         ours=("lora_alpha_ratio",),
         also=("lora_rank",),
-        keys=("lora_alpha", rank_key),
-        say=lambda ratio, rank: {"lora_alpha": whole_alpha(ratio, rank), rank_key: rank},
+        keys=(key, rank_key),
+        say=lambda ratio, rank: {key: scaled(ratio, rank), rank_key: rank},
         hear=hear,
         **more,
     )
@@ -206,7 +237,8 @@ def keys_of(target: Target, config: TrainConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for row in _rows(target, config.method):
         if row.say is not None:
-            keys |= row.say(*row.told(config))
+            is_said = row.says(getattr(config, row.ours[0]))
+            keys |= row.say(*row.told(config)) if is_said else {}
             continue
         choice = row.choice_said(row.told(config))
         if choice is not None:
@@ -229,6 +261,8 @@ def unsaid(target: Target, config: TrainConfig) -> tuple[str, ...]:
         elif row.choices and row.choice_for(values) is None:
             differing = [name for name in row.ours if not _is_said_somehow(row, name, config)]
             words += [_words(name, config) for name in differing or row.ours]
+        if config.method in row.methods and row.say is not None and not row.says(values[0]):
+            words.append(_words(row.ours[0], config))
     words += [
         _words(name, config)
         for name in KNOBS
@@ -246,9 +280,11 @@ def unsaid(target: Target, config: TrainConfig) -> tuple[str, ...]:
 
 def says_method(target: Target, method: str) -> bool:
     """Whether the target trains that way at all."""
-    row = target.rows[0]
     if "method" in target.elsewhere:
         return True
+    if "method" in target.fixed:
+        return bool(method == target.fixed["method"])
+    row = target.rows[0]
     return any(choice.ours[0] == method for choice in row.choices)
 
 
@@ -265,7 +301,7 @@ def allows(target: Target, method: str, name: str, value: object) -> bool:
         return bool(value == _PLAIN[name])
     row = rows[0]
     if row.say is not None:
-        return True
+        return row.says(value)
     place = row.ours.index(name)
     return any(
         choice.ours[place] == value and (row.ours[0] != "method" or choice.ours[0] == method)
@@ -345,6 +381,8 @@ def _rows(target: Target, method: str) -> Iterable[Row]:
 
 def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any, ...]:
     said = {key: value_at(content, key, target.defaults.get(key)) for key in row.keys}
+    for key in row.keys if row.choices else row.keys[:1]:
+        _check_kind(key, content, said[key])
     if row.hear is not None:
         (name,) = row.ours
         in_file = (key for key in row.keys if value_at(content, key) is not None)
@@ -364,6 +402,17 @@ def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any
         ):
             return choice.ours
     raise ValueError(_unknown(row, said, content))
+
+
+def _check_kind(key: str, content: Mapping[str, Any], value: object) -> None:
+    """ValueError for what cannot be read, or stands where other keys should."""
+    folder = key.rpartition(".")[0]
+    above = value_at(content, folder) if folder else None
+    if above is not None and not isinstance(above, (Mapping, NotLiteral)):
+        raise ValueError(f"{folder} must be a mapping of settings to values")
+    for each in (above, value):
+        if isinstance(each, NotLiteral):
+            raise ValueError(f"{key}: {each} is no literal, and nothing is run: write its value")
 
 
 def _may_be_off(name: str) -> bool:
@@ -401,6 +450,8 @@ def _nearest_said(row: Row, config: TrainConfig) -> str | None:
     if row.say is None or row.hear is None:
         return None
     meant, *_ = row.told(config)
+    if not row.says(meant):
+        return None
     heard = row.hear({**dict.fromkeys(row.keys), **row.say(*row.told(config))})
     if not isinstance(meant, float) or math.isclose(meant, heard or 0.0):
         return None
@@ -420,4 +471,6 @@ def _words(name: str, config: TrainConfig) -> str:
 
 def _shown(value: object) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
+    # On one line, and nothing that a terminal cannot be sent: JSON may have half of a surrogate pair.
+    text = " ".join(text.split()).encode("utf-8", "replace").decode()
     return text if len(text) <= 60 else f"{text[:57]}..."

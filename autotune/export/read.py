@@ -1,23 +1,23 @@
 """`--base FILE`: a configuration file of ours or of another trainer, and the same file with the answer.
 
-READERS is the table of formats, told apart by what is in the file. What a file leaves out takes the
-trainer's own default; what it has beyond our settings stays as it is.
+What a file leaves out takes the trainer's own default; what it has beyond our settings stays as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.config import METHODS, TrainConfig, Workload
+from autotune.adapters import ADAPTERS, peft_fields
+from autotune.config import METHODS, PARALLELISMS, TrainConfig, Workload
 from autotune.errors import ConfigError
-from autotune.export import axolotl, huggingface, llama_factory, train_config
-from autotune.export.edit import Change, edited, parsed
+from autotune.export.edit import Change
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
 from autotune.export.mapping import (
+    NotLiteral,
     Row,
     Target,
     entries,
@@ -28,20 +28,16 @@ from autotune.export.mapping import (
     same,
     value_at,
 )
+from autotune.export.opening import open_base
+from autotune.export.parts import Part, all_of
+from autotune.export.quantization_config import quantization_fields
+from autotune.export.section_rows import ADAPTER, QUANTIZATION, in_words
 from autotune.export.text import caveats_of
-from autotune.export.training_args import installed_fields
+from autotune.export.training_args import installed_fields, training_arguments
 from autotune.knobs import KNOBS, REQUIRED
-from autotune.units import MIB
 
-MAX_FILE_BYTES = MIB
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reader:
-    """One format."""
-
-    target: Target
-    recognise: Callable[[Mapping[str, Any]], bool]
+_OPEN = ("micro_batch_size", "gradient_accumulation_steps", "precision", "optimizer")
+"""Settings that every run has, whatever its files say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +46,7 @@ class BaseRun:
 
     path: Path
     config: TrainConfig
-    """On one GPU, unless the file is ours."""
+    """On one GPU, unless the file says how many."""
     extra_arguments: str = "{}"
     """As Workload has them."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -63,58 +59,42 @@ class BaseRun:
     """Whose file it is; None: ours."""
     has_length: bool = True
     """The file says how long a sequence is."""
+    has_gpus: bool = True
+    """The file says how many GPUs there are."""
+    taken: tuple[str, ...] = ()
+    """Settings that every run has and the file does not say."""
     text: str = ""
-
-
-def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda content: any(key in content for key in keys)
-
-
-READERS: tuple[Reader, ...] = (
-    Reader(target=axolotl.TARGET, recognise=_has("base_model")),
-    Reader(
-        target=llama_factory.TARGET,
-        recognise=_has("finetuning_type", "cutoff_len", "stage", "template", "quantization_bit"),
-    ),
-    Reader(
-        target=huggingface.SFT,
-        recognise=_has("model_name_or_path", "max_length", "packing", "use_peft", "dataset_name"),
-    ),
-    Reader(
-        target=huggingface.TRAINING_ARGUMENTS,
-        recognise=_has(
-            "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "output_dir"
-        ),
-    ),
-)
-"""The first that recognises a file reads it."""
+    parts: tuple[Part, ...] = ()
+    """The files, where they are not ours."""
 
 
 def read_base(
-    path: Path, *, sequence_length: int = 1024, method: str = "full", has_bf16: bool = True
+    path: Path,
+    *,
+    sequence_length: int = 1024,
+    method: str = "full",
+    has_bf16: bool = True,
+    samples: int = 1,
+    num_gpus: int = 1,
 ) -> BaseRun:
-    """The run of a file. `sequence_length` and `method` are for formats that say nothing of them,
-    `has_bf16` for those that leave the precision to the card.
+    """The run of a file or folder. `sequence_length`, `method`, `samples` per optimizer step and
+    `num_gpus` are for formats that say nothing of them, `has_bf16` for those that leave the precision
+    to the card.
 
     Raises ConfigError, which names every problem with its key.
     """
-    import yaml
-
-    text = _text_of(path)
-    try:
-        content = parsed(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        content = None  # train_config says where it is broken
-    reader = None
-    if isinstance(content, dict) and "config" not in content:
-        reader = next((each for each in READERS if each.recognise(content)), None)
-    if reader is None or content is None:
-        ours = train_config.from_yaml(text, source=str(path))
+    opened = open_base(path, method, has_bf16=has_bf16)
+    target, content, ours = opened.target, opened.content, opened.ours
+    if target is None:
+        assert ours is not None
         return BaseRun(
-            path=path, config=ours.config, extra_arguments=ours.extra_arguments, text=text
+            path=path,
+            config=ours.config,
+            extra_arguments=ours.extra_arguments,
+            text=opened.parts[0].text,
         )
-    target = reader.target
     values, problems = read(target, content)
+    problems = [*opened.problems, *problems]
     extra_arguments = "{}"
     try:
         extra_arguments = read_extra_arguments(arguments_of(target, content))
@@ -123,46 +103,116 @@ def read_base(
     if problems:
         raise ConfigError(
             f"{path} cannot be used ({target.name})",
-            why="; ".join(problems),
+            why="; ".join(dict.fromkeys(map(in_words, problems))),
             remedy="Change or take out what is named",
         )
+    if ours is not None:
+        values = _as_ours(target, content, values, ours.config)
     is_auto = target.auto_bf16 and value_at(content, target.auto_bf16, "auto") == "auto"
     if is_auto and not has_bf16 and values["precision"] == "bf16-autocast":
         values["precision"] = "fp16-autocast"
-    has_length = "sequence_length" in values
-    of_method = {} if "method" in values else _settings_of(method)
-    config = TrainConfig(**{"sequence_length": sequence_length, **of_method, **values})
+    method = values.get("method", method)
+    num_gpus = values.get("num_gpus", num_gpus)
+    steps = samples // (num_gpus * values.get("micro_batch_size", 1))
+    usual = _defaults(values, method, has_bf16, max(1, steps))
+    taken = {name: value for name, value in usual.items() if name not in values}
+    config = TrainConfig(
+        **{"sequence_length": sequence_length, **_settings_of(method), **taken, **values}
+    )
     known = {key.split(".")[0] for row in target.rows for key in row.keys}
     known |= {target.model_key, *target.renamed, *target.flags}
-    model = content.get(target.model_key) if target.model_key else None
     return BaseRun(
         path=path,
         config=config,
         extra_arguments=extra_arguments,
         extra={key: value for key, value in content.items() if key not in known},
-        model=model if isinstance(model, str) else None,
-        notes=(*notes(target, content), *caveats_of(target, config)),
+        model=_model_of(target, content),
+        notes=(*opened.notes, *notes(target, content), *caveats_of(target, config)),
         target=target,
-        has_length=has_length,
-        text=text,
+        has_length="sequence_length" in values,
+        has_gpus="num_gpus" in values,
+        taken=tuple(taken),
+        text=opened.parts[0].text,
+        parts=opened.parts,
     )
+
+
+def _as_ours(
+    target: Target, content: Mapping[str, Any], values: Mapping[str, Any], ours: TrainConfig
+) -> dict[str, Any]:
+    """The settings of our own file, where the others say what would be written for it."""
+    if values.get("method", ours.method) != ours.method:
+        return dict(values)
+    content = in_current_words(target, content)
+    written: dict[str, Any] = {
+        **training_arguments(ours),
+        **_behind(ADAPTER, peft_fields(ours) if ours.method in ADAPTERS else {}),
+        **_behind(QUANTIZATION, quantization_fields(ours) if ours.quantization != "none" else {}),
+    }
+    differing = {
+        name
+        for row in target.rows
+        for name in row.ours
+        if not all(_says_same(target, key, content, written) for key in row.keys)
+    }
+    kept = {name: value for name, value in ours.to_dict().items() if name not in differing}
+    return {**values, **kept}
+
+
+def _behind(prefix: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{key}": value for key, value in fields.items()}
+
+
+def _says_same(target: Target, key: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    default = target.defaults.get(key)
+    return same(value_at(left, key, default), value_at(right, key, default))
+
+
+def _defaults(values: Mapping[str, Any], method: str, has_bf16: bool, steps: int) -> dict[str, Any]:
+    """TrainingArguments' defaults as a search without a base has them (tune.default_base)."""
+    library = PARALLELISMS[values.get("parallelism", "none")].library
+    precisions = {
+        (True, True): "bf16-true",
+        (True, False): "bf16-autocast",
+        (False, True): "fp16-mixed",
+        (False, False): "fp16-autocast",
+    }
+    precision = precisions[has_bf16, method == "full"]
+    if library == "deepspeed" and precision == "bf16-true":
+        precision = "bf16-mixed"  # DeepSpeed keeps float32 weights beside
+    return dict(zip(_OPEN, (1, steps, precision, "adamw_torch_fused"), strict=True))
+
+
+def _model_of(target: Target, content: Mapping[str, Any]) -> str | None:
+    if target.model_of is not None:
+        return target.model_of(content)
+    model = content.get(target.model_key) if target.model_key else None
+    return model if isinstance(model, str) and model else None
+
+
+def _fields() -> Mapping[str, str]:
+    return installed_fields() or {}
 
 
 def arguments_of(target: Target, content: Mapping[str, Any]) -> dict[str, Any]:
     """TrainingArguments in the file that no setting decides."""
-    fields = installed_fields() or ()
-    found = {theirs: content[key] for key, theirs in target.arguments.items() if key in content}
+    fields = _fields()
+    found = {theirs: value_at(content, key) for key, theirs in target.arguments.items()}
     if not target.has_own_names:
         found |= {key: value for key, value in content.items() if key in fields}
     decided = {*DECIDED, *target.renamed, *target.flags}
-    return {key: value for key, value in found.items() if key not in decided and value is not None}
+    return {
+        key: value
+        for key, value in found.items()
+        if key not in decided and value is not None and not isinstance(value, NotLiteral)
+    }
 
 
 def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[Change]:
     """The keys of the run's file that the answer is written with. `base` is what the file says."""
     assert run.target is not None
     target = run.target
-    content = parsed(run.text)
+    content = all_of(run.parts)
     current = in_current_words(target, content)
     wanted = keys_of(target, answer)
     made: list[Change] = []
@@ -177,6 +227,9 @@ def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[Change
         ]
     if answer.lora_rank is None and base.lora_rank is not None:
         made += [Change(key=key, value=None) for key in target.of_adapters if key in current]
+    if target.follows is not None and base != answer:
+        follows = target.follows(answer).items()
+        made += [Change(key=k, value=v) for k, v in follows if not same(value_at(current, k), v)]
     # The user has none of them in the file, or the loader would not have been timed.
     made += [Change(key=key, value=value) for key, value in answer.loader_arguments.items()]
     return [each for change in made for each in _in_its_words(target, change, content)]
@@ -189,6 +242,8 @@ class EditedBase:
     run: BaseRun
     base: TrainConfig
     filename: str
+    part: Part | None = None
+    """Of the run's files the one that is written; None: the only one."""
     name: str = "base"
 
     def write(
@@ -198,7 +253,8 @@ class EditedBase:
         config: TrainConfig,
         result: Mapping[str, object],  # noqa: ARG002
     ) -> str:
-        text, _ = edited(self.run.text, changes(self.run, self.base, config))
+        part = self.part or self.run.parts[0]
+        text, _, _ = part.edited(changes(self.run, self.base, config))
         return text
 
 
@@ -213,21 +269,6 @@ def _settings_of(method: str) -> dict[str, Any]:
             and (default := knob.default_for(method)) is not REQUIRED
         },
     }
-
-
-def _text_of(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{path} cannot be read", why=why) from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than 1 MiB", why="A configuration has a few KiB")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text") from error
 
 
 def _differs(row: Row, base: TrainConfig, answer: TrainConfig) -> bool:

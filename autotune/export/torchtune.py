@@ -37,7 +37,7 @@ _LLAMA3 = (("path", "original/tokenizer.model"),)
 _SENTENCEPIECE = (("path", "tokenizer.model"),)
 _QWEN = (("path", "vocab.json"), ("merges_file", "merges.txt"))
 
-_FAMILIES = (
+FAMILIES = (
     _Family(
         folder="llama2",
         model_type="LLAMA2",
@@ -154,13 +154,13 @@ OPTIMIZERS: dict[str, dict[str, object]] = {
 """Ours -> the class that Trainer takes for it too (transformers 5.23 trainer_optimizer.py)."""
 _NEAREST_OPTIMIZER = "adamw_torch_fused"
 
-_ATTENTION = {
+ATTENTION = {
     "q_proj": "q_proj",
     "k_proj": "k_proj",
     "v_proj": "v_proj",
     "o_proj": "output_proj",
 }
-_MLP = {"gate_proj", "up_proj", "down_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
 
 _CARRIED = (
     "method",
@@ -221,7 +221,7 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
         "precision": PRECISIONS[config.precision] == PRECISIONS[_nearest_precision(config)],
         "torch_compile": config.torch_compile in ("none", "default"),
         "batching": config.batching in ("packed", "padded"),
-        "lora_targets": _split_targets(config) is not None,
+        "lora_targets": split_targets(config.lora_targets) is not None,
         "lora_variant": config.lora_variant != "rslora",
         "activation_checkpointing": config.activation_checkpointing < 2 or _has_intervals(config),
         "parallelism": config.parallelism in ("none", "fsdp2", "fsdp2-offload"),
@@ -311,7 +311,7 @@ def _content(family: _Family, builder: str, config: TrainConfig) -> dict[str, ob
 
 
 def _adapter(family: _Family, builder: str, config: TrainConfig) -> dict[str, object]:
-    attention, has_mlp = _split_targets(config) or (list(_ATTENTION.values()), True)
+    attention, has_mlp = split_targets(config.lora_targets) or (list(ATTENTION.values()), True)
     assert config.lora_rank is not None
     return {
         "_component_": f"torchtune.models.{family.folder}.lora_{builder}",
@@ -325,16 +325,16 @@ def _adapter(family: _Family, builder: str, config: TrainConfig) -> dict[str, ob
     }
 
 
-def _split_targets(config: TrainConfig) -> tuple[list[str], bool] | None:
+def split_targets(targets: str | None) -> tuple[list[str], bool] | None:
     """(attention's projections, whether the MLP has adapters); None for what it cannot be told."""
-    if config.lora_targets in (None, "all-linear"):
-        return list(_ATTENTION.values()), True
-    if config.lora_targets == "attention":
-        return list(_ATTENTION.values()), False
-    names = set(config.lora_targets.split(","))
-    has_mlp = names >= _MLP
-    if (has_mlp and names - _MLP <= set(_ATTENTION)) or names <= set(_ATTENTION):
-        return [theirs for ours, theirs in _ATTENTION.items() if ours in names], has_mlp
+    if targets in (None, "all-linear"):
+        return list(ATTENTION.values()), True
+    if targets == "attention":
+        return list(ATTENTION.values()), False
+    names = set(targets.split(","))
+    has_mlp = names >= MLP
+    if (has_mlp and names - MLP <= set(ATTENTION)) or names <= set(ATTENTION):
+        return [theirs for ours, theirs in ATTENTION.items() if ours in names], has_mlp
     return None
 
 
@@ -354,5 +354,5 @@ def _where(config: TrainConfig) -> str:
 
 def _find(workload: Workload) -> tuple[_Family, str] | None:
     last = workload.model.rpartition("/")[2].casefold()
-    found = ((family, family.sizes[last]) for family in _FAMILIES if last in family.sizes)
+    found = ((family, family.sizes[last]) for family in FAMILIES if last in family.sizes)
     return next(found, None)

@@ -10,11 +10,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from autotune import log
 from autotune.report import words
 from autotune.report.measuring import Measuring, measuring_on_stderr
 from autotune.report.stderr import Output, output
 from autotune.summary import Counts
 from autotune.tune import Progress
+
+_log = log.logger(__name__)
 
 _PROGRESS = {
     "space": "{done:,} of {total:,} points of the space are valid",
@@ -74,6 +77,7 @@ def on_stderr(*, quiet: bool) -> Listener:
 
 
 def _note(text: str) -> None:
+    _log.warning("note: %s", text, extra=log.SAID)
     print(words.printable(f"note: {' '.join(text.split())}"), file=sys.stderr, flush=True)
 
 

@@ -44,7 +44,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     """The answer of a search: what it is, why it is that one, and what else there is."""
     best, counts = summary.best, summary.counts
     budget_bytes = summary.workload.memory_budget_bytes
-    console = _console(file)
+    console = console_on(file)
     _print_header(console, summary.workload.model, best, summary.measured)
     num_valid = counts.enumerated - counts.invalid
     traceable = f" > traceable {num_valid - counts.unsupported:,}" if counts.unsupported else ""
@@ -144,7 +144,7 @@ def draw_outcome(
                 )
             rows.append(("next", command.replace(" ", words.GLUE), "bold"))
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
-    console = _console(file)
+    console = console_on(file)
     console.print()
     _print_rows(console, rows)
 
@@ -162,7 +162,7 @@ def draw_estimate(
     estimate: Estimate, *, model: str, gpu_reason: str, budget_bytes: int, file: TextIO
 ) -> None:
     """One configuration: whether it fits, where the memory goes, how fast it is."""
-    console = _console(file)
+    console = console_on(file)
     _print_header(console, model, estimate)
     state, count = estimate.state, estimate.parameters
     headroom_bytes = budget_bytes - estimate.peak_device_bytes
@@ -208,17 +208,17 @@ def draw_estimate(
 
 def draw_header(model: str, estimate: Estimate, file: TextIO) -> None:
     """The model, its size, and that the figures are predicted."""
-    _print_header(_console(file), model, estimate)
+    _print_header(console_on(file), model, estimate)
 
 
 def draw_rows(rows: Iterable[Row], file: TextIO) -> None:
     """Labelled lines."""
-    _print_rows(_console(file), rows)
+    _print_rows(console_on(file), rows)
 
 
 def draw_explanation(lines: Sequence[Line], file: TextIO) -> None:
     """The textbook's sum beside the traced figures, in GiB."""
-    console = _console(file)
+    console = console_on(file)
     table = _table("GiB", "textbook", "=>", "whole>", "at the peak>", "why")
     for line in lines:
         figures = (line.textbook_bytes, line.state_bytes, line.peak_bytes)
@@ -230,7 +230,7 @@ def draw_explanation(lines: Sequence[Line], file: TextIO) -> None:
 
 def draw_gpus(here: Sequence[Gpu], known: Sequence[Gpu], file: TextIO) -> None:
     """The cards of this machine, then the catalogue's; what is unknown says so."""
-    console = _console(file)
+    console = console_on(file)
     found = ", ".join(f"{card.name} ({format_bytes(card.capacity_bytes)})" for card in here)
     console.print(printable(f"Here: {found or 'no CUDA GPU'}"), soft_wrap=True)
     headers = ("--gpu", "name", "GiB>", "GB/s>", "TFLOP/s 16 bits>", "CUDA>")
@@ -257,10 +257,11 @@ def draw_table(headers: Sequence[str], rows: Iterable[Sequence[str]], file: Text
     table = _table(*headers)
     for row in rows:
         _add_row(table, row)
-    _console(file).print(table)
+    console_on(file).print(table)
 
 
-def _console(file: TextIO) -> Console:
+def console_on(file: TextIO) -> Console:
+    """As wide as the terminal; text of others is no markup to it."""
     from rich.console import Console
 
     width = None if file.isatty() or os.environ.get("COLUMNS") else PIPED_WIDTH_COLUMNS

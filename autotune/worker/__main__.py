@@ -13,6 +13,9 @@ probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}, "f
         {"measurement": {Measurement}}
 fingerprint {"backend": str}
         {"fingerprint": {Fingerprint}}, or {"unusable": why PyTorch cannot use the device}
+examine {}
+        one line per part of the installation, under its name, with the reason why it cannot be used:
+        {"torch": {"problem": str, ...}}, then allocator, card, bitsandbytes, flash_attention
 lengths {"dataset": path, "text_field": str, "tokenizer": folder or id}
         {"num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
         {"problem": str}
@@ -114,6 +117,12 @@ def _fingerprint(request: dict[str, Any]) -> Answers:
         yield {"unusable": str(error).partition("\n")[0]}
 
 
+def _examine(request: dict[str, Any]) -> Answers:
+    from autotune.worker.examine import examine
+
+    yield from examine()
+
+
 def _lengths(request: dict[str, Any]) -> Answers:
     from autotune.worker.lengths import UnreadableDataset, count_lengths
 
@@ -152,25 +161,18 @@ def _as_it_comes(
 
 
 def import_adapters() -> None:
-    """Import bitsandbytes and PEFT while torch.compile does nothing.
+    """Import bitsandbytes and PEFT, which takes long enough without a compiler."""
+    from autotune.worker.uncompiled import uncompiled
 
-    bitsandbytes compiles its CPU kernels as it is imported, which loads the compiler: 0.9 s for
-    what a trace never runs.
-    """
-    import torch
-
-    compile_function = torch.compile
-    torch.compile = lambda function=None, **_: function or (lambda f: f)  # type: ignore[assignment]
-    try:
+    with uncompiled():
         import peft  # noqa: F401
-    finally:
-        torch.compile = compile_function
 
 
 VERBS: dict[str, Verb] = {
     "trace": _trace,
     "probe": _probe,
     "fingerprint": _fingerprint,
+    "examine": _examine,
     "lengths": _lengths,
     "loader": _loader,
 }

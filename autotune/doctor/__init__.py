@@ -1,0 +1,125 @@
+"""What a machine has for autotune, and what is in the way: a table of checks, each one line.
+
+The exit code is that of the first check that failed, in the order of the table; warnings cost nothing.
+No check changes anything but files that it makes and removes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from autotune.doctor import card, host, libraries, reach
+from autotune.doctor.machine import Machine, NotAnswered
+from autotune.doctor.verdict import Status, Verdict, fail, warn
+from autotune.errors import (
+    AutotuneError,
+    ConfigError,
+    HardwareError,
+    StorageError,
+    WorkerError,
+)
+from autotune.redacted import redacted
+from autotune.results import SCHEMA_VERSION
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One line."""
+
+    name: str
+    ask: Callable[[Machine], Verdict]
+    error: type[AutotuneError]
+    """Whose exit code a failure has."""
+
+
+CHECKS = (
+    Check(name="driver", ask=card.driver, error=HardwareError),
+    Check(name="cuda", ask=card.cuda, error=HardwareError),
+    Check(name="card memory", ask=card.memory, error=HardwareError),
+    Check(name="clocks", ask=card.clocks, error=HardwareError),
+    Check(name="power", ask=card.power, error=HardwareError),
+    Check(name="torch", ask=libraries.torch, error=WorkerError),
+    Check(name="kernels", ask=libraries.kernels, error=HardwareError),
+    Check(name="bitsandbytes", ask=libraries.bitsandbytes, error=WorkerError),
+    Check(name="flash-attn", ask=libraries.flash_attention, error=WorkerError),
+    Check(name="allocator", ask=libraries.allocator, error=ConfigError),
+    Check(name="libraries", ask=libraries.libraries, error=WorkerError),
+    Check(name="host memory", ask=host.memory, error=HardwareError),
+    Check(name="disk", ask=host.disk, error=StorageError),
+    Check(name="folders", ask=host.folders, error=StorageError),
+    Check(name="database", ask=reach.database, error=StorageError),
+    Check(name="hub", ask=reach.hub, error=ConfigError),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What a check found, and how long it took."""
+
+    check: Check
+    verdict: Verdict
+    seconds: float
+
+    def to_dict(self) -> dict[str, object]:
+        verdict = self.verdict
+        return {
+            "name": self.check.name,
+            "status": verdict.status.value,
+            "said": verdict.said,
+            "remedy": verdict.remedy,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def examine(machine: Machine) -> Iterator[Finding]:
+    """Run every check, one after the other; a check that breaks is a line that failed."""
+    for check in CHECKS:
+        started = time.monotonic()
+        verdict = _asked(check, machine)
+        yield Finding(
+            check=check,
+            verdict=Verdict(
+                status=verdict.status,
+                said=redacted(verdict.said),
+                remedy=redacted(verdict.remedy),
+            ),
+            seconds=time.monotonic() - started,
+        )
+
+
+def exit_code(findings: list[Finding]) -> int:
+    failed = (found for found in findings if found.verdict.status is Status.FAIL)
+    first = next(failed, None)
+    return 0 if first is None else first.check.error.exit_code
+
+
+def to_dict(findings: list[Finding]) -> dict[str, object]:
+    """The object of `doctor --json`."""
+    worst = max((found.verdict.status for found in findings), key=list(Status).index)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "status": worst.value,
+        "exit_code": exit_code(findings),
+        "seconds": round(sum(found.seconds for found in findings), 3),
+        "checks": [found.to_dict() for found in findings],
+    }
+
+
+def _asked(check: Check, machine: Machine) -> Verdict:
+    try:
+        return check.ask(machine)
+    except NotAnswered as end:
+        if end.is_cause:
+            return fail(f"the process that was asked {end}", "Reinstall what its last words name")
+        return warn(f"not known: the process that was asked {end}", "See the line that failed")
+    except AutotuneError as error:
+        return fail(error.what, error.remedy or error.why or "Try again")
+    # What a doctor is called for breaks in ways that nobody foresaw, and the other lines help.
+    except Exception as error:
+        said = " ".join(str(error).split())[:300]
+        return fail(
+            f"this check broke: {type(error).__name__}: {said}",
+            "Please report it, with `autotune --version --verbose`",
+        )

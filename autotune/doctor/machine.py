@@ -1,0 +1,74 @@
+"""What the checks look at, each asked for once: the card, the worker's answers, files of the system."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune import isolate, nvml
+from autotune.isolate import WorkerEnd
+
+DEADLINE_SECONDS = 60.0
+"""For importing torch from a slow disk and making a CUDA context: 5 s on 2 cores, from a warm cache."""
+
+VERB = "examine"
+
+
+class NotAnswered(Exception):
+    """The worker ended before it came to this part; its text is a clause that says how."""
+
+    def __init__(self, problem: str, *, is_cause: bool) -> None:
+        super().__init__(problem)
+        self.is_cause = is_cause
+        """It ended in this very part."""
+
+
+class Machine:
+    """This machine, with the database that is asked about."""
+
+    def __init__(
+        self,
+        storage: str,
+        *,
+        root: Path = Path("/"),
+        command: Sequence[str] | None = None,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
+        """`root` has proc/ and sys/; `command` takes the place of `python -m autotune.worker`."""
+        self.storage = storage
+        self.root = root
+        self._command = command
+        self._deadline_seconds = deadline_seconds
+
+    @functools.cached_property
+    def card(self) -> nvml.CardState | nvml.NoCard:
+        try:
+            return nvml.card_state()
+        except nvml.NoCard as reason:
+            return reason
+
+    def ask(self, part: str) -> dict[str, Any]:
+        """What the worker says of a part of the installation. Raises NotAnswered."""
+        answers = self._answers
+        if isinstance(answers.get(part), dict):
+            return dict(answers[part])
+        unanswered = [name for name in PARTS if name not in answers]
+        end = self._end
+        problem = end.problem or "gave no answer"
+        if end.stderr_tail.strip():
+            problem += f": {end.stderr_tail.strip().splitlines()[-1][:200]}"
+        raise NotAnswered(problem, is_cause=part == unanswered[0])
+
+    @functools.cached_property
+    def _end(self) -> WorkerEnd:
+        return isolate.run(VERB, {}, deadline_seconds=self._deadline_seconds, command=self._command)
+
+    @functools.cached_property
+    def _answers(self) -> dict[str, Any]:
+        return {name: part for answer in self._end.answers for name, part in answer.items()}
+
+
+PARTS = ("torch", "allocator", "card", "bitsandbytes", "flash_attention")
+"""In the order in which autotune.worker.examine answers."""

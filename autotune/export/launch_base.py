@@ -1,0 +1,233 @@
+"""accelerate's and DeepSpeed's configurations read back: how GPUs share a run, and in which precision.
+
+Keys of accelerate 1.15 commands/config/config_args.py, utils/dataclasses.py (DeepSpeedPlugin,
+FullyShardedDataParallelPlugin) and of deepspeed 0.19.8 runtime/config.py, runtime/zero/config.py.
+Everything else of the run is made elsewhere, and open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.config import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
+from autotune.export.mapping import Choice, Row, Target, choices, of_key, value_at
+from autotune.knobs import KNOBS
+
+_ALL = ("gradient_accumulation_steps", "method", *KNOBS)
+_FSDP, _PLUGIN, _ZERO = "fsdp_config", "deepspeed_config", "zero_optimization"
+BESIDE = "deepspeed:"
+"""Before the keys of DeepSpeed's own file, where accelerate's names one."""
+_FILE = f"{_PLUGIN}.deepspeed_config_file"
+
+
+def _of_zero(stage_key: str, optimizer_key: str, weights_key: str, off: str | None) -> list[Choice]:
+    """ZeRO's stages, whichever file says them. `off` is how no offloading is said."""
+    return [
+        Choice(
+            ours=(row.name,),
+            theirs={
+                stage_key: row.stage,
+                optimizer_key: "cpu" if row.offload else device,
+                weights_key: "cpu" if row.offload and row.stage == 3 else device,
+            },
+        )
+        for row in PARALLELISMS.values()
+        if row.library == "deepspeed"
+        for device in dict.fromkeys((off, "none", None))
+    ]
+
+
+def _beside(zero: str, name: str) -> dict[str, Any]:
+    """What makes ZeRO 3 run as it is predicted (deepspeed_json)."""
+    if PARALLELISMS[name].stage != 3:
+        return {}
+    return {
+        f"{zero}.stage3_max_reuse_distance": 0,
+        f"{zero}.sub_group_size": ZERO3_SUB_GROUP_ELEMENTS,
+    }
+
+
+def _launched(kind: str, **fsdp: Any) -> dict[str, Any]:
+    return {"distributed_type": kind, **{f"{_FSDP}.{key}": value for key, value in fsdp.items()}}
+
+
+def _precisions(*, is_shared_out: bool) -> Row:
+    """FSDP2 and ZeRO keep float32 weights beside 16-bit products; else a checkpoint's stay as they are."""
+    ways = {
+        "bf16-mixed" if is_shared_out else "bf16-autocast": "bf16",
+        "fp16-mixed": "fp16",
+        "bf16-true": "no",
+        "fp8-autocast": "fp8",
+    }
+    more = {
+        "bf16-autocast" if is_shared_out else "bf16-mixed": "bf16",
+        "fp16-autocast": "fp16",
+        "tf32": "no",
+        "fp32": "no",
+        "fp8-mixed": "fp8",
+    }
+    return choices(
+        ("precision",),
+        *(Choice(ours=(ours,), theirs={"mixed_precision": said}) for ours, said in ways.items()),
+        Choice(ours=("bf16-true",), theirs={"mixed_precision": None}),
+        *(Choice(ours=(ours,), theirs={"mixed_precision": said}) for ours, said in more.items()),
+    )
+
+
+_PARALLELISM = choices(
+    ("parallelism",),
+    Choice(ours=("none",), theirs=_launched("NO")),
+    Choice(ours=("ddp",), theirs=_launched("MULTI_GPU")),
+    *(
+        Choice(
+            ours=(name,),
+            theirs=_launched(
+                "FSDP",
+                fsdp_version=2,
+                fsdp_reshard_after_forward=True,
+                fsdp_offload_params=PARALLELISMS[name].offload,
+            ),
+            beside={
+                f"{_FSDP}.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                f"{_FSDP}.fsdp_cpu_ram_efficient_loading": True,
+                f"{_FSDP}.fsdp_state_dict_type": "FULL_STATE_DICT",
+            },
+        )
+        for name in ("fsdp2", "fsdp2-offload")
+    ),
+    *(
+        dataclasses.replace(choice, theirs={"distributed_type": "DEEPSPEED", **choice.theirs})
+        for choice in _of_zero(
+            f"{_PLUGIN}.zero_stage",
+            f"{_PLUGIN}.offload_optimizer_device",
+            f"{_PLUGIN}.offload_param_device",
+            "none",
+        )
+    ),
+)
+
+ACCELERATE = Target(
+    name="accelerate's config",
+    source="accelerate 1.15",
+    rows=(
+        _PARALLELISM,
+        of_key("num_gpus", "num_processes"),
+        _precisions(is_shared_out=False),
+    ),
+    defaults={
+        f"{_FSDP}.fsdp_version": 1,
+        f"{_FSDP}.fsdp_reshard_after_forward": True,
+        f"{_PLUGIN}.zero_stage": 2,
+    },
+    elsewhere=tuple(name for name in _ALL if name not in ("parallelism", "precision")),
+    has_own_names=True,
+    refused={
+        "use_cpu": "trains on no card",
+        "num_machines": "shares the run among machines",
+        "parallelism_config": "shares the run among GPUs as no prediction does",
+        "megatron_lm_config": "shares the run among GPUs as no prediction does",
+        "tpu_use_cluster": "trains on no card",
+        f"{_FSDP}.fsdp_activation_checkpointing": "checkpoints beside TrainingArguments: say it there",
+    },
+    unpredicted={
+        "dynamo_config": "compiles the model, which only a measurement prices",
+        f"{_PLUGIN}.gradient_clipping": "is DeepSpeed's own clipping",
+    },
+)
+
+
+def fitted_accelerate(content: Mapping[str, Any], method: str) -> Target:  # noqa: ARG001
+    """The table for how the GPUs share the run; with DeepSpeed's own file, that file's."""
+    rows: tuple[Row, ...] = tuple(row for row in ACCELERATE.rows if row.ours != ("precision",))
+    if value_at(content, _FILE) is not None:
+        of_file = _said(_deepspeed_rows(BESIDE), content)
+        rows = (*of_file, *(row for row in rows if row.ours == ("num_gpus",)))
+    else:
+        is_shared_out = value_at(content, "distributed_type") in ("FSDP", "DEEPSPEED")
+        rows = (*rows, _precisions(is_shared_out=is_shared_out))
+    said = {name for row in rows for name in row.ours}
+    elsewhere = tuple(name for name in _ALL if name not in said)
+    return dataclasses.replace(ACCELERATE, rows=rows, elsewhere=elsewhere)
+
+
+def named_beside(content: Mapping[str, Any]) -> str | None:
+    """DeepSpeed's own file, where accelerate's names one in its folder. ValueError where elsewhere."""
+    named = value_at(content, _FILE)
+    if named is None:
+        return None
+    name = named.removeprefix("./") if isinstance(named, str) else ""
+    if not name or len(name) > 200 or not set(name).isdisjoint("/\\\0"):
+        raise ValueError(f"{_FILE}: {str(named)[:80]!a} is no file beside it")
+    return name
+
+
+def _deepspeed_rows(prefix: str = "") -> tuple[Row, ...]:
+    zero, bf16, fp16 = (f"{prefix}{key}" for key in (_ZERO, "bf16.enabled", "fp16.enabled"))
+    stages = _of_zero(
+        f"{zero}.stage", f"{zero}.offload_optimizer.device", f"{zero}.offload_param.device", None
+    )
+    return (
+        choices(
+            ("parallelism",),
+            Choice(ours=("ddp",), theirs={f"{zero}.stage": 0}),
+            *(
+                dataclasses.replace(choice, beside=_beside(zero, choice.ours[0]))
+                for choice in stages
+            ),
+        ),
+        of_key("micro_batch_size", f"{prefix}train_micro_batch_size_per_gpu"),
+        of_key("gradient_accumulation_steps", f"{prefix}gradient_accumulation_steps"),
+        choices(
+            ("precision",),
+            Choice(ours=("bf16-mixed",), theirs={bf16: True, fp16: False}),
+            Choice(ours=("fp16-mixed",), theirs={bf16: False, fp16: True}),
+            Choice(ours=("fp32",), theirs={bf16: False, fp16: False}),
+        ),
+    )
+
+
+DEEPSPEED = Target(
+    name="DeepSpeed's config",
+    source="deepspeed 0.19.8",
+    rows=_deepspeed_rows(),
+    has_own_names=True,
+    defaults={},
+    refused={
+        "pipeline": "shares the run among GPUs as no prediction does",
+        "tensor_parallel": "shares the run among GPUs as no prediction does",
+        "autotuning": "leaves the settings open",
+    },
+    unpredicted={
+        "optimizer": "is DeepSpeed's own optimizer",
+        "activation_checkpointing": "is DeepSpeed's own checkpointing",
+        "zero_optimization.zero_quantized_weights": "sends quantised weights",
+        "zero_optimization.zero_hpz_partition_size": "keeps a second part of the weights",
+        "zero_optimization.zero_quantized_gradients": "sends quantised gradients",
+    },
+)
+
+
+def fitted_deepspeed(content: Mapping[str, Any], method: str) -> Target:  # noqa: ARG001
+    """The table for what the file decides."""
+    rows = _said(DEEPSPEED.rows, content)
+    said = {name for row in rows for name in row.ours}
+    elsewhere = tuple(name for name in _ALL if name not in said)
+    return dataclasses.replace(DEEPSPEED, rows=rows, elsewhere=elsewhere)
+
+
+def _said(rows: tuple[Row, ...], content: Mapping[str, Any]) -> tuple[Row, ...]:
+    """What is `auto` or not there is taken from TrainingArguments."""
+
+    def is_open(row: Row) -> bool:
+        if row.ours == ("parallelism",):
+            return False
+        said = {value_at(content, key) if _is_plain(content, key) else "" for key in row.keys}
+        return "auto" in said or said <= {None}
+
+    return tuple(row for row in rows if not is_open(row))
+
+
+def _is_plain(content: Mapping[str, Any], key: str) -> bool:
+    return isinstance(value_at(content, key), (bool, int, float, str, type(None)))

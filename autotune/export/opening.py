@@ -1,0 +1,226 @@
+"""What a `--base` is: its files, and the table that reads them.
+
+READERS is the table of YAML's and JSON's formats, told apart by what is in the file; Python programs and
+folders have tables made for what they hold (sections).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import ConfigError
+from autotune.export import (
+    axolotl,
+    huggingface,
+    launch_base,
+    llama_factory,
+    torchtune_base,
+    train_config,
+)
+from autotune.export.edit import parsed
+from autotune.export.mapping import Target
+from autotune.export.parts import OURS, Part, all_of, read_folder, read_part
+from autotune.export.program import literals
+from autotune.export.section_rows import ADAPTER, QUANTIZATION
+from autotune.export.sections import Shape, target_for
+from autotune.export.training_args import installed_fields
+from autotune.knobs import KNOBS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reader:
+    """One format."""
+
+    target: Target
+    recognise: Callable[[Mapping[str, Any]], bool]
+    fitted: Callable[[Mapping[str, Any], str], Target] | None = None
+    """The table for what is in a file, and for the method where it leaves that open. May raise
+    ValueError."""
+    prefix: str = ""
+    """Of its keys in the table."""
+
+
+def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda content: any(key in content for key in keys)
+
+
+def _part(name: str, prefix: str) -> dict[str, Any]:
+    """A Reader of a file that says one section alone."""
+    shape = Shape(name=name, sections=frozenset({prefix}), is_part=True)
+    return {
+        "target": target_for(shape, {}, "lora"),
+        "fitted": lambda content, method: target_for(shape, content, method),
+        "prefix": prefix,
+    }
+
+
+READERS: tuple[Reader, ...] = (
+    Reader(
+        target=torchtune_base.TARGET,
+        recognise=torchtune_base.is_torchtune,
+        fitted=torchtune_base.fitted,
+    ),
+    Reader(target=axolotl.TARGET, recognise=_has("base_model")),
+    Reader(
+        target=launch_base.ACCELERATE,
+        recognise=_has("distributed_type", "compute_environment", "num_processes"),
+        fitted=launch_base.fitted_accelerate,
+    ),
+    Reader(
+        target=launch_base.DEEPSPEED,
+        recognise=_has("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
+        fitted=launch_base.fitted_deepspeed,
+    ),
+    Reader(
+        **_part("PEFT's adapter_config.json", ADAPTER),
+        recognise=_has("peft_type"),
+    ),
+    Reader(
+        target=llama_factory.TARGET,
+        recognise=_has("finetuning_type", "cutoff_len", "stage", "template", "quantization_bit"),
+    ),
+    Reader(
+        target=huggingface.SFT,
+        recognise=_has("model_name_or_path", "max_length", "packing", "use_peft", "dataset_name"),
+    ),
+    Reader(
+        target=huggingface.TRAINING_ARGUMENTS,
+        recognise=_has(
+            "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "output_dir"
+        ),
+    ),
+    Reader(
+        **_part("bitsandbytes' quantization_config.json", QUANTIZATION),
+        recognise=_has("load_in_4bit", "load_in_8bit", "quant_method"),
+    ),
+)
+"""The first that recognises a file reads it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """Files and the table that reads them."""
+
+    parts: tuple[Part, ...]
+    target: Target | None
+    """None: the file is ours."""
+    content: Mapping[str, Any]
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ours: train_config.BaseRun | None = None
+    """What our own file has, or the one beside them."""
+
+
+def open_base(path: Path, method: str, *, has_bf16: bool) -> Opened:
+    """Raises ConfigError. `method` is for formats that say nothing of it."""
+    if os.path.isdir(path):
+        return _open_folder(path, method)
+    part = read_part(path, has_bf16=has_bf16)
+    return _open_program(part, method) if part.is_program else _open_mapping(part, method)
+
+
+def _open_mapping(part: Part, method: str) -> Opened:
+    import yaml
+
+    try:
+        content = parsed(part.text)
+    except yaml.YAMLError:
+        content = None  # train_config says where it is broken
+    except (ValueError, RecursionError) as error:
+        why = "It is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{part.path} is not a YAML document", why=why) from error
+    reader = None
+    if isinstance(content, dict) and "config" not in content:
+        content = {str(key): value for key, value in content.items()}
+        reader = next((each for each in READERS if each.recognise(content)), None)
+    if reader is None or content is None:
+        ours = train_config.from_yaml(part.text, source=str(part.path))
+        return Opened(parts=(part,), target=None, content={}, ours=ours)
+    part = dataclasses.replace(part, prefix=reader.prefix)
+    content = {f"{reader.prefix}{key}": value for key, value in content.items()}
+    parts: tuple[Part, ...] = (part,)
+    if reader.target is launch_base.ACCELERATE:
+        parts = (part, *_beside(part.path, content))
+        content = all_of(parts)
+    target, fit = reader.target, reader.fitted
+    if fit is not None:
+        target = _fitted(part.path, target, lambda: fit(content, method))
+    return Opened(parts=parts, target=target, content=content)
+
+
+def _beside(path: Path, content: Mapping[str, Any]) -> tuple[Part, ...]:
+    """DeepSpeed's own file, where accelerate's names one."""
+    try:
+        name = launch_base.named_beside(content)
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be used", why=str(error)) from error
+    return () if name is None else (read_part(path.parent / name, launch_base.BESIDE),)
+
+
+def _open_program(part: Part, method: str) -> Opened:
+    program = part.program()
+    shape, content = program.shape, program.content
+    if not shape.sections:
+        raise ConfigError(
+            f"{part.path} has no settings that can be read",
+            why="; ".join(program.problems)
+            or "No TrainingArguments, SFTConfig, LoraConfig, BitsAndBytesConfig or model is made in it",
+            remedy="Name the file that makes them",
+        )
+    target = _fitted(part.path, None, lambda: target_for(shape, content, method))
+    read_keys = {*(key for row in target.rows for key in row.keys), *target.renamed}
+    left = [
+        f"{key}: {value}" for key, value in literals(content) if key in (installed_fields() or {})
+    ]
+    left = [words for words in left if words.partition(":")[0] not in read_keys]
+    notes = list(program.notes)
+    if left:
+        notes.append(f"no literal, so that no other file has it: {', '.join(left)}")
+    return Opened(
+        parts=(part,),
+        target=target,
+        content=content,
+        problems=tuple(program.problems),
+        notes=tuple(notes),
+    )
+
+
+def _open_folder(folder: Path, method: str) -> Opened:
+    """Files of ours as `autotune find` writes them, perhaps edited: together they are one run."""
+    try:
+        parts = read_folder(folder)
+    except ConfigError:
+        if os.path.isfile(folder / OURS):
+            return _open_mapping(read_part(folder / OURS), method)
+        raise
+    ours = None
+    if os.path.isfile(folder / OURS):
+        ours = train_config.read_train_config(folder / OURS)
+        method = ours.config.method
+    content = all_of(parts)
+    sections = frozenset(part.prefix or "arguments" for part in parts)
+    shape = Shape(name="a folder of ours", sections=sections, is_part=True)
+    target = _fitted(folder, None, lambda: target_for(shape, content, method))
+    # The other files of the folder say it.
+    fixed = {name: value for name, value in target.fixed.items() if name != "trainer"}
+    said = {*fixed, *(name for row in target.rows for name in row.ours)}
+    target = dataclasses.replace(
+        target,
+        fixed=fixed,
+        elsewhere=tuple(name for name in ("method", *KNOBS) if name not in said),
+        caveats=(),
+    )
+    return Opened(parts=parts, target=target, content=content, ours=ours)
+
+
+def _fitted(path: Path, target: Target | None, fit: Callable[[], Target]) -> Target:
+    try:
+        return fit()
+    except ValueError as error:
+        name = "" if target is None else f" ({target.name})"
+        raise ConfigError(f"{path} cannot be used{name}", why=str(error)) from error

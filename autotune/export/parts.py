@@ -1,0 +1,141 @@
+"""The files of a run that a user has: YAML, JSON or Python, alone or several in a folder.
+
+A Part is one of them. Its keys have the name of its section before them (`sections`), so that what
+several files say is one table, and a change finds its file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import ConfigError
+from autotune.export import edit, program_edit
+from autotune.export.edit import Change
+from autotune.export.program import Program, parsed
+from autotune.export.section_rows import ADAPTER, QUANTIZATION
+from autotune.units import MIB
+
+MAX_FILE_BYTES = MIB
+FURTHER_FOLDER = "exports"
+OURS = "train_config.yaml"
+OF_FOLDER = {
+    "": "training_args.json",
+    ADAPTER: "adapter_config.json",
+    QUANTIZATION: "quantization_config.json",
+}
+"""Prefix of the keys -> file, in the folder or in its FURTHER_FOLDER."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One file."""
+
+    path: Path
+    text: str
+    prefix: str = ""
+    has_bf16: bool = True
+    """Of the card: what a program asks for."""
+
+    @property
+    def is_program(self) -> bool:
+        return self.path.suffix == ".py"
+
+    def program(self) -> Program:
+        """ConfigError where it is none."""
+        try:
+            return parsed(self.text, has_bf16=self.has_bf16)
+        except ValueError as error:
+            raise ConfigError(f"{self.path} is not a Python program", why=str(error)) from error
+
+    def content(self) -> Any:
+        """By key. Raises yaml.YAMLError, ValueError or RecursionError, a program ConfigError."""
+        if self.is_program:
+            return self.program().content
+        content = edit.parsed(self.text)
+        if not self.prefix or not isinstance(content, dict):
+            return content
+        return {f"{self.prefix}{key}": value for key, value in content.items()}
+
+    def has(self, key: str) -> bool:
+        """Whether the key is one of this file's."""
+        prefix, colon, _ = key.partition(":")
+        return self.is_program or self.prefix == (prefix + colon if colon else "")
+
+    def edited(self, changes: Sequence[Change]) -> tuple[str, bool, list[Change]]:
+        """The text with those changes that are this file's; whether all comments are still there; what
+        could not be made."""
+        ours = [change for change in changes if self.has(change.key)]
+        if self.is_program:
+            text, left = program_edit.edited(self.text, ours, has_bf16=self.has_bf16)
+            return text, True, left
+        cut = [_without(change, self.prefix) for change in ours]
+        return *edit.edited(self.text, cut), []
+
+
+def read_part(path: Path, prefix: str = "", *, has_bf16: bool = True) -> Part:
+    """Raises ConfigError for what cannot be read, is too large or is no text."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path} cannot be read", why=why) from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than 1 MiB", why="A configuration has a few KiB")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text") from error
+    return Part(path=path, text=text, prefix=prefix, has_bf16=has_bf16)
+
+
+def read_folder(folder: Path) -> tuple[Part, ...]:
+    """Those of OF_FOLDER that are there. Raises ConfigError where there is none."""
+    parts = []
+    for prefix, name in OF_FOLDER.items():
+        places = (folder / name, folder / FURTHER_FOLDER / name)
+        path = next((place for place in places if os.path.isfile(place)), None)
+        if path is not None:
+            parts.append(read_part(path, prefix))
+    if not parts:
+        names = ", ".join(OF_FOLDER.values())
+        raise ConfigError(
+            f"{folder} cannot be read",
+            why=f"It is a folder without {names}",
+            remedy="Name a file, or a folder that `autotune find` has written",
+        )
+    return tuple(parts)
+
+
+def all_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """What the files say together. ConfigError for one that is no mapping."""
+    import yaml
+
+    content: dict[str, Any] = {}
+    for part in parts:
+        try:
+            found = part.content()
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            why = getattr(error, "problem", None) or str(error)
+            why = "It is nested too deeply" if isinstance(error, RecursionError) else why
+            raise ConfigError(f"{part.path} is neither YAML nor JSON", why=why) from error
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{part.path} is no mapping of settings to values")
+        content |= found
+    return content
+
+
+def _without(change: Change, prefix: str) -> Change:
+    def cut(key: str) -> str:
+        return key.removeprefix(prefix)
+
+    return Change(
+        key=cut(change.key),
+        value=change.value,
+        after=tuple(map(cut, change.after)),
+        instead=cut(change.instead),
+    )

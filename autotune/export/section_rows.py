@@ -1,0 +1,178 @@
+"""Rows of the tables that read sections: an adapter's, a quantisation's, a model's.
+
+Keys of TrainingArguments (or SFTConfig) stand for themselves, the others behind a section's name:
+`adapter:r`. Of peft 0.21 tuners/*/config.py and transformers 5.23 utils/quantization_config.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from autotune.adapters import ADAPTERS
+from autotune.config import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
+from autotune.export.mapping import (
+    Choice,
+    Row,
+    Target,
+    choices,
+    module_names,
+    of_alpha,
+    of_key,
+    targets_of,
+)
+
+ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
+"""RECIPE: the table of our own train.py."""
+_LORA = ("lora", "qlora")
+_SECTION = re.compile(r"\b(adapter|quantization|model|recipe|deepspeed):(?=\w)")
+_16_BITS = ("bfloat16", "auto", None)
+_COMPUTE = f"{QUANTIZATION}bnb_4bit_compute_dtype"
+
+UNPREDICTED = {
+    f"{ADAPTER}modules_to_save": "trains further modules in full",
+    f"{ADAPTER}target_parameters": "adds adapters",
+    f"{ADAPTER}trainable_token_indices": "trains tokens beside the adapter",
+    f"{ADAPTER}rank_pattern": "gives some modules another rank",
+    f"{ADAPTER}layers_to_transform": "adapts some layers only",
+    f"{ADAPTER}exclude_modules": "leaves modules out",
+    f"{ADAPTER}layer_replication": "repeats layers",
+    f"{ADAPTER}use_qalora": "is another adapter",
+}
+
+
+def in_words(text: str) -> str:
+    """Text with keys in it, for people."""
+    return _SECTION.sub(r"\1 ", text)
+
+
+def by_setting(target: Target) -> dict[str, Row]:
+    return {row.ours[0]: row for row in target.rows}
+
+
+def adapter_rows(method: str) -> list[Row]:
+    row = ADAPTERS[method]
+    methods = _LORA if method in _LORA else (method,)
+    rows = []
+    if row.size in ("lora_rank", "num_virtual_tokens") and row.size_field != "token_indices":
+        rows.append(of_key(row.size, f"{ADAPTER}{row.size_field}", methods=methods))
+    if row.takes_targets:
+        key = f"{ADAPTER}target_modules"
+        rows.append(
+            Row(
+                ours=("lora_targets",),
+                keys=(key,),
+                say=lambda targets: {
+                    key: targets if targets == "all-linear" else module_names(targets)
+                },
+                hear=lambda said: _hear_targets(said[key]),
+                methods=methods,
+            )
+        )
+    if row.peft_type == "LORA":
+        keys = f"{ADAPTER}r", f"{ADAPTER}lora_alpha"
+        rows.append(of_alpha(*keys, is_whole=False, methods=methods))
+        variants = {"plain": (False, False), "rslora": (False, True), "dora": (True, False)}
+        rows.append(
+            choices(
+                ("lora_variant",),
+                *(
+                    Choice(
+                        ours=(name,),
+                        theirs={f"{ADAPTER}use_dora": dora, f"{ADAPTER}use_rslora": rslora},
+                    )
+                    for name, (dora, rslora) in variants.items()
+                ),
+                methods=methods,
+            )
+        )
+        rows.append(of_key("lora_dropout", f"{ADAPTER}lora_dropout", off=0.0, methods=methods))
+    return rows
+
+
+def _hear_targets(names: object) -> str:
+    if names is None:
+        raise ValueError("must be named: PEFT's default differs by model")
+    if isinstance(names, str) and names != "all-linear":
+        raise ValueError("is a pattern: name the modules in a list")
+    return targets_of(names)
+
+
+def _codes() -> list[tuple[str, str, dict[str, Any]]]:
+    """(quantization, quantization_storage, BitsAndBytesConfig's keywords)."""
+    return [
+        ("int8", "uint8", {"load_in_8bit": True, "load_in_4bit": False}),
+        *(
+            (
+                row.name,
+                storage or "uint8",
+                {
+                    "load_in_8bit": False,
+                    "load_in_4bit": True,
+                    "bnb_4bit_quant_type": row.codes,
+                    "bnb_4bit_use_double_quant": row.double,
+                    "bnb_4bit_quant_storage": storage,
+                },
+            )
+            for row in QUANTIZATIONS.values()
+            if row.codes
+            for storage in (None, *QUANTIZATION_STORAGES)
+        ),
+    ]
+
+
+def quantization_row(**more: Any) -> Row:
+    """`more` are keys of the model's loader that go with it."""
+    return choices(
+        ("quantization", "quantization_storage"),
+        *(
+            Choice(
+                ours=(name, storage),
+                theirs={
+                    **{f"{QUANTIZATION}{key}": value for key, value in keys.items()},
+                    **{key: keys[of] for key, of in more.items()},
+                },
+            )
+            for name, storage, keys in _codes()
+        ),
+    )
+
+
+def precision_row(dtype_key: str, *, is_quantized: bool) -> Row:
+    """The weights' dtype with TrainingArguments' switches. A dtype that is not named is the
+    checkpoint's, taken to be bfloat16; it is float32 for the fp16 of scripts that name none."""
+    table = (
+        ("bf16-autocast", {"bf16": True, "fp16": False}, _16_BITS),
+        ("bf16-mixed", {"bf16": True, "fp16": False}, ("float32",)),
+        ("bf16-true", {"bf16": False, "fp16": False}, _16_BITS),
+        *(
+            (ours, {"bf16": bf16, "fp16": True}, dtypes)
+            for bf16 in (False, True)
+            for ours, dtypes in (("fp16-autocast", ("float16",)), ("fp16-mixed", ("float32", None)))
+        ),
+        ("tf32", {"bf16": False, "fp16": False, "tf32": True}, ("float32",)),
+        ("fp32", {"bf16": False, "fp16": False, "tf32": False}, ("float32",)),
+    )
+    return with_products(
+        [
+            Choice(ours=(ours,), theirs={dtype_key: dtype, **switches})
+            for ours, switches, dtypes in table
+            for dtype in dtypes
+        ],
+        is_quantized=is_quantized,
+    )
+
+
+def with_products(rows: list[Choice], *, is_quantized: bool) -> Row:
+    """Products of 4-bit weights follow the precision where it is written, and are not asked for."""
+    if not is_quantized:
+        return choices(("precision",), *rows)
+    written = [
+        dataclasses.replace(
+            row,
+            theirs={**row.theirs, _COMPUTE: PRECISIONS[row.ours[0]].compute_dtype},
+        )
+        for row in rows
+    ]
+    return choices(("precision",), *written, *rows)

@@ -1,0 +1,283 @@
+"""The tables of what several calls or files say together: TrainingArguments, adapter, quantisation, model.
+
+Keys of TrainingArguments (or SFTConfig) stand for themselves, the others behind a section's name:
+`adapter:r`. A Target is made for what is there: what no call or file of the user's carries has no words.
+Defaults are those of peft 0.21 tuners/*/config.py, transformers 5.23 utils/quantization_config.py, trl
+1.16 trainer/sft_trainer.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.adapters import ADAPTERS, read_peft
+from autotune.config import (
+    ATTENTIONS,
+    PEFT_TASK_TYPES,
+    PRECISIONS,
+    TRAINERS,
+    TrainConfig,
+)
+from autotune.export import unsloth_base
+from autotune.export.huggingface import SFT, TRAINING_ARGUMENTS
+from autotune.export.mapping import (
+    Choice,
+    Row,
+    Target,
+    choices,
+    of_key,
+    of_values,
+    value_at,
+)
+from autotune.export.section_rows import (
+    ADAPTER,
+    MODEL,
+    QUANTIZATION,
+    RECIPE,
+    UNPREDICTED,
+    adapter_rows,
+    by_setting,
+    precision_row,
+    quantization_row,
+    with_products,
+)
+from autotune.export.training_args import environment, training_arguments
+from autotune.knobs import KNOBS
+from autotune.lengths import BATCHINGS
+
+_ALL = ("gradient_accumulation_steps", "method", *KNOBS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What is there of a run, and in whose words."""
+
+    name: str
+    sections: frozenset[str]
+    """Of arguments, ADAPTER, QUANTIZATION, MODEL; RECIPE is our own train.py."""
+    is_sft: bool = False
+    """TRL's SFTTrainer trains."""
+    has_sft_defaults: bool = False
+    """Its arguments are an SFTConfig."""
+    loads_by_name: bool = False
+    """SFTTrainer is given a name, and SFTConfig how its model is loaded."""
+    is_unsloth: bool = False
+    is_fp8: bool = False
+    """The program sets accelerate's variables for fp8."""
+    keeps_checkpointing: bool = False
+    """Something beside the arguments switches it on."""
+    is_part: bool = False
+    """What is missing is made elsewhere, and open."""
+
+
+def adapter_method(fields: Mapping[str, Any], *, is_quantized: bool) -> str:
+    """The method of a PeftConfig's fields."""
+    kind = fields.get("peft_type", "LORA")
+    if kind == "LORA":
+        return "qlora" if is_quantized else "lora"
+    return next((row.name for row in ADAPTERS.values() if row.peft_type == kind), "peft")
+
+
+def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
+    """The table for that shape. `method` is for shapes that leave it open. ValueError: an adapter that no
+    prediction has."""
+    if shape.is_unsloth:
+        return unsloth_base.target_for(
+            shape.name,
+            content,
+            sections=shape.sections,
+            has_sft_defaults=shape.has_sft_defaults,
+        )
+    is_quantized = QUANTIZATION in shape.sections
+    fixed: dict[str, Any] = {}
+    rows: list[Row] = []
+    if ADAPTER in shape.sections:
+        fields = {
+            key.removeprefix(ADAPTER): value
+            for key, value in content.items()
+            if key.startswith(ADAPTER)
+        }
+        # An adapter's file says nothing of its base, which may be quantised.
+        fixed["method"] = adapter_method(
+            fields, is_quantized=is_quantized or (shape.is_part and method == "qlora")
+        )
+        rows += adapter_rows(fixed["method"])
+        tokens = fields.get("token_indices")
+        if fixed["method"] == "trainable_tokens" and isinstance(tokens, int):
+            rows.append(of_key("num_virtual_tokens", f"{ADAPTER}token_indices"))  # train.py's
+        elif fixed["method"] == "trainable_tokens" and isinstance(tokens, list):
+            fixed["num_virtual_tokens"] = max(1, len(tokens))
+        if fixed["method"] == "peft":
+            # What follows from the task is no choice.
+            if fields.get("task_type") in PEFT_TASK_TYPES.values():
+                fields = {key: value for key, value in fields.items() if key != "task_type"}
+            fixed["peft"] = read_peft(fields)
+    elif not shape.is_part:
+        fixed["method"] = "full"
+    elif is_quantized and "arguments" not in shape.sections:
+        fixed["method"] = "qlora"
+    if is_quantized:
+        rows.append(quantization_row())
+    of_sft, of_trainer = by_setting(SFT), by_setting(TRAINING_ARGUMENTS)
+    if "arguments" in shape.sections:
+        own = [row for name, row in of_trainer.items() if name not in ("precision", "batching")]
+        if shape.keeps_checkpointing:
+            own = [_switched_on(row) for row in own]
+        rows += own if RECIPE not in shape.sections else _without_parallelism(own)
+        rows += _recipe_rows() if RECIPE in shape.sections else ()
+        if shape.is_sft:
+            rows += [of_sft["sequence_length"], of_sft["batching"]]
+        elif RECIPE not in shape.sections:
+            rows.append(of_trainer["batching"])
+    loading = "model_init_kwargs." if shape.loads_by_name else MODEL
+    if RECIPE in shape.sections:
+        rows.append(_recipe_precision(is_quantized=is_quantized))
+    elif shape.is_fp8:
+        dtype = value_at(content, f"{loading}dtype", "bfloat16")
+        fixed["precision"] = "fp8-mixed" if dtype == "float32" else "fp8-autocast"
+    elif shape.loads_by_name or MODEL in shape.sections:
+        rows.append(precision_row(f"{loading}dtype", is_quantized=is_quantized))
+    elif "arguments" in shape.sections:
+        switches = list(of_trainer["precision"].choices)
+        rows.append(with_products(switches, is_quantized=is_quantized))
+    if shape.loads_by_name or {MODEL, RECIPE} & shape.sections:
+        key = f"{loading}attn_implementation"
+        rows.append(of_values("attention", key, {name: name for name in ATTENTIONS}))
+    if RECIPE not in shape.sections:
+        fixed["trainer"] = "trl-sft" if shape.is_sft else "transformers"
+    return Target(
+        name=shape.name,
+        source="transformers 5.23",
+        rows=tuple(rows),
+        defaults=_defaults(shape, fixed.get("method", method), loading),
+        model_key=_model_key(shape),
+        fixed=fixed,
+        follows=_follows if RECIPE in shape.sections else None,
+        elsewhere=_elsewhere(shape, rows, fixed) if shape.is_part else (),
+        renamed={
+            **TRAINING_ARGUMENTS.renamed,
+            f"{MODEL}torch_dtype": f"{MODEL}dtype",
+            "max_seq_length": "max_length",
+        },
+        flags=TRAINING_ARGUMENTS.flags,
+        refused={**_refused(shape), **_REFUSED},
+        unpredicted=UNPREDICTED,
+        caveats=TRAINING_ARGUMENTS.caveats if shape.sections == {"arguments"} else (),
+    )
+
+
+_REFUSED = {
+    f"{MODEL}load_in_4bit": "says nothing to Transformers 5: BitsAndBytesConfig has it",
+    f"{MODEL}load_in_8bit": "says nothing to Transformers 5: BitsAndBytesConfig has it",
+    f"{QUANTIZATION}llm_int8_enable_fp32_cpu_offload": "keeps a part of the model in host memory",
+}
+
+
+def _refused(shape: Shape) -> dict[str, str]:
+    if RECIPE not in shape.sections:
+        return dict(TRAINING_ARGUMENTS.refused)
+    return {"auto_find_batch_size": TRAINING_ARGUMENTS.refused["auto_find_batch_size"]}
+
+
+def _model_key(shape: Shape) -> str:
+    if ADAPTER in shape.sections and shape.is_part:
+        return f"{ADAPTER}base_model_name_or_path"
+    return f"{MODEL}name"
+
+
+def _switched_on(row: Row) -> Row:
+    """Without the choices that switch checkpointing off."""
+    if row.ours[0] != "activation_checkpointing":
+        return row
+    return dataclasses.replace(row, choices=tuple(c for c in row.choices if c.ours[0]))
+
+
+def _without_parallelism(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.ours != ("parallelism",)]
+
+
+def _elsewhere(shape: Shape, rows: Iterable[Row], fixed: Mapping[str, Any]) -> tuple[str, ...]:
+    said = {*fixed, *(name for row in rows for name in row.ours)}
+    names = TRAINING_ARGUMENTS.elsewhere if "arguments" in shape.sections else _ALL
+    return tuple(name for name in names if name not in said)
+
+
+def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
+    sizes = {"lora": 8, "qlora": 8, "vera": 256, "miss": 64}
+    defaults = {
+        **TRAINING_ARGUMENTS.defaults,
+        f"{ADAPTER}r": sizes.get(method),
+        f"{ADAPTER}lora_alpha": 8,
+        f"{ADAPTER}lora_dropout": 0.0,
+        f"{QUANTIZATION}bnb_4bit_quant_type": "fp4",
+        f"{loading}attn_implementation": "sdpa",
+        f"{RECIPE}num_processes": 1,
+        f"{RECIPE}parallelism": "none",
+        "max_length": SFT.defaults["max_length"],
+    }
+    if shape.has_sft_defaults:
+        defaults |= {name: SFT.defaults[name] for name in ("activation_checkpointing", "bf16")}
+    if shape.loads_by_name:
+        defaults[f"{loading}dtype"] = "float32"
+    return defaults
+
+
+def _recipe_precision(*, is_quantized: bool) -> Row:
+    """train.py has fp8 in variables that it sets, and every dtype by name."""
+    rows = []
+    for name, row in PRECISIONS.items():
+        is_mixed = row.autocast and not row.fp8
+        variables = environment(_plain(precision=name))
+        theirs = {
+            f"{MODEL}dtype": row.parameter_dtype,
+            "bf16": is_mixed and row.compute_dtype == "bfloat16",
+            "fp16": is_mixed and row.compute_dtype == "float16",
+            "tf32": row.tf32 if row.compute_dtype == "float32" else None,
+            f"{RECIPE}environment": variables,
+        }
+        rows.append(Choice(ours=(name,), theirs=theirs))
+    return with_products(rows, is_quantized=is_quantized)
+
+
+def _recipe_rows() -> list[Row]:
+    return [
+        of_key("sequence_length", f"{RECIPE}sequence_length"),
+        choices(
+            ("batching",),
+            *(
+                Choice(
+                    ours=(name,),
+                    theirs={
+                        f"{RECIPE}batching": name,
+                        "train_sampling_strategy": (
+                            "group_by_length" if name == "grouped" else "random"
+                        ),
+                    },
+                )
+                for name in BATCHINGS
+            ),
+        ),
+        of_values("trainer", f"{RECIPE}trainer", {name: name for name in TRAINERS}),
+        Row(
+            ours=("parallelism",),
+            keys=(f"{RECIPE}parallelism",),
+            say=lambda name: {f"{RECIPE}parallelism": name},
+            hear=lambda said: said[f"{RECIPE}parallelism"],
+        ),
+        of_key("num_gpus", f"{RECIPE}num_processes"),
+    ]
+
+
+def _follows(config: TrainConfig) -> dict[str, Any]:
+    """Shared-out weights need it where gradients accumulate (training_args)."""
+    name = "accelerator_config"
+    return {name: training_arguments(config).get(name)}
+
+
+def _plain(**settings: Any) -> TrainConfig:
+    needed = {"method": "full", "precision": "fp32", "optimizer": "sgd"}
+    sizes = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "sequence_length": 1}
+    return TrainConfig(**{**needed, **sizes, **settings})

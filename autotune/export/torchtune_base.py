@@ -1,0 +1,207 @@
+"""torchtune's recipes read back: the table between our settings and the keys of a torchtune YAML.
+
+Keys as in torchtune 0.6.1, recipes/*_single_device.py and *_distributed.py. Whether there is an adapter
+is in the name of the model's builder, which stays; a recipe without an adapter keeps none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.export.mapping import (
+    Choice,
+    Row,
+    Target,
+    choices,
+    of_alpha,
+    of_key,
+    of_values,
+    value_at,
+)
+from autotune.export.torchtune import ATTENTION, FAMILIES, MLP, OPTIMIZERS, split_targets
+from autotune.models import CONFIG_NAME, catalogue
+
+_LORA = ("lora", "qlora")
+_BUILDER = "model._component_"
+_QUANTIZES = "model.quantize_base"
+_OFF, _ON = "enable_activation_checkpointing", "enable_activation_offloading"
+_MOST_LAYERS = 128
+
+
+def is_torchtune(content: Mapping[str, Any]) -> bool:
+    builder = value_at(content, _BUILDER)
+    return isinstance(builder, str) and "torchtune" in builder
+
+
+def fitted(content: Mapping[str, Any], method: str) -> Target:  # noqa: ARG001
+    """The table for the builder that a file names."""
+    builder = str(value_at(content, _BUILDER)).rpartition(".")[2]
+    fixed = dict(TARGET.fixed)
+    rows = [row for row in TARGET.rows if row.ours[0] != "method"]
+    if value_at(content, "tokenizer.max_seq_len") is None:
+        rows = [row for row in rows if row.ours != ("sequence_length",)]
+    if builder.startswith("lora_"):
+        rows.insert(0, _ADAPTED)
+    elif builder.startswith("qlora_"):
+        fixed |= {"method": "qlora", "quantization": "nf4-double"}
+    else:
+        fixed |= {"method": "full", "quantization": "none"}
+    if builder.startswith(("lora_", "qlora_")) or value_at(content, "fsdp_cpu_offload") is None:
+        rows = [
+            _every_layer(row) if "activation_checkpointing" in row.ours else row for row in rows
+        ]
+    # A recipe for several GPUs alone has this key.
+    several = "fsdp2-offload" if value_at(content, "fsdp_cpu_offload") else "fsdp2"
+    return dataclasses.replace(TARGET, rows=tuple(rows), fixed=fixed, several_gpus=several)
+
+
+def _every_layer(row: Row) -> Row:
+    """Only full_finetune_distributed.py reads ac_mode."""
+    kept = tuple(choice for choice in row.choices if "ac_option" not in choice.theirs)
+    return dataclasses.replace(row, choices=kept)
+
+
+def model_of(content: Mapping[str, Any]) -> str | None:
+    """The folder of the checkpoint, or the Hub id that its name and the builder stand for."""
+    folder = value_at(content, "checkpointer.checkpoint_dir")
+    if not isinstance(folder, str):
+        return None
+    if os.path.isfile(os.path.join(folder, CONFIG_NAME)):
+        return folder
+    last = folder.rstrip("/").rpartition("/")[2].casefold()
+    parts = str(value_at(content, _BUILDER)).split(".")
+    builder = parts[-1].removeprefix("q").removeprefix("lora_")
+    if parts[-1].startswith("qwen"):
+        builder = parts[-1]
+    builds = any(
+        family.folder in parts and family.sizes.get(last) == builder for family in FAMILIES
+    )
+    if not builds:
+        return None
+    return next((each.hub_id for each in catalogue() if each.short_name.casefold() == last), None)
+
+
+def _say_targets(targets: str) -> dict[str, Any]:
+    said = split_targets(targets)
+    assert said is not None  # can_say
+    return {"model.lora_attn_modules": said[0], "model.apply_lora_to_mlp": said[1]}
+
+
+def _hear_targets(said: Mapping[str, Any]) -> str:
+    named, has_mlp = said["model.lora_attn_modules"], said["model.apply_lora_to_mlp"]
+    ours = {theirs: name for name, theirs in ATTENTION.items()}
+    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
+        raise ValueError("must be a list of names")
+    unknown = [name for name in named if name not in ours]
+    if unknown:
+        raise ValueError(f"has {unknown[0][:40]!r}, and torchtune knows {', '.join(ours)}")
+    if len(set(named)) == len(ours):
+        return "all-linear" if has_mlp else "attention"
+    names = [ours[each] for each in named] + (sorted(MLP) if has_mlp else [])
+    if not names:
+        raise ValueError("names no module, and apply_lora_to_mlp is off")
+    return ",".join(names)
+
+
+_ADAPTED = choices(
+    ("method", "quantization"),
+    Choice(ours=("lora", "none"), theirs={_QUANTIZES: False}),
+    Choice(ours=("qlora", "nf4-double"), theirs={_QUANTIZES: True}),
+    nearest={("qlora", "nf4"): ("qlora", "nf4-double")},
+)
+
+_KEYS_OF_OPTIMIZERS = {
+    name: {
+        "optimizer._component_": keys["_component_"],
+        "optimizer.fused": keys.get("fused"),
+    }
+    for name, keys in OPTIMIZERS.items()
+}
+
+TARGET = Target(
+    name="torchtune",
+    source="torchtune 0.6.1",
+    model_of=model_of,
+    rows=(
+        choices(
+            ("method", "quantization"),
+            Choice(ours=("full", "none"), theirs={}),
+            *_ADAPTED.choices,
+        ),
+        of_key("lora_rank", "model.lora_rank", methods=_LORA),
+        of_alpha("model.lora_rank", "model.lora_alpha", is_whole=False, methods=_LORA),
+        Row(
+            ours=("lora_targets",),
+            keys=("model.lora_attn_modules", "model.apply_lora_to_mlp"),
+            say=_say_targets,
+            hear=_hear_targets,
+            can_say=lambda targets: split_targets(targets) is not None,
+            methods=_LORA,
+        ),
+        of_values("lora_variant", "model.use_dora", {"plain": False, "dora": True}, methods=_LORA),
+        of_key("lora_dropout", "model.lora_dropout", off=0.0, methods=_LORA),
+        of_key("sequence_length", "tokenizer.max_seq_len"),
+        of_key("micro_batch_size", "batch_size"),
+        of_key("gradient_accumulation_steps"),
+        choices(
+            ("optimizer",),
+            *(Choice(ours=(name,), theirs=keys) for name, keys in _KEYS_OF_OPTIMIZERS.items()),
+            Choice(
+                ours=("paged_adamw_32bit",),
+                theirs={
+                    "optimizer._component_": "bitsandbytes.optim.PagedAdamW",
+                    "optimizer.fused": None,
+                },
+            ),
+        ),
+        choices(
+            ("precision",),
+            Choice(ours=("bf16-true",), theirs={"dtype": "bf16"}),
+            Choice(ours=("fp32",), theirs={"dtype": "fp32"}),
+            nearest={("tf32",): ("fp32",), (): ("bf16-true",)},
+        ),
+        choices(
+            ("activation_checkpointing", "activation_offloading"),
+            Choice(ours=(0, False), theirs={_OFF: False, _ON: False, "ac_mode": None}),
+            Choice(ours=(1, False), theirs={_OFF: True, _ON: False, "ac_mode": None}),
+            Choice(ours=(1, True), theirs={_OFF: True, _ON: True, "ac_mode": None}),
+            *(
+                Choice(
+                    ours=(every, False),
+                    theirs={_OFF: False, _ON: False, "ac_mode": "selective", "ac_option": every},
+                )
+                for every in range(1, _MOST_LAYERS + 1)
+            ),
+            nearest={(): (1, False)},
+        ),
+        of_values("torch_compile", "compile", {"none": False, "default": True}),
+        of_values("batching", "dataset.packed", {"packed": True, "padded": False}),
+    ),
+    defaults={"model.apply_lora_to_mlp": False, "model.lora_dropout": 0.0},
+    fixed={"trainer": "transformers"},
+    refused={
+        "optimizer_in_bwd": "steps in the backward pass, which is not priced",
+        "tensor_parallel_dim": "shares the run among GPUs as no prediction does",
+        "teacher_model": "distils from a second model",
+        "policy_model": "trains by reinforcement",
+        "ref_checkpointer": "trains with a second model",
+        "quantizer": "adds quantisation to the step",
+    },
+    unpredicted={
+        "model.apply_lora_to_output": "adapts the head as well",
+        "custom_sharded_layers": "shares out further layers by themselves",
+    },
+    has_own_names=True,
+    arguments={
+        "optimizer.lr": "learning_rate",
+        "optimizer.weight_decay": "weight_decay",
+        "lr_scheduler.num_warmup_steps": "warmup_steps",
+        "epochs": "num_train_epochs",
+        "clip_grad_norm": "max_grad_norm",
+        "seed": "seed",
+    },
+    caveats=((lambda _: True, "torchtune's own loop and loss are not Trainer's, which is priced"),),
+)

@@ -1,0 +1,134 @@
+"""Unsloth's programs read back: the table between our settings and what FastLanguageModel is told.
+
+Keywords and defaults of from_pretrained and get_peft_model as in unsloth 2026.10.9 models/loader.py and
+models/llama.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from autotune.export.huggingface import SFT, TRAINING_ARGUMENTS
+from autotune.export.mapping import Choice, Row, Target, choices, of_key
+from autotune.export.section_rows import (
+    ADAPTER,
+    MODEL,
+    QUANTIZATION,
+    UNPREDICTED,
+    adapter_rows,
+    by_setting,
+    precision_row,
+    quantization_row,
+)
+
+_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def target_for(
+    name: str, content: Mapping[str, Any], *, sections: Collection[str], has_sft_defaults: bool
+) -> Target:
+    """FastLanguageModel loads, adapts, quantises and checkpoints by words of its own."""
+    is_full = bool(content.get(f"{MODEL}full_finetuning"))
+    has_config = QUANTIZATION in sections
+    if not is_full and ADAPTER not in sections:
+        raise ValueError("nothing trains: there is neither get_peft_model nor full_finetuning=True")
+    bits = {f"{MODEL}load_in_4bit": "load_in_4bit", f"{MODEL}load_in_8bit": "load_in_8bit"}
+    fixed: dict[str, Any] = {"trainer": "trl-sft"}
+    rows: list[Row] = []
+    if is_full:
+        fixed |= {"method": "full", "quantization": "none", "quantization_storage": "uint8"}
+    elif has_config:
+        fixed["method"] = "qlora"
+        rows.append(quantization_row(**bits))
+    else:
+        # Without a BitsAndBytesConfig its 4 bits are NF4 with quantised scales.
+        ways = (("lora", "none"), ("qlora", "nf4-double"), ("qlora", "int8"))
+        rows.append(
+            choices(
+                ("method", "quantization"),
+                *(
+                    Choice(
+                        ours=way,
+                        theirs={
+                            f"{MODEL}load_in_4bit": way[1] == "nf4-double",
+                            f"{MODEL}load_in_8bit": way[1] == "int8",
+                        },
+                    )
+                    for way in ways
+                ),
+            )
+        )
+    if not is_full:
+        rows += adapter_rows("lora")
+    of_sft, of_trainer = by_setting(SFT), by_setting(TRAINING_ARGUMENTS)
+    own = ("precision", "batching", "activation_checkpointing", "liger", "torch_compile",
+           "torch_compile_backend")  # fmt: skip
+    rows += [row for name, row in of_trainer.items() if name not in own]
+    packing = [
+        dataclasses.replace(
+            choice,
+            theirs={
+                key: value
+                for key, value in choice.theirs.items()
+                if key != "train_sampling_strategy"
+            },
+        )
+        for choice in of_sft["batching"].choices
+        if choice.ours != ("grouped",)
+    ]
+    rows += [
+        of_key("sequence_length", f"{MODEL}max_seq_length"),
+        choices(("batching",), *packing),
+        _unsloth_checkpointing(is_full=is_full),
+        precision_row(f"{MODEL}dtype", is_quantized=has_config),
+    ]
+    return Target(
+        name=name,
+        source="unsloth 2026.10.9",
+        rows=tuple(rows),
+        defaults={
+            **TRAINING_ARGUMENTS.defaults,
+            **({"bf16": True} if has_sft_defaults else {}),
+            f"{ADAPTER}lora_alpha": 16,
+            f"{ADAPTER}lora_dropout": 0.0,
+            f"{QUANTIZATION}bnb_4bit_quant_type": "fp4",
+            f"{MODEL}load_in_4bit": not is_full,
+            f"{MODEL}max_seq_length": 2048,
+            f"{MODEL}use_gradient_checkpointing": "unsloth",
+            f"{ADAPTER}use_gradient_checkpointing": "unsloth",
+            f"{ADAPTER}r": 16,
+            f"{ADAPTER}target_modules": _TARGETS,
+        },
+        model_key=f"{MODEL}name",
+        fixed=fixed,
+        renamed={**TRAINING_ARGUMENTS.renamed, "max_seq_length": "max_length"},
+        refused={
+            **TRAINING_ARGUMENTS.refused,
+            f"{MODEL}load_in_16bit": "is said by load_in_4bit=False, which is on by default",
+            f"{MODEL}load_in_fp8": "is a base that is not priced",
+            f"{MODEL}qat_scheme": "adds quantisation to the step",
+        },
+        unpredicted=UNPREDICTED,
+        caveats=(
+            (lambda _: True, "Unsloth has a loss and kernels of its own, which are not predicted"),
+        ),
+    )
+
+
+def _unsloth_checkpointing(*, is_full: bool) -> Row:
+    """`unsloth` checkpoints every layer and parks what is left in host memory. Of an adapter's two
+    switches the one where it is made decides."""
+    of_model, of_adapter = (f"{name}use_gradient_checkpointing" for name in (MODEL, ADAPTER))
+    ways = (((0, False), False), ((1, False), True), ((1, True), "unsloth"))
+    both = (of_model,) if is_full else (of_adapter, of_model)
+    return choices(
+        ("activation_checkpointing", "activation_offloading"),
+        *(
+            Choice(ours=ours, theirs=dict.fromkeys(keys, said))
+            for keys in (both, both[:1])
+            for ours, said in ways
+        ),
+        nearest={(): (1, False)},
+    )

@@ -1,0 +1,29 @@
+"""A line of the log for each run of a search, whatever came of it."""
+
+from __future__ import annotations
+
+import logging
+
+from autotune import log
+from autotune.knobs import describe
+from autotune.results import Measurement
+from autotune.units import format_bytes
+
+_log = log.logger(__name__)
+
+_FAILED = ("crashed", "timeout")
+"""Of the outcomes, those that say nothing of the configuration."""
+
+
+def log_run(measurement: Measurement, what: str) -> None:
+    """`what`: probe, known probe (of the table, not run), confirmation."""
+    speed, peak_bytes = measurement.tokens_per_second, measurement.peak_device_bytes
+    _log.log(
+        logging.WARNING if measurement.outcome in _FAILED else logging.INFO,
+        "%s: %s, %s, %s; %s",
+        what,
+        f"{measurement.outcome} {measurement.message}".strip(),
+        "no speed" if speed is None else f"{speed:.1f} tokens/s",
+        "no peak" if peak_bytes is None else f"peak {format_bytes(peak_bytes)}",
+        describe(measurement.config),
+    )

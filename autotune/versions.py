@@ -1,0 +1,108 @@
+"""What a bug report needs to know of an installation, as lines to paste: nothing is imported for it.
+
+No user names and no paths: versions, the card, the system.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from autotune import nvml
+from autotune.gpus import detect
+from autotune.needs import version
+from autotune.units import format_bytes
+
+LIBRARIES = (
+    # what pyproject.toml names, but for what only tests and linters use
+    "accelerate",
+    "alembic",
+    "apollo-torch",
+    "bitsandbytes",
+    "click",
+    "galore-torch",
+    "grokadamw",
+    "huggingface_hub",
+    "Jinja2",
+    "liger-kernel",
+    "lomo-optim",
+    "numpy",
+    "nvidia-ml-py",
+    "optuna",
+    "packaging",
+    "peft",
+    "plotly",
+    "psycopg",
+    "pydantic",
+    "PyYAML",
+    "rich",
+    "schedulefree",
+    "sqlalchemy",
+    "torch",
+    "torch-optimi",
+    "torchao",
+    "transformers",
+    "trl",
+    # and what these take from others
+    "datasets",
+    "flash-attn",
+    "flash-attn-3",
+    "optuna-dashboard",
+    "safetensors",
+    "tokenizers",
+    "triton",
+)
+
+
+def lines() -> Iterator[str]:
+    """`what: version`, a line each, but for autotune's own."""
+    yield f"python: {platform.python_version()} ({platform.python_implementation()})"
+    yield f"platform: {platform.system()} {platform.release()} {platform.machine()}"
+    yield f"libc: {' '.join(platform.libc_ver()).strip() or 'unknown'}"
+    yield f"torch build: {torch_build() or 'torch is not installed'}"
+    try:
+        yield f"driver: {nvml.driver_version()}"
+        # There is a driver; the reason is that it sees no card.
+        reason = nvml.why_no_card()
+    except nvml.NoCard as error:
+        yield f"driver: none; {error}"
+        reason = ""
+    for card in detect():
+        capability = card.compute_capability or (0, 0)
+        size = format_bytes(card.capacity_bytes)
+        yield f"card: {card.name}, {size}, compute capability {capability[0]}.{capability[1]}"
+    if reason:
+        yield f"card: none; {reason}"
+    installed = {name: found for name in LIBRARIES if (found := version(name))}
+    for name in sorted(installed, key=str.casefold):
+        yield f"{name}: {installed[name]}"
+    missing = sorted((name for name in LIBRARIES if name not in installed), key=str.casefold)
+    yield f"not installed: {', '.join(missing) or 'none'}"
+
+
+def torch_build() -> str:
+    """`2.13.0+cu130, CUDA 13.0`, from torch/version.py as torch writes it; empty without torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    path = Path(spec.origin).with_name("version.py")
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError):
+        return "unreadable"
+    values = {
+        str(ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)): (
+            node.value.value
+        )
+        for node in body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
+    }
+    parts = [str(values.get("__version__", "unknown"))]
+    parts += [f"{name} {values[key]!s}" for key, name in _BUILDS.items() if values.get(key)]
+    return ", ".join(parts if len(parts) > 1 else [*parts, "CPU only"])
+
+
+_BUILDS = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}

@@ -1,0 +1,482 @@
+"""Every configuration that is exported is read back as a `--base`: to the same settings, and to others with
+only their lines changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autotune import bases, export
+from autotune.adapters import ADAPTERS
+from autotune.config import PARALLELISMS, TrainConfig, Workload
+from autotune.errors import ConfigError
+from autotune.export import mapping, torchtune_base
+from autotune.export.read import BaseRun, changes, read_base
+
+MODEL = "Qwen/Qwen2.5-1.5B"
+WORKLOAD = Workload(model=MODEL, memory_budget_bytes=12 * 10**9)
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=4,
+    gradient_accumulation_steps=8,
+    sequence_length=1024,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+    activation_checkpointing=1,
+)
+LORA = dataclasses.replace(
+    FULL, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
+)
+QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
+DDP = dataclasses.replace(FULL, precision="bf16-autocast", parallelism="ddp", num_gpus=2)
+
+ARGUMENTS: list[tuple[TrainConfig, dict[str, Any]]] = [
+    (FULL, {"micro_batch_size": 8, "gradient_accumulation_steps": 4}),
+    (FULL, {"optimizer": "paged_adamw_8bit"}),
+    (FULL, {"precision": "bf16-autocast"}),
+    (FULL, {"activation_checkpointing": 0}),
+    (FULL, {"activation_checkpointing": 3, "activation_offloading": True}),
+    (FULL, {"liger": True, "torch_empty_cache_steps": 2}),
+    (FULL, {"neftune_noise_alpha": 5.0}),
+    (FULL, {"torch_compile": "reduce-overhead"}),
+]
+ADAPTER: list[tuple[TrainConfig, dict[str, Any]]] = [
+    (LORA, {"lora_rank": 64}),
+    (LORA, {"lora_alpha_ratio": 0.5}),
+    (LORA, {"lora_targets": "q_proj,v_proj"}),
+    (LORA, {"lora_variant": "dora", "lora_dropout": 0.1}),
+]
+BITS: list[tuple[TrainConfig, dict[str, Any]]] = [
+    (QLORA, {"quantization": "fp4-double"}),
+    (QLORA, {"quantization": "int8"}),
+    (QLORA, {"quantization_storage": "bfloat16"}),
+]
+MODELS: list[tuple[TrainConfig, dict[str, Any]]] = [
+    (FULL, {"attention": "flash_attention_2", "precision": "bf16-mixed"}),
+    (FULL, {"precision": "tf32"}),
+    (QLORA, {"precision": "fp16-autocast"}),
+]
+FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
+    "train": [
+        *ARGUMENTS, *ADAPTER, *BITS, *MODELS,
+        (FULL, {"batching": "grouped"}),
+        (FULL, {"trainer": "trl-sft"}),
+        (FULL, {"precision": "fp8-mixed"}),
+        (DDP, {"parallelism": "fsdp2"}),
+    ],
+    "training-args": ARGUMENTS,
+    "training-args-yaml": ARGUMENTS,
+    "training-args-python": [*ARGUMENTS, (FULL, {"batching": "grouped"})],
+    "sft-python": [
+        *((dataclasses.replace(config, trainer="trl-sft"), to)
+          for config, to in (*ARGUMENTS, *ADAPTER, *BITS, *MODELS)),
+        (dataclasses.replace(FULL, trainer="trl-sft"), {"batching": "padding-free"}),
+    ],
+    "unsloth": [
+        *((dataclasses.replace(config, trainer="trl-sft"), to) for config, to in (*ADAPTER, *BITS)),
+        (dataclasses.replace(LORA, trainer="trl-sft"),
+         {"method": "qlora", "quantization": "nf4-double", "activation_offloading": True}),
+        (dataclasses.replace(LORA, trainer="trl-sft"),
+         {"micro_batch_size": 2, "optimizer": "adamw_8bit", "precision": "fp16-autocast"}),
+        (dataclasses.replace(LORA, trainer="trl-sft"), {"activation_checkpointing": 0}),
+    ],
+    "peft": ADAPTER,
+    "bitsandbytes": BITS,
+    "torchtune": [
+        (FULL, {"micro_batch_size": 8, "gradient_accumulation_steps": 4}),
+        (FULL, {"optimizer": "paged_adamw_8bit"}),
+        (FULL, {"precision": "fp32", "torch_compile": "default"}),
+        (FULL, {"activation_offloading": True, "batching": "padded"}),
+        (dataclasses.replace(LORA, precision="bf16-true"),
+         {"method": "qlora", "quantization": "nf4-double"}),
+        (dataclasses.replace(LORA, precision="bf16-true"),
+         {"lora_rank": 64, "lora_targets": "v_proj", "lora_variant": "dora", "lora_dropout": 0.05}),
+    ],
+    "accelerate": [
+        (DDP, {"parallelism": name, "precision": "bf16-mixed"})
+        for name, row in PARALLELISMS.items()
+        if row.stage
+    ] + [(DDP, {"precision": "fp16-mixed"})],
+    "deepspeed": [
+        (dataclasses.replace(DDP, precision="bf16-mixed", parallelism="zero2"), {"parallelism": name})
+        for name, row in PARALLELISMS.items()
+        if row.library == "deepspeed" and name != "zero2"
+    ],
+}  # fmt: skip
+CASES = [
+    pytest.param(name, config, to, id=f"{name}-{config.method}-{'-'.join(to)}-{place}")
+    for name, cases in FORMATS.items()
+    for place, (config, to) in enumerate(cases)
+]
+
+
+def file_of(folder: Path, name: str, config: TrainConfig, text: str | None = None) -> Path:
+    exporter = export.ALL[name]
+    folder.mkdir(exist_ok=True)
+    path = folder / exporter.filename
+    evidence = {"evidence": "predicted"}
+    path.write_text(text or exporter.write(workload=WORKLOAD, config=config, result=evidence))
+    return path
+
+
+def read(path: Path, config: TrainConfig) -> BaseRun:
+    return read_base(
+        path,
+        sequence_length=config.sequence_length,
+        method=config.method,
+        samples=config.gradient_accumulation_steps,
+    )
+
+
+def said(run: BaseRun, config: TrainConfig) -> dict[str, Any]:
+    """The settings that the run's files say."""
+    assert run.target is not None
+    names = {name for row in run.target.rows for name in row.ours} | run.target.fixed.keys()
+    return {name: getattr(config, name) for name in names if name != "dataloader_num_workers"}
+
+
+@pytest.mark.parametrize(("name", "config", "to"), CASES)
+def test_there_and_back(tmp_path: Path, name: str, config: TrainConfig, to: dict[str, Any]) -> None:
+    run = read(file_of(tmp_path / "a", name, config), config)
+    assert run.target is not None
+    assert said(run, run.config) == said(run, config)
+    for key, value in to.items():
+        assert mapping.allows(run.target, to.get("method", config.method), key, value)
+    assert {*to} <= {*said(run, config)}
+    answer = dataclasses.replace(run.config, **to)
+    made = changes(run, run.config, answer)
+    text, keeps, left = run.parts[0].edited(made)
+    assert (keeps, left) == (True, [])
+    again = read(file_of(tmp_path / "b", name, config, text), config)
+    assert said(again, again.config) == said(run, answer)
+    # Only what the changes name: what stays is in the same order.
+    lines = list(difflib.ndiff(run.text.splitlines(), text.splitlines()))
+    gone = [line[2:] for line in lines if line[:1] == "-"]
+    keys = {part for change in made for part in change.key.replace(":", ".").split(".")}
+    assert made
+    assert len(gone) <= 3 * len(made)
+    for line in gone:
+        assert line.lstrip().startswith("- ") or any(
+            key in line for key in (*keys, '"', ",", "}")
+        ), line
+
+
+def test_shared_out_weights_accumulate_as_they_are_priced(tmp_path: Path) -> None:
+    """FSDP2 would keep whole gradients between micro-steps otherwise."""
+    shared = dataclasses.replace(DDP, parallelism="fsdp2", gradient_accumulation_steps=1)
+    run = read(file_of(tmp_path, "train", shared), shared)
+    answer = dataclasses.replace(run.config, micro_batch_size=1, gradient_accumulation_steps=4)
+    text, _, left = run.parts[0].edited(changes(run, run.config, answer))
+    assert left == []
+    assert "'sync_each_batch': True" in text
+    assert "sync_each_batch" not in run.text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_same_answer_changes_nothing(tmp_path: Path, name: str) -> None:
+    config = FORMATS[name][0][0]
+    run = read(file_of(tmp_path, name, config), config)
+    (copy,) = bases.with_edited((), tmp_path / "out", run, run.config)
+    assert copy.write(workload=WORKLOAD, config=run.config, result={}) == run.text
+    assert changes(run, run.config, run.config) == []
+
+
+@pytest.mark.parametrize("method", [name for name in ADAPTERS if name != "peft"])
+def test_every_adapters_file_names_its_method(tmp_path: Path, method: str) -> None:
+    row = ADAPTERS[method]
+    config = dataclasses.replace(FULL, method=method, precision="bf16-autocast")
+    if row.size:
+        config = dataclasses.replace(config, **{row.size: 24})
+    if row.takes_targets:
+        config = dataclasses.replace(config, lora_targets="attention")
+    run = read(file_of(tmp_path, "peft", config), FULL)
+    assert run.config.method == ("lora" if method == "qlora" else method)
+    assert run.model == MODEL
+    # How many tokens train is not in our file.
+    if row.size and method != "trainable_tokens":
+        assert getattr(run.config, row.size) == 24
+    assert run.config.lora_targets == config.lora_targets
+    assert set(run.taken) == {
+        "micro_batch_size", "gradient_accumulation_steps", "precision", "optimizer"
+    }  # fmt: skip
+
+
+def test_an_adapter_of_another_kind_is_one_of_pefts(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_config.json"
+    path.write_text(
+        '{"peft_type": "LOHA", "r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}'
+    )
+    run = read_base(path)
+    assert run.config.method == "peft"
+    assert json.loads(run.config.peft or "") == {
+        "peft_type": "LOHA", "r": 4, "target_modules": ["q_proj"]
+    }  # fmt: skip
+
+
+def test_an_adapters_alpha_keeps_its_ratio(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_config.json"
+    path.write_text(
+        '{\n "peft_type": "LORA",\n "r": 8,\n "lora_alpha": 8,\n "target_modules": ["v"]\n}\n'
+    )
+    run = read_base(path)
+    answer = dataclasses.replace(run.config, lora_rank=32)
+    text, _, _ = run.parts[0].edited(changes(run, run.config, answer))
+    assert json.loads(text)["lora_alpha"] == 32
+
+
+def test_an_adapters_base_is_quantised_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = file_of(tmp_path, "peft", LORA)
+    assert read_base(path).config.method == "lora"
+    run = read_base(path, method="qlora")
+    assert (run.config.method, run.config.quantization) == ("qlora", "nf4")
+
+
+def folder_of(folder: Path, config: TrainConfig, *, ours: bool) -> Path:
+    workload = dataclasses.replace(WORKLOAD, extra_arguments='{"learning_rate": 0.0003}')
+    names = ["training-args", "peft", "bitsandbytes", *(["train-config"] if ours else [])]
+    chosen = [export.ALL[name] for name in names]
+    chosen = [each for each in chosen if not export.why_not(each, workload, config)]
+    evidence = {"evidence": "predicted"}
+    export.export_files(folder, workload=workload, config=config, result=evidence, exporters=chosen)
+    return folder
+
+
+@pytest.mark.parametrize("config", [FULL, LORA, QLORA], ids=["full", "lora", "qlora"])
+def test_a_folder_of_ours_is_what_its_files_say_together(
+    tmp_path: Path, config: TrainConfig
+) -> None:
+    exact = dataclasses.replace(
+        config, attention="flash_attention_2", precision="bf16-mixed", trainer="trl-sft",
+        sequence_length=4096, batching="padding-free", liger=True,
+    )  # fmt: skip
+    folder = folder_of(tmp_path / "answer", exact, ours=True)
+    run = read_base(folder)
+    assert run.config == exact
+    assert json.loads(run.extra_arguments)["learning_rate"] == 0.0003
+    path = folder / "training_args.json"
+    content = json.loads(path.read_text()) | {"per_device_train_batch_size": 2, "bf16": False}
+    path.write_text(json.dumps(content))
+    # What was edited counts; what the others say of it does not any more.
+    assert read_base(folder).config == dataclasses.replace(
+        exact, micro_batch_size=2, precision="bf16-true"
+    )
+
+
+def test_a_folder_without_our_own_file_is_their_union(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "answer", QLORA, ours=False)
+    run = read_base(folder, sequence_length=1024)
+    assert run.config == QLORA
+    assert run.model == MODEL
+    assert not run.has_length
+    answer = dataclasses.replace(run.config, micro_batch_size=8, lora_rank=64, quantization="fp4")
+    out = tmp_path / "out"
+    copies = bases.with_edited(export.EXPORTERS, out, run, run.config)
+    texts = {
+        copy.filename: copy.write(
+            workload=WORKLOAD, config=answer, result={"evidence": "predicted"}
+        )
+        for copy in copies
+        if copy.name == "base"
+    }
+    assert {*texts} == {"training_args.json", "adapter_config.json", "quantization_config.json"}
+    assert [copy.filename for copy in copies].count("training_args.json") == 1
+    for name, text in texts.items():
+        out.mkdir(exist_ok=True)
+        (out / name).write_text(text)
+    assert read_base(out, sequence_length=1024).config == answer
+    # Its own files are never written over.
+    again = bases.with_edited(export.EXPORTERS, folder, run, run.config)
+    assert "training_args.json" not in [each.filename for each in again]
+    assert "training_args.answer.json" in [each.filename for each in again]
+
+
+def test_a_folder_with_our_own_file_alone_is_that_file(tmp_path: Path) -> None:
+    file_of(tmp_path, "train-config", QLORA)
+    run = read_base(tmp_path)
+    assert (run.config, run.target) == (QLORA, None)
+
+
+@pytest.mark.parametrize(
+    ("folder", "builder", "model"),
+    [
+        ("/tmp/Qwen2.5-1.5B", "qwen2_5.lora_qwen2_5_1_5b_base", "Qwen/Qwen2.5-1.5B"),
+        ("./Llama-3.2-1B/", "llama3_2.llama3_2_1b", "meta-llama/Llama-3.2-1B"),
+        ("/tmp/Qwen2.5-1.5B", "qwen2_5.lora_qwen2_5_7b_base", None),
+        ("./model", "qwen2_5.qwen2_5_1_5b_base", None),
+    ],
+)  # fmt: skip
+def test_torchtunes_model_is_named_by_its_folder_and_builder_together(
+    tmp_path: Path, folder: str, builder: str, model: str | None
+) -> None:
+    path = file_of(tmp_path, "torchtune", LORA)
+    content = yaml.safe_load(path.read_text())
+    content["checkpointer"]["checkpoint_dir"] = folder
+    content["model"]["_component_"] = f"torchtune.models.{builder}"
+    path.write_text(yaml.safe_dump(content))
+    found = read_base(path).model
+    assert found == model
+
+
+def test_torchtunes_model_may_be_a_folder_that_is_here(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    path = file_of(tmp_path / "a", "torchtune", LORA)
+    path.write_text(
+        path.read_text().replace("checkpoint_dir: ./model", f"checkpoint_dir: {tmp_path}")
+    )
+    assert read_base(path).model == str(tmp_path)
+
+
+def read_run(path: Path, **given: Any) -> tuple[BaseRun, list[str]]:
+    notes: list[str] = []
+    options = {"seq_len": None, "num_gpus": 1, "effective_batch": 32, "has_bf16": True, **given}
+    return bases.read_run(path, **options, usual_length=1024, note=notes.append), notes
+
+
+def test_a_launch_says_its_gpus_and_the_rest_is_taken(tmp_path: Path) -> None:
+    run, notes = read_run(file_of(tmp_path, "accelerate", DDP))
+    assert (run.config.num_gpus, run.config.parallelism) == (2, "ddp")
+    assert run.config.effective_batch_size == 32
+    assert any("micro_batch_size: 1" in note and "are taken" in note for note in notes)
+    said = bases.changed(run, run.config, dataclasses.replace(run.config, micro_batch_size=4))
+    assert any(
+        note.startswith("not put into it, but into the other files: micro_batch") for note in said
+    )
+
+
+def test_accelerate_names_deepspeeds_file(tmp_path: Path) -> None:
+    zero = dataclasses.replace(DDP, parallelism="zero3-offload", precision="bf16-mixed")
+    path = file_of(tmp_path, "accelerate", zero)
+    with pytest.raises(ConfigError, match=r"deepspeed.json cannot be read"):
+        read_base(path)
+    file_of(tmp_path, "deepspeed", zero)
+    run = read_base(path)
+    assert (run.config.num_gpus, run.config.parallelism) == (2, "zero3-offload")
+    answer = dataclasses.replace(run.config, parallelism="zero2")
+    texts = [part.edited(changes(run, run.config, answer))[0] for part in run.parts]
+    assert texts[0] == run.text
+    assert json.loads(texts[1])["zero_optimization"]["stage"] == 2
+    path.write_text(path.read_text().replace("deepspeed.json", "../deepspeed.json"))
+    with pytest.raises(ConfigError, match="is no file beside it"):
+        read_base(path)
+
+
+def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
+    zero = dataclasses.replace(DDP, parallelism="zero2")
+    run, _ = read_run(file_of(tmp_path, "deepspeed", zero), num_gpus=4)
+    assert (run.config.num_gpus, run.config.parallelism) == (4, "zero2")
+    assert run.config.precision == "bf16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\n",
+         "fsdp_config.fsdp_version: 2 would be"),
+        ("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 2\n", "among machines"),
+        ("a.yaml", "distributed_type: MULTI_GPU\n", "num_processes is missing"),
+        ("a.yaml", "compute_environment: X\nmegatron_lm_config: {a: 1}\nnum_processes: 2\n", "megatron"),
+        ("d.json", '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}',
+         "is not predicted together"),
+        ("d.json", '{"zero_optimization": 3}', "zero_optimization must be a mapping"),
+        ("q.json", '{"load_in_4bit": false}', "is not predicted together"),
+        ("q.json", '{"quant_method": "gptq", "bits": 4}', "is not predicted together"),
+        ("p.json", '{"peft_type": "LORA", "r": "x", "target_modules": ["q"]}',
+         "adapter r must be a whole number, not the text 'x'"),
+        ("p.json", '{"peft_type": ["LORA"]}', "must be a mapping with a peft_type"),
+        ("p.json", '{"peft_type": "LORA", "r": 8, "target_modules": {"a": 1}}', "must be a list of names"),
+        ("t.yaml", "model: {_component_: torchtune.models.llama3.llama3_8b}\n", "batch_size is missing"),
+        ("t.yaml", "model: {_component_: torchtune.models.llama3.llama3_8b}\nbatch_size: ${b}\n",
+         "batch_size must be a whole number, not the text '${b}'"),
+        ("t.yaml", "model: {_component_: torchtune.models.llama3.llama3_8b}\noptimizer_in_bwd: true\n",
+         "optimizer_in_bwd: steps in the backward pass"),
+        ("t.yaml", "model: {_component_: torchtune.x.lora_y, lora_attn_modules: [wte]}\n",
+         "has 'wte', and torchtune knows q_proj, k_proj, v_proj, output_proj"),
+    ],
+)  # fmt: skip
+def test_every_refusal_says_why(tmp_path: Path, name: str, text: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        read_base(path)
+    assert words in str(raised.value)
+
+
+LONG = "x" * 10_000
+HOSTILE = {
+    "torchtune": "model: {_component_: torchtune.models.@}\nbatch_size: @\noptimizer: {_component_: @}\n",
+    "accelerate": "distributed_type: @\nnum_processes: @\n",
+    "deepspeed": "zero_optimization: {stage: @}\nbf16: {enabled: @}\nfp16: @\n",
+    "adapter": "peft_type: LORA\nr: @\ntarget_modules: @\n",
+    "quantization": "load_in_4bit: @\nbnb_4bit_quant_type: @\n",
+}
+
+
+@pytest.mark.parametrize("value", [LONG, "[1, [2]]", "{a: {b: c}}", "-1", "1.5e300", '"\\0\\n"'])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_values_of_wrong_types_are_one_line(tmp_path: Path, name: str, value: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(HOSTILE[name].replace("@", value))
+    with pytest.raises(ConfigError) as raised:
+        read_base(path)
+    assert len(str(raised.value)) < 1500
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"model: {_component_: torchtune}\n\0",
+        b'{"peft_type": ' + b"[" * 20_000,
+        b"distributed_type: " + b"[" * 5_000,
+        b"peft_type: \xff\xfe",
+        b"optim: &a [*a]\n",
+        b"o0: &o0 [x, x]\n"
+        + b"".join(b"o%d: &o%d [*o%d, *o%d]\n" % (n, n, n - 1, n - 1) for n in range(1, 40))
+        + b"optim: *o39\n",
+        b"x" * 2_000_000,
+    ],
+    ids=["nul", "json", "yaml", "no text", "alias", "aliases", "large"],
+)
+def test_broken_files_are_one_line(tmp_path: Path, content: bytes) -> None:
+    names = ("training_args.json", "mine.yaml", "mine.py")
+    # Deep nesting takes PyYAML a second.
+    for name in names if content.count(b"[") < 100 else names[:1]:
+        path = tmp_path / name
+        path.write_bytes(content)
+        for base in (path, tmp_path):
+            start = time.monotonic()
+            with pytest.raises(ConfigError) as raised:
+                read_base(base)
+            assert len(str(raised.value)) < 1000
+            assert time.monotonic() - start < 10
+        path.unlink()
+
+
+def test_a_file_of_a_hundred_megabytes_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    with path.open("wb") as file:
+        file.truncate(100 * 2**20)
+    with pytest.raises(ConfigError, match="is larger than 1 MiB"):
+        read_base(path)
+
+
+def test_names_that_no_file_has_are_one_line(tmp_path: Path) -> None:
+    for name in ("x" * 10_000, "x" * 10_000 + ".py", "a\0b", "a\nb"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_base(tmp_path / name)
+    text = f"model: {{_component_: torchtune.models.x}}\ncheckpointer: {{checkpoint_dir: {'y' * 10_000}}}\n"
+    assert torchtune_base.model_of(yaml.safe_load(text)) is None
+
+
+def test_a_folder_of_nothing_names_what_it_could_hold(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot be read.*training_args.json, adapter_config.json"
+    ):
+        read_base(tmp_path)
