@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from autotune.errors import StorageError
 
@@ -94,9 +95,11 @@ def parse_url(url: str) -> URL:
 def file_of(url: URL) -> Path | None:
     """SQLite's file; None for a server, and for a database in memory."""
     name = url.database or ""
-    if url.get_backend_name() != "sqlite" or name in ("", ":memory:") or name.startswith("file:"):
-        return None
-    return Path(name)
+    if name.startswith("file:"):
+        # A URI of SQLite's own: file:a%20b.db, file:///tmp/a.db, file:x?mode=memory.
+        name = unquote(name.removeprefix("file:").removeprefix("//").partition("?")[0])
+    is_file = url.get_backend_name() == "sqlite" and name not in ("", ":memory:")
+    return Path(name) if is_file and url.query.get("mode") != "memory" else None
 
 
 def make_folder(url: URL) -> None:
