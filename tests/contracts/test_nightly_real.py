@@ -29,8 +29,8 @@ methods:
 """
 MATRIX = """
 models: [tiny]
-budgets: [30MB]
-lengths: [32, 64]
+budgets: [30MB, 40MB]
+lengths: [64]
 methods: [full]
 effective_batch: 8
 effort: quick
@@ -41,7 +41,7 @@ probes: 2
 max_probes: 2
 """
 URL = "sqlite:///studies/autotune.db"
-CELLS = ("tiny-30mb-seq32-full", "tiny-30mb-seq64-full")
+CELLS = ("tiny-30mb-seq64-full", "tiny-40mb-seq64-full")
 
 
 def command(*more: str) -> list[str]:
