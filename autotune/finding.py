@@ -108,12 +108,18 @@ class Delivered:
 
 
 def find(
-    options: FindOptions, *, storage: str, command: str = "", listener: Listener = SILENT
+    options: FindOptions,
+    *,
+    storage: str,
+    command: str = "",
+    listener: Listener = SILENT,
+    server: ForkServer | None = None,
 ) -> Answer:
     """Answer what was asked; whatever it cannot answer is an AutotuneError.
 
     Probes are kept in the database `storage`, where later searches find them; a prediction leaves it
-    alone. `command` is what the study keeps of how it was made.
+    alone. `command` is what the study keeps of how it was made. `server` runs the probes; None: one of
+    their own.
     """
     if (options.num_gpus or 1) > 1 and options.backend in BACKENDS:
         raise ConfigError(
@@ -221,6 +227,7 @@ def find(
                 storage=storage,
                 command=command,
                 listener=listener,
+                server=server,
             )
             name = measured_name
         except (HardwareError, WorkerError) as error:
@@ -277,6 +284,7 @@ def _measure(
     storage: str,
     command: str,
     listener: Listener,
+    server: ForkServer | None,
 ) -> Found:
     """Probe the candidates, confirm the winner. Nothing measured is ever lost."""
     summary = found.summary
@@ -297,7 +305,7 @@ def _measure(
         confirm_steps = CONFIRM_STEPS[backend]
     with (
         listener.measuring(summary.counts, max_probes, confirm_steps) as heard,
-        ForkServer() as server,
+        ForkServer() if server is None else contextlib.nullcontext(server) as server,
     ):
         plan = probing.Plan(
             pool=[e for e in found.pool() if probing.can_run(e.config, backend)],

@@ -104,7 +104,7 @@ class Prober:
         self._on_run = on_run
         self.spec = spec
         self._is_assumed = assumed is not None
-        self._fingerprint = assumed or self._ask_fingerprint()
+        self._fingerprint = assumed or fingerprint_here(server, spec.backend)
         self.num_run = 0
         """Probes; confirmations are counted nowhere."""
         self.num_reused = 0
@@ -137,6 +137,11 @@ class Prober:
                 config, self.spec, deadline_seconds=deadline_seconds, watch=of_useful
             )
         return dataclasses.replace(measurement, useful_share=share)
+
+    def again(self, config: TrainConfig) -> Measurement:
+        """A new measurement, whatever the table knows; it is in the table when this returns."""
+        deadline_seconds = _set_up_seconds(config) + 3 * self.spec.max_seconds
+        return self._run(config, self.spec, deadline_seconds=deadline_seconds)
 
     def fingerprint_of(self, config: TrainConfig) -> Fingerprint:
         """What a measurement of the configuration would have, made here and now."""
@@ -196,7 +201,8 @@ class Prober:
         watch: Watch | None = None,
     ) -> Measurement:
         """Measure in a process of its own; in the table when this returns."""
-        if self._is_assumed and self._ask_fingerprint() != self._fingerprint:
+        here = self._fingerprint
+        if self._is_assumed and fingerprint_here(self._server, spec.backend) != here:
             raise NotAsAssumed
         self._is_assumed = False
         self._on_run(config, spec)
@@ -220,20 +226,6 @@ class Prober:
         tail = "" if measurement.outcome == "ok" else end.stderr_tail
         self._table.add(key, measurement, model=self._model.name, stderr_tail=tail)
         return measurement
-
-    def _ask_fingerprint(self) -> Fingerprint:
-        end = self._server.run(
-            "fingerprint", {"backend": self.spec.backend}, deadline_seconds=SET_UP_SECONDS
-        )
-        if end.how != "ok":
-            raise end.to_error("fingerprint")
-        answer = end.answers[-1] if end.answers else {}
-        if "unusable" in answer:
-            raise _unusable(str(answer["unusable"]))
-        try:
-            return fingerprint_from_dict(answer.get("fingerprint"))
-        except ValueError as error:
-            raise WorkerError("The fingerprint process talked nonsense", why=str(error)) from error
 
     def _read(self, end: WorkerEnd, config: TrainConfig, spec: ProbeSpec) -> Measurement:
         """What the probe said, or how it ended without saying."""
@@ -260,6 +252,20 @@ class Prober:
             outcome=outcome,
             message=f"{message} {last_words}".strip()[:500],
         )
+
+
+def fingerprint_here(server: ForkServer, backend: str) -> Fingerprint:
+    """That of this machine's measurements. Raises HardwareError where they cannot be made, WorkerError."""
+    end = server.run("fingerprint", {"backend": backend}, deadline_seconds=SET_UP_SECONDS)
+    if end.how != "ok":
+        raise end.to_error("fingerprint")
+    answer = end.answers[-1] if end.answers else {}
+    if "unusable" in answer:
+        raise _unusable(str(answer["unusable"]))
+    try:
+        return fingerprint_from_dict(answer.get("fingerprint"))
+    except ValueError as error:
+        raise WorkerError("The fingerprint process talked nonsense", why=str(error)) from error
 
 
 def _set_up_seconds(config: TrainConfig) -> float:

@@ -28,6 +28,7 @@ from autotune.cli import (
     export,
     find,
     maximum,
+    nightly,
     report,
     studies,
     tables,
@@ -143,7 +144,8 @@ def cli(context: click.Context, /, *, verbose: int, log_file: Path | None) -> No
     Example: autotune find --model Qwen/Qwen2.5-1.5B --gpu-mem 12GB
 
     Exit codes: 2 wrong input, 3 hardware, 4 nothing fits, 5 a worker failed, 6 database or files,
-    130 interrupted. AUTOTUNE_DEBUG=1 shows the traceback of an internal error.
+    7 and 8 what a night found (autotune nightly), 130 interrupted. AUTOTUNE_DEBUG=1 shows the traceback
+    of an internal error.
     """
     log.set_up(log_file, verbosity=verbose, warn=note)
     typed = command_line(("autotune", *(context.obj or ())))
@@ -157,6 +159,7 @@ for command in (
     export.export,
     report.report,
     studies.studies,
+    nightly.nightly,
     completion.completion,
     doctor.doctor,
     tables.gpus,
