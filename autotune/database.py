@@ -7,13 +7,14 @@ repeated: not in a message, not in a name.
 from __future__ import annotations
 
 import contextlib
-import re
 import sqlite3
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from autotune.errors import StorageError
+from autotune.redacted import redacted
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -50,13 +51,9 @@ _EXPLANATIONS = (
 ELSEWHERE = "or choose another database with --storage"
 
 
-_SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token)[^=&]*=)[^&]*", re.IGNORECASE)
-"""A parameter of an address, as drivers take them beside what comes before the @."""
-
-
 def shown_url(url: str) -> str:
     """The address without whatever comes before its @, which may be a password, or in its parameters."""
-    return _SECRET.sub(r"\1***", url.rpartition("@")[2])
+    return redacted(url.rpartition("@")[2])
 
 
 def has_secret(url: str) -> bool:
@@ -67,14 +64,14 @@ def has_secret(url: str) -> bool:
 def named(url: URL) -> str:
     """The address as messages have it."""
     # `str` hides the password before the @.
-    return _SECRET.sub(r"\1***", str(url))
+    return redacted(str(url))
 
 
 def _secrets(url: URL) -> Iterator[str]:
     if isinstance(url.password, str) and url.password:
         yield url.password
     for name, value in url.query.items():
-        if _SECRET.fullmatch(f"?{name}="):
+        if redacted(f"{name}=it") != f"{name}=it":
             yield from (value,) if isinstance(value, str) else value
 
 
@@ -94,9 +91,11 @@ def parse_url(url: str) -> URL:
 def file_of(url: URL) -> Path | None:
     """SQLite's file; None for a server, and for a database in memory."""
     name = url.database or ""
-    if url.get_backend_name() != "sqlite" or name in ("", ":memory:") or name.startswith("file:"):
-        return None
-    return Path(name)
+    if name.startswith("file:"):
+        # A URI of SQLite's own: file:a%20b.db, file:///tmp/a.db, file:x?mode=memory.
+        name = unquote(name.removeprefix("file:").removeprefix("//").partition("?")[0])
+    is_file = url.get_backend_name() == "sqlite" and name not in ("", ":memory:")
+    return Path(name) if is_file and url.query.get("mode") != "memory" else None
 
 
 def make_folder(url: URL) -> None:

@@ -7,7 +7,8 @@
     +-- WorkerError            5   a child process failed, timed out or answered nonsense
     +-- StorageError           6   the database or an output file cannot be read or written
 
-A command that is interrupted (Ctrl-C) exits with EXIT_INTERRUPTED. Only the command line catches
+A command that is interrupted (Ctrl-C) exits with EXIT_INTERRUPTED, a night that found a change with
+EXIT_REGRESSION or EXIT_IMPROVED. Only the command line catches
 AutotuneError as such; out of memory is an outcome, not an error.
 """
 
@@ -18,6 +19,9 @@ from collections.abc import Iterable
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, the shells' convention."""
+EXIT_REGRESSION = 7
+EXIT_IMPROVED = 8
+"""Of `autotune nightly`: no errors, so no classes."""
 
 _MAX_LISTED = 8
 

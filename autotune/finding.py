@@ -114,12 +114,13 @@ def find(
     command: str = "",
     listener: Listener = SILENT,
     source: ModelSource | None = None,
+    server: ForkServer | None = None,
 ) -> Answer:
     """Answer what was asked; whatever it cannot answer is an AutotuneError.
 
     Probes are kept in the database `storage`, where later searches find them; a prediction leaves it
     alone. `command` is what the study keeps of how it was made. `source` is the model where somebody else
-    has looked it up.
+    has looked it up. `server` runs the probes; None: one of their own.
     """
     if (options.num_gpus or 1) > 1 and options.backend in BACKENDS:
         raise ConfigError(
@@ -227,6 +228,7 @@ def find(
                 storage=storage,
                 command=command,
                 listener=listener,
+                server=server,
             )
             name = measured_name
         except (HardwareError, WorkerError) as error:
@@ -283,6 +285,7 @@ def _measure(
     storage: str,
     command: str,
     listener: Listener,
+    server: ForkServer | None,
 ) -> Found:
     """Probe the candidates, confirm the winner. Nothing measured is ever lost."""
     summary = found.summary
@@ -303,7 +306,7 @@ def _measure(
         confirm_steps = CONFIRM_STEPS[backend]
     with (
         listener.measuring(summary.counts, max_probes, confirm_steps) as heard,
-        ForkServer() as server,
+        ForkServer() if server is None else contextlib.nullcontext(server) as server,
     ):
         plan = probing.Plan(
             pool=[e for e in found.pool() if probing.can_run(e.config, backend)],

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autotune import locks
 from autotune.probe_key import ProbeKey, first_key
@@ -30,6 +30,8 @@ from autotune.upgrade import open_engine
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
+
+Value = TypeVar("Value")
 
 STDERR_TAIL_CHARS = 4000
 ROWS_AT_ONCE = 500
@@ -81,23 +83,40 @@ class ProbeTable:
 
         table = self._table
         asked = {key.near_key: (key, what) for key, what in keys.items()}
-        near_keys = list(asked)
-        columns = (table.c.near_key, table.c.key, table.c.model_digest, table.c.record)
-        found: dict[Any, Measurement] = {}
+        # The newest first; those whose model only their record tells, until one that says it.
+        wanted: dict[int, str] = {}
+        settled: set[str] = set()
+        columns = (table.c.id, table.c.near_key, table.c.model_digest, table.c.fingerprint)
+        query = sqlalchemy.select(*columns).where(
+            table.c.model_digest.in_([*{key.model_digest for key in keys}, ""]),
+            table.c.outcome.in_(("ok", "oom")),
+        )
         with self._engine.connect() as connection:
-            for first in range(0, len(near_keys), ROWS_AT_ONCE):
-                query = sqlalchemy.select(*columns, table.c.fingerprint).where(
-                    table.c.near_key.in_(near_keys[first : first + ROWS_AT_ONCE]),
-                    table.c.model_digest.in_([*{key.model_digest for key in keys}, ""]),
-                    table.c.outcome.in_(("ok", "oom")),
+            for page in _pages(list(asked)):
+                rows = connection.execute(
+                    query.where(table.c.near_key.in_(page)).order_by(table.c.id.desc())
                 )
-                for near_key, row_key, digest, text, fingerprint in connection.execute(
-                    query.order_by(table.c.id.desc())
-                ):
-                    key, what = asked[near_key]
-                    if what in found or fingerprint == key.fingerprint:
+                for row in rows:
+                    if row.fingerprint == asked[row.near_key][0].fingerprint:
                         continue
-                    measurement = _read(text, None if digest else (row_key, key.model))
+                    if row.near_key not in settled:
+                        wanted[row.id] = row.near_key
+                        settled.update([row.near_key] if row.model_digest else [])
+            found: dict[Any, Measurement] = {}
+            record = sqlalchemy.select(
+                table.c.id, table.c.key, table.c.model_digest, table.c.record
+            )
+            for numbers in _pages(sorted(wanted, reverse=True)):
+                rows = connection.execute(
+                    record.where(table.c.id.in_(numbers)).order_by(table.c.id.desc())
+                )
+                for row in rows:
+                    key, what = asked[wanted[row.id]]
+                    if what in found:
+                        continue
+                    measurement = _read(
+                        row.record, None if row.model_digest else (row.key, key.model)
+                    )
                     if measurement is not None:
                         found[what] = measurement
         return found
@@ -127,6 +146,11 @@ class ProbeTable:
     def exclusive(self, purpose: str, what: str) -> AbstractContextManager[None]:
         """The lock of the database with that purpose, as autotune.locks has it."""
         return locks.exclusive(self._engine, purpose, what)
+
+
+def _pages(values: Sequence[Value]) -> Iterator[Sequence[Value]]:
+    for first in range(0, len(values), ROWS_AT_ONCE):
+        yield values[first : first + ROWS_AT_ONCE]
 
 
 def for_budget(measurement: Measurement, budget_bytes: int) -> Measurement | None:

@@ -112,7 +112,7 @@ class Prober:
         self._on_run = on_run
         self.spec = spec
         self._is_assumed = assumed is not None
-        self._fingerprint = assumed or ask_fingerprint(server, spec.backend)
+        self._fingerprint = assumed or fingerprint_here(server, spec.backend)
         self.here = digest(self._fingerprint)
         self.num_run = 0
         """Probes; confirmations are counted nowhere."""
@@ -154,6 +154,11 @@ class Prober:
     def alone(self, study: optuna.Study) -> AbstractContextManager[None]:
         """For what is measured beside the trials of the study: whoever comes second finds it known."""
         return self._table.exclusive("measure", study.study_name)
+
+    def again(self, config: TrainConfig) -> Measurement:
+        """A new measurement, whatever the table knows; it is in the table when this returns."""
+        deadline_seconds = _set_up_seconds(config) + 3 * self.spec.max_seconds
+        return self._run(config, self.spec, deadline_seconds=deadline_seconds)
 
     def fingerprint_of(self, config: TrainConfig) -> Fingerprint:
         """What a measurement of the configuration would have, made here and now."""
@@ -213,10 +218,8 @@ class Prober:
         watch: Watch | None = None,
     ) -> Measurement:
         """Measure in a process of its own; in the table when this returns."""
-        if (
-            self._is_assumed
-            and ask_fingerprint(self._server, self.spec.backend) != self._fingerprint
-        ):
+        here = self._fingerprint
+        if self._is_assumed and fingerprint_here(self._server, spec.backend) != here:
             raise NotAsAssumed
         self._is_assumed = False
         self._on_run(config, spec)
@@ -268,8 +271,8 @@ class Prober:
         )
 
 
-def ask_fingerprint(server: ForkServer, backend: str) -> Fingerprint:
-    """What measures here. Raises HardwareError where PyTorch cannot, WorkerError."""
+def fingerprint_here(server: ForkServer, backend: str) -> Fingerprint:
+    """That of this machine's measurements. Raises HardwareError where they cannot be made, WorkerError."""
     end = server.run("fingerprint", {"backend": backend}, deadline_seconds=SET_UP_SECONDS)
     if end.how != "ok":
         raise end.to_error("fingerprint")

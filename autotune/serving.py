@@ -67,7 +67,7 @@ def here(backend: str) -> Here:
         card = gpus.cpu_stand_in()
         backend, capacity_bytes = "cpu", card.capacity_bytes // 2
     with ForkServer() as server:
-        fingerprint = probing.digest(probing.ask_fingerprint(server, backend))
+        fingerprint = probing.digest(probing.fingerprint_here(server, backend))
     owner = owners.this_process()
     worker = f"{asking.who()} {owner['pid']} {owner['began']}"
     return Here(

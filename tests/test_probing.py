@@ -732,6 +732,27 @@ def test_what_other_libraries_measured_is_measured_again(url: str, table: ProbeT
     assert {m.micro_step_seconds for m in shown if m is not None} == {0.1 * 8**0.5}
 
 
+def test_what_is_assumed_of_the_machine_is_asked_before_anything_is_measured(
+    table: ProbeTable,
+) -> None:
+    class Untold(Server):
+        def run(self, verb: str, *rest: Any, **named: Any) -> WorkerEnd:
+            told.append(verb)
+            return super().run(verb, *rest, **named)
+
+    told: list[str] = []
+    for assumed, verbs in ((HERE, ["fingerprint", "probe"]), (HERE, []), (LATER, ["fingerprint"])):
+        told.clear()
+        prober = Prober(Untold(measured), table, MODEL, SPEC, assumed=assumed)  # type: ignore[arg-type]
+        assert told == []
+        if assumed == LATER:
+            with pytest.raises(probing.NotAsAssumed):
+                prober.measure(with_size(8))
+        else:
+            assert prober.measure(with_size(8)) == measured(with_size(8))
+        assert told == verbs
+
+
 def test_another_version_of_what_only_some_use_is_another_measurement(
     table: ProbeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import answers
 import pytest
+import sqlalchemy
 
-from autotune import finding
+from autotune import cli, finding
 from autotune.options import FindOptions
 from autotune.recommendations import (
     Recommendation,
@@ -148,3 +149,28 @@ def test_every_answer_that_is_delivered_is_kept(url: str) -> None:
         assert [one.reason for one in history] == ["first", "unchanged", "because"]
         assert history[0].tokens_per_second == summary.tokens_per_second
         assert history[0].result["best"]["config"] == history[0].config
+
+
+def test_a_password_is_kept_nowhere(postgres_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    address = sqlalchemy.make_url(postgres_url)
+    if not address.password:
+        # The tests' own server asks for none, and takes any.
+        address = address.set(password="hunter2-of-the-tests")
+    url = address.render_as_string(hide_password=False)
+    answer = finding.Answer(
+        found=answers.found(), study="s", folder_name="s", question=question_of(FindOptions())
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["studies", "list", "--storage", url])
+    assert finding.deliver(answer, folder=None, storage=url).problems == []
+    with pytest.raises(SystemExit):
+        cli.main(["studies", "show", "s", "--storage", url])
+    said = "".join(capsys.readouterr())
+    assert "--storage" in said
+    engine = sqlalchemy.create_engine(url)
+    with engine.connect() as connection:
+        for name in sqlalchemy.inspect(connection).get_table_names():
+            said += str(connection.exec_driver_sql(f'SELECT * FROM "{name}"').all())
+    engine.dispose()
+    assert address.password is not None
+    assert str(address.password) not in said

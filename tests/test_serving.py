@@ -168,7 +168,7 @@ def test_who_has_no_job_helps_with_one_that_runs(url: str, jobs: JobTable, finds
 
 def test_what_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     card = gpus.find_gpu("rtx-4090")
-    monkeypatch.setattr(probing, "ask_fingerprint", lambda *_: answers.measurement().fingerprint)
+    monkeypatch.setattr(probing, "fingerprint_here", lambda *_: answers.measurement().fingerprint)
     monkeypatch.setattr(gpus, "detect", lambda: [card])
     found = serving.here("auto")
     assert (found.backend, found.machine.card) == ("cuda", card.name)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_model
 
-from autotune import tracing
+from autotune import machine, trace_table, tracing
 from autotune.config import TrainConfig
 from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.gpus import catalogue, find_gpu
 from autotune.isolate import WorkerEnd
 from autotune.results import TraceSpec
+from autotune.trace_table import TraceTable
 from autotune.tracing import trace_all
 
 FULL = TrainConfig(
@@ -161,3 +163,42 @@ def test_a_trace_that_never_adds_up_is_left_out(monkeypatch: pytest.MonkeyPatch)
     good, broken = {"trace": some_trace()}, {"trace": broken_trace()}
     worker = Rounds({"eager": good, "sdpa": broken}, {"sdpa": broken})
     assert trace_both(monkeypatch, worker) == {EAGER}
+
+
+def test_what_a_worker_answered_is_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other libraries it is."""
+    table = TraceTable(f"sqlite:///{tmp_path}/autotune.db")
+    asked = []
+    for version in ("1", "1", "2"):
+        trace_table._made_by.cache_clear()
+        monkeypatch.setattr(machine, "versions", lambda version=version: (("torch", version),))
+        worker = Worker({"unsupported": "has no layers"})
+        monkeypatch.setattr(tracing, "run_many", worker)
+        with pytest.raises(ConfigError, match="has no layers"):
+            trace_all(
+                tiny_model.MODEL,
+                "causal-lm",
+                512,
+                find_gpu("t4"),
+                {TraceSpec.of(FULL)},
+                table=table,
+            )
+        asked.append(len(worker.requests))
+    trace_table._made_by.cache_clear()
+    assert asked == [1, 0, 1]
+
+
+def test_a_database_that_refuses_costs_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "autotune.db").write_bytes(b"this is no database" * 100)
+    worker = Worker({"unsupported": "has no layers"})
+    monkeypatch.setattr(tracing, "run_many", worker)
+    table = TraceTable(f"sqlite:///{tmp_path}/autotune.db")
+    with pytest.raises(ConfigError, match="has no layers"):
+        trace_all(
+            tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)}, table=table
+        )
+    assert worker.requests

@@ -18,7 +18,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from autotune import migrations, schema, store, studies
+from autotune import database, migrations, schema, store, studies
 from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
 from autotune.probe_key import probe_key
@@ -271,6 +271,52 @@ def test_no_room_for_the_copy_is_one_clear_line(
     monkeypatch.undo()
     assert dump(file) == before
     assert [path.name for path in file.parent.iterdir()] == ["autotune.db"]
+
+
+def test_no_room_for_the_upgrade_leaves_everything_as_it_was(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{file}"
+    records = (record_of_release_0(measured(micro_batch_size=n)) for n in range(1, 40))
+    database_of_release_0(url, *records)
+    before, num_pages = dump(file), file.stat().st_size // 4096
+    pragmas = [*database.SQLITE_PRAGMAS, f"max_page_count={num_pages + 2}"]
+    monkeypatch.setattr(database, "SQLITE_PRAGMAS", pragmas)
+    with pytest.raises(StorageError, match="disk is full"), open_engine(url):
+        pass
+    assert dump(file) == before
+    assert list(file.parent.glob("*before*")) == []
+    monkeypatch.undo()
+    assert differences(url) == []
+
+
+def test_one_that_cannot_be_written_is_one_clear_line(file: Path) -> None:
+    database_of_release_0(f"sqlite:///{file}", record_of_release_0(measured()))
+    before = dump(file)
+    url = f"sqlite:///file:{file}?mode=ro&uri=true"
+    with pytest.raises(StorageError, match="cannot be written") as raised, open_engine(url):
+        pass
+    assert "\n" not in str(raised.value)
+    assert dump(file) == before
+    assert list(file.parent.glob("*before*")) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "path"),
+    [
+        ("sqlite:///a/b.db", "a/b.db"),
+        ("sqlite:////tmp/b.db", "/tmp/b.db"),
+        ("sqlite:///file:/tmp/b%20c.db?uri=true", "/tmp/b c.db"),
+        ("sqlite:///file:///tmp/b.db?mode=rw&uri=true", "/tmp/b.db"),
+        ("sqlite:///file:name?mode=memory&uri=true", None),
+        ("sqlite:///:memory:", None),
+        ("sqlite://", None),
+        ("postgresql://host/autotune.db", None),
+    ],
+)
+def test_the_file_of_an_address(address: str, path: str | None) -> None:
+    found = database.file_of(database.parse_url(address))
+    assert found == (None if path is None else Path(path))
 
 
 OPENS = "import sys; from autotune.upgrade import open_engine; open_engine(sys.argv[1]).__enter__()"

@@ -29,6 +29,7 @@ from autotune.cli import (
     find,
     jobs,
     maximum,
+    nightly,
     report,
     studies,
     tables,
@@ -145,7 +146,8 @@ def cli(context: click.Context, /, *, verbose: int, log_file: Path | None) -> No
     Example: autotune find --model Qwen/Qwen2.5-1.5B --gpu-mem 12GB
 
     Exit codes: 2 wrong input, 3 hardware, 4 nothing fits, 5 a worker failed, 6 database or files,
-    130 interrupted. AUTOTUNE_DEBUG=1 shows the traceback of an internal error.
+    7 and 8 what a night found (autotune nightly), 130 interrupted. AUTOTUNE_DEBUG=1 shows the traceback
+    of an internal error.
     """
     log.set_up(log_file, verbosity=verbose, warn=note)
     typed = command_line(("autotune", *(context.obj or ())))
@@ -161,6 +163,7 @@ for command in (
     studies.studies,
     jobs.jobs,
     worker.worker,
+    nightly.nightly,
     completion.completion,
     doctor.doctor,
     tables.gpus,

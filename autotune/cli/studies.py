@@ -23,7 +23,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 
 @click.group()
 def studies() -> None:
-    """List the studies of a database, show, compare or remove them."""
+    """List the studies of a database, show, compare, move or remove them."""
 
 
 def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:

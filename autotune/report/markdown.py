@@ -21,25 +21,25 @@ def draw(data: ReportData) -> str:
     if summary.measured is not None:
         banner = f"Measured on {summary.measured.final.fingerprint.device}"
     parts = [
-        f"# {_plain(words.model_name(summary.workload.model))}",
-        f"**{_plain(banner)}.** The fastest configuration that fits {format_bytes(budget_bytes)} of "
-        f"{_plain(summary.gpu)}:",
-        f"> {_plain(', '.join(facts.config_parts(summary.best.config)))}",
-        _table(
+        f"# {plain(words.model_name(summary.workload.model))}",
+        f"**{plain(banner)}.** The fastest configuration that fits {format_bytes(budget_bytes)} of "
+        f"{plain(summary.gpu)}:",
+        f"> {plain(', '.join(facts.config_parts(summary.best.config)))}",
+        table(
             ("", "", "evidence", ""),
             (
                 (tile.label, f"**{tile.figure}** {tile.unit}", tile.evidence, tile.note)
                 for tile in facts.tiles(summary)
             ),
         ),
-        "\n\n".join(_plain(text) for text in facts.reasons(summary)),
+        "\n\n".join(plain(text) for text in facts.reasons(summary)),
         "## Memory at the peak, predicted",
         *map(_bar, facts.bars(data)),
     ]
     if path := facts.path_rows(data):
         parts += [
             "## What each change bought, predicted",
-            _table(
+            table(
                 ("change", "tokens/s>", ">", "peak>", ">", ""),
                 (
                     (
@@ -56,7 +56,7 @@ def draw(data: ReportData) -> str:
         ]
     parts += [
         "## Best of each trade-off class, predicted",
-        _table(
+        table(
             ("class", "fastest of its class", "tokens/s>", "peak>", "speed>"),
             (
                 (
@@ -71,7 +71,7 @@ def draw(data: ReportData) -> str:
         ),
         _trials(data.trials),
         "## Where this comes from",
-        _table(("", ""), facts.provenance(data)),
+        table(("", ""), facts.provenance(data)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -80,15 +80,15 @@ def _bar(bar: facts.Bar) -> str:
     seen = "" if bar.measured_bytes is None else f", measured {format_bytes(bar.measured_bytes)}"
     listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in bar.parts)
     return (
-        f"**{_plain(bar.label)}** ({_plain(bar.config)}): {format_bytes(bar.total_bytes)}{seen}. "
-        f"{_plain(listed)}."
+        f"**{plain(bar.label)}** ({plain(bar.config)}): {format_bytes(bar.total_bytes)}{seen}. "
+        f"{plain(listed)}."
     )
 
 
 def _trials(rows: Sequence[TrialRow]) -> str:
     fastest = sorted(rows, key=lambda row: (row.tokens_per_second is None, -_speed(row)))
     title = f"## The fastest {MAX_TRIALS} of {len(rows):,} trials"
-    table = _table(
+    listed = table(
         ("trial>", "outcome", "evidence", "class", "tokens/s>", "GiB>", "configuration", "reason"),
         (
             (
@@ -104,24 +104,24 @@ def _trials(rows: Sequence[TrialRow]) -> str:
             for row in fastest[:MAX_TRIALS]
         ),
     )
-    return f"{title if len(rows) > MAX_TRIALS else '## Trials'}\n\n{table}"
+    return f"{title if len(rows) > MAX_TRIALS else '## Trials'}\n\n{listed}"
 
 
 def _speed(row: TrialRow) -> float:
     return row.tokens_per_second or 0.0
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A column whose header ends in `>` is aligned to the right."""
     lines = [
         "| " + " | ".join(header.removesuffix(">") for header in headers) + " |",
         "|" + "|".join("---:" if header.endswith(">") else "---" for header in headers) + "|",
-        *("| " + " | ".join(map(_plain, row)) + " |" for row in rows),
+        *("| " + " | ".join(map(plain, row)) + " |" for row in rows),
     ]
     return "\n".join(lines)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text that Markdown, and the HTML in it, leave alone; our own ** stays."""
     line = " ".join(words.printable(text).split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`|_\[\]~$#]|(?<!\*)\*(?!\*))", r"\\\1", line)

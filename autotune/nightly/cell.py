@@ -1,0 +1,316 @@
+"""One cell's night: measured again, searched where it needs that, compared, kept.
+
+1. The standing answer runs again, in as many processes as its spread asks for; drift.judge tells what
+   that says.
+2. Where the cell is new, stale, due or was interrupted, or its answer no longer runs, `find` searches.
+   What it has measured under this fingerprint before is in the database.
+3. Where the search names another configuration, that runs as often on the same night, and takes the
+   standing one's place, and that of its files, only where drift.gain says that it is faster.
+4. One more recommendation is in the database, then in the machine's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune import finding
+from autotune.config import TrainConfig
+from autotune.errors import AutotuneError, WorkerError
+from autotune.forkserver import ForkServer
+from autotune.knobs import describe
+from autotune.nightly import drift, files, ledger, relatives
+from autotune.nightly.digest import Done
+from autotune.nightly.history import MAX_NIGHTS, NEW, Night, levels
+from autotune.nightly.journal import Journal
+from autotune.nightly.matrix import Matrix
+from autotune.nightly.plan import Planned, changes
+from autotune.nightly.repeats import Repeated, Repeater
+from autotune.probes import open_probes
+from autotune.report.measuring import Measuring
+from autotune.report.progress import SILENT, Listener
+from autotune.results import Measurement
+from autotune.summary import Counts
+
+BY_A_NIGHT = "search of a night"
+"""The reason of the recommendation that a search makes of itself; the night's own says what it means."""
+
+
+class TimeIsUp(Exception):
+    """A search ends after its current probe: the next night goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a night runs and writes."""
+
+    storage: str
+    out: Path
+    backend: str
+    command: str = ""
+    listener: Listener = SILENT
+
+
+class CellNight:
+    """One cell's night."""
+
+    def __init__(
+        self,
+        planned: Planned,
+        matrix: Matrix,
+        place: Place,
+        *,
+        server: ForkServer,
+        journal: Journal,
+        prior: drift.Noise,
+        give_up: float,
+    ) -> None:
+        """`prior` is the noise of the machine's cells together; `give_up` of time.monotonic."""
+        self._planned, self._matrix, self._place = planned, matrix, place
+        self._prior = prior
+        self._server, self._journal, self._give_up = server, journal, give_up
+        self._cell = planned.cell
+        self._level, self._earlier = levels(planned.nights)
+
+    def run(self) -> Done:
+        """Whatever goes wrong with one cell is said of it, and is no end of the night."""
+        began = time.monotonic()
+        searches = self._planned.searches
+        try:
+            self._journal.begin(self._cell.name, searches=searches)
+            with open_probes(self._place.storage) as table:
+                self._repeater = Repeater(
+                    self._cell,
+                    self._matrix,
+                    backend=self._place.backend,
+                    server=self._server,
+                    table=table,
+                    journal=self._journal,
+                )
+                night = self._tonight()
+            night = dataclasses.replace(night, elapsed_seconds=time.monotonic() - began)
+            self._keep(night)
+            self._journal.end(self._cell.name)
+            relative = self._relative(night) if night.kind == NEW else None
+        except (KeyboardInterrupt, TimeIsUp):
+            self._journal.pause(self._cell.name)
+            raise
+        except AutotuneError as error:
+            # Not begun any more: a cell that fails is tried again in its turn.
+            with contextlib.suppress(AutotuneError):
+                self._journal.end(self._cell.name)
+            return Done(
+                planned=self._planned, night=None, problem=str(error), exit_code=error.exit_code
+            )
+        return Done(planned=self._planned, night=night, relative=relative)
+
+    def _tonight(self) -> Night:
+        standing = self._planned.standing
+        if standing is None:
+            return self._searched(kind=NEW, reason="first answer")
+        seen = self._repeat(standing.config, standing.useful_share)
+        if seen.problem:
+            reason = f"the standing answer no longer runs: {seen.problem}"
+            return self._searched(kind=drift.REGRESSION, reason=reason)
+        verdict = self._judge(seen)
+        if not self._planned.searches:
+            return self._kept(standing, seen, verdict, has_searched=False)
+        answer = self._find()
+        best = _best(answer)
+        if best.config != standing.config:
+            challenger = self._repeat(best.config, best.useful_share)
+            history = [*self._earlier, self._level.nights, [seen.tokens_per_second]]
+            if not challenger.problem:
+                noise = drift.noise_of(history, self._prior)
+                gained = drift.gain(challenger.tokens_per_second, seen.tokens_per_second, noise)
+                if gained.kind == drift.IMPROVEMENT:
+                    return self._replaced(standing, verdict, answer, challenger, gained)
+        self._record(answer)
+        return self._kept(standing, seen, verdict, has_searched=True, study=answer.study)
+
+    def _searched(self, *, kind: str, reason: str) -> Night:
+        """A search's answer stands, whatever stood before."""
+        answer = self._find()
+        best = _best(answer)
+        seen = self._repeat(best.config, best.useful_share)
+        if seen.problem:
+            raise WorkerError(
+                f"The answer of {self._cell.name} does not run again",
+                why=f"{describe(best.config)}: {seen.problem}",
+            )
+        self._record(answer, writes=True)
+        return _night(
+            seen,
+            best.config,
+            kind=kind,
+            reason=reason,
+            useful_share=best.useful_share,
+            study=answer.study,
+            change=None if kind == NEW else dataclasses.replace(self._judge(seen), num_nights=1),
+            is_replaced=kind != NEW,
+        )
+
+    def _replaced(
+        self,
+        standing: Night,
+        verdict: drift.Verdict,
+        answer: finding.Answer,
+        challenger: Repeated,
+        gained: drift.Verdict,
+    ) -> Night:
+        """Another configuration is faster than the standing one, both of tonight."""
+        self._record(answer, writes=True)
+        best = _best(answer)
+        reason = (
+            f"{describe(best.config)} instead of {describe(standing.config)}, "
+            f"{100 * gained.change:+.1f} % side by side"
+        )
+        kind, change = gained.kind, gained
+        if verdict.kind != drift.UNCHANGED and verdict.change < 0:
+            # The standing one has become slower: what counts is the answer's speed, old against new.
+            change = self._judge(challenger)
+            kind = change.kind
+            reason += f"; the standing one had {100 * verdict.change:+.1f} %"
+        return _night(
+            challenger,
+            best.config,
+            kind=kind,
+            reason=reason,
+            useful_share=best.useful_share,
+            study=answer.study,
+            change=change,
+            is_replaced=True,
+        )
+
+    def _judge(self, seen: Repeated) -> drift.Verdict:
+        speeds = seen.tokens_per_second
+        return drift.judge(speeds, self._level, self._earlier, prior=self._prior)
+
+    def _repeat(self, config: TrainConfig, useful_share: float) -> Repeated:
+        return self._repeater.measure(
+            config,
+            history=[*self._earlier, self._level.nights],
+            useful_share=useful_share,
+            prior=self._prior,
+        )
+
+    def _kept(
+        self,
+        standing: Night,
+        seen: Repeated,
+        verdict: drift.Verdict,
+        *,
+        has_searched: bool,
+        study: str = "",
+    ) -> Night:
+        """The standing answer stays."""
+        last = self._planned.nights[-verdict.num_nights]
+        changed = changes(last.fingerprint, seen.fingerprint)
+        since = f"since {', '.join(changed)}" if changed else "no library or driver has changed"
+        reasons = {
+            drift.UNCHANGED: f"within the noise; {100 * verdict.detectable:.1f} % would be told from it",
+            drift.SUSPECT: f"one night alone, the next one tells; {since}",
+        }
+        return _night(
+            seen,
+            standing.config,
+            kind=verdict.kind,
+            reason=reasons.get(verdict.kind, f"on {verdict.num_nights} nights; {since}"),
+            useful_share=standing.useful_share,
+            study=study or standing.study,
+            change=verdict,
+            has_searched=has_searched,
+        )
+
+    def _find(self) -> finding.Answer:
+        """`find` as anyone would ask it, measured here."""
+        options = dataclasses.replace(self._cell.options, backend=self._place.backend)
+        return finding.find(
+            options,
+            storage=self._place.storage,
+            command=self._place.command,
+            listener=_limited(self._place.listener, self._give_up),
+            server=self._server,
+        )
+
+    def _record(self, answer: finding.Answer, *, writes: bool = False) -> None:
+        """In its study; with `writes` as files too, each of which takes the old one's place whole."""
+        machine = files.machine_folder(self._place.out, _best(answer).fingerprint.device)
+        delivered = finding.deliver(
+            answer,
+            folder=machine / self._cell.name if writes else None,
+            storage=self._place.storage,
+            command=self._place.command,
+            reason=BY_A_NIGHT,
+        )
+        for problem in delivered.problems:
+            raise problem
+
+    def _keep(self, night: Night) -> None:
+        """In the database, then in the machine's folder."""
+        ledger.keep(self._place.storage, self._cell, night)
+        files.write(
+            files.machine_folder(self._place.out, night.fingerprint.device),
+            self._cell.name,
+            question=self._cell.question,
+            nights=[*self._planned.nights, night][-MAX_NIGHTS:],
+            backend=self._place.backend,
+        )
+
+    def _relative(self, night: Night) -> Night | None:
+        """The last night of the same question on the machine most like this one."""
+        device = night.fingerprint.device
+        last: dict[str, Night] = {}
+        listed = ledger.nights(self._place.storage, [self._cell], None)[self._cell.name]
+        for each in (*listed, *files.others(self._place.out, self._cell.question, device)):
+            known = last.get(each.fingerprint.device)
+            if known is None or known.at <= each.at:
+                last[each.fingerprint.device] = each
+        return relatives.nearest(device, last.values())
+
+
+def _best(answer: finding.Answer) -> Measurement:
+    assert answer.summary.measured is not None
+    return answer.summary.measured.best
+
+
+def _night(
+    seen: Repeated, config: TrainConfig, *, change: drift.Verdict | None, **rest: Any
+) -> Night:
+    """Without the time it took, which is not over."""
+    return Night(
+        made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        fingerprint=seen.fingerprint,
+        config=config,
+        tokens_per_second=seen.tokens_per_second,
+        peak_device_bytes=seen.peak_device_bytes,
+        change=None if change is None else change.change,
+        low=None if change is None else change.low,
+        high=None if change is None else change.high,
+        num_nights=1 if change is None else change.num_nights,
+        **{"has_searched": True, **rest},
+    )
+
+
+def _limited(listener: Listener, give_up: float) -> Listener:
+    """The same, but that a search ends once the time is over, after the probe that runs then."""
+
+    @contextmanager
+    def measuring(counts: Counts, max_probes: int, confirm_steps: int) -> Iterator[Measuring]:
+        with listener.measuring(counts, max_probes, confirm_steps) as heard:
+
+            def on_probe(*told: Any) -> None:
+                heard.on_probe(*told)
+                if time.monotonic() > give_up:
+                    raise TimeIsUp
+
+            yield Measuring(on_run=heard.on_run, on_probe=on_probe)
+
+    return dataclasses.replace(listener, measuring=measuring)

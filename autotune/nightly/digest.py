@@ -1,0 +1,156 @@
+"""What a night did, as a record: the terminal, JSON, Markdown and HTML all draw this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.errors import EXIT_IMPROVED, EXIT_INTERRUPTED, EXIT_REGRESSION
+from autotune.knobs import describe
+from autotune.nightly import drift
+from autotune.nightly.history import NEW, Night
+from autotune.nightly.hooks import EVENTS
+from autotune.nightly.plan import Planned
+from autotune.results import Fingerprint
+
+FAILED = "failed"
+"""A cell without an answer; its other kinds are a Night's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """What became of one cell."""
+
+    planned: Planned
+    night: Night | None
+    """None where it failed."""
+    problem: str = ""
+    """Why it failed, or what could not be written."""
+    exit_code: int = 0
+    """Of that problem."""
+    relative: Night | None = None
+    """The same question on the machine most like this one, beside first results."""
+
+    @property
+    def kind(self) -> str:
+        return FAILED if self.night is None else self.night.kind
+
+    @property
+    def nights(self) -> tuple[Night, ...]:
+        return self.planned.nights + (() if self.night is None else (self.night,))
+
+    def to_dict(self) -> dict[str, Any]:
+        night = self.night
+        return {
+            **self.planned.to_dict(),
+            "kind": self.kind,
+            "problem": self.problem,
+            "tokens_per_second": None if night is None else night.speed,
+            "evidence": None if night is None else "measured",
+            "spread": None if night is None else night.spread,
+            "num_probes": 0 if night is None else len(night.tokens_per_second),
+            "change": None if night is None else night.change,
+            "interval": None if night is None or night.low is None else [night.low, night.high],
+            "why": "" if night is None else night.reason,
+            "replaced": night is not None and night.is_replaced,
+            "config": None if night is None else describe(night.config),
+            "elapsed_seconds": None if night is None else round(night.elapsed_seconds, 1),
+            "trend": [[each.made_at, each.speed, each.kind] for each in self.nights],
+            "relative": None
+            if self.relative is None
+            else {
+                "device": self.relative.fingerprint.device,
+                "tokens_per_second": self.relative.speed,
+                "made_at": self.relative.made_at,
+            },
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Digest:
+    """One night of one machine."""
+
+    made_at: str
+    machine: str
+    """Name of its folder."""
+    fingerprint: Fingerprint
+    done: tuple[Done, ...]
+    left: tuple[Planned, ...]
+    """That there was no time for, or nothing to do."""
+    elapsed_seconds: float
+    is_interrupted: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_new_machine(self) -> bool:
+        return bool(self.done) and not any(d.planned.nights for d in self.done)
+
+    def of_kind(self, *kinds: str) -> list[Done]:
+        return [each for each in self.done if each.kind in kinds]
+
+    @property
+    def events(self) -> list[str]:
+        """Of hooks.EVENTS, those that there were."""
+        happened = (
+            bool(self.of_kind(drift.REGRESSION)),
+            bool(self.of_kind(drift.IMPROVEMENT)),
+            any(each.exit_code for each in self.done),
+        )
+        return [event for event, is_so in zip(EVENTS, happened, strict=True) if is_so]
+
+    @property
+    def exit_code(self) -> int:
+        """130 interrupted, 7 a regression, that of the first failure, 8 improved, 0 none of these."""
+        if self.is_interrupted:
+            return EXIT_INTERRUPTED
+        if self.of_kind(drift.REGRESSION):
+            return EXIT_REGRESSION
+        failed = next((each.exit_code for each in self.done if each.exit_code), 0)
+        return failed or (EXIT_IMPROVED if self.of_kind(drift.IMPROVEMENT) else 0)
+
+    @property
+    def headline(self) -> str:
+        """`2 cells: 1 regression, 1 unchanged`."""
+        order = (drift.REGRESSION, FAILED, drift.IMPROVEMENT, drift.SUSPECT, NEW, drift.UNCHANGED)
+        counts = [(len(self.of_kind(kind)), kind) for kind in order]
+        said = ", ".join(f"{count} {kind}" for count, kind in counts if count)
+        noun = "cell" if len(self.done) == 1 else "cells"
+        words = f"{len(self.done)} {noun}: {said}" if self.done else "nothing to do"
+        return f"{words} (interrupted)" if self.is_interrupted else words
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `nightly --json` and what a webhook gets."""
+        return {
+            "schema_version": 1,
+            "made_at": self.made_at,
+            "machine": self.machine,
+            "device": self.fingerprint.device,
+            "driver": self.fingerprint.driver,
+            "cuda": self.fingerprint.cuda,
+            "versions": dict(self.fingerprint.versions),
+            "headline": self.headline,
+            "events": self.events,
+            "exit_code": self.exit_code,
+            "interrupted": self.is_interrupted,
+            "elapsed_seconds": round(self.elapsed_seconds, 1),
+            "cells": [each.to_dict() for each in self.done],
+            "left": [each.to_dict() for each in self.left],
+            "notes": list(self.notes),
+        }
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:+.1f} %"
+
+
+def interval(night: Night) -> str:
+    if night.low is None or night.high is None:
+        return ""
+    return f"{percent(night.low)} to {percent(night.high)}"
+
+
+def ordered(done: Sequence[Done]) -> list[Done]:
+    """What matters most first; otherwise as they were done."""
+    order = (drift.REGRESSION, FAILED, drift.IMPROVEMENT, drift.SUSPECT, NEW, drift.UNCHANGED)
+    return sorted(done, key=lambda each: order.index(each.kind))

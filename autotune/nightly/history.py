@@ -1,0 +1,112 @@
+"""What the nights saw of a cell on this machine, oldest first, and the level drift is held against."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotune import typed
+from autotune.config import TrainConfig
+from autotune.nightly import drift
+from autotune.results import Fingerprint, fingerprint_from_dict
+
+NEW = "new"
+"""The first answer of a cell on a machine; the other kinds are drift's."""
+MAX_NIGHTS = 60
+"""That a judgement looks back on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Night:
+    """One night of one cell. Everything in it was measured."""
+
+    made_at: str
+    """ISO 8601, in UTC."""
+    kind: str
+    """NEW, or what drift.judge said."""
+    reason: str
+    """Of the kind, in words."""
+    fingerprint: Fingerprint
+    """Of the measurements."""
+    config: TrainConfig
+    """The answer that stands after this night."""
+    tokens_per_second: tuple[float, ...]
+    """Of that answer, one per process of this night."""
+    peak_device_bytes: int | None
+    has_searched: bool
+    """False: the standing answer was measured again, and that was all."""
+    is_replaced: bool = False
+    """Another configuration took the standing one's place."""
+    change: float | None = None
+    """As a share, against the nights before."""
+    low: float | None = None
+    high: float | None = None
+    num_nights: int = 1
+    """That decided together."""
+    useful_share: float = 1.0
+    """Of the tokens that is no padding; part of tokens_per_second."""
+    study: str = ""
+    elapsed_seconds: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """The night's tokens per second: the geometric mean of its processes."""
+        return statistics.geometric_mean(self.tokens_per_second)
+
+    @property
+    def spread(self) -> float | None:
+        """Relative standard deviation between its processes; None with one alone."""
+        if len(self.tokens_per_second) < 2:
+            return None
+        return statistics.stdev(self.tokens_per_second) / statistics.fmean(self.tokens_per_second)
+
+    @property
+    def at(self) -> datetime.datetime:
+        return datetime.datetime.fromisoformat(self.made_at)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "tokens_per_second": list(self.tokens_per_second)}
+
+
+def night_from_dict(values: Any) -> Night:
+    """Read Night.to_dict back, from JSON as well. Raises ValueError, which names the field."""
+    fields = dict(typed.mapping(values, "a night"))
+    fields["fingerprint"] = fingerprint_from_dict(fields.get("fingerprint"))
+    fields["config"] = typed.record(TrainConfig, fields.get("config"), "config")
+    speeds = fields.get("tokens_per_second")
+    if not isinstance(speeds, list) or not speeds or not all(map(_is_speed, speeds)):
+        raise ValueError("tokens_per_second is no list of speeds")
+    fields["tokens_per_second"] = tuple(map(float, speeds))
+    night: Night = typed.record(Night, fields, "")
+    datetime.datetime.fromisoformat(night.made_at)
+    return night
+
+
+def _is_speed(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
+
+
+def levels(nights: Sequence[Night]) -> tuple[drift.Level, list[list[tuple[float, ...]]]]:
+    """The level that stands, and those before it, which tell of the noise alone."""
+    earlier: list[list[tuple[float, ...]]] = []
+    baseline: list[tuple[float, ...]] = []
+    suspects: list[tuple[float, ...]] = []
+    bad: list[tuple[float, ...]] = []
+    for night in nights:
+        speeds = night.tokens_per_second
+        if night.kind == drift.SUSPECT:
+            bad, suspects = [*bad, *suspects], [speeds]
+        elif night.kind == drift.UNCHANGED:
+            baseline, bad, suspects = [*baseline, speeds], [*bad, *suspects], []
+        else:
+            is_confirmed = night.num_nights > 1
+            if baseline:
+                earlier.append([*baseline, *bad, *([] if is_confirmed else suspects)])
+            baseline, bad = [*(suspects if is_confirmed else []), speeds], []
+            suspects = []
+    level = drift.Level(baseline=tuple(baseline), suspects=tuple(suspects), bad=tuple(bad))
+    return level, earlier

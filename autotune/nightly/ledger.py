@@ -1,0 +1,57 @@
+"""The nights of each cell in the database: a Recommendation each, with the Night in its `result`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from autotune.database import file_of, parse_url
+from autotune.nightly.history import MAX_NIGHTS, Night, night_from_dict
+from autotune.nightly.matrix import Cell
+from autotune.recommendations import Recommendation, open_recommendations, question_of
+
+NIGHT = "nightly"
+"""Key of a Recommendation's `result` that holds the Night."""
+
+
+def nights(storage: str, cells: Sequence[Cell], device: str | None) -> dict[str, list[Night]]:
+    """By the cell's name, oldest first; on any device for None. Answers that `find` gave are no nights.
+
+    A database that is not there holds none, and is not created. Raises StorageError.
+    """
+    path = file_of(parse_url(storage))
+    if path is not None and not path.exists():
+        return {cell.name: [] for cell in cells}
+    found: dict[str, list[Night]] = {}
+    with open_recommendations(storage) as table:
+        for cell in cells:
+            read = found[cell.name] = []
+            for row in table.history(cell.key, device):
+                # What another version wrote stays, and is no history to this one.
+                with contextlib.suppress(ValueError):
+                    if NIGHT in row.result:
+                        read.append(night_from_dict(row.result[NIGHT]))
+            del read[:-MAX_NIGHTS]
+    return found
+
+
+def keep(storage: str, cell: Cell, night: Night) -> None:
+    """One more; committed when this returns. Raises StorageError."""
+    with open_recommendations(storage) as table:
+        table.add(
+            Recommendation(
+                question_key=cell.key,
+                question=question_of(cell.options),
+                device=night.fingerprint.device,
+                fingerprint=night.fingerprint,
+                made_at=night.at,
+                study=night.study,
+                evidence="measured",
+                tokens_per_second=night.speed,
+                spread=night.spread,
+                peak_device_bytes=night.peak_device_bytes,
+                config=night.config.to_dict(),
+                result={NIGHT: night.to_dict()},
+                reason=night.kind,
+            )
+        )

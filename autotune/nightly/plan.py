@@ -1,0 +1,281 @@
+"""What a night would do: each cell's state, why, for how long, and which of them the time is for.
+
+The most valuable first: what was interrupted or is under suspicion, then new, stale, due and fresh
+cells; among those of one state the higher priority, then the greater expected gain per minute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from autotune.finding import CONFIRM_STEPS, PROBE_SECONDS
+from autotune.nightly import drift
+from autotune.nightly.history import Night
+from autotune.nightly.matrix import Cell, Matrix
+from autotune.results import Fingerprint
+from autotune.tune import EFFORTS
+from autotune.units import format_bytes, format_seconds, parse_bytes
+
+INTERRUPTED, NEW, STALE, DUE, FRESH = "interrupted", "new", "stale", "due", "fresh"
+IMPOSSIBLE = "impossible"
+"""The card has less memory than the cell's budget."""
+FATAL = "fatal"
+"""Night after night died over it: it waits until everything else is done."""
+MAX_DEATHS = 3
+
+EXPECTED_GAIN = {
+    INTERRUPTED: 1.0,
+    NEW: 1.0,
+    STALE: 0.05,
+    DUE: 0.01,
+    FRESH: 0.002,
+    FATAL: 0.0,
+    IMPOSSIBLE: 0.0,
+}
+"""[judgement] Share of speed that doing a cell brings, before its own history says better."""
+_GAIN_WEIGHT = 3
+"""Of the judgement, in searches of the cell's own."""
+_ORDER = (INTERRUPTED, NEW, STALE, DUE, FRESH, FATAL, IMPOSSIBLE)
+_SEARCHES = (INTERRUPTED, NEW, STALE, DUE, FATAL)
+
+SET_UP_SECONDS = 20.0
+"""[judgement] Of a probe or a search beside its timed steps, before there is a history."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """One cell and what a night would do with it."""
+
+    cell: Cell
+    state: str
+    reason: str
+    """Why it is in that state, in words."""
+    nights: tuple[Night, ...]
+    """Earlier ones, oldest first."""
+    measures: bool
+    """The standing answer again, first."""
+    searches: bool
+    expected_seconds: float
+    expected_gain: float
+    is_chosen: bool = True
+    """False: the night has no time for it, or there is nothing to do."""
+
+    @property
+    def standing(self) -> Night | None:
+        return self.nights[-1] if self.nights else None
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.standing is not None and self.standing.kind == drift.SUSPECT
+
+    def to_dict(self) -> dict[str, Any]:
+        """An entry of `nightly --dry-run --json`."""
+        return {
+            "cell": self.cell.name,
+            "state": self.state,
+            "reason": self.reason,
+            "priority": self.cell.priority,
+            "measures": self.measures,
+            "searches": self.searches,
+            "expected_seconds": round(self.expected_seconds, 1),
+            "expected_gain": round(self.expected_gain, 5),
+            "chosen": self.is_chosen,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What is known before anything is measured."""
+
+    backend: str
+    fingerprint: Fingerprint
+    planned: tuple[Planned, ...]
+
+    @property
+    def expected_seconds(self) -> float:
+        return sum(each.expected_seconds for each in self.planned if each.is_chosen)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `nightly --dry-run --json`."""
+        return {
+            "schema_version": 1,
+            "device": self.fingerprint.device,
+            "driver": self.fingerprint.driver,
+            "versions": dict(self.fingerprint.versions),
+            "backend": self.backend,
+            "expected_seconds": round(self.expected_seconds, 1),
+            "cells": [each.to_dict() for each in self.planned],
+        }
+
+
+def plan(
+    matrix: Matrix,
+    histories: Mapping[str, Sequence[Night]],
+    *,
+    fingerprint_of: Callable[[Night], Fingerprint],
+    backend: str,
+    now: datetime.datetime,
+    budget_seconds: float,
+    begun: Mapping[str, int] = MappingProxyType({}),
+    capacity_bytes: int | None = None,
+) -> list[Planned]:
+    """Every cell of the matrix, most valuable first.
+
+    `histories` are of this machine, by the cell's name; `fingerprint_of` says what a measurement of a
+    night's answer would have now; `begun` are cells that an earlier run left half done, and how often it
+    died over them.
+    """
+    found = [
+        _planned(
+            cell,
+            tuple(histories.get(cell.name, ())),
+            matrix,
+            fingerprint_of=fingerprint_of,
+            now=now,
+            deaths=begun.get(cell.name),
+            capacity_bytes=capacity_bytes,
+        )
+        for cell in matrix.cells
+    ]
+    known = [night for nights in histories.values() for night in nights]
+    found = [
+        dataclasses.replace(each, expected_seconds=_seconds(each, known, matrix, backend))
+        for each in found
+    ]
+    return _chosen(sorted(found, key=_order), budget_seconds)
+
+
+def changes(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """What is not as it was, such as `torch 2.13.0 -> 2.14.0`."""
+    old, new = _parts(before), _parts(now)
+    return [
+        f"{name} {old.get(name) or 'none'} -> {new.get(name) or 'none'}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _parts(fingerprint: Fingerprint) -> dict[str, str]:
+    return {
+        "driver": fingerprint.driver,
+        "CUDA": fingerprint.cuda,
+        **dict(fingerprint.versions),
+        "PYTORCH_ALLOC_CONF": fingerprint.allocator,
+    }
+
+
+def _planned(
+    cell: Cell,
+    nights: tuple[Night, ...],
+    matrix: Matrix,
+    *,
+    fingerprint_of: Callable[[Night], Fingerprint],
+    now: datetime.datetime,
+    deaths: int | None,
+    capacity_bytes: int | None,
+) -> Planned:
+    state, reason = _state(cell, nights, matrix, fingerprint_of, now, deaths, capacity_bytes)
+    searches = state in _SEARCHES
+    old_seconds = (now - nights[-1].at).total_seconds() if nights else 0.0
+    measures = bool(nights) and state != IMPOSSIBLE
+    if old_seconds < matrix.measure_again_after_seconds and not searches:
+        measures = False
+        if nights and state == FRESH:
+            reason = f"measured {_age(old_seconds)} ago"
+    return Planned(
+        cell=cell,
+        state=state,
+        reason=reason,
+        nights=nights,
+        measures=measures,
+        searches=searches,
+        expected_seconds=0.0,
+        expected_gain=_gain(state, nights),
+    )
+
+
+def _state(
+    cell: Cell,
+    nights: Sequence[Night],
+    matrix: Matrix,
+    fingerprint_of: Callable[[Night], Fingerprint],
+    now: datetime.datetime,
+    deaths: int | None,
+    capacity_bytes: int | None,
+) -> tuple[str, str]:
+    """(state, why)."""
+    size = cell.options.gpu_mem
+    if capacity_bytes is not None and size is not None and parse_bytes(size) > capacity_bytes:
+        return IMPOSSIBLE, f"the card has {format_bytes(capacity_bytes)}, the cell asks for {size}"
+    if deaths is not None and deaths >= MAX_DEATHS:
+        return FATAL, f"{deaths} nights died over it"
+    if deaths is not None:
+        return INTERRUPTED, "an earlier night began it and did not end"
+    searched = [night for night in nights if night.has_searched]
+    if not searched:
+        return NEW, "never tuned on this machine"
+    last = searched[-1]
+    if changed := changes(last.fingerprint, fingerprint_of(last)):
+        return STALE, ", ".join(changed)
+    old_seconds = (now - last.at).total_seconds()
+    if old_seconds >= matrix.retune_after_seconds:
+        return DUE, f"tuned {_age(old_seconds)} ago"
+    if nights[-1].kind == drift.SUSPECT:
+        return FRESH, "last night was a suspect"
+    return FRESH, f"nothing has changed since {last.made_at[:10]}"
+
+
+def _age(seconds: float) -> str:
+    if seconds >= 2 * 86_400:
+        return f"{seconds / 86_400:.0f} days"
+    return f"{seconds / 3600:.0f} hours" if seconds >= 7200 else format_seconds(max(seconds, 0.0))
+
+
+def _gain(state: str, nights: Sequence[Night]) -> float:
+    """Expected, as a share of speed: the judgement, and what searches of the cell brought."""
+    seen = [abs(night.change or 0.0) for night in nights[1:] if night.has_searched]
+    if state not in (STALE, DUE):
+        return EXPECTED_GAIN[state]
+    return (_GAIN_WEIGHT * EXPECTED_GAIN[state] + sum(seen)) / (_GAIN_WEIGHT + len(seen))
+
+
+def _seconds(planned: Planned, known: Sequence[Night], matrix: Matrix, backend: str) -> float:
+    """Expected: of the cell's own nights of that kind, else of the machine's, else by the effort."""
+    if not (planned.measures or planned.searches):
+        return 0.0
+    for nights in (planned.nights, known):
+        taken = [n.elapsed_seconds for n in nights if n.has_searched == planned.searches]
+        if taken:
+            return statistics.median(taken)
+    probe_seconds = PROBE_SECONDS[backend] + SET_UP_SECONDS
+    seconds = matrix.max_probes * probe_seconds
+    if planned.searches:
+        num_probes = EFFORTS[planned.cell.options.effort].max_probes
+        seconds += (num_probes + 1) * probe_seconds + CONFIRM_STEPS[backend]
+    return seconds
+
+
+def _order(planned: Planned) -> tuple[float, ...]:
+    rank = 0 if planned.is_suspect and planned.measures else _ORDER.index(planned.state)
+    minutes = max(planned.expected_seconds, 1.0) / 60
+    return (rank, -planned.cell.priority, -planned.expected_gain / minutes)
+
+
+def _chosen(found: Sequence[Planned], budget_seconds: float) -> list[Planned]:
+    """Those that the night has time for; one at least, which goes on the next night where it must."""
+    left_seconds, chosen = budget_seconds, []
+    has_any = False
+    for each in found:
+        has_work = each.measures or each.searches
+        fits = has_work and (each.expected_seconds <= left_seconds or not has_any)
+        if fits:
+            left_seconds -= each.expected_seconds
+            has_any = True
+        chosen.append(dataclasses.replace(each, is_chosen=fits))
+    return chosen

@@ -1,0 +1,96 @@
+"""Measures a configuration again and again, each time in a process of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune import inputs
+from autotune.config import TrainConfig
+from autotune.finding import PROBE_SECONDS
+from autotune.forkserver import ForkServer
+from autotune.models import resolve
+from autotune.nightly import drift
+from autotune.nightly.journal import Journal
+from autotune.nightly.matrix import Cell, Matrix
+from autotune.probes import ProbeTable
+from autotune.probing import Prober
+from autotune.results import Fingerprint, ProbeSpec
+
+NUM_FAILURES = 2
+"""In a row: the first may be chance."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repeated:
+    """What the processes of one night saw of one configuration."""
+
+    tokens_per_second: tuple[float, ...]
+    peak_device_bytes: int | None
+    fingerprint: Fingerprint
+    problem: str = ""
+    """Why it no longer runs within the budget; the speeds count for nothing then."""
+
+
+class Repeater:
+    """Repeats configurations of one cell; what was measured before an interruption is not lost."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        matrix: Matrix,
+        *,
+        backend: str,
+        server: ForkServer,
+        table: ProbeTable,
+        journal: Journal,
+    ) -> None:
+        options = cell.options
+        assert options.model is not None
+        source = resolve(options.model)
+        _, _, budget_bytes = inputs.CHOOSERS[backend](None, options.gpu_mem)
+        spec = ProbeSpec(
+            task=options.task or source.task,
+            backend=backend,
+            memory_budget_bytes=budget_bytes,
+            max_seconds=PROBE_SECONDS[backend],
+        )
+        self._prober = Prober(server, table, source, spec)
+        self._cell, self._matrix, self._journal = cell, matrix, journal
+
+    def measure(
+        self,
+        config: TrainConfig,
+        *,
+        history: drift.History,
+        useful_share: float,
+        prior: drift.Noise,
+    ) -> Repeated:
+        """As many processes as the spread asks for (drift.wants_more), or until it fails twice."""
+        fingerprint = self._prober.fingerprint_of(config)
+        speeds = self._journal.speeds(self._cell.name, config, fingerprint)
+        peaks: list[int] = []
+        failures: list[str] = []
+        while drift.wants_more(
+            speeds,
+            history,
+            at_least=self._matrix.probes,
+            at_most=self._matrix.max_probes,
+            prior=prior,
+        ):
+            seen = self._prober.again(config)
+            speed = seen.tokens_per_second
+            if not seen.fits or speed is None:
+                failures.append(seen.problem)
+                if len(failures) < NUM_FAILURES:
+                    continue
+                break
+            failures.clear()
+            speeds.append(useful_share * speed)
+            peaks += [] if seen.peak_device_bytes is None else [seen.peak_device_bytes]
+            self._journal.keep(self._cell.name, config, fingerprint, speeds)
+        return Repeated(
+            tokens_per_second=tuple(speeds),
+            peak_device_bytes=max(peaks, default=None),
+            fingerprint=fingerprint,
+            problem=failures[-1] if len(failures) >= NUM_FAILURES else "",
+        )

@@ -1,0 +1,197 @@
+"""A night: the lock, the plan, each chosen cell in its turn, the digest, the hooks.
+
+Killed at any moment: probes are in the database, repeated measurements in the journal, and a cell that
+was begun goes on the next night. When the time is over a search ends after its current probe, and goes
+on so too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune import gpus, inputs, machine, needs, nvml
+from autotune.errors import AutotuneError, HardwareError
+from autotune.forkserver import ForkServer
+from autotune.nightly import draw, drift, files, hooks, ledger
+from autotune.nightly.cell import CellNight, Place, TimeIsUp
+from autotune.nightly.digest import Digest, Done
+from autotune.nightly.history import levels
+from autotune.nightly.journal import Journal, locked
+from autotune.nightly.matrix import Matrix
+from autotune.nightly.plan import Prepared, plan
+from autotune.probing import fingerprint_here
+from autotune.report.files import write
+from autotune.results import Fingerprint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivered:
+    """A night and what was written of it."""
+
+    digest: Digest
+    files: list[Path]
+
+
+def backend_here(asked: str) -> str:
+    """cuda or cpu. `auto` is the card of this machine. Raises HardwareError without one."""
+    if asked != "auto":
+        return asked
+    if gpus.detect():
+        return "cuda"
+    raise HardwareError(
+        "There is no CUDA GPU to tune for",
+        why=nvml.why_no_card() or "NVIDIA's driver reports none on this machine",
+        remedy="--backend cpu runs the matrix on the CPU, as a trial of it",
+    )
+
+
+def dry_run(matrix: Matrix, place: Place, *, budget_seconds: float) -> Prepared:
+    """What a night would do, and why; measures and writes nothing."""
+    with ForkServer() as server:
+        now = datetime.datetime.now(datetime.UTC)
+        # Where that is known without torch it takes a second.
+        known = machine.fingerprint(place.backend)
+        fingerprint = known or fingerprint_here(server, place.backend)
+    return _prepared(matrix, place, fingerprint, budget_seconds=budget_seconds, now=now)
+
+
+def night(
+    matrix: Matrix,
+    place: Place,
+    *,
+    budget_seconds: float,
+    on_plan: Callable[[Prepared], None] = lambda _: None,
+    on_done: Callable[[Done], None] = lambda _: None,
+) -> Delivered:
+    """A night, to its end, to the end of its time or to an interruption, which the digest says.
+
+    Raises StorageError where another one runs here, HardwareError where nothing can be measured.
+    """
+    with locked(place.storage, place.out):
+        try:
+            digest = _run(
+                matrix, place, budget_seconds=budget_seconds, on_plan=on_plan, on_done=on_done
+            )
+        except AutotuneError as error:
+            # A driver that is gone, say: whoever waits for digests hears of it.
+            problem = {"headline": str(error), "events": ["failure"], "exit_code": error.exit_code}
+            hooks.tell(matrix.hooks, ["failure"], {"schema_version": 1, **problem})
+            raise
+        folder = place.out / digest.machine
+        # A hook may read the digest, and the digest says which hook failed: it is written twice then.
+        written = _write(folder, digest)
+        told = hooks.tell(
+            () if digest.is_interrupted else matrix.hooks,
+            digest.events,
+            digest.to_dict(),
+            environment={
+                "AUTOTUNE_DIGEST": str((folder / "digest.md").absolute()),
+                "AUTOTUNE_CODE": str(digest.exit_code),
+            },
+        )
+        if told:
+            digest = dataclasses.replace(digest, notes=(*digest.notes, *told))
+            _write(folder, digest)
+        return Delivered(digest=digest, files=written)
+
+
+def _write(folder: Path, digest: Digest) -> list[Path]:
+    texts = {"digest.md": draw.markdown(digest), "digest.html": draw.html(digest)}
+    for name, text in texts.items():
+        write(folder / name, text)
+    return [folder / name for name in texts]
+
+
+def _prepared(
+    matrix: Matrix,
+    place: Place,
+    fingerprint: Fingerprint,
+    *,
+    budget_seconds: float,
+    now: datetime.datetime,
+) -> Prepared:
+    here = gpus.detect() if place.backend == "cuda" else []
+    planned = plan(
+        matrix,
+        ledger.nights(place.storage, matrix.cells, fingerprint.device),
+        fingerprint_of=lambda night: needs.fingerprint_for(night.config, fingerprint),
+        backend=place.backend,
+        now=now,
+        budget_seconds=budget_seconds,
+        begun=Journal(files.machine_folder(place.out, fingerprint.device), now).begun,
+        capacity_bytes=here[0].capacity_bytes if here else None,
+    )
+    return Prepared(backend=place.backend, fingerprint=fingerprint, planned=tuple(planned))
+
+
+def _run(
+    matrix: Matrix,
+    place: Place,
+    *,
+    budget_seconds: float,
+    on_plan: Callable[[Prepared], None],
+    on_done: Callable[[Done], None],
+) -> Digest:
+    now = datetime.datetime.now(datetime.UTC)
+    began = time.monotonic()
+    done: list[Done] = []
+    notes: dict[str, None] = {}
+    is_interrupted = False
+    with ForkServer() as server:
+        server.start("probe")
+        fingerprint = fingerprint_here(server, place.backend)
+        prepared = _prepared(matrix, place, fingerprint, budget_seconds=budget_seconds, now=now)
+        on_plan(prepared)
+        folder = files.machine_folder(place.out, prepared.fingerprint.device)
+        journal = Journal(folder, now)
+        chosen = [each for each in prepared.planned if each.is_chosen]
+        known = [levels(each.nights) for each in prepared.planned]
+        prior = drift.noise_of(
+            [each for level, earlier in known for each in (*earlier, level.nights)]
+        )
+        try:
+            for planned in chosen:
+                left_seconds = began + budget_seconds - time.monotonic()
+                if done and planned.expected_seconds > left_seconds:
+                    continue
+                one = CellNight(
+                    planned,
+                    matrix,
+                    place,
+                    server=server,
+                    journal=journal,
+                    prior=prior,
+                    give_up=began + budget_seconds,
+                )
+                try:
+                    done.append(one.run())
+                except TimeIsUp:
+                    continue
+                on_done(done[-1])
+                notes |= _disturbed(place.backend)
+        except KeyboardInterrupt:
+            is_interrupted = True
+    ended = {each.planned.cell.name for each in done}
+    return Digest(
+        made_at=now.isoformat(timespec="seconds"),
+        machine=folder.name,
+        fingerprint=prepared.fingerprint,
+        done=tuple(done),
+        left=tuple(each for each in prepared.planned if each.cell.name not in ended),
+        elapsed_seconds=time.monotonic() - began,
+        is_interrupted=is_interrupted,
+        notes=tuple(notes),
+    )
+
+
+def _disturbed(backend: str) -> dict[str, None]:
+    """Who else holds some of the card, once a cell has ended."""
+    taken = nvml.occupancy() if backend == "cuda" else None
+    if taken is None or taken.used_bytes <= inputs.IDLE_BYTES:
+        return {}
+    return {f"Others used the card meanwhile, and its speeds may be theirs: {taken}": None}

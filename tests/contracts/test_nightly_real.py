@@ -1,0 +1,150 @@
+"""`autotune nightly --backend cpu`: real probes of a tiny model, night after night."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.nightly.journal import locked
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
+SPACE = """
+name: tiny
+description: the base, so that one trace is all there is to predict
+methods:
+  full:
+    micro_batch_size: [1]
+    precision: [bf16-true]
+    optimizer: [adamw_torch_fused]
+"""
+MATRIX = """
+models: [tiny]
+budgets: [30MB, 40MB]
+lengths: [64]
+methods: [full]
+effective_batch: 8
+effort: quick
+space: space.yaml
+confirm_steps: 0
+measure_again_after: 0s
+probes: 2
+max_probes: 2
+"""
+URL = "sqlite:///studies/autotune.db"
+CELLS = ("tiny-30mb-seq64-full", "tiny-40mb-seq64-full")
+
+
+def command(*more: str) -> list[str]:
+    return [sys.executable, "-m", "autotune", "nightly", "--backend", "cpu", *more]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def nightly(folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:
+    done = subprocess.run(
+        command("--json", *more),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+
+
+def num_probes(folder: Path) -> int:
+    with sqlite3.connect(folder / "studies" / "autotune.db") as database:
+        (count,) = database.execute("select count(*) from autotune_probes").fetchone()
+    database.close()
+    return int(count)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nightly")
+    (folder / "tiny").mkdir()
+    (folder / "studies").mkdir()
+    shutil.copy(EXAMPLE, folder / "tiny" / "config.json")
+    (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
+    (folder / "studies" / "nightly.yaml").write_text(MATRIX, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> dict[str, Any]:
+    code, digest, err = nightly(folder)
+    assert code == 0, err
+    return digest
+
+
+@pytest.mark.slow
+def test_the_first_night_is_new(folder: Path, first: dict[str, Any]) -> None:
+    assert first["headline"] == "2 cells: 2 new"
+    assert [(cell["cell"], cell["state"], cell["kind"]) for cell in first["cells"]] == [
+        (name, "new", "new") for name in CELLS
+    ]
+    assert all(cell["evidence"] == "measured" for cell in first["cells"])
+    machine = folder / "studies" / first["machine"]
+    for name in CELLS:
+        text = (machine / "recommendations" / f"{name}.json").read_text(encoding="utf-8")
+        assert str(folder) not in text
+        content = json.loads(text)
+        assert list(content) == sorted(content)
+        assert content["question"]["model"] == "tiny"
+        assert content["recommendation"]["config"]["method"] == "full"
+        assert len(content["nights"]) == 1
+        assert (machine / name / "train.py").exists()
+    assert "2 cells: 2 new" in (machine / "digest.md").read_text(encoding="utf-8")
+    assert "<svg" in (machine / "digest.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_second_night_measures_the_winners_and_nothing_else_though_it_is_stopped(
+    folder: Path, first: dict[str, Any]
+) -> None:
+    machine = folder / "studies" / first["machine"]
+    exported = {p: p.read_bytes() for name in CELLS for p in (machine / name).glob("*.*")}
+    before = num_probes(folder)
+    stopped = subprocess.Popen(
+        command(), cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 120
+    while num_probes(folder) == before and time.monotonic() < until:
+        time.sleep(0.05)
+    stopped.send_signal(signal.SIGTERM)
+    _, err = stopped.communicate(timeout=60)
+    assert stopped.returncode == 130, err
+    assert "(interrupted)" in (machine / "digest.md").read_text(encoding="utf-8")
+    code, digest, err = nightly(folder)
+    # One night alone is never a change, whatever this machine is busy with.
+    assert code == 0, err
+    assert {cell["kind"] for cell in digest["cells"]} <= {"unchanged", "suspect"}
+    assert [(cell["state"], cell["searches"]) for cell in digest["cells"]] == [("fresh", False)] * 2
+    # What the stopped night had measured counts: two processes of each cell, in two nights together.
+    assert num_probes(folder) - before == 2 * 2
+    assert exported == {path: path.read_bytes() for path in exported}
+
+
+@pytest.mark.slow
+def test_two_nights_never_run_at_once(
+    folder: Path, first: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    with locked(URL, Path("studies")):
+        code, digest, err = nightly(folder)
+    assert (code, digest) == (6, {})
+    assert "Another autotune nightly is running here" in err
+    assert err.count("\n") == 1

@@ -1,0 +1,368 @@
+"""What becomes of one cell in a night: kept, replaced, broken, failed. Its processes are stood in for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import answers
+import pytest
+from nights_of import HERE, NOW, cell, matrix, night
+
+from autotune import finding, nvml
+from autotune.config import TrainConfig
+from autotune.errors import HardwareError, NothingFitsError
+from autotune.isolate import WorkerEnd
+from autotune.nightly import drift, ledger, run
+from autotune.nightly.cell import CellNight, Place, TimeIsUp, _limited
+from autotune.nightly.digest import Digest, Done
+from autotune.nightly.history import Night
+from autotune.nightly.hooks import Hook
+from autotune.nightly.journal import Journal
+from autotune.nightly.plan import plan
+from autotune.report.measuring import Measuring
+from autotune.report.progress import SILENT
+from autotune.results import Fingerprint, Measurement, ProbeSpec
+from autotune.summary import Summary
+from autotune.units import GIB
+
+CELL = cell("gpt2-1gb", gpu_mem="12GB", effective_batch=32)
+STANDING = dataclasses.replace(answers.CONFIG, optimizer="adamw_torch_fused")
+OTHER = dataclasses.replace(STANDING, activation_checkpointing=0)
+NEWER = dataclasses.replace(HERE, driver="590.2")
+TOKENS_PER_STEP = STANDING.tokens_per_step
+WOBBLE = (1.0, 1.002, 0.998, 1.001, 0.999)
+
+
+class Machine:
+    """Measures by a table of speeds; what is not in it runs out of memory."""
+
+    def __init__(self, speeds: dict[TrainConfig, float]) -> None:
+        self.speeds = speeds
+        self.fingerprint = HERE
+        self.probed: list[TrainConfig] = []
+        self._wobble = itertools.cycle(WOBBLE)
+
+    def run(self, verb: str, request: dict[str, Any], **_: Any) -> WorkerEnd:
+        if verb == "fingerprint":
+            return ended({"fingerprint": dataclasses.asdict(self.fingerprint)})
+        config = TrainConfig(**request["train_config"])
+        self.probed.append(config)
+        spec = ProbeSpec(**request["spec"])
+        common: dict[str, Any] = {"config": config, "spec": spec, "fingerprint": self.fingerprint}
+        speed = self.speeds.get(config)
+        if speed is None:
+            seen = Measurement(outcome="oom", message="CUDA out of memory", **common)
+        else:
+            seen = Measurement(
+                outcome="ok",
+                message="",
+                micro_step_seconds=0.0,
+                optimizer_step_seconds=TOKENS_PER_STEP / (speed * next(self._wobble)),
+                peak_reserved_bytes=2 * GIB,
+                nontorch_bytes=0,
+                **common,
+            )
+        return ended({"measurement": seen.to_dict()})
+
+
+def ended(answer: dict[str, Any]) -> WorkerEnd:
+    return WorkerEnd(
+        how="ok", exit_code=0, answers=(answer,), num_partial_lines=0, problem="", stderr_tail=""
+    )
+
+
+def answer_of(config: TrainConfig) -> finding.Answer:
+    """`find` names that configuration, measured here."""
+    best = answers.measurement(config=config, fingerprint=HERE)
+    found = answers.found(
+        best=answers.estimate(config), measured=answers.measured(best=best), base=answers.BASE
+    )
+    assert isinstance(found.summary, Summary)
+    return finding.Answer(
+        found=found, study="gpt2-12gb-measured", folder_name="gpt2-12gb-measured", question={}
+    )
+
+
+Tonight = Callable[..., Done]
+
+
+@pytest.fixture
+def tonight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tonight:
+    """Run the cell's night on a machine, with earlier nights and what a search would name."""
+    monkeypatch.chdir(tmp_path)
+
+    def one_night(
+        machine: Machine,
+        nights: list[Night],
+        *,
+        here: Fingerprint = HERE,
+        finds: TrainConfig | Exception | None = None,
+    ) -> Done:
+        machine.fingerprint = here
+
+        def find(*_: Any, **__: Any) -> finding.Answer:
+            if isinstance(finds, Exception):
+                raise finds
+            assert finds is not None, "it was not to be searched"
+            return answer_of(finds)
+
+        monkeypatch.setattr(finding, "find", find)
+        asked = matrix(CELL)
+        (planned,) = plan(
+            asked,
+            {CELL.name: nights},
+            fingerprint_of=lambda _: here,
+            backend="cpu",
+            now=NOW,
+            budget_seconds=3600.0,
+        )
+        one = CellNight(
+            planned,
+            asked,
+            Place(storage="sqlite:///studies/a.db", out=Path("studies"), backend="cpu"),
+            server=machine,  # type: ignore[arg-type]
+            journal=Journal(Path("studies/here"), NOW),
+            prior=drift.Noise(process_sd=0.003, night_sd=0.001),
+            give_up=time.monotonic() + 60,
+        )
+        return one.run()
+
+    return one_night
+
+
+def steady(
+    speed: float, *, last: str = drift.UNCHANGED, config: TrainConfig = STANDING
+) -> list[Night]:
+    """A first night and four like it."""
+    kinds = ["new", *[drift.UNCHANGED] * 3, last]
+    return [
+        night(
+            6.0 - number,
+            tuple(speed * each for each in WOBBLE[:3]),
+            kind=kind,
+            config=config,
+            has_searched=not number,
+            fingerprint=HERE,
+        )
+        for number, kind in enumerate(kinds)
+    ]
+
+
+def folder() -> Path:
+    return Path("studies/nvidia-geforce-rtx-4090") / CELL.name
+
+
+def test_a_first_answer_is_measured_again_and_written(tonight: Tonight) -> None:
+    machine = Machine({STANDING: 1000.0})
+    done = tonight(machine, [], finds=STANDING)
+    assert (done.kind, done.exit_code) == ("new", 0)
+    assert done.night is not None
+    assert done.night.speed == pytest.approx(1000, rel=0.01)
+    # What found it is no part of it: the best of many looks better than it is.
+    assert len(machine.probed) == len(done.night.tokens_per_second) >= 3
+    assert (folder() / "train.py").exists()
+    stored = ledger.nights("sqlite:///studies/a.db", [CELL], HERE.device)[CELL.name]
+    assert stored == [done.night]
+
+
+def test_a_fresh_cell_is_measured_and_not_searched(tonight: Tonight) -> None:
+    done = tonight(Machine({STANDING: 1000.0}), steady(1000.0))
+    assert done.kind == drift.UNCHANGED
+    assert done.night is not None
+    assert "would be told from it" in done.night.reason
+    assert not folder().exists()
+
+
+def test_a_slower_driver_is_a_suspect_first_and_then_a_regression(tonight: Tonight) -> None:
+    machine = Machine({STANDING: 950.0})
+    nights = steady(1000.0)
+    first = tonight(machine, nights, here=NEWER, finds=STANDING)
+    assert (first.kind, first.planned.state) == (drift.SUSPECT, "stale")
+    assert first.night is not None
+    assert first.night.reason == "one night alone, the next one tells; since driver 580.10 -> 590.2"
+    late = dataclasses.replace(
+        first.night, made_at=(NOW.replace(hour=0)).isoformat(), fingerprint=NEWER
+    )
+    second = tonight(machine, [*nights, late], here=NEWER)
+    assert second.kind == drift.REGRESSION
+    assert second.night is not None
+    assert second.night.change == pytest.approx(-0.05, abs=0.005)
+    assert second.night.reason == "on 2 nights; since driver 580.10 -> 590.2"
+
+
+def test_a_faster_configuration_takes_its_place_and_its_files(tonight: Tonight) -> None:
+    machine = Machine({STANDING: 1000.0, OTHER: 1100.0})
+    tonight(machine, [], finds=STANDING)
+    before = (folder() / "train_config.yaml").read_text("utf-8")
+    done = tonight(machine, steady(1000.0), here=NEWER, finds=OTHER)
+    assert done.kind == drift.IMPROVEMENT
+    assert done.night is not None
+    assert (done.night.config, done.night.is_replaced) == (OTHER, True)
+    assert done.night.change == pytest.approx(0.1, abs=0.01)
+    assert "+10." in done.night.reason
+    assert (folder() / "train_config.yaml").read_text("utf-8") != before
+
+
+@pytest.mark.parametrize("speed", [1000.0, 1005.0, 900.0])
+def test_one_that_is_no_faster_leaves_files_and_answer_alone(
+    tonight: Tonight, speed: float
+) -> None:
+    machine = Machine({STANDING: 1000.0, OTHER: speed})
+    tonight(machine, [], finds=STANDING)
+    before = {path: path.read_bytes() for path in folder().glob("*.*")}
+    done = tonight(machine, steady(1000.0), here=NEWER, finds=OTHER)
+    assert done.kind == drift.UNCHANGED
+    assert done.night is not None
+    assert (done.night.config, done.night.is_replaced) == (STANDING, False)
+    assert before == {path: path.read_bytes() for path in folder().glob("*.*")}
+
+
+def test_a_replacement_that_restores_the_speed_is_no_regression(tonight: Tonight) -> None:
+    """The driver costs the standing answer 8 %; another one is as fast as the old was."""
+    machine = Machine({STANDING: 920.0, OTHER: 1001.0})
+    done = tonight(machine, steady(1000.0), here=NEWER, finds=OTHER)
+    assert done.kind == drift.UNCHANGED
+    assert done.night is not None
+    assert done.night.config == OTHER
+    assert "the standing one had -8.0 %" in done.night.reason
+
+
+def test_a_replacement_that_does_not_stays_under_suspicion(tonight: Tonight) -> None:
+    machine = Machine({STANDING: 850.0, OTHER: 950.0})
+    nights = steady(1000.0)
+    first = tonight(machine, nights, here=NEWER, finds=OTHER)
+    assert first.kind == drift.SUSPECT
+    assert first.night is not None
+    assert (first.night.config, first.night.is_replaced) == (OTHER, True)
+    late = dataclasses.replace(first.night, made_at=NOW.replace(hour=0).isoformat())
+    second = tonight(machine, [*nights, late], here=NEWER)
+    assert second.kind == drift.REGRESSION
+    assert second.night is not None
+    assert second.night.change == pytest.approx(-0.05, abs=0.005)
+
+
+def test_an_answer_that_no_longer_runs_is_replaced_at_once(tonight: Tonight) -> None:
+    machine = Machine({OTHER: 990.0})
+    done = tonight(machine, steady(1000.0), finds=OTHER)
+    assert done.kind == drift.REGRESSION
+    assert done.night is not None
+    assert done.night.config == OTHER
+    assert "no longer runs: oom: CUDA out of memory" in done.night.reason
+    # It is tried twice: the first time may be chance.
+    assert machine.probed.count(STANDING) == 2
+
+
+def test_a_cell_that_fails_says_why_and_can_be_tried_again(tonight: Tonight) -> None:
+    done = tonight(Machine({}), [], finds=NothingFitsError("Nothing fits into 12 GB"))
+    assert (done.kind, done.exit_code, done.night) == ("failed", 4, None)
+    assert done.problem == "Nothing fits into 12 GB."
+    assert json.loads(Path("studies/here/nightly.json").read_text("utf-8")) == {"begun": {}}
+
+
+def digest(*done: Done, **changes: Any) -> Digest:
+    values: dict[str, Any] = {
+        "made_at": NOW.isoformat(),
+        "machine": "m",
+        "fingerprint": HERE,
+        "done": done,
+        "left": (),
+        "elapsed_seconds": 60.0,
+        **changes,
+    }
+    return Digest(**values)
+
+
+def done_as(kind: str, exit_code: int = 0) -> Done:
+    (planned,) = plan(
+        matrix(CELL), {}, fingerprint_of=lambda _: HERE, backend="cpu", now=NOW, budget_seconds=1.0
+    )
+    seen = None if exit_code else night(kind=kind)
+    return Done(planned=planned, night=seen, exit_code=exit_code)
+
+
+@pytest.mark.parametrize(
+    ("done", "code", "events"),
+    [
+        ((), 0, []),
+        ((done_as("new"), done_as(drift.UNCHANGED), done_as(drift.SUSPECT)), 0, []),
+        ((done_as(drift.IMPROVEMENT),), 8, ["improved"]),
+        ((done_as(drift.IMPROVEMENT), done_as(drift.REGRESSION)), 7, ["regression", "improved"]),
+        ((done_as("", 5), done_as(drift.IMPROVEMENT)), 5, ["improved", "failure"]),
+        ((done_as("", 5), done_as(drift.REGRESSION)), 7, ["regression", "failure"]),
+        ((done_as("", 4), done_as("", 5)), 4, ["failure"]),
+    ],
+)
+def test_the_exit_code_is_of_what_matters_most(
+    done: tuple[Done, ...], code: int, events: list[str]
+) -> None:
+    assert (digest(*done).exit_code, digest(*done).events) == (code, events)
+    assert digest(*done, is_interrupted=True).exit_code == 130
+
+
+def test_a_search_ends_after_its_probe_when_the_time_is_over() -> None:
+    heard: list[int] = []
+    spoken = Measuring(on_run=lambda *_: None, on_probe=lambda number, *_: heard.append(number))
+    listener = dataclasses.replace(SILENT, measuring=lambda *_: contextlib.nullcontext(spoken))
+    counts = answers.summary().counts
+    in_time = _limited(listener, time.monotonic() + 60)
+    with in_time.measuring(counts, 6, 10) as measuring:
+        measuring.on_probe(1, answers.measurement(), None)
+    late = _limited(listener, time.monotonic() - 1)
+    with pytest.raises(TimeIsUp), late.measuring(counts, 6, 10) as measuring:
+        measuring.on_probe(2, answers.measurement(), None)
+    # The probe itself is told, and in the database before.
+    assert heard == [1, 2]
+
+
+def test_a_search_without_time_stays_begun(tonight: Tonight) -> None:
+    with pytest.raises(TimeIsUp):
+        tonight(Machine({}), [], finds=TimeIsUp())
+    # Not that it died over it.
+    assert Journal(Path("studies/here"), NOW).begun == {CELL.name: 0}
+
+
+def test_a_machine_that_cannot_measure_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def gone(*_: Any) -> Fingerprint:
+        raise HardwareError("PyTorch cannot use the GPU of this machine")
+
+    monkeypatch.setattr(run, "fingerprint_here", gone)
+    asked = matrix(CELL, hooks=(Hook(on=("failure",), command=("tee", "told.json")),))
+    place = Place(storage="sqlite:///studies/a.db", out=Path("studies"), backend="cuda")
+    with pytest.raises(HardwareError):
+        run.night(asked, place, budget_seconds=60.0)
+    told = json.loads(Path("told.json").read_text("utf-8"))
+    assert (told["events"], told["exit_code"]) == (["failure"], 3)
+    assert "cannot use the GPU" in told["headline"]
+
+
+def test_nights_are_kept_by_postgresql_as_they_were(postgres_url: str) -> None:
+    assert ledger.nights(postgres_url, [CELL], HERE.device) == {CELL.name: []}
+    seen = night(change=0.1, low=0.05, high=0.15, config=STANDING)
+    ledger.keep(postgres_url, CELL, seen)
+    ledger.keep(postgres_url, CELL, night(0.5, kind=drift.UNCHANGED, fingerprint=NEWER))
+    kept = ledger.nights(postgres_url, [CELL], HERE.device)[CELL.name]
+    assert kept[0] == seen
+    assert [each.fingerprint for each in kept] == [HERE, NEWER]
+    assert ledger.nights(postgres_url, [CELL], "another card") == {CELL.name: []}
+
+
+def test_who_else_holds_the_card_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = nvml.Occupancy(free_bytes=20 * GIB, used_bytes=4 * GIB, holders=())
+    monkeypatch.setattr(nvml, "occupancy", lambda: taken)
+    (said,) = run._disturbed("cuda")
+    assert "4.00 GiB are held by processes that cannot be seen from here" in said
+    assert run._disturbed("cpu") == {}
+    idle = dataclasses.replace(taken, used_bytes=64 * 2**20)
+    monkeypatch.setattr(nvml, "occupancy", lambda: idle)
+    assert run._disturbed("cuda") == {}

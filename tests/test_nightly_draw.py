@@ -1,0 +1,312 @@
+"""What a night writes: digests with whatever names there are, files that merge, relatives, the journal."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nights_of import CONFIG, HERE, NOW, cell, night
+
+from autotune import machine
+from autotune.cli import main
+from autotune.errors import StorageError
+from autotune.nightly import draw, drift, files, relatives, run
+from autotune.nightly.digest import Digest, Done
+from autotune.nightly.history import Night, night_from_dict
+from autotune.nightly.journal import Journal, locked
+from autotune.nightly.plan import Planned
+
+NASTY = "<script>alert(1)</script>|`x`\n# head"
+H100 = dataclasses.replace(HERE, device="NVIDIA H100 80GB HBM3")
+RTX_4080 = dataclasses.replace(HERE, device="NVIDIA GeForce RTX 4080")
+T4 = dataclasses.replace(HERE, device="Tesla T4")
+
+
+def planned(name: str = "cell", nights: tuple[Night, ...] = (), **changes: Any) -> Planned:
+    values: dict[str, Any] = {
+        "cell": cell(name),
+        "state": "new",
+        "reason": "never tuned on this machine",
+        "nights": nights,
+        "measures": False,
+        "searches": True,
+        "expected_seconds": 600.0,
+        "expected_gain": 1.0,
+        **changes,
+    }
+    return Planned(**values)
+
+
+def digest(*done: Done, **changes: Any) -> Digest:
+    values: dict[str, Any] = {
+        "made_at": NOW.isoformat(),
+        "machine": "rtx-4090",
+        "fingerprint": HERE,
+        "done": done,
+        "left": (),
+        "elapsed_seconds": 605.0,
+        **changes,
+    }
+    return Digest(**values)
+
+
+REGRESSED = Done(
+    planned=planned(
+        "slower", (night(3, (1000.0, 1001.0)), night(2, (950.0, 951.0), kind=drift.SUSPECT))
+    ),
+    night=night(
+        0.0,
+        (948.0, 952.0),
+        kind=drift.REGRESSION,
+        reason="on 2 nights; since driver 580.10 -> 590.2",
+        change=-0.05,
+        low=-0.07,
+        high=-0.03,
+        num_nights=2,
+    ),
+)
+
+
+class Page(HTMLParser):
+    """Tags and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_digest_says_what_changed_by_how_much_and_since_when() -> None:
+    for text in (draw.markdown(digest(REGRESSED)), Page(draw.html(digest(REGRESSED))).text):
+        assert "1 cell: 1 regression" in text
+        assert "-5.0 %" in text
+        assert "-7.0 % to -3.0 %" in text
+        assert "driver 580.10 -> 590.2" in text.replace("\\", "")
+        assert "950" in text
+    assert "1,000 950 950" in draw.markdown(digest(REGRESSED))
+
+
+def test_whatever_others_wrote_is_text() -> None:
+    done = [
+        Done(planned=planned(NASTY, reason=NASTY), night=None, problem=NASTY, exit_code=5),
+        Done(planned=planned(NASTY), night=night(reason=NASTY)),
+    ]
+    found = digest(*done, left=(planned(NASTY, reason=NASTY),), notes=(NASTY,))
+    page = Page(draw.html(found))
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>" in page.text
+    text = draw.markdown(found)
+    assert "<script>" not in text
+    assert not re.search(r"(?m)^# head", text)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(len(re.findall(r"(?<!\\)\|", row)) in (8, 5, 4) for row in rows)
+    assert NASTY not in draw.digest_text(found, [])
+
+
+def test_the_page_fetches_and_runs_nothing() -> None:
+    page = draw.html(digest(REGRESSED))
+    assert "default-src 'none'" in page
+    assert not set(Page(page).tags) & {"script", "link", "img", "iframe", "object"}
+    assert not re.search(r"(?:src|href)=", page)
+
+
+def test_a_trend_has_a_point_per_night_within_its_frame() -> None:
+    points = draw.trend_points(REGRESSED.nights)
+    assert [point["kind"] for point in points] == ["new", "suspect", "regression"]
+    assert points[0]["y"] < points[1]["y"], "slower is lower"
+    assert all(0 <= p["x"] <= draw._WIDTH and 0 <= p["y"] <= draw._HEIGHT for p in points)
+    assert len(draw.trend_points([night()])) == 1
+    assert Page(draw.html(digest(REGRESSED))).tags.count("circle") == 3
+
+
+def test_noise_does_not_look_like_news() -> None:
+    flat = [night(speeds=(speed, speed)) for speed in (1000.0, 1004.0, 998.0)]
+    heights = [point["y"] for point in draw.trend_points(flat)]
+    assert max(heights) - min(heights) < 0.1 * draw._HEIGHT
+
+
+def test_first_results_stand_beside_the_nearest_relatives() -> None:
+    relative = night(fingerprint=RTX_4080, speeds=(500.0, 500.0))
+    done = Done(planned=planned(), night=night(speeds=(700.0, 700.0)), relative=relative)
+    text = draw.markdown(digest(done))
+    # Of the catalogue: 1,008 GB/s to 717.
+    assert "| cell | 700 | NVIDIA GeForce RTX 4080 | 500 | 1.40 x | 1.41 x |" in text
+    assert "1.41 x" in Page(draw.html(digest(done))).text
+
+
+def test_the_nearest_card_is_of_its_kind() -> None:
+    nights = [night(fingerprint=each) for each in (H100, RTX_4080, T4)]
+    nearest = relatives.nearest("NVIDIA GeForce RTX 4090", nights)
+    assert nearest is not None
+    assert nearest.fingerprint == RTX_4080
+    assert relatives.nearest("AMD EPYC", nights) is None
+    assert relatives.nearest("NVIDIA GeForce RTX 4090", [night()]) is None
+
+
+def test_files_of_machines_merge_by_copying(tmp_path: Path) -> None:
+    question = {"model": "gpt2", "seq_len": 1024}
+    for fingerprint in (HERE, T4):
+        folder = files.machine_folder(tmp_path, fingerprint.device)
+        nights = [night(fingerprint=fingerprint)]
+        path = files.write(folder, "gpt2", question=question, nights=nights, backend="cuda")
+        again = path.read_bytes()
+        files.write(folder, "gpt2", question=question, nights=nights, backend="cuda")
+        assert path.read_bytes() == again
+    (tmp_path / "nvidia-geforce-rtx-4090" / "recommendations" / "broken.json").write_text("{")
+    assert sorted(p.parent.parent.name for p in tmp_path.glob("*/recommendations/gpt2.json")) == [
+        "nvidia-geforce-rtx-4090",
+        "tesla-t4",
+    ]
+    (other,) = files.others(tmp_path, question, HERE.device)
+    assert other.fingerprint == T4
+    assert not [*files.others(tmp_path, {"model": "gpt3"}, HERE.device)]
+
+
+def test_a_night_is_read_back_as_it_was() -> None:
+    seen = night(change=0.1, low=0.05, high=0.15)
+    assert night_from_dict(json.loads(json.dumps(seen.to_dict()))) == seen
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens_per_second", []),
+        ("tokens_per_second", [0.0]),
+        ("made_at", "yesterday"),
+        ("config", {}),
+    ],
+)
+def test_what_is_no_night_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        night_from_dict({**night().to_dict(), field: value})
+
+
+def test_the_journal_keeps_measurements_for_one_night(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, NOW)
+    journal.begin("a", searches=True)
+    journal.begin("b", searches=False)
+    journal.keep("a", CONFIG, HERE, [1.0, 2.0])
+    later = Journal(tmp_path, NOW + datetime.timedelta(hours=3))
+    assert later.begun == {"a": 1}
+    assert later.speeds("a", CONFIG, HERE) == [1.0, 2.0]
+    assert later.speeds("a", CONFIG, T4) == []
+    assert later.speeds("b", CONFIG, HERE) == []
+    assert Journal(tmp_path, NOW + datetime.timedelta(hours=13)).speeds("a", CONFIG, HERE) == []
+    later.begin("a", searches=True)
+    assert Journal(tmp_path, NOW).begun == {"a": 2}
+    later.pause("a")
+    assert Journal(tmp_path, NOW).begun == {"a": 0}
+    later.end("a")
+    assert Journal(tmp_path, NOW).begun == {}
+
+
+def test_what_an_older_night_left_is_no_part_of_tonights(tmp_path: Path) -> None:
+    Journal(tmp_path, NOW - datetime.timedelta(days=1)).keep("a", CONFIG, HERE, [1.0, 2.0])
+    Journal(tmp_path, NOW).keep("a", CONFIG, HERE, [3.0])
+    later = Journal(tmp_path, NOW + datetime.timedelta(hours=1))
+    assert later.speeds("a", CONFIG, HERE) == [3.0]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"begun": 3}', '{"begun": {"a": 1}}', "\x00"])
+def test_a_damaged_journal_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "nightly.json").write_text(content, encoding="utf-8")
+    journal = Journal(tmp_path, NOW)
+    assert journal.begun == {}
+    assert journal.speeds("a", CONFIG, HERE) == []
+    journal.begin("a", searches=True)
+    assert Journal(tmp_path, NOW).begun == {"a": 1}
+
+
+def test_the_lock_is_let_go_when_its_holder_is_killed(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/a.db"
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from autotune.nightly.journal import locked\n"
+        f"with locked({url!r}, Path('x')):\n print('held', flush=True)\n time.sleep(60)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(StorageError, match="Another autotune nightly"), locked(url, tmp_path):
+        pass
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    with locked(url, tmp_path):
+        pass
+
+
+def test_a_dry_run_says_why_and_touches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "fingerprint", lambda backend: HERE)
+    Path("matrix.yaml").write_text("models: [gpt2, gpt2-medium]\nbudgets: [2GB]", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["nightly", "matrix.yaml", "--backend", "cpu", "--dry-run", "--max-minutes", "12"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("NVIDIA GeForce RTX 4090: 1 of 2 cells, about 13 min 55 s of 12 min")
+    assert lines[1].startswith(
+        "  new          gpt2-2gb-seq1024-any  never tuned on this machine: search, about 13 min 55 s"
+    )
+    assert "gpt2-medium-2gb-seq1024-any  never tuned on this machine: another night" in lines[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["matrix.yaml"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_exits_with_what_the_night_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    as_json: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m.yaml").write_text("models: [gpt2]\ntime_budget: 2h", encoding="utf-8")
+    asked: list[float] = []
+
+    def found(*_: object, budget_seconds: float, **__: object) -> run.Delivered:
+        asked.append(budget_seconds)
+        return run.Delivered(digest=digest(REGRESSED, notes=("a note",)), files=[Path("digest.md")])
+
+    monkeypatch.setattr(run, "night", found)
+    with pytest.raises(SystemExit) as ended:
+        main(["nightly", "m.yaml", "--backend", "cpu", *(["--json"] if as_json else [])])
+    assert ended.value.code == 7
+    assert asked == [7200.0]
+    told = capsys.readouterr()
+    assert "a note" in told.err
+    if as_json:
+        content = json.loads(told.out)
+        assert (content["exit_code"], content["events"]) == (7, ["regression"])
+        assert content["cells"][0]["interval"] == [-0.07, -0.03]
+        assert content["files"] == ["digest.md"]
+    else:
+        assert "slower: regression -5.0 %, 950 tokens/s" in told.out
+
+
+def test_nothing_to_measure_on_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autotune.gpus.detect", list)
+    Path("m.yaml").write_text("models: [gpt2]", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["nightly", "m.yaml"])
+    assert ended.value.code == 3
+    assert "There is no CUDA GPU to tune for" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""What a night would do: states and their reasons, the order, and what the time is for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from nights_of import HERE, NOW, cell, matrix, night
+
+from autotune.nightly import drift
+from autotune.nightly.history import Night
+from autotune.nightly.matrix import Cell
+from autotune.nightly.plan import Planned, changes, plan
+from autotune.results import Fingerprint
+
+NEWER = dataclasses.replace(
+    HERE, driver="590.2", versions=(("peft", "0.21"), ("torch", "2.14.0"), ("transformers", "5.23"))
+)
+
+
+def planned(
+    *cells: Cell,
+    histories: dict[str, list[Night]] | None = None,
+    here: Fingerprint = HERE,
+    budget_seconds: float = 1e6,
+    **rest: Any,
+) -> list[Planned]:
+    return plan(
+        matrix(*cells),
+        histories or {},
+        fingerprint_of=lambda _: here,
+        backend="cuda",
+        now=NOW,
+        budget_seconds=budget_seconds,
+        **rest,
+    )
+
+
+def one(nights: list[Night], **rest: Any) -> Planned:
+    (found,) = planned(cell("a"), histories={"a": nights}, **rest)
+    return found
+
+
+def test_each_state_and_what_is_done_in_it() -> None:
+    new = one([])
+    assert (new.state, new.measures, new.searches) == ("new", False, True)
+    fresh = one([night(1)])
+    assert (fresh.state, fresh.measures, fresh.searches) == ("fresh", True, False)
+    due = one([night(31)])
+    assert (due.state, due.measures, due.searches) == ("due", True, True)
+    assert due.reason == "tuned 31 days ago"
+    stale = one([night(1)], here=NEWER)
+    assert (stale.state, stale.measures, stale.searches) == ("stale", True, True)
+    assert stale.reason == "driver 580.10 -> 590.2, torch 2.13.0 -> 2.14.0"
+    begun = one([], begun={"a": 1})
+    assert (begun.state, begun.searches) == ("interrupted", True)
+
+
+def test_what_nights_die_over_waits_for_all_the_rest() -> None:
+    found = planned(cell("a", 9.0), cell("b"), histories={"b": [night(1)]}, begun={"a": 3})
+    assert [(each.cell.name, each.state) for each in found] == [("b", "fresh"), ("a", "fatal")]
+    assert found[1].reason == "3 nights died over it"
+    assert found[1].is_chosen
+
+
+def test_a_night_that_only_measured_leaves_a_cell_stale() -> None:
+    """Its search had no time last night: the driver is new to the search, if not to the measurement."""
+    nights = [night(2), night(1, has_searched=False, fingerprint=NEWER, kind=drift.UNCHANGED)]
+    assert one(nights, here=NEWER).state == "stale"
+
+
+def test_what_was_measured_a_moment_ago_is_left_alone() -> None:
+    found = one([night(0.1)])
+    assert (found.measures, found.searches, found.is_chosen) == (False, False, False)
+    assert found.reason == "measured 2 hours ago"
+
+
+def test_a_budget_that_the_card_does_not_have_is_passed_over() -> None:
+    (found,) = planned(cell("a", gpu_mem="80GB"), capacity_bytes=24 * 2**30)
+    assert (found.state, found.is_chosen) == ("impossible", False)
+    assert found.reason == "the card has 24.00 GiB, the cell asks for 80GB"
+
+
+def test_the_order_is_suspects_new_stale_due_fresh_then_priority_then_gain_per_minute() -> None:
+    histories = {
+        "fresh": [night(1)],
+        "due": [night(40)],
+        "stale-dear": [night(1, fingerprint=NEWER, elapsed_seconds=6000.0)],
+        "stale-cheap": [night(1, fingerprint=NEWER, elapsed_seconds=60.0)],
+        "stale-first": [night(1, fingerprint=NEWER, elapsed_seconds=9000.0)],
+        "suspect": [night(2), night(1, kind=drift.SUSPECT, has_searched=False)],
+    }
+    cells = [cell(name, 5.0 if name == "stale-first" else 1.0) for name in histories]
+    found = planned(*cells, cell("new"), histories=histories)
+    assert [each.cell.name for each in found] == [
+        "suspect",
+        "new",
+        "stale-first",
+        "stale-cheap",
+        "stale-dear",
+        "due",
+        "fresh",
+    ]
+
+
+def test_the_time_goes_to_what_fits_by_what_earlier_nights_took() -> None:
+    histories = {
+        "long": [night(40, elapsed_seconds=5000.0)],
+        "longer": [night(41, elapsed_seconds=6000.0)],
+        "short": [
+            night(2),
+            night(1, has_searched=False, elapsed_seconds=90.0, kind=drift.UNCHANGED),
+        ],
+    }
+    cells = [cell("long", 3.0), cell("longer", 2.0), cell("short")]
+    found = planned(*cells, histories=histories, budget_seconds=6000.0)
+    assert [(each.cell.name, each.is_chosen, each.expected_seconds) for each in found] == [
+        ("long", True, 5000.0),
+        ("longer", False, 6000.0),
+        ("short", True, 90.0),
+    ]
+
+
+def test_a_cell_longer_than_any_night_is_begun_all_the_same() -> None:
+    histories = {"a": [night(40, elapsed_seconds=90_000.0)]}
+    (found,) = planned(cell("a"), histories=histories, budget_seconds=3600.0)
+    assert found.is_chosen
+
+
+def test_a_new_cell_is_expected_to_take_what_others_took_here() -> None:
+    histories = {"b": [night(40, elapsed_seconds=700.0)], "c": [night(40, elapsed_seconds=900.0)]}
+    found = {each.cell.name: each for each in planned(*map(cell, "abc"), histories=histories)}
+    assert found["a"].expected_seconds == 800.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("cuda", "13.1", "CUDA 13.0 -> 13.1"),
+        (
+            "allocator",
+            "expandable_segments:True",
+            "PYTORCH_ALLOC_CONF none -> expandable_segments:True",
+        ),
+        ("versions", (("peft", "0.21"), ("torch", "2.13.0")), "transformers 5.23 -> none"),
+    ],
+)
+def test_changes_are_said_by_name_from_and_to(field: str, value: Any, said: str) -> None:
+    assert changes(HERE, dataclasses.replace(HERE, **{field: value})) == [said]
+
+
+def test_searches_that_brought_much_are_expected_to_again() -> None:
+    lucky = [night(3), night(2, change=0.4, kind=drift.IMPROVEMENT)]
+    plain = [night(3), night(2, change=0.0, kind=drift.UNCHANGED)]
+    here = {"a": lucky, "b": plain}
+    found = {p.cell.name: p for p in planned(cell("a"), cell("b"), histories=here, here=NEWER)}
+    # The judgement of 5 % counts for three searches: (0.15 + 0.4) / 4 and 0.15 / 4.
+    assert found["a"].expected_gain == pytest.approx(0.1375)
+    assert found["b"].expected_gain == pytest.approx(0.0375)
