@@ -81,8 +81,8 @@ def test_a_lock_ends_with_its_process(url: str, engine: sqlalchemy.Engine) -> No
             pass
 
 
-def test_a_database_in_memory_is_nobody_elses(tmp_path: Path) -> None:
-    for address in ("sqlite://", f"sqlite:///file:{tmp_path}/x.db?uri=true"):
+def test_a_database_in_memory_is_nobody_elses() -> None:
+    for address in ("sqlite://", "sqlite:///:memory:"):
         engine = sqlalchemy.create_engine(address)
         with exclusive(engine, "ask", "s"), exclusive(engine, "ask", "s"):
             pass
