@@ -113,13 +113,14 @@ def find(
     storage: str,
     command: str = "",
     listener: Listener = SILENT,
+    source: ModelSource | None = None,
     server: ForkServer | None = None,
 ) -> Answer:
     """Answer what was asked; whatever it cannot answer is an AutotuneError.
 
     Probes are kept in the database `storage`, where later searches find them; a prediction leaves it
-    alone. `command` is what the study keeps of how it was made. `server` runs the probes; None: one of
-    their own.
+    alone. `command` is what the study keeps of how it was made. `source` is the model where somebody else
+    has looked it up. `server` runs the probes; None: one of their own.
     """
     if (options.num_gpus or 1) > 1 and options.backend in BACKENDS:
         raise ConfigError(
@@ -150,7 +151,7 @@ def find(
             note=listener.note,
         )
     base = None if run is None else run.config
-    source = resolve(_model_of(options, run))
+    source = source or resolve(_model_of(options, run))
     num_gpus, length, batch = options.num_gpus, options.seq_len, options.effective_batch
     if base is not None:
         num_gpus = inputs.agreed("--num-gpus", num_gpus, base.num_gpus)
@@ -325,6 +326,7 @@ def _measure(
                 gpu=summary.gpu,
                 command=command,
                 versions=_versions(),
+                has_heartbeats=True,
             ) as opened,
             open_probes(storage) as table,
         ):

@@ -20,9 +20,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from autotune import locks
 from autotune.probe_key import ProbeKey, first_key
 from autotune.results import Measurement, measurement_from_dict
 from autotune.upgrade import open_engine
@@ -141,6 +142,10 @@ class ProbeTable:
         }
         with self._engine.begin() as connection:
             connection.execute(self._table.insert().values(row))
+
+    def exclusive(self, purpose: str, what: str) -> AbstractContextManager[None]:
+        """The lock of the database with that purpose, as autotune.locks has it."""
+        return locks.exclusive(self._engine, purpose, what)
 
 
 def _pages(values: Sequence[Value]) -> Iterator[Sequence[Value]]:

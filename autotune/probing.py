@@ -3,8 +3,9 @@
 A loop of Optuna's ask and tell: the sampler proposes, a process of its own measures, the study and the
 table of probes keep it before the next is asked for. What the table has for this fingerprint is not run
 again. Killed at any moment, the same command goes on: what was measured is in the table, and a trial
-left running is told to have been interrupted. Each timed step of a probe is reported to its trial, and
-what the study's pruner gives up is stopped part-way.
+left running is given back. Others may search in the same study meanwhile (autotune.turns), and the answer
+waits for what they have begun. Each timed step of a probe is reported to its trial, and what the study's
+pruner gives up is stopped part-way.
 
 The winner then runs again, longer, with an evaluation and a checkpoint. Where it fails, the next one by
 the same rule takes its place; where it is slower than another's probe, the faster one of the two after
@@ -17,17 +18,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import math
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import compiled, needs
+from autotune import compiled, needs, owners
 from autotune.config import TrainConfig
-from autotune.errors import HardwareError, StorageError, WorkerError
+from autotune.errors import HardwareError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
 from autotune.logged_runs import log_run
@@ -46,16 +51,17 @@ from autotune.results import (
     measurement_from_dict,
 )
 from autotune.sampler import Candidate, Near, PredictionSampler
+from autotune.seen import Seen
 from autotune.store import parameter_distributions
 from autotune.summary import Measured
-from autotune.trials import Watch, close_interrupted, tell, told_when_interrupted, watched
+from autotune.trials import Watch, ended, watched
 from autotune.tune import NOISE
+from autotune.turns import Asked, take_turn
 from autotune.winner import (
     MAX_CONFIRMATIONS,
     final,
     none_confirmed,
     nothing_fits,
-    run_speed,
     stayed_within_budget,
 )
 
@@ -69,6 +75,8 @@ NUM_CONFIRMATION_WARM_UP_STEPS = 10
 """Beside those that are timed: autotune.worker.probe warms up for 8 at most, and evaluates."""
 CHECKPOINT_BYTES_PER_SECOND = 50e6
 """For the deadline: [judgement] a slow network disk."""
+POLL_SECONDS = 0.5
+"""Between two looks whether the last trials of others have ended."""
 
 OnProbe = Callable[[int, Measurement, Measurement | None], None]
 """(probes so far, what was just measured, the best that fits)."""
@@ -105,6 +113,7 @@ class Prober:
         self.spec = spec
         self._is_assumed = assumed is not None
         self._fingerprint = assumed or fingerprint_here(server, spec.backend)
+        self.here = digest(self._fingerprint)
         self.num_run = 0
         """Probes; confirmations are counted nowhere."""
         self.num_reused = 0
@@ -137,6 +146,14 @@ class Prober:
                 config, self.spec, deadline_seconds=deadline_seconds, watch=of_useful
             )
         return dataclasses.replace(measurement, useful_share=share)
+
+    def turn(self, study: optuna.Study) -> AbstractContextManager[None]:
+        """Within it nobody else asks the study for a trial (autotune.turns)."""
+        return self._table.exclusive("ask", study.study_name)
+
+    def alone(self, study: optuna.Study) -> AbstractContextManager[None]:
+        """For what is measured beside the trials of the study: whoever comes second finds it known."""
+        return self._table.exclusive("measure", study.study_name)
 
     def again(self, config: TrainConfig) -> Measurement:
         """A new measurement, whatever the table knows; it is in the table when this returns."""
@@ -268,6 +285,12 @@ def fingerprint_here(server: ForkServer, backend: str) -> Fingerprint:
         raise WorkerError("The fingerprint process talked nonsense", why=str(error)) from error
 
 
+def digest(fingerprint: Fingerprint) -> str:
+    """Equal for machines whose measurements may be compared."""
+    known = json.dumps(dataclasses.asdict(fingerprint), sort_keys=True)
+    return hashlib.sha256(known.encode()).hexdigest()
+
+
 def _set_up_seconds(config: TrainConfig) -> float:
     return SET_UP_SECONDS + (compiled.COMPILE_SECONDS if config.is_compiled else 0.0)
 
@@ -368,26 +391,30 @@ def search(
     every probe, or every confirmation, failed otherwise; StorageError when the study holds what cannot be
     read.
     """
-    close_interrupted(study)
-    baseline = None if plan.baseline is None else prober.measure(plan.baseline.config)
+    seen = Seen(study, prober.fingerprint_of, prober.here)
+    seen.look()
+    baseline = None
+    if plan.baseline is not None:
+        with prober.alone(study):
+            baseline = prober.measure(plan.baseline.config)
     predicted = {estimate.config: estimate for estimate in plan.pool}
     pool = list(plan.pool)
-    measured: list[Measurement] = []
     rejected: list[Measurement] = []
     while len(rejected) < MAX_CONFIRMATIONS:
         refused = {m.config for m in rejected}
-        _probe(study, plan, pool, plan.max_probes, prober, measured, refused, on_probe)
-        known = _known(study, predicted, prober, measured)
+        seen.refuse(refused)
+        _probe(study, plan, pool, plan.max_probes, prober, seen, refused, on_probe)
+        known = seen.known(predicted)
         num_left = compiled.MAX_PROBES - sum(config.is_compiled for config in predicted)
         added = _variants(plan, known, predicted, refused)[:num_left]
         if added:
             predicted.update({estimate.config: estimate for estimate in added})
             # Beside what is measured: the others were not worth a probe, or there was no time.
             beside = [predicted[m.config] for m in known] + added
-            max_probes = len(measured) + len(added)
-            _probe(study, plan, beside, max_probes, prober, measured, refused, on_probe)
+            max_probes = seen.num_begun + len(added)
+            _probe(study, plan, beside, max_probes, prober, seen, refused, on_probe)
             pool += added
-            known = _known(study, predicted, prober, measured)
+            known = seen.known(predicted)
         left = [m for m in known if m.config not in refused]
         # Those that were stopped as too slow were so beside one that may yet disappoint, or did.
         rivals = [m for m in left if m.fits or stayed_within_budget(m)]
@@ -396,7 +423,8 @@ def search(
             break
 
         def confirm(best: Measurement) -> Measurement:
-            return prober.confirm(best, predicted[best.config], plan.confirm_steps)
+            with prober.alone(study):
+                return prober.confirm(best, predicted[best.config], plan.confirm_steps)
 
         found = final(
             fitting,
@@ -447,13 +475,15 @@ def _probe(
     pool: Sequence[Estimate],
     max_probes: int,
     prober: Prober,
-    measured: list[Measurement],
+    seen: Seen,
     refused: Collection[TrainConfig],
     on_probe: OnProbe,
 ) -> None:
-    """Probe until nothing that is not refused is likely to be faster; adds to `measured`."""
-    leave_out = _left_out(study, prober, refused)
-    study.pruner = pruner = SpeedPruner(noise=NOISE, leave_out=leave_out)
+    """Probe until nothing that is not refused is likely to be faster, and nobody else probes any more.
+
+    `max_probes` counts those of all who search in the study on machines like this one.
+    """
+    study.pruner = pruner = SpeedPruner(noise=NOISE, leave_out=seen.left_out)
     distributions = parameter_distributions(study, [e.config for e in pool])
     of_params: dict[frozenset[tuple[str, Any]], Estimate] = {}
     candidates = []
@@ -477,76 +507,40 @@ def _probe(
         distributions=distributions,
         budget_bytes=plan.budget_bytes,
         noise=NOISE,
-        leave_out=leave_out,
+        leave_out=seen.left_out,
         seed=plan.seed,
         near={params: near[e.config] for params, e in of_params.items() if e.config in near},
     )
-    while len(measured) < max_probes and not sampler.should_stop(study):
+    study.sampler = sampler
+
+    def propose() -> Asked | None:
+        seen.look()
+        if seen.num_begun >= max_probes or sampler.should_stop(study):
+            return None
         proposed = sampler.propose(study)
         if proposed is None:
-            break
-        study.sampler = sampler
-        trial = study.ask(sampler.search_space(proposed))
-        estimate = of_params[frozenset(proposed.params.items())]
-        with told_when_interrupted(study, trial):
-            best_speed = pruner.best_speed(study) or 0.0
-            measurement = prober.measure(
-                estimate.config,
-                watch=watched(study, trial),
-                slow_below=best_speed * (1 - NOISE),
-            )
-            tell(study, trial, measurement, estimate)
-        measured.append(measurement)
-        on_probe(len(measured), measurement, _fastest(measured, refused))
+            return None
+        return Asked(params=proposed.params, distributions=sampler.search_space(proposed))
 
+    def run(trial: optuna.Trial, asked: Asked) -> float:
+        estimate = of_params[frozenset(asked.params.items())]
+        best_speed = pruner.best_speed(study) or 0.0
+        measurement = prober.measure(
+            estimate.config, watch=watched(study, trial), slow_below=best_speed * (1 - NOISE)
+        )
+        seen.own.append(measurement)
+        return ended(trial, measurement, estimate)
 
-def _known(
-    study: optuna.Study,
-    configs: Collection[TrainConfig],
-    prober: Prober,
-    measured: Sequence[Measurement],
-) -> list[Measurement]:
-    """What was measured of the candidates; what the study has of them from before, measured here."""
-    found: dict[TrainConfig, Measurement] = {}
-    for _, earlier in _recorded(study):
-        if earlier.config in configs and _is_from_here(earlier, prober):
-            # Of what was tried twice, the second try.
-            found[earlier.config] = earlier
-    return list((found | {m.config: m for m in measured}).values())
-
-
-def _left_out(study: optuna.Study, prober: Prober, refused: Collection[TrainConfig]) -> set[int]:
-    """Numbers of the trials that say nothing to this search: measured elsewhere, or refused since."""
-    return {
-        number
-        for number, seen in _recorded(study)
-        if not _is_from_here(seen, prober) or seen.config in refused
-    }
-
-
-def _is_from_here(seen: Measurement, prober: Prober) -> bool:
-    """Whether it was measured on this machine, with the libraries that are here."""
-    return seen.fingerprint == prober.fingerprint_of(seen.config)
-
-
-def _recorded(study: optuna.Study) -> Iterator[tuple[int, Measurement]]:
-    """(number, measurement) of each trial that has one. Raises StorageError for what cannot be read."""
-    for trial in study.get_trials(deepcopy=False):
-        record = trial.user_attrs.get("measurement")
-        if record is None:
-            continue
-        try:
-            yield trial.number, measurement_from_dict(record)
-        except ValueError as error:
-            raise StorageError(
-                f"Trial {trial.number} of the study cannot be read",
-                why=f"{error}; another version of autotune may have written it",
-                remedy="Nothing was changed. Start another study with --study",
-            ) from error
-
-
-def _fastest(
-    measured: Sequence[Measurement], refused: Collection[TrainConfig]
-) -> Measurement | None:
-    fitting = (m for m in measured if m.fits and m.config not in refused)
-    return max(fitting, key=run_speed, default=None)
+    owner = {**owners.this_process(), "fingerprint": prober.here}
+    while True:
+        num_before = len(seen.own)
+        turn = prober.turn(study)
+        if take_turn(study, turn, owner, propose, run):
+            seen.look()
+            if len(seen.own) > num_before:
+                on_probe(seen.num_begun, seen.own[-1], seen.fastest())
+        elif seen.num_running:
+            # Somebody else's: what comes of it may change what is worth a probe, or be the answer.
+            time.sleep(POLL_SECONDS)
+        else:
+            return

@@ -29,12 +29,12 @@ class SpeedPruner(optuna.pruners.BasePruner):
     """Prunes where the upper bound of a speed is below the best feasible one by more than the noise.
 
     `noise`: speeds that differ by less are tied. `leave_out`: numbers of trials that do not count as
-    the best (refused since, or measured elsewhere).
+    the best (refused since, or measured elsewhere); it may grow.
     """
 
     def __init__(self, *, noise: float = 0.02, leave_out: Collection[int] = ()) -> None:
         self._noise = noise
-        self._leave_out = frozenset(leave_out)
+        self._leave_out = leave_out
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
         """Raises ValueError for a study that does not maximize."""

@@ -19,7 +19,9 @@ What a trial of the study says; one whose user attribute `evidence` is "predicte
 
 A COMPLETE trial fits when all its constraints are at most 0, as everywhere in Optuna. A candidate that
 failed is proposed once more, and again for each failure whose user attribute `outcome` is INTERRUPTED.
-What a killed process left RUNNING is not proposed until it is told to have failed.
+One that its OWNER left untold, killed with its process or its machine, is proposed again as well, until
+MAX_ABANDONED have gone that way. What a killed process left RUNNING is not proposed
+until it is told to have failed.
 
 What was measured on the same card with another driver, or other libraries, is where the beliefs begin
 (`near`): the weights and the residuals that it teaches, with room for all of them to have changed. It is
@@ -32,8 +34,8 @@ Nothing is kept between calls: a study read from its database goes on where it s
         candidate = sampler.propose(study)
         trial = study.ask(sampler.search_space(candidate))
 
-Not modelled: knobs that act on each other; errors of the micro-step and the optimizer step apart;
-processes that propose at the same moment (they may propose the same).
+Not modelled: knobs that act on each other; errors of the micro-step and the optimizer step apart.
+Processes that propose at the same moment may propose the same: see autotune.turns.
 """
 
 from __future__ import annotations
@@ -63,6 +65,12 @@ Floats = npt.NDArray[np.float64]
 
 INTERRUPTED = "interrupted"
 """User attribute `outcome` of a FAIL trial that was killed from outside, through no fault of its own."""
+OWNER = "owner"
+"""User attribute of a trial: the process that runs it, and on what (autotune.turns)."""
+MAX_ABANDONED = 5
+"""[judgement] Machines are lost by chance; a probe that so many did not survive is what killed them."""
+_NEVER_FAIL = ("ok", "oom")
+"""Outcomes of which a FAIL trial was abandoned while it was told (autotune.trials)."""
 MAX_ATTEMPTS = 2
 """A candidate that failed is tried once again (DESIGN.md section 5)."""
 STOP_BELOW = 0.05
@@ -161,8 +169,9 @@ class PredictionSampler(optuna.samplers.BaseSampler):
     """Proposes Candidates for a study that maximizes tokens per second within a memory budget.
 
     `distributions`: of every parameter, as the study's trials have or will have them. `noise`:
-    speeds that differ by less are tied. `leave_out`: numbers of trials that say nothing. `seed` only
-    orders candidates that are equally promising. `near`: by the items of a candidate's parameters.
+    speeds that differ by less are tied. `leave_out`: numbers of trials that say nothing; it may grow.
+    `seed` only orders candidates that are equally promising. `near`: by the items of a candidate's
+    parameters.
     Raises ValueError for two candidates with the same parameters.
     """
 
@@ -187,7 +196,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         self._log_budget = math.log(budget_bytes)
         self._budget_bytes = budget_bytes
         self._noise = noise
-        self._leave_out = frozenset(leave_out)
+        self._leave_out = leave_out
         self._design, self._is_bias = _design([c.knobs for c in self._candidates])
         self._log_speed = np.log([c.tokens_per_second for c in self._candidates])
         self._log_bytes = np.log([c.peak_device_bytes for c in self._candidates])
@@ -367,6 +376,7 @@ class _History:
         }
         tried: set[int] = set()
         num_failures: Counter[int] = Counter()
+        num_abandoned: Counter[int] = Counter()
         best_speed: float | None = None
         for trial in trials:
             if trial.user_attrs.get("evidence") == "predicted":
@@ -378,12 +388,16 @@ class _History:
             if number is None:
                 continue
             if trial.state == TrialState.FAIL:
-                num_failures[number] += trial.user_attrs.get("outcome") != INTERRUPTED
+                outcome = trial.user_attrs.get("outcome")
+                is_abandoned = outcome in (None, *_NEVER_FAIL) and OWNER in trial.user_attrs
+                num_abandoned[number] += is_abandoned
+                num_failures[number] += not is_abandoned and outcome != INTERRUPTED
                 continue
             tried.add(number)
             for name, value in _said(trial):
                 history[name][number] = value
         tried.update(n for n, failures in num_failures.items() if failures >= MAX_ATTEMPTS)
+        tried.update(n for n, times in num_abandoned.items() if times >= MAX_ABANDONED)
         return cls(tried=tried, best_speed=best_speed, **history)
 
 

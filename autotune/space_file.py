@@ -79,6 +79,12 @@ def load(name_or_path: str | Path) -> SearchSpace:
     )
 
 
+def text_of(name_or_path: str) -> str | None:
+    """What the file says, for another machine; None for a shipped one, which is there as well."""
+    shipped = _shipped()
+    return None if name_or_path in shipped else _read(Path(name_or_path), name_or_path, shipped)
+
+
 def _shipped() -> dict[str, Path]:
     """Shipped files by name: inside the package of a wheel, beside it in a checkout."""
     package = Path(__file__).parent

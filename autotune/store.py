@@ -21,10 +21,12 @@ import dataclasses
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune import locks
 from autotune.config import (
     METHODS,
     TrainConfig,
@@ -57,6 +59,10 @@ CONSTRAINT = "memory"
 OVER_BUDGET = "over_budget_bytes"
 """User attribute, the same number: optuna-dashboard 0.21 shows no constraint that has a name."""
 
+HEARTBEAT_SECONDS = 10
+"""Between two signs of life of a trial, whole seconds."""
+GRACE_SECONDS = 60
+"""Of silence, until others take its process for dead. [judgement] Longer than a database restarts."""
 MAX_NAME_CHARS = 200
 
 
@@ -69,30 +75,28 @@ def open_study(
     gpu: str,
     command: str = "",
     versions: Mapping[str, str] | None = None,
+    has_heartbeats: bool = False,
 ) -> Iterator[optuna.Study]:
     """Open the study of that name, or create it; use as `with open_study(...) as study:`.
 
     The workload, card, command and library versions of the run that creates a study are kept as
-    its user attributes. Problems of the database inside the `with` block are translated as well.
+    its user attributes. `has_heartbeats`: for a search, whose trials others may have to judge (Optuna
+    beats inside `study.optimize` alone). Problems of the database inside the `with` block are translated
+    as well.
 
     Raises ConfigError when the study belongs to another workload or card, and StorageError for
     everything that the database refuses.
     """
-    import optuna
 
     _check_name(name)
     identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
     with explained(parsed):
-        storage = open_storage(parsed)
+        storage = open_storage(parsed, has_heartbeats=has_heartbeats)
         try:
-            study = optuna.create_study(
-                storage=storage, study_name=name, direction="maximize", load_if_exists=True
-            )
-            if not study.user_attrs and not study.get_trials(deepcopy=False):
-                details = {"command": command, "versions": dict(versions or {})}
-                for key, value in {"schema_version": SCHEMA_VERSION, **details, **identity}.items():
-                    study.set_user_attr(key, value)
+            details = {"command": command, "versions": dict(versions or {})}
+            attributes = {"schema_version": SCHEMA_VERSION, **details, **identity}
+            study = _load_or_create(storage, name, attributes)
             _check_identity(study, identity)
             yield study
         finally:
@@ -215,22 +219,28 @@ def _check_name(name: str) -> None:
         )
 
 
-def open_storage(url: URL) -> optuna.storages.RDBStorage:
+def open_storage(url: URL, *, has_heartbeats: bool = False) -> optuna.storages.RDBStorage:
     """The database, with Optuna's tables; its session and engine are the caller's to close."""
     import optuna
 
-    # Optuna reports the creation of a study on stderr, where our progress is shown.
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # Optuna reports the creation of a study on stderr, where our progress is shown, and every trial that
+    # failed, with a traceback.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     make_folder(url)
     text = url.render_as_string(hide_password=False)
-    storage = optuna.storages.RDBStorage(
-        # Optuna fills in a {SCHEMA_VERSION}, and stumbles over any other brace.
-        text.replace("{", "{{").replace("}", "}}"),
-        engine_kwargs=engine_options(url),
-        skip_compatibility_check=True,
-        # Tables are added to an empty database only: never to one that is newer, or another's.
-        skip_table_creation=not _is_empty(url),
-    )
+    with warnings.catch_warnings(), _creating(url) as creates:
+        # Of heartbeats, whose arguments may change in an Optuna to come.
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        storage = optuna.storages.RDBStorage(
+            # Optuna fills in a {SCHEMA_VERSION}, and stumbles over any other brace.
+            text.replace("{", "{{").replace("}", "}}"),
+            engine_kwargs=engine_options(url),
+            skip_compatibility_check=True,
+            heartbeat_interval=HEARTBEAT_SECONDS if has_heartbeats else None,
+            grace_period=GRACE_SECONDS,
+            # Tables are added to an empty database only: never to one that is newer, or another's.
+            skip_table_creation=not creates,
+        )
     version = storage.get_current_version()
     if version != storage.get_head_version():
         is_older = version in storage.get_all_versions()
@@ -243,17 +253,45 @@ def open_storage(url: URL) -> optuna.storages.RDBStorage:
     return storage
 
 
-def _is_empty(url: URL) -> bool:
-    """Whether Optuna's tables are to be created. Raises StorageError for a stranger's or a newer one."""
+def _load_or_create(
+    storage: optuna.storages.RDBStorage, name: str, attributes: Mapping[str, Any]
+) -> optuna.Study:
+    import optuna
+
+    with contextlib.suppress(KeyError):
+        study = optuna.load_study(storage=storage, study_name=name)
+        if is_ours(study.user_attrs):
+            return study
+    with locks.exclusive(storage.engine, "ask", name):
+        study = optuna.create_study(
+            storage=storage, study_name=name, direction="maximize", load_if_exists=True
+        )
+        # Nobody's yet; or its maker was killed half-way.
+        if study.user_attrs.keys() <= attributes.keys() and not study.get_trials(deepcopy=False):
+            for key, value in attributes.items():
+                study.set_user_attr(key, value)
+        return study
+
+
+@contextlib.contextmanager
+def _creating(url: URL) -> Iterator[bool]:
+    """Whether Optuna's tables are to be created; nobody else does it at the same moment then.
+
+    Raises StorageError for a stranger's database, or a newer one.
+    """
     import sqlalchemy
 
     engine = sqlalchemy.create_engine(url, **engine_options(url))
     try:
         refuse_newer(engine)
         tables = sqlalchemy.inspect(engine).get_table_names()
+        if {"studies", "version_info", "alembic_version"}.issubset(tables):
+            yield False
+        else:
+            with locks.exclusive(engine, "ask", ""):
+                yield True
     finally:
         engine.dispose()
-    return not {"studies", "version_info", "alembic_version"}.issubset(tables)
 
 
 def _check_identity(study: optuna.Study, wanted: dict[str, Any]) -> None:

@@ -58,6 +58,8 @@ class TraceTable:
 
     def add(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
         """Keep what workers answered. What the database refuses is not kept."""
+        from sqlalchemy.dialects import postgresql, sqlite
+
         from autotune.schema import traces, utc_now
 
         rows = [
@@ -68,9 +70,13 @@ class TraceTable:
             }
             for request, answer in answers.items()
         ]
-        # Another process may have kept the same meanwhile.
         with suppress(StorageError), open_engine(self._url) as engine, engine.begin() as connection:
-            connection.execute(traces.insert(), rows)
+            # Another process may have kept the same meanwhile: MySQL and others refuse all then.
+            module = {"postgresql": postgresql, "sqlite": sqlite}.get(engine.dialect.name)
+            if module is None:
+                connection.execute(traces.insert(), rows)
+            else:
+                connection.execute(module.insert(traces).on_conflict_do_nothing(), rows)
 
 
 def _key(request: str) -> str:

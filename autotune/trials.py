@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import optuna
 from optuna.trial import TrialState
 
 from autotune.pruner import SpeedPruner
 from autotune.results import Estimate, Measurement
-from autotune.sampler import INTERRUPTED
 from autotune.store import CONSTRAINT, OVER_BUDGET
 
 Watch = Callable[[int, float], str]
@@ -33,13 +31,17 @@ def watched(study: optuna.Study, trial: optuna.Trial) -> Watch:
     return watch
 
 
-def tell(
-    study: optuna.Study,
-    trial: optuna.Trial,
-    measurement: Measurement,
-    predicted: Estimate | None = None,
-) -> None:
-    """DESIGN section 5: what becomes of each outcome. What was predicted is kept beside it."""
+class Failed(Exception):
+    """What became of a trial that is told as FAIL."""
+
+
+def ended(
+    trial: optuna.Trial, measurement: Measurement, predicted: Estimate | None = None
+) -> float:
+    """Keep what was measured with the trial, and return its value: DESIGN section 5.
+
+    What was predicted is kept beside it. Raises TrialPruned, or Failed, for outcomes without a value.
+    """
     attributes: dict[str, object] = {
         "evidence": "measured",
         "config": measurement.config.to_dict(),
@@ -54,29 +56,25 @@ def tell(
         trial.set_user_attr(name, value)
     over_bytes = measurement.over_budget_bytes
     if over_bytes is None:
-        study.tell(trial, state=TrialState.FAIL)
-        return
+        raise Failed(measurement.message)
     trial.set_constraint(CONSTRAINT, float(over_bytes))
     trial.set_user_attr(OVER_BUDGET, over_bytes)
-    if measurement.outcome == "ok":
-        study.tell(trial, measurement.tokens_per_second)
-    else:
-        study.tell(trial, state=TrialState.PRUNED)
+    if measurement.outcome != "ok":
+        raise optuna.TrialPruned(measurement.message)
+    assert measurement.tokens_per_second is not None
+    return measurement.tokens_per_second
 
 
-@contextlib.contextmanager
-def told_when_interrupted(study: optuna.Study, trial: optuna.Trial) -> Iterator[None]:
-    """No trial stays open when a probe is broken off."""
+def tell(
+    study: optuna.Study,
+    trial: optuna.Trial,
+    measurement: Measurement,
+    predicted: Estimate | None = None,
+) -> None:
+    """For who asks by hand."""
     try:
-        yield
-    except BaseException:
-        trial.set_user_attr("outcome", INTERRUPTED)
-        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
-        raise
-
-
-def close_interrupted(study: optuna.Study) -> None:
-    """Trials that a killed process left running: told so, and proposed again."""
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        optuna.trial.Trial(study, trial._trial_id).set_user_attr("outcome", INTERRUPTED)
-        study.tell(trial.number, state=TrialState.FAIL)
+        study.tell(trial, ended(trial, measurement, predicted))
+    except optuna.TrialPruned:
+        study.tell(trial, state=TrialState.PRUNED)
+    except Failed:
+        study.tell(trial, state=TrialState.FAIL)

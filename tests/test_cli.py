@@ -78,6 +78,8 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--study": None,
         "--storage": "sqlite:///studies/autotune.db",
         "--out": None,
+        "--enqueue": False,
+        "--wait": False,
     },
     "estimate": {
         **SHARED,
@@ -176,6 +178,13 @@ FROZEN: dict[str, dict[str, Any]] = {
     "spaces": {},
     "doctor": {"--storage": "sqlite:///studies/autotune.db", "--json": False},
     "studies": {},
+    "jobs": {},
+    "worker": {
+        "--storage": "sqlite:///studies/autotune.db",
+        "--backend": "auto",
+        "--once": False,
+        "--max-minutes": None,
+    },
     "completion": {"shell": None},
 }
 

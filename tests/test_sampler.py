@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 
 from autotune import sampler as module
 from autotune.config import TrainConfig
-from autotune.sampler import INTERRUPTED, Candidate, PredictionSampler, knobs
+from autotune.sampler import INTERRUPTED, OWNER, Candidate, PredictionSampler, knobs
 from autotune.store import CONSTRAINT
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -231,6 +231,27 @@ def test_failures_are_tried_once_more(outcomes: list[str | None], again: bool) -
         attributes = {"outcome": outcome} if outcome else None
         add(study, only, state=TrialState.FAIL, attributes=attributes)
     assert sampler.should_stop(study) is not again
+    assert sampler.propose(study) == (only if again else None)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "again"),
+    [
+        ([None] * 4, True),
+        ([None] * 5, False),
+        (["ok", None, "oom", INTERRUPTED, INTERRUPTED], True),
+        (["crashed", None], True),
+        (["crashed", None, "timeout"], False),
+    ],
+)
+def test_what_its_process_did_not_survive_is_tried_a_few_times(
+    outcomes: list[str | None], again: bool
+) -> None:
+    only = candidate()
+    sampler, study = sampler_of(only), new_study()
+    for outcome in outcomes:
+        said = {"outcome": outcome} if outcome else {}
+        add(study, only, state=TrialState.FAIL, attributes={OWNER: {"pid": 1}, **said})
     assert sampler.propose(study) == (only if again else None)
 
 

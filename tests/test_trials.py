@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import optuna
-import pytest
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from autotune.pruner import SpeedPruner
-from autotune.sampler import INTERRUPTED
 from autotune.store import CONSTRAINT
-from autotune.trials import close_interrupted, told_when_interrupted, watched
+from autotune.trials import watched
 
 
 class After(optuna.pruners.BasePruner):
@@ -37,14 +35,3 @@ def test_any_pruner_of_the_study_decides() -> None:
     watch = watched(study, study.ask())
     assert [watch(step, 1234.0) for step in (1, 2)] == ["", ""]
     assert watch(3, 1234.0) == "pruned at 1,234 tokens/s"
-
-
-def test_a_trial_that_is_broken_off_is_closed() -> None:
-    study = optuna.create_study(direction="maximize")
-    trial = study.ask()
-    with pytest.raises(KeyboardInterrupt), told_when_interrupted(study, trial):
-        raise KeyboardInterrupt
-    study.ask()
-    close_interrupted(study)
-    assert [t.state for t in study.trials] == [TrialState.FAIL] * 2
-    assert {t.user_attrs["outcome"] for t in study.trials} == {INTERRUPTED}

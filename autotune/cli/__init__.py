@@ -27,11 +27,13 @@ from autotune.cli import (
     estimate,
     export,
     find,
+    jobs,
     maximum,
     nightly,
     report,
     studies,
     tables,
+    worker,
 )
 from autotune.cli.output import drop_output, explain, note, say
 from autotune.errors import EXIT_INTERRUPTED, AutotuneError, StorageError
@@ -159,6 +161,8 @@ for command in (
     export.export,
     report.report,
     studies.studies,
+    jobs.jobs,
+    worker.worker,
     nightly.nightly,
     completion.completion,
     doctor.doctor,

@@ -10,14 +10,12 @@ from typing import Any
 import click
 
 from autotune import database
-from autotune.cli import completion
+from autotune.cli import completion, jobs
 from autotune.cli.options import COUNT, KnobType, command_line, is_given, workload_options
 from autotune.cli.output import command_on, explain, print_json, say
 from autotune.config import METHODS
 from autotune.knobs import KNOBS
 from autotune.options import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, FindOptions
-
-STUDIES = Path("studies")
 
 _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 """Their defaults are shown, and give way to what the base has."""
@@ -113,9 +111,25 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     metavar="FOLDER",
     help="Where the files go [default: studies/ and the study's name].",
 )
+@click.option(
+    "--enqueue",
+    is_flag=True,
+    help="Leave it to a machine that runs `autotune worker` and has the --gpu: prints a job's number.",
+)
+@click.option(
+    "--wait", is_flag=True, help="With --enqueue: until it is answered; writes its files."
+)
 @click.pass_context
 def find(
-    context: click.Context, /, *, storage: str, out: Path | None, as_json: bool, **typed: Any
+    context: click.Context,
+    /,
+    *,
+    storage: str,
+    out: Path | None,
+    enqueue: bool,
+    wait: bool,
+    as_json: bool,
+    **typed: Any,
 ) -> None:
     """Find the fastest configuration that fits, and write it as files that a trainer loads."""
     from autotune import finding
@@ -126,6 +140,18 @@ def find(
         if not is_given(context, name):
             typed[name] = None
     command = command_line(context)
+    if wait and not enqueue:
+        raise click.UsageError("--wait goes with --enqueue.")
+    if enqueue:
+        jobs.enqueue(
+            FindOptions(**typed),
+            storage=storage,
+            command=command,
+            waits=wait,
+            folder=out,
+            as_json=as_json,
+        )
+        return
     answer = finding.find(
         FindOptions(**typed), storage=storage, command=command, listener=on_stderr(quiet=as_json)
     )
@@ -133,7 +159,7 @@ def find(
         # Before anything is written: what cannot be written does not cost the answer.
         terminal.draw_summary(answer.summary, sys.stdout)
         sys.stdout.flush()
-    folder = out or STUDIES / answer.folder_name
+    folder = out or jobs.STUDIES / answer.folder_name
     delivered = finding.deliver(answer, folder=folder, storage=storage, command=command)
     if as_json:
         print_json({**delivered.result, "files": [str(path) for path in delivered.files]})

@@ -42,10 +42,14 @@ def explain(error: AutotuneError) -> None:
 
 def command_on(study: str, command: str, storage: str) -> str:
     """What to type for a command on a study; an address that may hold a password is left to the user."""
-    words = ["autotune", *command.split(), study]
-    if storage != database.DEFAULT_URL:
-        words += ["--storage", "URL" if database.has_secret(storage) else storage]
-    return shlex.join(words)
+    return shlex.join(["autotune", *command.split(), study, *storage_words(storage)])
+
+
+def storage_words(storage: str) -> list[str]:
+    """The option that names the database, where it is not the usual one."""
+    if storage == database.DEFAULT_URL:
+        return []
+    return ["--storage", "URL" if database.has_secret(storage) else storage]
 
 
 def print_json(result: dict[str, Any]) -> None:

@@ -1,0 +1,162 @@
+"""autotune jobs: what waits for other machines, and what has become of it. And `find --enqueue`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autotune import database
+from autotune.cli.output import command_on, print_json, say, storage_words
+
+if TYPE_CHECKING:
+    from autotune.jobs import Job, JobTable
+    from autotune.options import FindOptions
+
+STUDIES = Path("studies")
+POLL_SECONDS = 1.0
+"""Between two looks at a job that is waited for."""
+
+_storage = click.option(
+    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the jobs."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+_number = click.argument("number", type=click.IntRange(1), metavar="NUMBER")
+
+
+@click.group()
+def jobs() -> None:
+    """List the jobs of `find --enqueue`, show or cancel them."""
+
+
+def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
+    """A command of the group, with the options that all of them have."""
+
+    def add(function: Callable[..., None]) -> click.Command:
+        return jobs.command(name)(_storage(_json(function)))
+
+    return add
+
+
+@_command("list")
+def list_jobs(*, storage: str, as_json: bool) -> None:
+    """List every job: what was asked, where it is, how far."""
+    from autotune.jobs import open_jobs
+    from autotune.report.jobs import draw_list
+
+    with open_jobs(storage) as table:
+        found = table.listed()
+    if as_json:
+        print_json({"jobs": [job.to_dict() for job in found]})
+    elif found:
+        draw_list(found, sys.stdout)
+    else:
+        say(
+            f"There are no jobs in {database.shown_url(storage)}: `autotune find --enqueue` makes one."
+        )
+
+
+@_command("show")
+@_number
+def show(*, number: int, storage: str, as_json: bool) -> None:
+    """Show a job, and its answer once it has one."""
+    from autotune.jobs import open_jobs
+    from autotune.report.jobs import draw_job
+
+    with open_jobs(storage) as table:
+        job = table.get(number)
+    if as_json:
+        print_json({**job.to_dict(), "result": job.result})
+    else:
+        export = f"{command_on(job.study, 'export', storage)} --format all --out FOLDER"
+        draw_job(job, sys.stdout, export=export if job.study else "")
+
+
+@_command("cancel")
+@_number
+def cancel(*, number: int, storage: str, as_json: bool) -> None:
+    """Cancel a job: a worker that runs it stops within seconds. What was measured is kept."""
+    from autotune.jobs import open_jobs
+
+    with open_jobs(storage) as table:
+        table.cancel(number)
+    if as_json:
+        print_json({"job": number, "state": "cancelled"})
+    else:
+        say(f"Job {number} is cancelled.")
+
+
+def enqueue(
+    options: FindOptions,
+    *,
+    storage: str,
+    command: str,
+    waits: bool,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    """Put the question into the queue; `waits`: until it is answered, and write its files then."""
+    from autotune import asking
+    from autotune.jobs import open_jobs
+
+    question, wanted = asking.prepare(options)
+    with open_jobs(storage) as table:
+        number = table.add(question, wanted, command=command, asked_by=asking.who())
+        follow = command_on(str(number), "jobs show", storage)
+        if not waits:
+            if as_json:
+                print_json({"job": number, "state": "queued"})
+            else:
+                print(f"Job {number} waits for a worker with {wanted.card}.")
+                answered = shlex.join(["autotune", "worker", *storage_words(storage)])
+                print(f"  follow it    {follow}")
+                print(f"  answered by  {answered}    on such a machine")
+            return
+        say(f"Job {number} waits for a worker with {wanted.card}; Ctrl-C leaves it waiting.")
+        try:
+            job = _ended(table, number)
+        except KeyboardInterrupt:
+            say(f"Job {number} stays where it is: {follow}")
+            raise
+    _deliver(job, folder=folder, storage=storage, as_json=as_json)
+
+
+def _ended(table: JobTable, number: int) -> Job:
+    """The job, once it has; what changes until then goes to stderr."""
+    said = ""
+    while not (job := table.get(number)).has_ended:
+        at = f" on {job.worker.split()[0]}" if job.worker else ""
+        now = f"Job {number} is {job.state}{at}" + (f": {job.progress}" if job.progress else "")
+        if now != said:
+            say(now)
+        said = now
+        time.sleep(POLL_SECONDS)
+    return job
+
+
+def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> None:
+    """What `find` does with an answer of its own, but for the report, which it has no need of here."""
+    from autotune import asking, store
+    from autotune.errors import ConfigError
+    from autotune.report import terminal
+
+    if job.result is None:
+        if job.state == "cancelled":
+            raise ConfigError(f"Job {job.number} was cancelled")
+        raise asking.error_of(job.problem, job.exit_code)
+    # As `find` calls it: a name of the user's own need not be fit for a folder.
+    is_named = job.question["options"].get("study") is not None
+    folder = folder or STUDIES / (store.slug(job.study) if is_named else job.study)
+    summary, files, unsaid = asking.write_files(job.result, folder)
+    if as_json:
+        print_json({**job.result, "files": [str(path) for path in files]})
+        return
+    terminal.draw_summary(summary, sys.stdout)
+    place = f"{job.study} in {database.shown_url(storage)}"
+    report = command_on(job.study, "report", storage)
+    terminal.draw_outcome(files, place, sys.stdout, report=report, unsaid=unsaid)

@@ -1,0 +1,98 @@
+"""What the trials of a study say to a search that runs here: each is read once, when it has ended.
+
+Other processes may add trials at any moment. Those that were measured elsewhere, or with other libraries,
+stay in the study and say nothing here: hardware is never mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.config import TrainConfig
+from autotune.errors import StorageError
+from autotune.results import Fingerprint, Measurement, measurement_from_dict
+from autotune.turns import runs_on
+from autotune.winner import run_speed
+
+
+class Seen:
+    """The measurements of a study, as they are known after the latest `look`.
+
+    `fingerprint_of`: what a measurement of a configuration made here would have. `here`: what the
+    owners of trials that run on such a machine say.
+    """
+
+    def __init__(
+        self, study: optuna.Study, fingerprint_of: Callable[[TrainConfig], Fingerprint], here: str
+    ) -> None:
+        self._study = study
+        self._fingerprint_of = fingerprint_of
+        self._here = here
+        self._read: set[int] = set()
+        self._from_here: dict[int, Measurement] = {}
+        self._num_told = 0
+        self._refused: set[TrainConfig] = set()
+        self.own: list[Measurement] = []
+        """Made or looked up by this search, in the order of time."""
+        self.left_out: set[int] = set()
+        """Numbers of trials that say nothing to this search: measured elsewhere, or refused since."""
+        self.num_running = 0
+        """Trials that run at this moment, on machines like this one."""
+
+    def look(self) -> None:
+        """Raises StorageError for a trial that cannot be read."""
+        self.num_running = 0
+        for trial in self._study.get_trials(deepcopy=False):
+            if not trial.state.is_finished():
+                is_here = runs_on(trial, self._here)
+                self.num_running += is_here
+                (self.left_out.discard if is_here else self.left_out.add)(trial.number)
+            elif trial.number not in self._read:
+                self._take_in(trial)
+                self._read.add(trial.number)
+
+    def refuse(self, configs: Collection[TrainConfig]) -> None:
+        """From now on, what was measured of these says nothing."""
+        self._refused.update(configs)
+        self.left_out.update(n for n, m in self._from_here.items() if m.config in self._refused)
+
+    @property
+    def num_begun(self) -> int:
+        """Trials on machines like this one that have been told what was measured, or will be."""
+        return self._num_told + self.num_running
+
+    def known(self, configs: Collection[TrainConfig]) -> list[Measurement]:
+        """What was measured here of these, now or before. Of what was tried twice, the second try."""
+        found = {m.config: m for m in self._from_here.values() if m.config in configs}
+        return list((found | {m.config: m for m in self.own}).values())
+
+    def fastest(self) -> Measurement | None:
+        """Of all that fit and are not refused."""
+        measured = [*self._from_here.values(), *self.own]
+        fitting = (m for m in measured if m.fits and m.config not in self._refused)
+        return max(fitting, key=run_speed, default=None)
+
+    def _take_in(self, trial: FrozenTrial) -> None:
+        self.left_out.discard(trial.number)
+        record = trial.user_attrs.get("measurement")
+        if record is None:
+            return
+        try:
+            seen = measurement_from_dict(record)
+        except ValueError as error:
+            raise StorageError(
+                f"Trial {trial.number} of the study cannot be read",
+                why=f"{error}; another version of autotune may have written it",
+                remedy="Nothing was changed. Start another study with --study",
+            ) from error
+        if seen.fingerprint != self._fingerprint_of(seen.config):
+            self.left_out.add(trial.number)
+            return
+        self._from_here[trial.number] = seen
+        # Killed between measuring and telling: known, and proposed again, which costs no probe.
+        self._num_told += trial.state != TrialState.FAIL or seen.over_budget_bytes is None
+        if seen.config in self._refused:
+            self.left_out.add(trial.number)

@@ -1,0 +1,241 @@
+"""A worker: takes the jobs that its machine can answer, one after the other, until it is told to stop.
+
+Where no job is queued it helps with one that runs on a machine like its own: it searches in the same
+study, and the job's own worker gives the answer. A job whose worker fell silent is taken over; what was
+measured of it is in the database.
+
+A thread gives a sign of life while a job is worked on. Where the job is no longer ours (cancelled; or
+taken over, because the signs did not come through) the search is broken off. To stop a worker raises
+KeyboardInterrupt in it: the probe that runs is given back within seconds, and so is the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import sqlalchemy
+
+from autotune import asking, finding, gpus, inputs, owners, probing, store
+from autotune.config import TrainConfig
+from autotune.errors import AutotuneError, HardwareError, StorageError
+from autotune.forkserver import ForkServer
+from autotune.isolate import private_folder
+from autotune.jobs import Job, JobTable, Machine, open_jobs
+from autotune.report.measuring import Measuring
+from autotune.report.progress import SILENT, Listener
+from autotune.results import Measurement, ProbeSpec
+from autotune.summary import Counts
+
+IDLE_SECONDS = 2.0
+"""Between two looks into an empty queue."""
+
+Log = Callable[[str], None]
+
+
+class Gone(KeyboardInterrupt):
+    """The job that is worked on is no longer this worker's. Breaks off a probe as Ctrl-C does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """What this worker measures with."""
+
+    backend: str
+    machine: Machine
+
+
+def here(backend: str) -> Here:
+    """This machine, on that backend; `auto` is its CUDA card, or the CPU where there is none.
+
+    Starts a process that imports torch. Raises HardwareError where it cannot measure, WorkerError.
+    """
+    cards = [] if backend == "cpu" else gpus.detect()
+    if backend == "cuda" and not cards:
+        inputs.card_here(None, None)  # says why there is none
+    if cards:
+        backend, card, capacity_bytes = "cuda", cards[0], cards[0].capacity_bytes
+    else:
+        card = gpus.cpu_stand_in()
+        backend, capacity_bytes = "cpu", card.capacity_bytes // 2
+    with ForkServer() as server:
+        fingerprint = probing.digest(probing.fingerprint_here(server, backend))
+    owner = owners.this_process()
+    worker = f"{asking.who()} {owner['pid']} {owner['began']}"
+    return Here(
+        backend=backend,
+        machine=Machine(
+            worker=worker, card=card.name, capacity_bytes=capacity_bytes, fingerprint=fingerprint
+        ),
+    )
+
+
+def serve(
+    url: str, at: Here, *, once: bool, log: Log, heard: Callable[[], None] = lambda: None
+) -> None:
+    """Answer jobs until KeyboardInterrupt; `once`: until one is answered, or there is none.
+
+    `heard` is called when a KeyboardInterrupt has reached the job, before that is given back.
+    Only in the main thread. Raises StorageError, and HardwareError where the machine turns out not to
+    be able to measure; the job is given back then.
+    """
+    joined: set[int] = set()
+    with open_jobs(url) as jobs:
+        while True:
+            job = jobs.claim(at.machine)
+            is_own = job is not None
+            job = job or jobs.to_join(at.machine, leave_out=joined)
+            if job is not None:
+                log(f"job {job.number}: {'taken' if is_own else 'helping'}, {job.command}")
+                work = _Work(url, at, jobs, job, is_own=is_own, log=log)
+                try:
+                    work.run()
+                except KeyboardInterrupt:
+                    heard()
+                    work.give_back()
+                    raise
+                except (StorageError, HardwareError):
+                    # Nothing is wrong with the question: somebody else may have it.
+                    work.give_back()
+                    raise
+                joined.add(job.number)
+            if once:
+                return
+            if job is None:
+                time.sleep(IDLE_SECONDS)
+
+
+class _Work:
+    """One job, as its worker or as a helper."""
+
+    def __init__(
+        self, url: str, at: Here, jobs: JobTable, job: Job, *, is_own: bool, log: Log
+    ) -> None:
+        self._url = url
+        self._at = at
+        self._jobs = jobs
+        self._job = job
+        self._is_own = is_own
+        self._log = log
+        self._progress = "predicting"
+        self._has_ended = threading.Event()
+
+    def give_back(self) -> None:
+        number = self._job.number
+        if self._is_own:
+            with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
+                self._jobs.give_back(number, self._at.machine.worker)
+        self._log(f"job {number}: given back, what was measured is kept")
+
+    def run(self) -> None:
+        """Raises KeyboardInterrupt, StorageError and HardwareError; what else goes wrong is the answer."""
+        try:
+            with self._signs_of_life():
+                self._answer()
+        except Gone:
+            self._log(f"job {self._job.number}: not ours any more, what was measured is kept")
+        except (StorageError, HardwareError):
+            raise
+        except AutotuneError as error:
+            self._fail(str(error), error.exit_code)
+        except sqlalchemy.exc.SQLAlchemyError:
+            raise  # Of the database, which is away: so nothing can be said there.
+        except Exception as error:
+            self._fail(f"internal error: {type(error).__name__}: {str(error)[:500]}", 1)
+
+    def _answer(self) -> None:
+        with private_folder() as folder:
+            asked = asking.read(self._job.question, Path(folder), backend=self._at.backend)
+            answer = finding.find(
+                asked.options,
+                storage=self._url,
+                command=self._job.command,
+                listener=self._listener(),
+                source=asked.source,
+            )
+        if not self._is_own:
+            self._log(f"job {self._job.number}: nothing is left to help with")
+            return
+        # As it was asked: a folder of this machine is no part of it.
+        answer = dataclasses.replace(answer, question=self._job.question["options"])
+        delivered = finding.deliver(
+            answer, folder=None, storage=self._url, command=self._job.command
+        )
+        problem = " ".join(map(str, delivered.problems))
+        self._has_ended.set()
+        if self._jobs.finish(
+            self._job.number,
+            self._at.machine.worker,
+            study=delivered.study,
+            result=delivered.result,
+            problem=problem,
+        ):
+            self._log(f"job {self._job.number}: done, study {delivered.study}")
+
+    def _fail(self, problem: str, exit_code: int) -> None:
+        self._log(f"job {self._job.number}: {problem}")
+        if self._is_own:
+            self._jobs.fail(
+                self._job.number, self._at.machine.worker, problem=problem, exit_code=exit_code
+            )
+
+    @contextlib.contextmanager
+    def _signs_of_life(self) -> Iterator[None]:
+        def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+            if not self._has_ended.is_set():
+                raise Gone
+
+        before = signal.signal(signal.SIGUSR1, stop)
+        thread = threading.Thread(target=self._beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._has_ended.set()
+            thread.join()
+            signal.signal(signal.SIGUSR1, before)
+
+    def _beat(self) -> None:
+        while not self._has_ended.wait(store.HEARTBEAT_SECONDS):
+            # A database that is away for a moment comes back; one that stays away ends the search.
+            with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
+                if not self._is_still_on() and not self._has_ended.is_set():
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                    return
+
+    def _is_still_on(self) -> bool:
+        if self._is_own:
+            return self._jobs.beat(self._job.number, self._at.machine.worker, self._progress)
+        return self._jobs.is_running(self._job.number)
+
+    def _listener(self) -> Listener:
+        def on_run(config: TrainConfig, spec: ProbeSpec) -> None:  # noqa: ARG001
+            if spec.confirm_steps:
+                self._say("confirming the winner")
+
+        @contextlib.contextmanager
+        def measuring(counts: Counts, max_probes: int, confirm_steps: int) -> Iterator[Measuring]:  # noqa: ARG001
+            def on_probe(number: int, seen: Measurement, best: Measurement | None) -> None:  # noqa: ARG001
+                speed = None if best is None else best.tokens_per_second
+                fastest = "nothing fits yet" if speed is None else f"best {speed:,.0f} tokens/s"
+                self._say(f"{number} of at most {max_probes} probes, {fastest}")
+
+            yield Measuring(on_run=on_run, on_probe=on_probe)
+
+        return dataclasses.replace(
+            SILENT, note=lambda text: self._log(f"note: {text}"), measuring=measuring
+        )
+
+    def _say(self, progress: str) -> None:
+        self._progress = progress
+        if self._is_own:
+            with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
+                self._jobs.beat(self._job.number, self._at.machine.worker, progress)

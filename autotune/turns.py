@@ -1,0 +1,129 @@
+"""One study, several processes: each asks in its turn, and what a dead one leaves is given back.
+
+A turn is a lock of the database, and in it: closing what the dead have left, proposing, asking, the first
+heartbeat. So whoever proposes sees the settings of every trial that runs elsewhere, and proposes none of
+them again. The probe itself runs outside of the turn.
+
+| a trial that runs                             | is given back                                    |
+|-----------------------------------------------|--------------------------------------------------|
+| without an owner                              | at once: who asked died in its turn              |
+| whose owner was a process of this machine     | as soon as that process is gone                  |
+| whose owner is elsewhere, or cannot be judged | when its heartbeat is older than GRACE_SECONDS   |
+
+Given back means told as FAIL without an `outcome`: the sampler proposes it again, a few times.
+Optuna's own RetryHeartbeatStaleTrialCallback would put a copy into the study's queue, from which a machine
+of other hardware may take it.
+
+Heartbeats are Optuna's, and run inside `study.optimize` alone: hence one call of it per trial.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune import owners
+from autotune.sampler import INTERRUPTED, OWNER
+from autotune.trials import Failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a trial is to be."""
+
+    params: Mapping[str, Any]
+    distributions: Mapping[str, BaseDistribution]
+
+
+def take_turn(
+    study: optuna.Study,
+    turn: AbstractContextManager[object],
+    owner: Mapping[str, Any],
+    propose: Callable[[], Asked | None],
+    run: Callable[[optuna.Trial, Asked], float],
+) -> bool:
+    """Ask for what `propose` says, and run it; False, and nothing is asked for, where it says None.
+
+    `run` returns the trial's value, or raises TrialPruned or Failed; whatever else it raises goes on
+    from here, and the trial is given back. Where others took it for dead meanwhile, it is theirs, and
+    that is no error.
+    """
+    with ExitStack() as held:
+        held.enter_context(turn)
+        give_back_abandoned(study)
+        asked = propose()
+        if asked is None:
+            return False
+        # All of it in one transaction; what is asked for is the first of the queue.
+        study.add_trial(
+            optuna.create_trial(
+                state=TrialState.WAITING,
+                params=dict(asked.params),
+                distributions=dict(asked.distributions),
+                user_attrs={OWNER: dict(owner)},
+            )
+        )
+        raised: BaseException | None = None
+
+        def objective(trial: optuna.Trial) -> float:
+            nonlocal raised
+            try:
+                if OWNER not in trial.user_attrs:
+                    raise Failed("Somebody else put it into the queue.")
+                # Optuna's thread does so as well, at some moment: now it is in before the turn is over.
+                study._storage.record_heartbeat(trial._trial_id)  # type: ignore[attr-defined]
+                held.close()
+                return run(trial, asked)
+            except (optuna.TrialPruned, Failed, optuna.exceptions.UpdateFinishedTrialError):
+                raise
+            except BaseException as error:
+                raised = error
+                _say_interrupted(trial)
+                if not isinstance(error, Exception | KeyboardInterrupt):
+                    study.tell(trial, state=TrialState.FAIL)  # Optuna leaves these as they are.
+                raise
+
+        try:
+            study.optimize(objective, n_trials=1, catch=(Failed,))
+        except (ValueError, AssertionError, optuna.exceptions.UpdateFinishedTrialError):
+            # Optuna's own, of a trial that somebody else has told (optuna 5.0, study/_optimize.py).
+            if raised is not None:
+                raise raised from None
+    return True
+
+
+def runs_on(trial: FrozenTrial, fingerprint: str) -> bool:
+    """Whether its owner is a machine of that fingerprint; True for a trial that has none."""
+    return bool(trial.user_attrs.get(OWNER, {}).get("fingerprint", fingerprint) == fingerprint)
+
+
+def give_back_abandoned(study: optuna.Study) -> None:
+    """Trials of dead processes, told as FAIL. Only in a turn: who asks has not said its name yet."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        optuna.storages.fail_stale_trials(study)
+    open_trials = study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
+    for trial in open_trials:
+        owner = trial.user_attrs.get(OWNER)
+        if trial.state == TrialState.WAITING:
+            is_abandoned = owner is not None
+        else:
+            is_abandoned = owner is None or owners.is_gone(owner)
+        if owner is None and is_abandoned:
+            _say_interrupted(optuna.Trial(study, trial._trial_id))
+        if is_abandoned:
+            # As fail_stale_trials does it; Study.tell takes no trial that waits.
+            study._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
+
+
+def _say_interrupted(trial: optuna.Trial) -> None:
+    with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+        trial.set_user_attr("outcome", INTERRUPTED)

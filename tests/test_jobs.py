@@ -1,0 +1,186 @@
+"""Questions that wait for other machines: who may take one, and what becomes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy
+
+from autotune.errors import ConfigError, StorageError
+from autotune.jobs import MAX_CLAIMS, Job, JobTable, Machine, Wanted, open_jobs
+
+QUESTION = {"schema_version": 1, "options": {"model": "gpt2"}, "model": {}, "space": None}
+CARD = "NVIDIA GeForce RTX 4090"
+HERE = Machine(worker="one", card=CARD, capacity_bytes=24 * 10**9, fingerprint="f")
+OTHER = dataclasses.replace(HERE, worker="other")
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/autotune.db"
+    return str(request.getfixturevalue("postgres_url"))
+
+
+@pytest.fixture
+def jobs(url: str) -> Iterator[JobTable]:
+    with open_jobs(url) as table:
+        yield table
+
+
+def add(jobs: JobTable, *, card: str = CARD, budget_bytes: int | None = None) -> int:
+    wanted = Wanted(card=card, budget_bytes=budget_bytes)
+    return jobs.add(QUESTION, wanted, command="autotune find", asked_by="me@laptop")
+
+
+def claimed(jobs: JobTable, machine: Machine = HERE) -> Job:
+    job = jobs.claim(machine)
+    assert job is not None
+    return job
+
+
+def fall_silent(jobs: JobTable, number: int) -> None:
+    table = jobs._table
+    with jobs._engine.begin() as connection:
+        long_ago = sqlalchemy.func.date("2026-01-01")
+        if connection.dialect.name == "postgresql":
+            long_ago = sqlalchemy.cast("2026-01-01", sqlalchemy.DateTime)  # type: ignore[assignment]
+        values: dict[str, Any] = {"heartbeat_at": long_ago}
+        if connection.dialect.name == "sqlite":
+            values = {"heartbeat_at": sqlalchemy.text("'2026-01-01 00:00:00.000000'")}
+        connection.execute(table.update().where(table.c.id == number).values(values))
+
+
+def test_a_job_goes_to_one_machine_alone_and_in_its_turn(jobs: JobTable) -> None:
+    first, second = add(jobs), add(jobs)
+    assert [claimed(jobs).number, claimed(jobs, OTHER).number] == [first, second]
+    assert jobs.claim(HERE) is None
+    job = jobs.get(first)
+    assert (job.state, job.worker, job.num_claims) == ("running", "one", 1)
+    assert (job.asked_by, job.question) == ("me@laptop", QUESTION)
+    assert job.heartbeat_at is not None
+    # Both by the same clock, to a second: SQLite's has no more.
+    assert abs((job.heartbeat_at - job.asked_at).total_seconds()) < 60
+
+
+def test_a_row_that_another_claims_at_this_moment_is_skipped(url: str, jobs: JobTable) -> None:
+    if url.startswith("sqlite"):
+        pytest.skip("SQLite has no row locks")
+    first, second = add(jobs), add(jobs)
+    engine = sqlalchemy.create_engine(url)
+    with engine.begin() as other:
+        other.execute(sqlalchemy.text("SELECT 1 FROM autotune_jobs WHERE id = 1 FOR UPDATE"))
+        assert claimed(jobs).number == second
+    engine.dispose()
+    assert claimed(jobs).number == first
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_taken"),
+    [
+        ({"card": "CPU"}, False),
+        ({"card": "NVIDIA A100-SXM4-80GB"}, False),
+        ({"budget_bytes": 24 * 10**9}, True),
+        ({"budget_bytes": 24 * 10**9 + 1}, False),
+    ],
+)
+def test_a_machine_takes_what_it_can_answer(
+    jobs: JobTable, wanted: dict[str, Any], is_taken: bool
+) -> None:
+    add(jobs, **wanted)
+    assert (jobs.claim(HERE) is not None) is is_taken
+
+
+def test_what_a_silent_worker_has_is_taken_over(jobs: JobTable) -> None:
+    number = add(jobs)
+    claimed(jobs)
+    assert jobs.claim(OTHER) is None
+    fall_silent(jobs, number)
+    assert claimed(jobs, OTHER).num_claims == 2
+    # The first one is not dead after all: it learns it, and cannot spoil anything.
+    assert not jobs.beat(number, "one", "still here")
+    assert not jobs.finish(number, "one", study="s", result={}, problem="")
+    assert not jobs.fail(number, "one", problem="no", exit_code=5)
+    jobs.give_back(number, "one")
+    assert (jobs.get(number).state, jobs.get(number).worker) == ("running", "other")
+    assert jobs.beat(number, "other", "3 of 20 probes")
+    assert jobs.get(number).progress == "3 of 20 probes"
+
+
+def test_a_job_that_nobody_survives_is_not_tried_for_ever(jobs: JobTable) -> None:
+    number = add(jobs)
+    for _ in range(MAX_CLAIMS):
+        assert claimed(jobs).number == number
+        fall_silent(jobs, number)
+    assert jobs.claim(OTHER) is None
+    job = jobs.get(number)
+    assert (job.state, job.exit_code) == ("failed", 5)
+    assert "3 workers fell silent" in job.problem
+
+
+def test_a_job_that_is_given_back_is_free_at_once_and_as_often_as_one_likes(jobs: JobTable) -> None:
+    number = add(jobs)
+    for _ in range(MAX_CLAIMS + 1):
+        assert claimed(jobs).num_claims == 1
+        jobs.give_back(number, "one")
+    assert jobs.get(number).heartbeat_at is None
+
+
+def test_a_job_ends_with_its_answer_or_with_why_there_is_none(jobs: JobTable) -> None:
+    done, failed = add(jobs), add(jobs)
+    for number in (done, failed):
+        assert claimed(jobs).number == number
+    assert jobs.finish(done, "one", study="s-measured", result={"evidence": "measured"}, problem="")
+    assert jobs.fail(failed, "one", problem="Nothing fits.", exit_code=4)
+    first, second = jobs.listed()
+    assert (first.state, first.study, first.result) == (
+        "done",
+        "s-measured",
+        {"evidence": "measured"},
+    )
+    assert (second.state, second.problem, second.exit_code) == ("failed", "Nothing fits.", 4)
+    assert first.ended_at is not None
+    for number in (done, failed):
+        with pytest.raises(ConfigError, match="has ended already"):
+            jobs.cancel(number)
+
+
+def test_a_cancelled_job_is_nobodys(jobs: JobTable) -> None:
+    waiting, running = add(jobs), add(jobs)
+    jobs.cancel(waiting)
+    assert claimed(jobs).number == running
+    jobs.cancel(running)
+    assert not jobs.beat(running, "one", "")
+    assert not jobs.is_running(running)
+    assert jobs.claim(HERE) is None
+    assert {job.state for job in jobs.listed()} == {"cancelled"}
+
+
+def test_only_machines_alike_help(jobs: JobTable) -> None:
+    number = add(jobs)
+    assert jobs.to_join(OTHER, leave_out=set()) is None
+    claimed(jobs)
+    helped = jobs.to_join(OTHER, leave_out=set())
+    assert helped is not None
+    assert helped.number == number
+    assert jobs.to_join(OTHER, leave_out={number}) is None
+    for unlike in ({"fingerprint": "another driver"}, {"card": "CPU"}):
+        assert jobs.to_join(dataclasses.replace(OTHER, **unlike), leave_out=set()) is None
+    fall_silent(jobs, number)
+    assert jobs.to_join(OTHER, leave_out=set()) is None
+
+
+def test_a_number_that_no_job_has(jobs: JobTable) -> None:
+    for call in (jobs.get, jobs.cancel):
+        with pytest.raises(ConfigError, match="no job 7"):
+            call(7)
+
+
+def test_a_database_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "x.db").write_text("no database at all, " * 10)
+    with pytest.raises(StorageError, match="damaged"), open_jobs(f"sqlite:///{tmp_path}/x.db"):
+        pass

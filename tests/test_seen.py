@@ -1,0 +1,100 @@
+"""What the trials of others say to a search: hardware and libraries are never mixed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import answers
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from autotune.errors import StorageError
+from autotune.results import Fingerprint, Measurement
+from autotune.sampler import OWNER
+from autotune.seen import Seen
+
+SEEN = answers.measurement()
+HERE = SEEN.fingerprint
+ELSEWHERE = dataclasses.replace(HERE, driver="999.0")
+LARGER = dataclasses.replace(answers.CONFIG, micro_batch_size=8, gradient_accumulation_steps=4)
+
+
+def seen_in(study: optuna.Study) -> Seen:
+    found = Seen(study, lambda _: HERE, "here")
+    found.look()
+    return found
+
+
+def add(
+    study: optuna.Study,
+    *,
+    state: TrialState = TrialState.COMPLETE,
+    measurement: Measurement | None = SEEN,
+    fingerprint: Fingerprint = HERE,
+    owner: str = "here",
+) -> None:
+    attributes: dict[str, Any] = {OWNER: {"fingerprint": owner}}
+    if measurement is not None:
+        made = dataclasses.replace(measurement, fingerprint=fingerprint)
+        attributes["measurement"] = made.to_dict()
+    value = 1.0 if state == TrialState.COMPLETE else None
+    study.add_trial(optuna.create_trial(state=state, value=value, user_attrs=attributes))
+
+
+@pytest.fixture
+def study() -> optuna.Study:
+    return optuna.create_study(direction="maximize")
+
+
+def test_what_was_measured_elsewhere_says_nothing(study: optuna.Study) -> None:
+    add(study)
+    add(study, fingerprint=ELSEWHERE, owner="elsewhere")
+    found = seen_in(study)
+    assert found.left_out == {1}
+    assert found.known([answers.CONFIG]) == [SEEN]
+    assert found.num_begun == 1
+
+
+def test_what_runs_elsewhere_is_neither_waited_for_nor_counted(study: optuna.Study) -> None:
+    for owner in ("here", "elsewhere"):
+        add(study, state=TrialState.RUNNING, measurement=None, owner=owner)
+    found = seen_in(study)
+    assert (found.num_running, found.num_begun, found.left_out) == (1, 1, {1})
+
+
+def test_what_others_add_is_seen_at_the_next_look(study: optuna.Study) -> None:
+    found = seen_in(study)
+    assert found.fastest() is None
+    add(study)
+    assert found.known([answers.CONFIG]) == []
+    found.look()
+    assert found.known([answers.CONFIG]) == [SEEN]
+    assert found.fastest() == SEEN
+    assert found.known([LARGER]) == []
+
+
+def test_what_is_refused_stays_out_whenever_it_comes(study: optuna.Study) -> None:
+    add(study)
+    found = seen_in(study)
+    found.refuse([answers.CONFIG])
+    add(study)
+    found.look()
+    assert found.left_out == {0, 1}
+    assert found.fastest() is None
+
+
+def test_what_was_killed_while_it_was_told_is_known_and_may_be_asked_for_again(
+    study: optuna.Study,
+) -> None:
+    add(study, state=TrialState.FAIL)
+    found = seen_in(study)
+    assert found.known([answers.CONFIG]) == [SEEN]
+    assert found.num_begun == 0
+
+
+def test_what_cannot_be_read_is_said(study: optuna.Study) -> None:
+    study.add_trial(optuna.create_trial(value=1.0, user_attrs={"measurement": {}}))
+    with pytest.raises(StorageError, match="Trial 0 of the study cannot be read"):
+        seen_in(study)

@@ -1,0 +1,270 @@
+"""A worker: which jobs it answers, and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import answers
+import pytest
+import sqlalchemy
+
+from autotune import asking, cli, finding, gpus, probing, schema, serving, store
+from autotune.errors import HardwareError, NothingFitsError, StorageError
+from autotune.finding import Answer
+from autotune.jobs import JobTable, Machine, open_jobs
+from autotune.options import FindOptions
+from autotune.serving import Gone, Here, serve
+
+MACHINE = Machine(worker="me@here 1 2", card="CPU", capacity_bytes=10**9, fingerprint="f")
+HERE = Here(backend="cpu", machine=MACHINE)
+TINY = Path(__file__).parents[1] / "examples" / "tiny-llama.json"
+SPACE = """
+name: tiny
+methods:
+  full:
+    micro_batch_size: [2, 4, 8]
+    precision: [bf16-true]
+    optimizer: [adamw_torch_fused]
+    activation_checkpointing: [none]
+    attention: [eager]
+"""
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/autotune.db"
+
+
+@pytest.fixture
+def jobs(url: str) -> Iterator[JobTable]:
+    with open_jobs(url) as table:
+        yield table
+
+
+def add(jobs: JobTable) -> int:
+    options = FindOptions(model="openai-community/gpt2", backend="cpu", gpu_mem="500MB")
+    question, wanted = asking.prepare(options)
+    return jobs.add(question, wanted, command="autotune find -x", asked_by="me@laptop")
+
+
+@pytest.fixture
+def finds(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """What stands in for the search; it is called with its options and its listener."""
+
+    def put(search: Callable[..., Any]) -> None:
+        def find(options: FindOptions, *, listener: Any, **_: Any) -> Answer:
+            search(options, listener)
+            return Answer(found=answers.found(), study="made-up", folder_name="made-up")
+
+        monkeypatch.setattr(finding, "find", find)
+
+    return put
+
+
+def worked(url: str, *, once: bool = True) -> list[str]:
+    said: list[str] = []
+    serve(url, HERE, once=once, log=said.append)
+    return said
+
+
+def test_an_answer_goes_back_into_the_job(url: str, jobs: JobTable, finds: Any) -> None:
+    def search(options: FindOptions, listener: Any) -> None:
+        assert (options.backend, options.gpu_mem) == ("cpu", "500MB")
+        with listener.measuring(None, 20, 10) as heard:
+            heard.on_probe(3, None, None)
+            assert jobs.get(1).progress == "3 of at most 20 probes, nothing fits yet"
+
+    finds(search)
+    number = add(jobs)
+    assert worked(url)[-1] == "job 1: done, study made-up"
+    job = jobs.get(number)
+    assert (job.state, job.study, job.exit_code) == ("done", "made-up", 0)
+    assert job.result is not None
+    assert job.result["best"]["config"] == answers.CONFIG.to_dict()
+    assert worked(url) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"), [(NothingFitsError("Nothing fits."), 4), (ZeroDivisionError("x"), 1)]
+)
+def test_why_there_is_no_answer_goes_back_as_well(
+    url: str, jobs: JobTable, finds: Any, error: Exception, exit_code: int
+) -> None:
+    def search(*_: Any) -> None:
+        raise error
+
+    finds(search)
+    number = add(jobs)
+    worked(url)
+    assert (jobs.get(number).state, jobs.get(number).exit_code) == ("failed", exit_code)
+    assert str(error) in jobs.get(number).problem
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), HardwareError("The card is taken."), StorageError("Full.")]
+)
+def test_what_says_nothing_of_the_question_gives_the_job_back(
+    url: str, jobs: JobTable, finds: Any, error: BaseException
+) -> None:
+    def search(*_: Any) -> None:
+        raise error
+
+    finds(search)
+    number = add(jobs)
+    with pytest.raises(type(error)):
+        worked(url, once=False)
+    job = jobs.get(number)
+    assert (job.state, job.worker, job.num_claims) == ("queued", "", 0)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_job_that_is_cancelled_is_broken_off(
+    url: str, jobs: JobTable, finds: Any, monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    monkeypatch.setattr(store, "HEARTBEAT_SECONDS", 0.05)
+    seen: list[type[BaseException]] = []
+
+    def search(*_: Any) -> None:
+        jobs.cancel(number)
+        try:
+            time.sleep(20)
+        except BaseException as error:
+            seen.append(type(error))
+            raise
+
+    finds(search)
+    number = add(jobs)
+    if not is_own:
+        assert jobs.claim(dataclasses.replace(MACHINE, worker="another")) is not None
+    before = signal.getsignal(signal.SIGUSR1)
+    started = time.monotonic()
+    assert "not ours any more" in worked(url)[-1]
+    assert time.monotonic() - started < 10
+    assert seen == [Gone]
+    assert jobs.get(number).state == "cancelled"
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_who_has_no_job_helps_with_one_that_runs(url: str, jobs: JobTable, finds: Any) -> None:
+    finds(lambda *_: None)
+    number = add(jobs)
+    other = dataclasses.replace(MACHINE, worker="another")
+    assert jobs.claim(other) is not None
+    assert worked(url)[-1] == "job 1: nothing is left to help with"
+    # The answer is its own worker's.
+    assert (jobs.get(number).state, jobs.get(number).worker) == ("running", "another")
+    assert jobs.finish(number, "another", study="s", result={}, problem="")
+
+
+def test_what_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = gpus.find_gpu("rtx-4090")
+    monkeypatch.setattr(probing, "fingerprint_here", lambda *_: answers.measurement().fingerprint)
+    monkeypatch.setattr(gpus, "detect", lambda: [card])
+    found = serving.here("auto")
+    assert (found.backend, found.machine.card) == ("cuda", card.name)
+    assert found.machine.capacity_bytes == card.capacity_bytes
+    assert serving.here("cpu").machine.card == "CPU"
+    monkeypatch.setattr(gpus, "detect", list)
+    assert serving.here("auto").backend == "cpu"
+    with pytest.raises(HardwareError, match="needs a CUDA GPU"):
+        serving.here("cuda")
+
+
+def test_the_backends_of_the_command() -> None:
+    from autotune.cli import worker
+    from autotune.results import BACKENDS
+
+    assert ("auto", *BACKENDS) == worker.BACKENDS
+
+
+def worker_process(folder: Path, url: str, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "autotune",
+            "worker",
+            "--storage",
+            url,
+            "--backend",
+            "cpu",
+            *options,
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def num_probes(jobs: JobTable) -> int:
+    with jobs._engine.connect() as connection:
+        count = sqlalchemy.select(sqlalchemy.func.count()).select_from(schema.probes)
+        return int(connection.execute(count).scalar_one())
+
+
+def said(process: subprocess.Popen[str], part: str) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if part in line:
+            return
+    pytest.fail(f"it ended without having said {part!r}")
+
+
+@pytest.mark.slow  # real probes: a few processes that import torch
+def test_a_worker_that_is_stopped_gives_the_job_back_and_the_next_one_answers_it(
+    tmp_path: Path,
+    url: str,
+    jobs: JobTable,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    laptop, machine = tmp_path / "laptop", tmp_path / "machine"
+    (laptop / "tiny").mkdir(parents=True)
+    machine.mkdir()
+    shutil.copy(TINY, laptop / "tiny" / "config.json")
+    (laptop / "space.yaml").write_text(SPACE)
+    monkeypatch.chdir(laptop)
+
+    def main(*arguments: str) -> dict[str, Any]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*arguments, "--storage", url, "--json"])
+        assert not ended.value.code
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    asked = (
+        "find --model tiny --backend cpu --gpu-mem 30MB --space space.yaml --method full --seq-len 64 "
+        "--effective-batch 8 --effort quick --confirm-steps 0 --enqueue"
+    )
+    assert main(*asked.split()) == {"job": 1, "state": "queued"}
+    with worker_process(machine, url) as process:
+        said(process, "job 1: taken")
+        # The base is measured, and what could be faster is about to be.
+        deadline = time.monotonic() + 90
+        while not num_probes(jobs) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        stopped = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+        assert time.monotonic() - stopped < 10
+    assert main("jobs", "show", "1")["state"] == "queued"
+    with worker_process(machine, url, "--once") as process:
+        assert process.wait(timeout=120) == 0
+    job = main("jobs", "show", "1")
+    assert (job["state"], job["result"]["evidence"]) == ("done", "measured")
+    # What was measured before it was stopped is not measured again.
+    assert job["result"]["measured"]["num_reused"] >= 1
+    assert [each["job"] for each in main("jobs", "list")["jobs"]] == [1]
+    assert list(machine.iterdir()) == []
