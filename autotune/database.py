@@ -28,6 +28,9 @@ BUSY_SECONDS = 5.0
 CONNECT_SECONDS = 10
 SQLITE_PRAGMAS = ["journal_mode=WAL", "synchronous=NORMAL"]
 """Readers need not wait for a writer; a crash of the machine loses the last commits, no more."""
+DURABLE_PRAGMA = "synchronous=FULL"
+"""For our own tables, probes among them: what is committed is on the disk, whatever happens next
+(https://www.sqlite.org/pragma.html#pragma_synchronous). A few milliseconds, beside a probe's seconds."""
 
 _DRIVERS_WITH_CONNECT_TIMEOUT = ("psycopg", "psycopg2", "pymysql", "mysqldb")
 
@@ -123,9 +126,11 @@ def refuse_stranger(url: URL, tables: Collection[str]) -> None:
         )
 
 
-def engine_options(url: URL) -> dict[str, Any]:
+def engine_options(url: URL, *, durable: bool = False) -> dict[str, Any]:
+    """What create_engine takes beside the address. `durable`: SQLite waits for the disk at each commit."""
     if url.get_backend_name() == "sqlite":
-        return {"connect_args": {"timeout": BUSY_SECONDS, "factory": _SqliteConnection}}
+        factory = _DurableConnection if durable else _SqliteConnection
+        return {"connect_args": {"timeout": BUSY_SECONDS, "factory": factory}}
     # Without it, an address where nobody answers is waited for during minutes.
     timed = url.get_driver_name() in _DRIVERS_WITH_CONNECT_TIMEOUT
     return {"connect_args": {"connect_timeout": CONNECT_SECONDS}} if timed else {}
@@ -174,3 +179,11 @@ class _SqliteConnection(sqlite3.Connection):
         super().__init__(*args, **kwargs)
         for pragma in SQLITE_PRAGMAS:
             self.execute(f"PRAGMA {pragma}")
+
+
+class _DurableConnection(_SqliteConnection):
+    """One that applies DURABLE_PRAGMA as well."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.execute(f"PRAGMA {DURABLE_PRAGMA}")

@@ -49,7 +49,7 @@ def open_engine(url: str) -> Iterator[Engine]:
     parsed = parse_url(url)
     with explained(parsed):
         make_folder(parsed)
-        engine = sqlalchemy.create_engine(parsed, **engine_options(parsed))
+        engine = sqlalchemy.create_engine(parsed, **engine_options(parsed, durable=True))
         try:
             bring_up_to_date(engine)
             yield engine
