@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PIP_FLAGS := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-check lint types format setup clean
+.PHONY: help demo test pytest gpu-check lint types format setup clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -13,7 +13,10 @@ help:  ## List the targets
 demo: setup  ## Find the fastest configuration of a 1.5B model for 12 GB; needs no GPU
 	$(BIN)/autotune find --model Qwen/Qwen2.5-1.5B --gpu-mem 12GB
 
-test: lint types  ## Lint, check types, run every test that needs no GPU
+test: setup  ## Lint, check types, run every test that needs no GPU
+	@$(MAKE) --no-print-directory --jobs 3 lint types pytest
+
+pytest: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 gpu-check: setup  ## Measure this machine's CUDA card against predictions: six pieces of 9 minutes; again goes on

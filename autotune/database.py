@@ -70,6 +70,11 @@ def named(url: URL) -> str:
     return redacted(str(url))
 
 
+def holds_password(url: URL) -> bool:
+    """Whether a password, or what its name says is one, stands in the address."""
+    return any(_secrets(url))
+
+
 def _secrets(url: URL) -> Iterator[str]:
     if isinstance(url.password, str) and url.password:
         yield url.password

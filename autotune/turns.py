@@ -6,7 +6,7 @@ them again. The probe itself runs outside of the turn.
 
 | a trial that runs                             | is given back                                    |
 |-----------------------------------------------|--------------------------------------------------|
-| without an owner                              | at once: who asked died in its turn              |
+| without an owner, or without a heartbeat      | at once: who asked died in its turn              |
 | whose owner was a process of this machine     | as soon as that process is gone                  |
 | whose owner is elsewhere, or cannot be judged | when its heartbeat is older than GRACE_SECONDS   |
 
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import optuna
+import sqlalchemy
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
@@ -111,17 +112,31 @@ def give_back_abandoned(study: optuna.Study) -> None:
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
     open_trials = study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
+    alive = _with_heartbeat(study, [trial._trial_id for trial in open_trials])
     for trial in open_trials:
         owner = trial.user_attrs.get(OWNER)
         if trial.state == TrialState.WAITING:
             is_abandoned = owner is not None
         else:
-            is_abandoned = owner is None or owners.is_gone(owner)
+            # The first heartbeat is written in the turn, and this is ours.
+            is_abandoned = owner is None or trial._trial_id not in alive or owners.is_gone(owner)
         if owner is None and is_abandoned:
             _say_interrupted(optuna.Trial(study, trial._trial_id))
         if is_abandoned:
             # As fail_stale_trials does it; Study.tell takes no trial that waits.
             study._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
+
+
+def _with_heartbeat(study: optuna.Study, trial_ids: list[int]) -> set[int]:
+    """Those of the trials that ever gave a sign of life (optuna 5.0, storages/_rdb/models.py)."""
+    if not trial_ids:
+        return set()
+    heartbeats = sqlalchemy.table("trial_heartbeats", sqlalchemy.column("trial_id"))
+    query = sqlalchemy.select(heartbeats.c.trial_id).where(heartbeats.c.trial_id.in_(trial_ids))
+    storage: Any = study._storage
+    engine = getattr(storage, "_backend", storage).engine
+    with engine.connect() as connection:
+        return set(connection.execute(query).scalars())
 
 
 def _say_interrupted(trial: optuna.Trial) -> None:

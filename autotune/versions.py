@@ -23,6 +23,7 @@ LIBRARIES = (
     "apollo-torch",
     "bitsandbytes",
     "click",
+    "filelock",
     "galore-torch",
     "grokadamw",
     "huggingface_hub",

@@ -105,7 +105,7 @@ class Records:
 class _Nothing:
     """Stands for the table of probes: the records remember."""
 
-    def find(self, *_: Any) -> None:
+    def find(self, *_: Any, **__: Any) -> None:
         return None
 
     def add(self, *_: Any, **__: Any) -> None:

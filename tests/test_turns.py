@@ -173,6 +173,8 @@ def test_a_child_that_nobody_has_waited_for_is_gone() -> None:
 def test_trials_of_the_dead_are_given_back_and_others_are_left(study: optuna.Study) -> None:
     for owner in (None, ended_process(), me(), me(place="another machine", pid=1)):
         left_by(study, owner)
+    for trial in study.trials[1:]:
+        study._storage.record_heartbeat(trial._trial_id)  # type: ignore[attr-defined]
     study.add_trial(
         optuna.create_trial(
             state=TrialState.WAITING,
@@ -202,6 +204,13 @@ def test_silence_tells_where_nothing_else_does(study: optuna.Study) -> None:
         connection.execute(sqlalchemy.text(long_ago), {"id": silent._trial_id})
     turns.give_back_abandoned(study)
     assert [t.state for t in study.trials] == [TrialState.FAIL, TrialState.RUNNING]
+
+
+def test_who_died_before_its_first_sign_of_life_is_not_waited_for(study: optuna.Study) -> None:
+    """Killed in its turn: nobody else could have asked meanwhile, and no heartbeat grows old."""
+    left_by(study, me(place="another machine"))
+    turns.give_back_abandoned(study)
+    assert state_of(study) == (TrialState.FAIL, None)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,7 @@ def command(
     *, file: Path, storage: str, out: Path, backend: str, max_minutes: float | None
 ) -> list[str]:
     """The words of the command, without its program; raises ConfigError for what no file should hold."""
-    url = database.parse_url(storage)
-    if database.named(url) != url.render_as_string(hide_password=False):
+    if database.holds_password(database.parse_url(storage)):
         raise ConfigError(
             "The address of --storage has a password in it",
             why="It would stand in a file that others can read",
