@@ -174,7 +174,9 @@ def test_killed_at_any_moment_nothing_is_left_and_the_command_goes_on(folder: Pa
         assert not left_behind(folder)
     code, out, err = find(folder, "29MB")
     assert code == 0, err
-    assert json.loads(out)["measured"]["best"]["fits"]
+    found = json.loads(out)["measured"]
+    # A probe that was stopped beside a faster one, which then failed its confirmation, has its own instead.
+    assert found["confirmation" if found["confirmed"] else "best"]["fits"]
     study = optuna.load_study(
         study_name=f"{STUDY}-29MB", storage=f"sqlite:///{folder}/studies/autotune.db"
     )
