@@ -138,9 +138,14 @@ def test_two_processes_train(tmp_path: Path) -> None:
         *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
         *("--config_file", "accelerate_config.yaml", "--main_process_port", free_port()),
     ]
-    done = subprocess.run(
-        [*launch, *program], cwd=folder, capture_output=True, text=True, timeout=300
-    )
+    for _ in range(2):
+        done = subprocess.run(
+            [*launch, *program], cwd=folder, capture_output=True, text=True, timeout=300
+        )
+        # Seen once, after the last step and the save: a thread of gloo outlived its process group
+        # (torch 2.13). That is no matter of what was exported.
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-3000:]
     # Told by the first process alone.
     assert len(re.findall(r"^2 steps, loss ", done.stdout, re.MULTILINE)) == 1
