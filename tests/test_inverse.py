@@ -349,10 +349,7 @@ def test_the_last_below_is_found_whatever_the_shape(last: int, shape: str) -> No
     assert len(tried) == len(set(tried)) < 25
 
 
-FAMILIES = (
-    "gpt2", "opt-1.3b", "pythia-1b", "gemma-2-2b", "falcon-7b", "bert-base-uncased", "t5-base",
-    "gpt-oss-20b",
-)  # fmt: skip
+FAMILIES = ("gpt2", "gemma-2-2b", "bert-base-uncased", "t5-base", "gpt-oss-20b")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
