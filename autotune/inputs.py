@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from autotune import dataset as datasets
-from autotune import gpus, nvml
+from autotune import files, gpus, nvml
 from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
 from autotune.gpus import Gpu
@@ -144,14 +144,7 @@ def longest_batch(
 def read_yaml(path: Path) -> object:
     """What is in a file that an option names. Raises ConfigError."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES // 1024} KiB")
-        return yaml.safe_load(content.decode("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "It is not UTF-8 text"
-        raise ConfigError(f"{path} cannot be read", why=why) from error
+        return yaml.safe_load(files.read_text(path, MAX_FILE_BYTES))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"{path} is not YAML", why=why[:300]) from error

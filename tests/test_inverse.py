@@ -349,7 +349,10 @@ def test_the_last_below_is_found_whatever_the_shape(last: int, shape: str) -> No
     assert len(tried) == len(set(tried)) < 25
 
 
-FAMILIES = ("gpt2", "gemma-2-2b", "bert-base-uncased", "t5-base", "gpt-oss-20b")
+FAMILIES = (
+    "gpt2", "opt-1.3b", "pythia-1b", "gemma-2-2b", "falcon-7b", "bert-base-uncased", "t5-base",
+    "gpt-oss-20b",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -363,7 +366,7 @@ def test_the_thriftiest_settings_need_least(server: ForkServer, name: str) -> No
     configs = [
         TrainConfig(
             method="lora",
-            micro_batch_size=2,
+            micro_batch_size=size,
             gradient_accumulation_steps=1,
             sequence_length=512,
             precision="bf16-autocast",
@@ -374,7 +377,7 @@ def test_the_thriftiest_settings_need_least(server: ForkServer, name: str) -> No
             activation_offloading=offload,
             attention="sdpa" if "sdpa" in source.attentions else "eager",
         )
-        for interval, offload in itertools.product((0, 1, 2), (False, True))
+        for size, interval, offload in itertools.product((1, 2), (0, 1, 2), (False, True))
         if interval or not offload
     ]
     specs = {TraceSpec.of(config) for config in configs}

@@ -20,6 +20,7 @@ ROWS = {
     "log": 1,
     "typed": 1,
     "units": 1,
+    "files": 2,
     "adapters": 2,
     "config": 2,
     "optimizer_steps": 2,

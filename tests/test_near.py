@@ -10,37 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import answers
-import optuna
-import pytest
-from optuna.trial import TrialState
+import sweep
 
 from autotune.config import TrainConfig
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
 from autotune.report import words
-from autotune.results import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
-from autotune.sampler import Candidate, Near, PredictionSampler
-from autotune.store import CONSTRAINT, parameter_distributions
+from autotune.results import Fingerprint, Measurement, ProbeSpec
+from autotune.sampler import Near
 from autotune.summary import summary_from_dict
 
-SWEEP = Path(__file__).parents[1] / "studies" / "cpu-sweep" / "sweep.jsonl"
 MAX_PROBES = 40
-Table = dict[TrainConfig, Measurement]
 
 
-@pytest.fixture(scope="module")
-def records() -> list[dict[str, Any]]:
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return [json.loads(line) for line in SWEEP.read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.fixture(scope="module")
-def here(records: list[dict[str, Any]]) -> Table:
-    measurements = [measurement_from_dict(record["measurement"]) for record in records]
-    return {m.config: m for m in measurements}
-
-
-def after_an_update(table: Table, seed: int) -> Table:
+def after_an_update(table: sweep.Table, seed: int) -> sweep.Table:
     """The same card with other libraries: all 8 % faster, each kind of setting by another few per cent,
     each configuration by 2 % more or less."""
     draw = random.Random(seed)
@@ -65,45 +48,8 @@ def after_an_update(table: Table, seed: int) -> Table:
     return changed
 
 
-def search(
-    records: list[dict[str, Any]], table: Table, near: dict[TrainConfig, Near], seed: int
-) -> list[Measurement]:
-    """What is probed until the search stops by itself."""
-    study = optuna.create_study(direction="maximize")
-    distributions = parameter_distributions(study, list(table))
-    configs, candidates = {}, []
-    for record in records:
-        config = TrainConfig(**record["prediction"]["config"])
-        candidate = Candidate.of(
-            config,
-            distributions,
-            tokens_per_second=record["prediction"]["tokens_per_second"],
-            peak_device_bytes=record["prediction"]["peak_device_bytes"],
-        )
-        configs[frozenset(candidate.params.items())] = config
-        candidates.append(candidate)
-    sampler = PredictionSampler(
-        candidates,
-        distributions=distributions,
-        budget_bytes=next(iter(table.values())).spec.memory_budget_bytes,
-        seed=seed,
-        near={params: near[config] for params, config in configs.items() if config in near},
-    )
-    probed = []
-    while len(probed) < MAX_PROBES and not sampler.should_stop(study):
-        proposed = sampler.propose(study)
-        assert proposed is not None
-        study.sampler = sampler
-        trial = study.ask(sampler.search_space(proposed))
-        seen = table[configs[frozenset(proposed.params.items())]]
-        assert seen.over_budget_bytes is not None
-        trial.set_constraint(CONSTRAINT, float(seen.over_budget_bytes))
-        if seen.outcome == "oom":
-            study.tell(trial, state=TrialState.PRUNED)
-        else:
-            study.tell(trial, seen.tokens_per_second)
-        probed.append(seen)
-    return probed
+def search(table: sweep.Table, near: dict[TrainConfig, Near], seed: int) -> list[Measurement]:
+    return sweep.search(table, near=near, seed=seed, max_probes=MAX_PROBES)
 
 
 def fastest(probed: list[Measurement]) -> float:
@@ -127,15 +73,14 @@ def as_near(seen: Measurement) -> Near:
     return Near(tokens_per_second=None, peak_device_bytes=None, least_bytes=least_bytes)
 
 
-def test_a_search_that_knows_the_machine_before_its_update_needs_fewer_probes(
-    records: list[dict[str, Any]], here: Table
-) -> None:
+def test_a_search_that_knows_the_machine_before_its_update_needs_fewer_probes() -> None:
+    here = sweep.measured()
     best = max(m.tokens_per_second or 0.0 for m in here.values() if m.fits)
     num_cold, num_warm, until_cold, until_warm = 0, 0, 0, 0
     for seed in range(6):
-        before = search(records, after_an_update(here, seed), {}, seed)
-        cold = search(records, here, {}, seed)
-        warm = search(records, here, {m.config: as_near(m) for m in before}, seed)
+        before = search(after_an_update(here, seed), {}, seed)
+        cold = search(here, {}, seed)
+        warm = search(here, {m.config: as_near(m) for m in before}, seed)
         for probed in (cold, warm):
             assert fastest(probed) >= 0.98 * best
         num_cold, num_warm = num_cold + len(cold), num_warm + len(warm)
@@ -146,10 +91,9 @@ def test_a_search_that_knows_the_machine_before_its_update_needs_fewer_probes(
     assert until_warm <= 0.5 * until_cold
 
 
-def test_a_search_that_was_told_wrong_finds_the_best_all_the_same(
-    records: list[dict[str, Any]], here: Table
-) -> None:
+def test_a_search_that_was_told_wrong_finds_the_best_all_the_same() -> None:
     """What was near says that the slowest is the fastest: it is believed until it is measured."""
+    here = sweep.measured()
     best = max(m.tokens_per_second or 0.0 for m in here.values() if m.fits)
     fits = sorted((m for m in here.values() if m.fits), key=lambda m: m.tokens_per_second or 0.0)
     wrong = {
@@ -158,7 +102,7 @@ def test_a_search_that_was_told_wrong_finds_the_best_all_the_same(
         )
         for m in fits[:3]
     }
-    assert fastest(search(records, here, wrong, 0)) >= 0.95 * best
+    assert fastest(search(here, wrong, 0)) >= 0.95 * best
 
 
 SPEC = ProbeSpec(task="causal-lm", backend="cpu", memory_budget_bytes=10**9, max_seconds=1.0)

@@ -260,7 +260,7 @@ def refused(
 
 
 def test_a_file_that_is_not_there(url: str, tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="No such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         import_file(url, tmp_path / "nothing.jsonl")
     with pytest.raises(StorageError, match="no database"):
         export(url, [], tmp_path / "out.jsonl")

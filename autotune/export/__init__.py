@@ -8,16 +8,14 @@ so that a model's name cannot become code.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from autotune import files
 from autotune.config import TrainConfig, Workload
-from autotune.errors import ConfigError, StorageError
+from autotune.errors import ConfigError
 from autotune.export import (
     accelerate_config,
     adapter_config,
@@ -220,25 +218,6 @@ def export_files(
 
 def write_texts(texts: Mapping[Path, str]) -> None:
     """Write all of the files or none; their folders are created. Raises StorageError."""
-    suffix = f".{secrets.token_hex(4)}.tmp"
-    places = {path: path.with_name(f".{path.name}{suffix}") for path in texts}
     folder = next(iter(texts)).parent
-    try:
-        for path, place in places.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("x", encoding="utf-8", newline="\n") as file:
-                file.write(texts[path])
-                file.flush()
-                os.fsync(file.fileno())
-        for path, place in places.items():
-            place.replace(path)
-    except OSError as error:
-        raise StorageError(
-            f"The files cannot be written to {folder}",
-            why=error.strerror or str(error),
-            remedy="Free some space, check the permissions, or name another folder with --out",
-        ) from error
-    finally:
-        for place in places.values():
-            with contextlib.suppress(OSError):
-                place.unlink()
+    pieces = {path: [text] for path, text in texts.items()}
+    files.write_all(pieces, what="The files", to=folder, kind="folder")

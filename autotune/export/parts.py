@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune import files
 from autotune.errors import ConfigError
 from autotune.export import edit, program_edit
 from autotune.export.edit import Change
 from autotune.export.program import Program, parsed
 from autotune.export.section_rows import ADAPTER, QUANTIZATION
-from autotune.units import MIB
+from autotune.export.train_config import MAX_FILE_BYTES
 
-MAX_FILE_BYTES = MIB
 FURTHER_FOLDER = "exports"
 OURS = "train_config.yaml"
 OF_FOLDER = {
@@ -78,18 +78,7 @@ class Part:
 
 def read_part(path: Path, prefix: str = "", *, has_bf16: bool = True) -> Part:
     """Raises ConfigError for what cannot be read, is too large or is no text."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{path} cannot be read", why=why) from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than 1 MiB", why="A configuration has a few KiB")
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text") from error
+    text = files.read_text(path, MAX_FILE_BYTES, usual="A configuration has a few KiB")
     return Part(path=path, text=text, prefix=prefix, has_bf16=has_bf16)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune import files
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import ConfigError, nearest
 from autotune.export.extra_arguments import read_extra_arguments
@@ -56,18 +57,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
 
 def read_train_config(path: Path) -> BaseRun:
     """The run of a file as `write` makes it, perhaps edited. Raises ConfigError."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{path} cannot be read", why=why) from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than 1 MiB", why="A train_config.yaml has 1 KiB")
-    try:
-        return from_yaml(content.decode("utf-8"), source=str(path))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text") from error
+    text = files.read_text(path, MAX_FILE_BYTES, usual="A train_config.yaml has 1 KiB")
+    return from_yaml(text, source=str(path))
 
 
 def from_yaml(text: str, *, source: str = filename) -> BaseRun:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import ConfigError, StorageError, nearest
+from autotune import files
+from autotune.errors import ConfigError, nearest
 from autotune.recommendations import open_recommendations
 from autotune.store import existing_storage, is_ours
 from autotune.transfer import lines
@@ -36,7 +34,9 @@ def export(url: str, names: Sequence[str], path: Path) -> dict[str, int]:
                 remedy=nearest(name[:200], sorted(ours)) if ours else "Run `autotune find` first",
             )
     counts: Counter[str] = Counter()
-    _write(path, _counted(_records(url, names, counts), counts))
+    records = _counted(_records(url, names, counts), counts)
+    texts = (json.dumps(record, allow_nan=False) + "\n" for record in records)
+    files.write_all({path: texts}, what="The export", to=path, kind="file")
     return dict(counts)
 
 
@@ -101,25 +101,3 @@ def _counted(
         if record["kind"] != "header":
             counts[record["kind"]] += 1
         yield record
-
-
-def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """The file, moved into its place when it is whole."""
-    place = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with place.open("x", encoding="utf-8", newline="\n") as file:
-            for record in records:
-                file.write(json.dumps(record, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        place.replace(path)
-    except (OSError, ValueError) as error:
-        raise StorageError(
-            f"The export cannot be written to {str(path)[:200]}",
-            why=getattr(error, "strerror", None) or str(error),
-            remedy="Free some space, check the permissions, or name another file with --out",
-        ) from error
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            place.unlink()

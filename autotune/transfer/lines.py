@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune import typed
-from autotune.errors import ConfigError, StorageError
+from autotune.errors import ConfigError
 from autotune.probe_key import columns_of
 from autotune.recommendations import Recommendation
 from autotune.results import fingerprint_from_dict, measurement_from_dict
@@ -114,12 +114,12 @@ def identity(trial: FrozenTrial) -> str:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """Every record of the file, checked. Raises ConfigError, which names the line, and StorageError."""
+    """Every record of the file, checked. Raises ConfigError, which names the line."""
     try:
         with path.open("rb") as file:
             yield from _read(path, iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""))
     except OSError as error:
-        raise StorageError(
+        raise ConfigError(
             f"{str(path)[:200]} cannot be read",
             why=error.strerror or str(error),
             remedy="Name a file that `autotune studies export` has written",

@@ -1,0 +1,62 @@
+"""Files as a whole: small ones read with a limit, others written beside their place and moved there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from autotune.errors import ConfigError, StorageError
+from autotune.units import KIB, MIB
+
+
+def read_text(path: Path, max_bytes: int, *, usual: str = "") -> str:
+    """A user's file of UTF-8 text, of whole KiB at most. `usual` says how large one is.
+
+    Raises ConfigError for what cannot be read, is too large or is no text.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path} cannot be read", why=why) from error
+    if len(content) > max_bytes:
+        size = f"{max_bytes // KIB} KiB" if max_bytes % MIB else f"{max_bytes // MIB} MiB"
+        raise ConfigError(f"{path} is larger than {size}", why=usual)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text") from error
+
+
+def write_all(texts: Mapping[Path, Iterable[str]], *, what: str, to: Path, kind: str) -> None:
+    """Write all of the files, each in pieces, or none; their folders are created.
+
+    Moving starts when all are written: a full disk leaves the earlier files as they were. Raises
+    StorageError: "`what` cannot be written to `to`", and the remedy to name another `kind` with --out.
+    """
+    places = {
+        path: path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp") for path in texts
+    }
+    try:
+        for path, place in places.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with place.open("x", encoding="utf-8", newline="\n") as file:
+                file.writelines(texts[path])
+                file.flush()
+                os.fsync(file.fileno())
+        for path, place in places.items():
+            place.replace(path)
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"{what} cannot be written to {str(to)[:200]}",
+            why=getattr(error, "strerror", None) or str(error),
+            remedy=f"Free some space, check the permissions, or name another {kind} with --out",
+        ) from error
+    finally:
+        for place in places.values():
+            with contextlib.suppress(OSError, ValueError):
+                place.unlink()
