@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import answers  # of the tests: made-up Estimates
+from commands import environment
 
 from autotune import store, studies
 
@@ -53,7 +54,12 @@ def main() -> None:
         seconds = []
         for _ in range(3):
             started = time.perf_counter()
-            subprocess.run([*command, "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [*command, "--out", str(out)],
+                env=environment(),
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
             seconds.append(time.perf_counter() - started)
         size_mb = out.stat().st_size / 1e6
         print(f"{num_trials:,} trials: {min(seconds):.1f} s, {size_mb:.2f} MB")

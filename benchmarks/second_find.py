@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from commands import environment
 from kill_study import MODEL
 
 TARGET_SECONDS = 1.5
@@ -45,7 +46,7 @@ def find(folder: Path, size: str) -> tuple[float, float, dict[str, Any]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "autotune", *arguments.split()],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env=environment(),
         stdout=subprocess.PIPE,
     )
     assert process.stdout is not None

@@ -18,15 +18,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from commands import environment
 
 if TYPE_CHECKING:
     from autotune.config import TrainConfig
 
 MODEL = "meta-llama/Llama-3.1-8B"
 CARD = "rtx-4090"
-REPOSITORY = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +64,11 @@ class Cost:
 def cost_of(arguments: Sequence[str]) -> Cost:
     """Run `autotune` once, in an empty folder."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
         started = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, "-m", "autotune", *arguments],
             cwd=folder,
-            env=environment,
+            env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )

@@ -6,10 +6,9 @@ time and the whole.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -21,25 +20,22 @@ BUSY = 1.5
 
 
 @pytest.fixture(scope="module")
-def speed() -> ModuleType:
-    path = Path(__file__).parents[1] / "benchmarks" / "speed.py"
-    specification = importlib.util.spec_from_file_location("benchmark_speed", path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["benchmark_speed"] = module
-    specification.loader.exec_module(module)
-    return module
+def speed() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        import speed
+
+        yield speed
 
 
-def test_help_is_instant(speed: ModuleType) -> None:
+def test_help_is_instant(speed: Any) -> None:
     command = speed.COMMANDS["help"]
     assert command.target_seconds == 0.25
     cost = speed.best_of(command.arguments, 3)
     assert cost.cpu_seconds <= BUSY * command.target_seconds
 
 
-def test_one_estimate(speed: ModuleType) -> None:
+def test_one_estimate(speed: Any) -> None:
     command = speed.COMMANDS["estimate"]
     assert command.target_seconds == 10
     cost = speed.cost_of(command.arguments)
@@ -48,7 +44,7 @@ def test_one_estimate(speed: ModuleType) -> None:
     assert cost.peak_bytes < 2 * 2**30
 
 
-def test_a_cold_search_of_the_default_space(speed: ModuleType) -> None:
+def test_a_cold_search_of_the_default_space(speed: Any) -> None:
     command = speed.COMMANDS["find"]
     assert command.target_seconds == 15
     cost = speed.cost_of(command.arguments)
@@ -56,7 +52,7 @@ def test_a_cold_search_of_the_default_space(speed: ModuleType) -> None:
     assert cost.peak_bytes < 2 * 2**30
 
 
-def test_a_configuration_more_costs_less_than_a_millisecond(speed: ModuleType) -> None:
+def test_a_configuration_more_costs_less_than_a_millisecond(speed: Any) -> None:
     priced = speed.pricing()
     assert priced.num_configs >= 5000
     assert priced.config_seconds <= 1e-3
