@@ -10,6 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from autotune import isolate
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _workers_that_know_no_test() -> Iterator[None]:
+    """A fork server serves one environment, and pytest writes the running test's name into it.
+
+    Without this, a server that tests share would import everything again for each of them.
+    """
+    with_test = isolate.worker_environment
+
+    def worker_environment(verb: str) -> dict[str, str]:
+        return {k: v for k, v in with_test(verb).items() if k != "PYTEST_CURRENT_TEST"}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolate, "worker_environment", worker_environment)
+        yield
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _log_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
