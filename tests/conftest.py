@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import tempfile
@@ -11,6 +12,23 @@ from pathlib import Path
 import pytest
 
 from autotune import isolate
+
+# The models of tests are tiny: threads that wait for work would take more time than they save.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays.
+
+    Each collection of garbage, of which Transformers and our own probes ask for several per run, would
+    look through all of torch: half a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
