@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import here
 import pytest
 
 from autotune import isolate
@@ -52,6 +53,20 @@ def _log_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands that tests run leave their log with the tests, not with the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOTUNE_LOG", str(tmp_path_factory.mktemp("log") / "autotune.log"))
+        yield
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[here.Workers]:
+    workers = here.Workers()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def forked_workers(workers: here.Workers) -> Iterator[None]:
+    """For tests of something else, which ask workers in this process: their imports come once."""
+    with workers.at_work():
         yield
 
 

@@ -167,6 +167,7 @@ def test_files_of_peft(fail: Fail, content: str, part: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("content", "part"),
     [
@@ -538,6 +539,7 @@ def test_interrupted_half_way(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "studies"}
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_nothing_fits_names_the_smallest_and_the_way_out(fail: Fail, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     text = SPACE + "    optimizer: [adamw_torch_fused]\n"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import here
 import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -37,13 +38,7 @@ def test_its_command_names_it_and_is_understood(example: Path) -> None:
     arguments = command_of(example)
     assert f"examples/{example.name}" in arguments
     # --help after all options: they are parsed, nothing is searched.
-    shown = subprocess.run(
-        [sys.executable, "-m", "autotune", *arguments, "--help"],
-        cwd=EXAMPLES.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    shown = here.command(*arguments, "--help", cwd=EXAMPLES.parent)
     assert shown.returncode == 0, shown.stderr
 
 
@@ -61,6 +56,7 @@ def test_the_run_to_compare_with_is_read() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_the_answer_is_compared_with_the_run(tmp_path: Path) -> None:
     arguments = command_of(EXAMPLES / "my-run.yaml")
     arguments[arguments.index("examples/my-run.yaml")] = str(EXAMPLES / "my-run.yaml")
@@ -71,13 +67,7 @@ def test_the_answer_is_compared_with_the_run(tmp_path: Path) -> None:
         "         optimizer: [adamw_torch_fused], activation_checkpointing: [none, full]}\n",
         encoding="utf-8",
     )
-    found = subprocess.run(
-        [sys.executable, "-m", "autotune", *arguments, "--space", str(space), "--out", "out"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    found = here.command(*arguments, "--space", str(space), "--out", "out", cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     # Without recomputation the same run is faster, and 24 GB have room for it.
     speedup = re.search(r"([\d.]+) x the [\d,]+ of your base", found.stdout)
@@ -87,6 +77,7 @@ def test_the_answer_is_compared_with_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_my_axolotl_file_comes_back_faster(tmp_path: Path) -> None:
     example = EXAMPLES / "axolotl-lora.yaml"
     arguments = command_of(example)
@@ -98,13 +89,7 @@ def test_my_axolotl_file_comes_back_faster(tmp_path: Path) -> None:
         "         optimizer: [adamw_torch], activation_checkpointing: [none, full, every-2]}\n",
         encoding="utf-8",
     )
-    found = subprocess.run(
-        [sys.executable, "-m", "autotune", *arguments, "--space", str(space), "--out", "out"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    found = here.command(*arguments, "--space", str(space), "--out", "out", cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert re.search(r"[\d.]+ x the [\d,]+ of your base", found.stdout), found.stdout
     before = example.read_text(encoding="utf-8").splitlines()

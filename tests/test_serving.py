@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import answers
+import here
 import pytest
 import sqlalchemy
 
@@ -187,7 +188,7 @@ def test_the_backends_of_the_command() -> None:
     assert ("auto", *BACKENDS) == worker.BACKENDS
 
 
-def worker_process(folder: Path, url: str, *options: str) -> subprocess.Popen[str]:
+def worker_process(folder: Path, url: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             sys.executable,
@@ -198,7 +199,6 @@ def worker_process(folder: Path, url: str, *options: str) -> subprocess.Popen[st
             url,
             "--backend",
             "cpu",
-            *options,
         ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -222,6 +222,7 @@ def said(process: subprocess.Popen[str], part: str) -> None:
 
 
 @pytest.mark.slow  # real probes: a few processes that import torch
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_that_is_stopped_gives_the_job_back_and_the_next_one_answers_it(
     tmp_path: Path,
     url: str,
@@ -260,8 +261,8 @@ def test_a_worker_that_is_stopped_gives_the_job_back_and_the_next_one_answers_it
         assert process.wait(timeout=30) == 0
         assert time.monotonic() - stopped < 10
     assert main("jobs", "show", "1")["state"] == "queued"
-    with worker_process(machine, url, "--once") as process:
-        assert process.wait(timeout=120) == 0
+    once = ("worker", "--storage", url, "--backend", "cpu", "--once")
+    assert here.command(*once, cwd=machine).returncode == 0
     job = main("jobs", "show", "1")
     assert (job["state"], job["result"]["evidence"]) == ("done", "measured")
     # What was measured before it was stopped is not measured again.

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import here
 import pytest
 
 from autotune.dataset import read_lengths
@@ -49,6 +50,7 @@ def read(folder: Path, name: str, **changes: Any) -> Lengths:
     return read_lengths(folder / name, **(settings | changes))
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
 def test_samples_are_counted_as_the_tokenizer_cuts_them(folder: Path, name: str) -> None:
     lengths = read(folder, name)
@@ -58,6 +60,7 @@ def test_samples_are_counted_as_the_tokenizer_cuts_them(folder: Path, name: str)
     assert lengths.percentiles[50] == 5
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("name", "content", "changes", "part"),
     [
@@ -123,29 +126,32 @@ def find(
         f"    batching: [{batchings}]\n",
         encoding="utf-8",
     )
-    arguments = (
-        "find --model tiny --space space.yaml --method full --effective-batch 8 --allow recipe --json "
-        "--seq-len 200"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-m", "autotune", *arguments.split(), *more],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([*sys.path, *([str(installed)] if installed else [])]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    arguments = [
+        *("find", "--model", str(folder / "tiny"), "--dataset", str(folder / "data.jsonl")),
+        *("--space", "space.yaml", "--method", "full", "--effective-batch", "8"),
+        *("--allow", "recipe", "--seq-len", "200", "--json"),
+        *more,
+    ]
+    if installed is None:
+        ran = here.command(*arguments, cwd=folder)
+    else:
+        ran = subprocess.run(
+            [sys.executable, "-m", "autotune", *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(installed)])},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
     return found
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_find_counts_no_padding_and_takes_the_longest_sample_for_the_worst(folder: Path) -> None:
-    asked = ("--gpu", "rtx-4070", "--dataset", "data.jsonl")
+    asked = ("--gpu", "rtx-4070")
     padded = find(folder, *asked, batchings="padded, grouped")
     assert padded["workload"]["sequence_length"] == 120
     assert padded["counts"]["enumerated"] == 6
@@ -163,7 +169,7 @@ def test_what_needs_no_padding_wins_where_flash_attention_is_there(folder: Path)
     note = folder / "site" / "flash_attn-2.8.3.dist-info"
     note.mkdir(parents=True)
     (note / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
-    asked = ("--gpu", "rtx-4070", "--dataset", "data.jsonl", "--out", "free")
+    asked = ("--gpu", "rtx-4070", "--out", "free")
     found = find(
         folder,
         *asked,
@@ -181,10 +187,11 @@ def test_what_needs_no_padding_wins_where_flash_attention_is_there(folder: Path)
     assert "'batching': 'padding-free'" in (folder / "free" / "train.py").read_text()
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_measured_answer_counts_no_padding_either(folder: Path) -> None:
     found = find(
         folder,
-        *("--backend", "cpu", "--gpu-mem", "200MB", "--dataset", "data.jsonl"),
+        *("--backend", "cpu", "--gpu-mem", "200MB"),
         *("--effort", "quick", "--confirm-steps", "1"),
     )
     best = found["measured"]["best"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -12,9 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import here
 import optuna
 import pytest
 from optuna.trial import TrialState
+
+from autotune import gpus
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
 SPACE = """
@@ -42,12 +46,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(budget: str) -> list[str]:
-    arguments = (
+def arguments(budget: str) -> list[str]:
+    text = (
         f"find --model tiny --backend cpu --gpu-mem {budget} --space space.yaml --method full "
         f"--seq-len 64 --effective-batch 8 --effort quick --study {STUDY}-{budget} --out out --json"
     )
-    return [sys.executable, "-m", "autotune", *arguments.split()]
+    return text.split()
 
 
 def start(folder: Path, budget: str = "30MB") -> subprocess.Popen[str]:
@@ -58,7 +62,7 @@ def start(folder: Path, budget: str = "30MB") -> subprocess.Popen[str]:
         "TMPDIR": str(folder / "temporary"),
     }
     return subprocess.Popen(
-        command(budget),
+        [sys.executable, "-m", "autotune", *arguments(budget)],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -144,22 +148,24 @@ def test_the_study_holds_what_was_measured_only(folder: Path, answer: dict[str, 
     assert answer["measured"]["best"]["tokens_per_second"] in speeds
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_asked_again_nothing_is_measured_again(folder: Path, answer: dict[str, Any]) -> None:
-    code, out, err = find(folder)
-    assert code == 0, err
-    again = json.loads(out)["measured"]
+    ran = here.command(*arguments("30MB"), cwd=folder)
+    assert ran.returncode == 0, ran.stderr
+    again = json.loads(ran.stdout)["measured"]
     assert again["best"]["config"] == answer["measured"]["best"]["config"]
     assert again["confirmation"] == answer["measured"]["confirmation"]
     # A candidate that was stopped as too slow may be looked at again, the others are known.
     assert again["num_run"] <= 1
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_budget_that_nothing_fits_is_exit_4(folder: Path, answer: dict[str, Any]) -> None:
-    code, out, err = find(folder, "3MB")
-    assert code == 4
-    assert "Nothing" in err
-    assert "Traceback" not in err
-    assert not out
+    ran = here.command(*arguments("3MB"), cwd=folder)
+    assert ran.returncode == 4
+    assert "Nothing" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not ran.stdout
 
 
 def test_killed_at_any_moment_nothing_is_left_and_the_command_goes_on(folder: Path) -> None:
@@ -183,33 +189,19 @@ def test_killed_at_any_moment_nothing_is_left_and_the_command_goes_on(folder: Pa
     assert all(trial.state.is_finished() for trial in study.trials)
 
 
-DETECTED = """
-import sys
-from autotune import cli, gpus
-gpus.detect = lambda: [gpus.find_gpu("rtx-4070")]
-cli.main(sys.argv[1:])
-"""
-
-
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("backend", ["auto", "cuda"])
 def test_a_card_that_torch_cannot_use_is_planned_for_unless_measuring_was_asked_for(
-    backend: str, folder: Path
+    backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not torch_lacks_cuda():
         pytest.skip("this torch can use CUDA")
-    arguments = (
+    monkeypatch.setattr(gpus, "detect", lambda: [gpus.find_gpu("rtx-4070")])
+    text = (
         f"find --model tiny --backend {backend} --gpu-mem 2GB --space space.yaml --method full "
         f"--seq-len 64 --effective-batch 8 --out {backend}"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", DETECTED, *arguments.split()],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    ran = here.command(*text.split(), cwd=folder)
     assert "CUDA" in ran.stderr
     if backend == "cuda":
         assert (ran.returncode, ran.stdout) == (3, "")
@@ -220,6 +212,7 @@ def test_a_card_that_torch_cannot_use_is_planned_for_unless_measuring_was_asked_
     assert "PREDICTED, not measured" in ran.stdout
 
 
+@functools.cache
 def torch_lacks_cuda() -> bool:
     code = "import torch, sys; sys.exit(int(torch.cuda.is_available()))"
     return subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import here
 import pytest
 
 from autotune.nightly.journal import locked
@@ -44,24 +45,8 @@ URL = "sqlite:///studies/autotune.db"
 CELLS = ("tiny-30mb-seq64-full", "tiny-40mb-seq64-full")
 
 
-def command(*more: str) -> list[str]:
-    return [sys.executable, "-m", "autotune", "nightly", "--backend", "cpu", *more]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-
-def nightly(folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:
-    done = subprocess.run(
-        command("--json", *more),
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def nightly(folder: Path) -> tuple[int, dict[str, Any], str]:
+    done = here.command("nightly", "--backend", "cpu", "--json", cwd=folder)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
@@ -84,8 +69,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first(folder: Path) -> dict[str, Any]:
-    code, digest, err = nightly(folder)
+def first(folder: Path, workers: here.Workers) -> dict[str, Any]:
+    with workers.at_work():
+        code, digest, err = nightly(folder)
     assert code == 0, err
     return digest
 
@@ -112,6 +98,7 @@ def test_the_first_night_is_new(folder: Path, first: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_the_second_night_measures_the_winners_and_nothing_else_though_it_is_stopped(
     folder: Path, first: dict[str, Any]
 ) -> None:
@@ -119,7 +106,11 @@ def test_the_second_night_measures_the_winners_and_nothing_else_though_it_is_sto
     exported = {p: p.read_bytes() for name in CELLS for p in (machine / name).glob("*.*")}
     before = num_probes(folder)
     stopped = subprocess.Popen(
-        command(), cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "autotune", "nightly", "--backend", "cpu"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     until = time.monotonic() + 120
     while num_probes(folder) == before and time.monotonic() < until:

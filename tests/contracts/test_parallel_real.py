@@ -120,6 +120,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return found
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_process_holds_what_is_predicted(
     name: str, reports: dict[str, list[dict[str, Any]]]

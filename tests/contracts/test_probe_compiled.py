@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import here
 import pytest
 import transformers
 from tokenizers import Tokenizer
@@ -170,6 +168,7 @@ methods:
 
 
 @pytest.mark.slow  # 15 s
+@pytest.mark.usefixtures("forked_workers")
 def test_find_measures_a_compiled_variant_and_times_the_loader(tmp_path: Path) -> None:
     model = {**MODEL, "num_hidden_layers": 4, "architectures": ["LlamaForCausalLM"]}
     make_tokenizer(tmp_path / "tiny")
@@ -178,18 +177,11 @@ def test_find_measures_a_compiled_variant_and_times_the_loader(tmp_path: Path) -
     rows = [json.dumps({"prose": "word " * count}) for count in range(1, 65)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows), encoding="utf-8")
     arguments = (
-        "find --model tiny --backend cpu --gpu-mem 50MB --space space.yaml --method full --seq-len 64 "
-        "--effective-batch 4 --confirm-steps 0 --train-steps 2 --dataset data.jsonl --text-field prose "
-        "--out out --json"
+        "--backend cpu --gpu-mem 50MB --space space.yaml --method full --seq-len 64 --effective-batch 4 "
+        "--confirm-steps 0 --train-steps 2 --text-field prose --out out --json"
     )
-    ran = subprocess.run(
-        [sys.executable, "-m", "autotune", *arguments.split()],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    where = ("--model", str(tmp_path / "tiny"), "--dataset", str(tmp_path / "data.jsonl"))
+    ran = here.command("find", *where, *arguments.split(), cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     answer = json.loads(ran.stdout)
     found = answer["measured"]

@@ -1,0 +1,81 @@
+"""Commands in the process of the tests, and workers that are forked from one which has imported all.
+
+For tests of what a command answers: `python -m autotune` takes a second to import what it needs, each
+worker three to five. Whether processes start, end and are cleaned up is tested with real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune import cli, finding, forkserver, isolate, serving, tracing
+from autotune.forkserver import ForkServer
+from autotune.isolate import WorkerEnd
+from autotune.nightly import run as nightly
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`autotune ARGUMENTS`, run in that folder."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        cli.main(arguments)
+    code = int(ended.value.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+class Workers:
+    """Fork servers that outlive who asks them. Files are named by absolute paths: they began elsewhere."""
+
+    def __init__(self) -> None:
+        self._servers: dict[bool, ForkServer] = {}
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Within it no worker is started that could be forked."""
+        run_many = isolate.run_many
+
+        def run_forked(
+            verb: str,
+            requests: Sequence[Mapping[str, Any]],
+            *,
+            command: Sequence[str] | None = None,
+            max_children: int | None = None,
+            **rest: Any,
+        ) -> tuple[WorkerEnd, ...]:
+            if command is not None:
+                return run_many(verb, requests, command=command, max_children=max_children, **rest)
+            server = self._server(is_trace=verb == "trace")
+            return tuple(server.run(verb, request, **rest) for request in requests)
+
+        # A server has this process adopt orphans, which elsewhere are init's to reap.
+        adopted = isolate.adopt_orphans(bool(self._servers))
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (isolate, tracing):
+                patch.setattr(module, "run_many", run_forked)
+            for module in (forkserver, finding, serving, nightly):
+                patch.setattr(module, "ForkServer", self._lent)
+            yield
+        isolate.adopt_orphans(adopted)
+
+    def _lent(self) -> contextlib.AbstractContextManager[ForkServer]:
+        return contextlib.nullcontext(self._server(is_trace=False))
+
+    def _server(self, *, is_trace: bool) -> ForkServer:
+        """One each: a trace sees other variables, for which a server would start anew."""
+        return self._servers.setdefault(is_trace, ForkServer())
