@@ -18,12 +18,17 @@ from autotune import isolate
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_sessionstart() -> None:
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays.
 
     Each collection of garbage, of which Transformers and our own probes ask for several per run, would
-    look through all of torch: half a second.
+    look through all of torch and all tests: a second.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
 

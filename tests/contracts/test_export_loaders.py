@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import pytest
-from test_export_trains import ADAPTERS, FULL, LORA, MAKE_MODELS, QLORA, run_python
+from test_export_trains import ADAPTERS, FULL, LORA, QLORA, make_models, run_python
 
 from autotune import export
 from autotune.config import TrainConfig, Workload
@@ -184,7 +184,7 @@ report["dora"]["peft"] = attempt(lambda: with_adapter(folder / "dora" / "exports
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the child saw: configuration, file or run -> values, or a `problem`."""
     models = tmp_path_factory.mktemp("models")
-    run_python(MAKE_MODELS, str(models))
+    make_models(models)
     folder = tmp_path_factory.mktemp("exports")
     (folder / "data").mkdir()
     # 8 blocks of 16 tokens: two optimizer steps of 2 x 2.

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import transformers
-from test_export_trains import FULL, MAKE_MODELS, TEXT, run_python
+from test_export_trains import FULL, TEXT, make_models
 
 from autotune import export
 from autotune.config import PARALLELISMS, TrainConfig, Workload
@@ -129,7 +129,7 @@ def free_port() -> str:
 
 def test_two_processes_train(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
-    run_python(MAKE_MODELS, str(tmp_path / "models"))
+    make_models(tmp_path / "models")
     (tmp_path / "text.txt").write_text(f"{TEXT}\n" * 4)
     config = dataclasses.replace(FULL, num_gpus=2, parallelism="fsdp2")
     folder = exported(tmp_path / "shared", config, str(tmp_path / "models" / "llama"))

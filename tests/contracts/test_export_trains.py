@@ -162,41 +162,67 @@ BAD_DATA = {
     "not-utf-8": ("not-utf-8.txt", "\udcff", "is not UTF-8"),
 }
 
-MAKE_MODELS = f"""
-import sys
-from pathlib import Path
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
-    T5Config, T5ForConditionalGeneration,
-)
-words = ["[PAD]", "[UNK]", "[EOS]", "[MASK]", *{WORDS!r}]
-torch.manual_seed(0)
-llama = LlamaConfig(
-    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers={NUM_LAYERS},
-    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-    bos_token_id=2, eos_token_id=2, pad_token_id=0,
-)
-bert = BertConfig(
-    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers={NUM_LAYERS},
-    num_attention_heads=2, max_position_embeddings=64,
-)
-t5 = T5Config(
-    vocab_size=64, d_model=64, d_kv=32, d_ff=128, num_layers={NUM_LAYERS}, num_heads=2,
-    decoder_start_token_id=0,
-)
-for name, made in dict(
-    llama=LlamaForCausalLM(llama), bert=BertForMaskedLM(bert), t5=T5ForConditionalGeneration(t5)
-).items():
-    tokenizer = Tokenizer(models.WordLevel({{w: i for i, w in enumerate(words)}}, "[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {{"pad_token": "[PAD]", "unk_token": "[UNK]"}}
-    special |= {{"eos_token": "[EOS]", "mask_token": "[MASK]"}}
-    made.save_pretrained(Path(sys.argv[1]) / name)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    fast.save_pretrained(Path(sys.argv[1]) / name)
-"""
+
+def make_models(folder: Path) -> None:
+    """Folders with a tiny model and its tokenizer: llama, bert, t5."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    words = ["[PAD]", "[UNK]", "[EOS]", "[MASK]", *WORDS]
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    special |= {"eos_token": "[EOS]", "mask_token": "[MASK]"}
+    llama = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        bos_token_id=2,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    bert = BertConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    t5 = T5Config(
+        vocab_size=64,
+        d_model=64,
+        d_kv=32,
+        d_ff=128,
+        num_layers=NUM_LAYERS,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = {
+            "llama": LlamaForCausalLM(llama),
+            "bert": BertForMaskedLM(bert),
+            "t5": T5ForConditionalGeneration(t5),
+        }
+    for name, model in made.items():
+        tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        model.save_pretrained(folder / name)
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+        fast.save_pretrained(folder / name)
+
 
 DRIVER = """
 import contextlib, io, json, os, runpy, sys, traceback
@@ -244,7 +270,7 @@ def run_python(code: str, *arguments: str) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders with a tiny model and its tokenizer: llama, bert, t5."""
     folder = tmp_path_factory.mktemp("models")
-    run_python(MAKE_MODELS, str(folder))
+    make_models(folder)
     return folder
 
 
@@ -387,18 +413,9 @@ def test_a_classification_head_is_trained(runs: Path) -> None:
     assert [tuple(head.shape) for head in heads] == [(2, 64)]
 
 
-LOAD_ARGUMENTS = """
-import json, sys
-from transformers import TrainingArguments
-for path in sys.argv[1:]:
-    values = json.load(open(path))
-    arguments = TrainingArguments(**values, use_cpu=True)
-    for name, value in values.items():
-        assert getattr(arguments, name) == value, (path, name)
-"""
-
-
 def test_training_arguments_load(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
     configs = [
         FULL,
         QLORA,
@@ -414,9 +431,12 @@ def test_training_arguments_load(tmp_path: Path) -> None:
             config=config,
             result={"evidence": "predicted"},
         )
-        paths += [str(path) for path in files if path.name == "training_args.json"]
+        paths += [path for path in files if path.name == "training_args.json"]
     assert len(paths) == len(configs)
-    run_python(LOAD_ARGUMENTS, *paths)
+    for path in paths:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        loaded = TrainingArguments(**values, use_cpu=True)
+        assert {name: getattr(loaded, name) for name in values} == values
 
 
 @pytest.mark.parametrize("name", BAD_DATA)

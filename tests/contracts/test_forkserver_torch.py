@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are safe 
 
 SERVER = """
 import os, sys, time
+os.environ.pop("OMP_NUM_THREADS", None)  # a fork must be able to start threads: tests do without them
 from autotune.worker import server
 
 def step(request):
