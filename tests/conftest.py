@@ -61,6 +61,26 @@ def _log_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _migrations_that_are_read_once() -> Iterator[None]:
+    """Alembic compiles all migrations, Optuna's and ours, each time that a database is made or opened."""
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    read: dict[str | None, ScriptDirectory] = {}
+    from_config = ScriptDirectory.from_config
+
+    def once(config: Config) -> ScriptDirectory:
+        folder = config.get_main_option("script_location")
+        if folder not in read:
+            read[folder] = from_config(config)
+        return read[folder]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScriptDirectory, "from_config", once)
+        yield
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[here.Workers]:
     workers = here.Workers()

@@ -36,7 +36,10 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 class Workers:
-    """Fork servers that outlive who asks them. Files are named by absolute paths: they began elsewhere."""
+    """Fork servers that outlive who asks them, as one ForkServer.
+
+    Their folder is that of who asked first: paths must be absolute.
+    """
 
     def __init__(self) -> None:
         self._servers: dict[bool, ForkServer] = {}
@@ -60,22 +63,25 @@ class Workers:
         ) -> tuple[WorkerEnd, ...]:
             if command is not None:
                 return run_many(verb, requests, command=command, max_children=max_children, **rest)
-            server = self._server(is_trace=verb == "trace")
-            return tuple(server.run(verb, request, **rest) for request in requests)
+            return tuple(self.run(verb, request, **rest) for request in requests)
 
         # A server has this process adopt orphans, which elsewhere are init's to reap.
         adopted = isolate.adopt_orphans(bool(self._servers))
-        with pytest.MonkeyPatch.context() as patch:
+        with contextlib.ExitStack() as stack:
+            stack.callback(isolate.adopt_orphans, adopted)
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
             for module in (isolate, tracing):
                 patch.setattr(module, "run_many", run_forked)
             for module in (forkserver, finding, serving, nightly):
-                patch.setattr(module, "ForkServer", self._lent)
+                patch.setattr(module, "ForkServer", lambda: contextlib.nullcontext(self))
             yield
-        isolate.adopt_orphans(adopted)
 
-    def _lent(self) -> contextlib.AbstractContextManager[ForkServer]:
-        return contextlib.nullcontext(self._server(is_trace=False))
+    def run(self, verb: str, request: Mapping[str, Any], **rest: Any) -> WorkerEnd:
+        return self._server(verb).run(verb, request, **rest)
 
-    def _server(self, *, is_trace: bool) -> ForkServer:
-        """One each: a trace sees other variables, for which a server would start anew."""
-        return self._servers.setdefault(is_trace, ForkServer())
+    def start(self, verb: str) -> None:
+        self._server(verb).start(verb)
+
+    def _server(self, verb: str) -> ForkServer:
+        """A trace sees other variables than the other verbs, for which one server would start anew."""
+        return self._servers.setdefault(verb == "trace", ForkServer())

@@ -14,6 +14,7 @@ from typing import Any
 
 import answers
 import click
+import here
 import optuna
 import pytest
 
@@ -190,6 +191,7 @@ FROZEN: dict[str, dict[str, Any]] = {
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "autotune", *arguments],
         cwd=cwd,
@@ -377,10 +379,10 @@ def test_find_leaves_a_report_and_report_draws_it_again(
 ) -> None:
     folder = (tiny / json.loads(searched.stdout)["files"][0]).parent
     beside = (folder / "report.html").read_text(encoding="utf-8")
-    drawn = run("report", folder.name, "--out", "again.html", cwd=tiny)
+    drawn = here.command("report", folder.name, "--out", "again.html", cwd=tiny)
     assert drawn.returncode == 0, drawn.stderr
     assert (tiny / "again.html").read_text(encoding="utf-8") == beside
-    told = run("report", folder.name, "--format", "json", cwd=tiny)
+    told = here.command("report", folder.name, "--format", "json", cwd=tiny)
     record = json.loads(told.stdout)
     # The way from the base to the answer ends at the answer.
     best = json.loads(searched.stdout)["best"]
@@ -390,13 +392,14 @@ def test_find_leaves_a_report_and_report_draws_it_again(
     assert len(record["trials"]) == json.loads(searched.stdout)["counts"]["replayed"]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_estimate_prices_the_answer_alike(
     searched: subprocess.CompletedProcess[str], tiny: Path
 ) -> None:
     best = json.loads(searched.stdout)["best"]
     config = best["config"]
     interval = config["activation_checkpointing"]
-    ran = run(
+    ran = here.command(
         *("estimate", "--model", "model/config.json", "--gpu", "RTX 4070", "--gpu-mem", "2GB"),
         *("--seq-len", "256", "--micro-batch", str(config["micro_batch_size"])),
         *("--accumulation", str(config["gradient_accumulation_steps"])),

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import here
 import pytest
 
 from autotune.config import METHODS
@@ -39,10 +40,11 @@ def modules() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def recorded(modules: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(modules: Any, tmp_path_factory: pytest.TempPathFactory, workers: here.Workers) -> Path:
     """The folder in which one call of every piece has written."""
     studies = tmp_path_factory.mktemp("studies")
-    assert run(modules, *PIECES, studies=studies) == 0
+    with workers.at_work():
+        assert run(modules, *PIECES, studies=studies) == 0
     return studies / "cpu"
 
 
@@ -135,6 +137,7 @@ def test_what_is_recorded_is_not_run_again(recorded: Path, modules: Any) -> None
         assert (recorded / name).read_text(encoding="utf-8") == text
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_repredicting_leaves_measurements_alone(recorded: Path, modules: Any) -> None:
     path = recorded / "predicted_vs_measured.jsonl"
     before = lines(path)
@@ -262,6 +265,7 @@ def test_without_a_card_it_says_so(modules: Any, capsys: pytest.CaptureFixture[s
     assert "no CUDA GPU here" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_techniques_are_measured_and_what_cannot_run_is_said(
     modules: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,8 @@ import pytest
 from autotune import cli, inverse
 from autotune.cli import maximum
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 TINY = str(Path(__file__).parents[1] / "examples" / "tiny-llama.json")
 ASK = ("max", "--gpu", "rtx-4070", "--gpu-mem", "1GB")
 

@@ -40,6 +40,7 @@ def test_it_is_kept_without_outputs() -> None:
         assert cell["execution_count"] is None
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
 def test_every_cell_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
