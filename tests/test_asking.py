@@ -206,6 +206,10 @@ THEIRS: dict[str, dict[str, str]] = {
     "accelerate.yaml": DEEPSPEED,
     "run": {f"run/{name}": text for name, text in FOLDER.items()},
     "train_config.yaml": {"train_config.yaml": OURS},
+    "ours": {
+        "ours/train_config.yaml": OURS,
+        "ours/training_args.json": FOLDER["training_args.json"],
+    },
 }
 
 

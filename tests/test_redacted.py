@@ -39,7 +39,7 @@ def test_a_long_line_takes_no_longer_than_it_is() -> None:
     """What is quadratic in the length would take hours."""
     text = "x" * 2_000_000 + "://" * 20_000
     assert redacted(text) == text
-    for long in (text, " " * 1_000_000, "api_key: x" + " " * 1_000_000 + "y", "token" * 200_000):
+    for long in (text, " " * 300_000, "api_key: x" + " " * 300_000 + "y", "token" * 60_000):
         assert file_without_secrets("run.yaml", long) == long
 
 

@@ -34,7 +34,7 @@ SPACE = """
 name: tiny
 methods:
   full:
-    micro_batch_size: [2, 4, 8]
+    micro_batch_size: [2, 4]
     precision: [bf16-true]
     optimizer: [adamw_torch_fused]
     activation_checkpointing: [none]
