@@ -16,12 +16,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
 
 def storages(tensors: Any) -> int:
@@ -35,8 +41,6 @@ def storages(tensors: Any) -> int:
 
 
 def build(case: dict[str, Any]) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     config = LlamaConfig(**{k: v for k, v in case["config"].items() if k != "model_type"})
     config.use_cache = False
@@ -45,8 +49,6 @@ def build(case: dict[str, Any]) -> Any:
     if case["quantization"]:
         quantize(model, case["quantization"])
     if case["lora"]:
-        from peft import LoraConfig, get_peft_model
-
         lora = LoraConfig(
             r=case["lora"], target_modules="all-linear", bias="none", task_type="CAUSAL_LM"
         )
@@ -56,9 +58,6 @@ def build(case: dict[str, Any]) -> Any:
 
 def quantize(model: Any, choices: dict[str, Any]) -> None:
     """What from_pretrained makes of it, on the CPU."""
-    from transformers import BitsAndBytesConfig
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-
     weights = dict(model.named_parameters())
     config = BitsAndBytesConfig(**choices)
     replace_with_bnb_linear(model, ["lm_head"], quantization_config=config)
@@ -81,9 +80,6 @@ def share(model: Any, case: dict[str, Any]) -> Any:
     if case["parallelism"] == "ddp":
         # What the Trainer gives to accelerate, and accelerate's defaults for the rest.
         return DistributedDataParallel(model, find_unused_parameters=True)
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -106,8 +102,6 @@ def share(model: Any, case: dict[str, Any]) -> Any:
 
 def make_optimizer(name: str, parameters: list[Any]) -> Any:
     if name == "adamw_bnb_8bit":
-        import bitsandbytes as bnb
-
         return bnb.optim.AdamW8bit(parameters)
     return torch.optim.AdamW(parameters, fused=name == "adamw_torch_fused")
 
@@ -194,7 +188,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for num_gpus in sorted({case["num_gpus"] for case in cases.values()}):
             own = {name: case for name, case in cases.items() if case["num_gpus"] == num_gpus}
-            mp.spawn(worker, args=(num_gpus, own, folder), nprocs=num_gpus)
+            # Forked, so that this process imports for all of them. Nothing was computed here: gloo, and
+            # torch's threads, begin in each.
+            mp.start_processes(
+                worker, args=(num_gpus, own, folder), nprocs=num_gpus, start_method="fork"
+            )
             for rank in range(num_gpus):
                 text = Path(folder, f"{num_gpus}-{rank}.json").read_text(encoding="utf-8")
                 for name, report in json.loads(text).items():
