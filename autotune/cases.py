@@ -20,13 +20,8 @@ from autotune.gpus import Gpu
 from autotune.models import ModelSource
 from autotune.parallel import RankTrace
 from autotune.results import Estimate, TraceSpec
-from autotune.space import (
-    Context,
-    SearchSpace,
-    broken_rules,
-    enumerate_configs,
-    with_attentions,
-)
+from autotune.rules import Context, broken_rules
+from autotune.space import SearchSpace, enumerate_configs, with_attentions
 from autotune.traces import Trace
 from autotune.tracing import trace_all
 from autotune.tune import Candidates, Progress, default_base

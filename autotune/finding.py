@@ -51,7 +51,7 @@ from autotune.report.data import collect
 from autotune.report.files import write
 from autotune.report.progress import SILENT, Listener
 from autotune.results import BACKENDS, ProbeSpec
-from autotune.space import AMPERE, as_in_base, may_pack, with_peft
+from autotune.space import as_in_base, may_pack, with_peft
 from autotune.summary import Measured, Summary
 from autotune.trace_table import TraceTable
 from autotune.tune import Found
@@ -146,7 +146,7 @@ def find(
             methods=methods,
             num_gpus=options.num_gpus or 1,
             effective_batch=options.effective_batch or EFFECTIVE_BATCH_SIZE,
-            has_bf16=(card.compute_capability or AMPERE) >= AMPERE,
+            has_bf16=card.has_bfloat16,
             usual_length=SEQUENCE_LENGTH,
             note=listener.note,
         )

@@ -24,15 +24,12 @@ from autotune.gpus import Gpu
 from autotune.knobs import KNOBS, REQUIRED, describe
 from autotune.models import ModelSource
 from autotune.needs import NOT_PREDICTED, predictable
-from autotune.optimizers import OPTIMIZERS
 from autotune.results import Estimate, TraceSpec
+from autotune.rules import Context, broken_rules
 from autotune.space import (
-    Context,
     SearchSpace,
-    broken_rules,
     enumerate_configs,
     for_gpus,
-    tradeoff_class,
     usual_batching,
     with_attentions,
     with_batchings,
@@ -48,6 +45,7 @@ from autotune.summary import (
 )
 from autotune.trace_table import TraceTable
 from autotune.tracing import trace_all
+from autotune.tradeoffs import LEVEL, gives_up, tradeoff_class
 from autotune.units import format_bytes
 
 _log = log.logger(__name__)
@@ -57,8 +55,6 @@ NOISE = 0.02
 
 MORE_MEMORY_BYTES = 2 * 10**9
 """What the answer says of more memory."""
-
-_LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +103,7 @@ def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfi
     """
     method = workload.methods[0]
     adapter = method != "full"
-    has_bfloat16 = gpu.compute_capability is None or gpu.compute_capability >= (8, 0)
-    if has_bfloat16:
+    if gpu.has_bfloat16:
         precision = "bf16-autocast" if adapter else "bf16-true"
     else:
         precision = "fp16-autocast" if adapter else "fp16-mixed"
@@ -385,7 +380,7 @@ class Candidates:
 
     def at_most(self, allow: str) -> Callable[[TrainConfig], bool]:
         """Whether a configuration gives up no more than `allow`."""
-        return lambda config: _LEVEL[self.class_of(config)] <= _LEVEL[allow]
+        return lambda config: LEVEL[self.class_of(config)] <= LEVEL[allow]
 
     def fits(self, estimate: Estimate) -> bool:
         return estimate.peak_device_bytes <= self._estimator.memory_budget_bytes
@@ -462,17 +457,6 @@ class Candidates:
                 key=lambda e: (not self.fits(e), -_speed(e), repr(e.config)),
             )[:limit]
         )
-
-
-def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
-    """Orders configurations by what they give up against the base, least first; headroom aside."""
-    family = OPTIMIZERS[config.optimizer].family
-    return (
-        _LEVEL[tradeoff_class(config, base)],
-        family != OPTIMIZERS[base.optimizer].family,
-        config.quantization != "none",
-        -(config.lora_rank or 0),
-    )
 
 
 def _speed(estimate: Estimate) -> float:

@@ -62,7 +62,8 @@ from autotune.models import ModelSource
 from autotune.probe_key import probe_key
 from autotune.probing import Prober
 from autotune.results import BACKENDS, SCHEMA_VERSION, Estimate, ProbeSpec, TraceSpec
-from autotune.space import Context, SearchSpace, broken_rules, enumerate_configs
+from autotune.rules import Context, broken_rules
+from autotune.space import SearchSpace, enumerate_configs
 from autotune.tracing import trace_all
 from autotune.units import parse_bytes
 

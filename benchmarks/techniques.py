@@ -23,8 +23,9 @@ from autotune.models import ModelSource, resolve
 from autotune.optimizers import OPTIMIZERS
 from autotune.options import SEQUENCE_LENGTH
 from autotune.results import Estimate, TraceSpec
-from autotune.space import Context, broken_rules, tradeoff_class
+from autotune.rules import Context, broken_rules
 from autotune.tracing import trace_all
+from autotune.tradeoffs import tradeoff_class
 from autotune.units import GIB
 
 MICRO_BATCH = 4

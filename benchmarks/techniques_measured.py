@@ -29,8 +29,8 @@ from autotune.knobs import describe
 from autotune.models import ModelSource, resolve
 from autotune.probes import open_probes
 from autotune.results import BACKENDS, SCHEMA_VERSION, Estimate, Measurement, ProbeSpec, TraceSpec
-from autotune.space import tradeoff_class
 from autotune.tracing import trace_all
+from autotune.tradeoffs import tradeoff_class
 from autotune.units import MIB
 
 ROOT = Path(__file__).parents[1]

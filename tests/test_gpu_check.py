@@ -15,7 +15,7 @@ from autotune.gpus import detect, find_gpu
 from autotune.isolate import WorkerEnd
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import SCHEMA_VERSION, measurement_from_dict
-from autotune.space import Context, broken_rules
+from autotune.rules import Context, broken_rules
 from autotune.space_file import load
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -20,9 +20,9 @@ from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
-from autotune.space import tradeoff_class
 from autotune.summary import Summary
 from autotune.traces import Trace
+from autotune.tradeoffs import tradeoff_class
 from autotune.tune import Candidates, default_base, describe, find
 from autotune.units import format_bytes
 

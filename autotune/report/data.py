@@ -15,8 +15,8 @@ from autotune.config import TrainConfig
 from autotune.knobs import describe
 from autotune.report.words import printable
 from autotune.results import measurement_from_dict
-from autotune.space import tradeoff_class
 from autotune.studies import StoredAnswer, load_with_trials
+from autotune.tradeoffs import tradeoff_class
 from autotune.units import format_bytes
 
 FITS, DOES_NOT_FIT = "fits", "does not fit"
