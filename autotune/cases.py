@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.candidates import Candidates
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
 from autotune.estimate import Estimator, least_bytes
@@ -24,7 +25,7 @@ from autotune.rules import Context, broken_rules
 from autotune.space import SearchSpace, enumerate_configs, with_attentions
 from autotune.traces import Trace
 from autotune.tracing import trace_all
-from autotune.tune import Candidates, Progress, default_base
+from autotune.tune import Progress, default_base
 
 _FAR = 10**9
 """Sorts behind every checkpointing interval."""

@@ -42,6 +42,7 @@ from autotune.probe_key import probe_key
 from autotune.probes import ProbeTable
 from autotune.pruner import SpeedPruner
 from autotune.results import (
+    NOISE,
     STOP_FILE,
     Estimate,
     Fingerprint,
@@ -55,7 +56,6 @@ from autotune.seen import Seen
 from autotune.store import parameter_distributions
 from autotune.summary import Measured
 from autotune.trials import Watch, ended, watched
-from autotune.tune import NOISE
 from autotune.turns import Asked, take_turn
 from autotune.winner import (
     MAX_CONFIRMATIONS,

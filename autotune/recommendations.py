@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
-from autotune.results import Fingerprint, fingerprint_from_dict
+from autotune.results import NOISE, Fingerprint, fingerprint_from_dict
 from autotune.units import parse_bytes
 from autotune.upgrade import open_engine
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine, Row, Select
 
-NOISE = 0.02
-"""Speeds that differ by less are the same (autotune.tune.NOISE), whatever their spread."""
 
 _HOW_HARD = ("backend", "confirm_steps", "effort", "study")
 """Options that say how an answer is looked for, and not what is asked."""

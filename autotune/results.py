@@ -18,6 +18,10 @@ SCHEMA_VERSION = 1
 """Version of result.json and of the worker's request and result files."""
 
 
+NOISE = 0.02
+"""Speeds closer than this are tied: a probe measures until its spread is under 2 %."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSpec:
     """What changes the structure of a traced step: configurations that agree in it share a trace."""
@@ -276,7 +280,7 @@ class ProbeSpec:
     """peak_device_bytes may not pass it: the allocator is capped so that it cannot."""
     max_seconds: float
     """Of timed steps: a probe stops measuring then, whatever its spread."""
-    target_spread: float = 0.02
+    target_spread: float = NOISE
     """Stop timing when the relative standard error of the step is below it."""
     max_steps: int = 20
     """Optimizer steps timed at most."""

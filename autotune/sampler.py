@@ -59,6 +59,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune.config import TrainConfig
 from autotune.knobs import KNOBS
 from autotune.pruner import is_feasible
+from autotune.results import NOISE
 from autotune.store import CONSTRAINT
 
 Floats = npt.NDArray[np.float64]
@@ -181,7 +182,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         *,
         distributions: Mapping[str, BaseDistribution],
         budget_bytes: int,
-        noise: float = 0.02,
+        noise: float = NOISE,
         leave_out: Collection[int] = (),
         seed: int = 0,
         near: Mapping[frozenset[Any], Near] = MappingProxyType({}),

@@ -112,6 +112,7 @@ class Pricing:
 def pricing() -> Pricing:
     """Trace what the default space needs, then price all of it."""
     from autotune import space_file
+    from autotune.candidates import Candidates
     from autotune.config import Workload
     from autotune.estimate import Estimator
     from autotune.gpus import find_gpu
@@ -119,7 +120,7 @@ def pricing() -> Pricing:
     from autotune.results import TraceSpec
     from autotune.space import enumerate_configs
     from autotune.tracing import trace_all
-    from autotune.tune import Candidates, default_base
+    from autotune.tune import default_base
 
     model, gpu = resolve(MODEL), find_gpu(CARD)
     workload = Workload(model=MODEL, memory_budget_bytes=gpu.capacity_bytes)

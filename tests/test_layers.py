@@ -69,6 +69,7 @@ ROWS = {
     "transfer": 4,
     "upgrade": 4,
     "bases": 5,
+    "candidates": 5,
     "dataset": 5,
     "cases": 5,
     "compiled": 5,

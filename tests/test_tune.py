@@ -14,16 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune import tune
+from autotune.candidates import Candidates
 from autotune.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
+from autotune.knobs import describe
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
 from autotune.summary import Summary
 from autotune.traces import Trace
 from autotune.tradeoffs import tradeoff_class
-from autotune.tune import Candidates, default_base, describe, find
+from autotune.tune import default_base, find
 from autotune.units import format_bytes
 
 MB = 10**6
