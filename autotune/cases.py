@@ -14,6 +14,7 @@ from typing import Any
 
 from autotune.candidates import Candidates
 from autotune.config import TrainConfig, Workload
+from autotune.defaults import default_base
 from autotune.errors import ConfigError, HardwareError
 from autotune.estimate import Estimator, least_bytes
 from autotune.forkserver import ForkServer
@@ -25,7 +26,7 @@ from autotune.rules import Context, broken_rules
 from autotune.space import SearchSpace, enumerate_configs, with_attentions
 from autotune.traces import Trace
 from autotune.tracing import trace_all
-from autotune.tune import Progress, default_base
+from autotune.tune import Progress
 
 _FAR = 10**9
 """Sorts behind every checkpointing interval."""

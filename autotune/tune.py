@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from autotune import compiled, log, waterfall
 from autotune.candidates import Candidates, speed_of
-from autotune.config import METHODS, TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.defaults import default_base, larger_micro_batches
 from autotune.details import Details
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.estimate import Estimator, least_bytes
 from autotune.gpus import Gpu
-from autotune.knobs import KNOBS, REQUIRED, describe
+from autotune.knobs import KNOBS, describe
 from autotune.models import ModelSource
 from autotune.needs import NOT_PREDICTED, predictable
 from autotune.results import NOISE, Estimate, TraceSpec
@@ -28,7 +29,6 @@ from autotune.space import (
     SearchSpace,
     enumerate_configs,
     for_gpus,
-    usual_batching,
     with_attentions,
     with_batchings,
 )
@@ -90,38 +90,6 @@ Progress = Callable[[str, int, int], None]
 """(what, done, of how many)."""
 
 
-def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfig:
-    """TrainingArguments' defaults (transformers 5.23), micro-batch 1: what a search improves on.
-
-    The weights keep the checkpoint's bfloat16 (`bf16` left False); a card without bfloat16 units
-    gets what its owner would choose, fp16. An adapter has what KNOBS says of its method.
-    """
-    method = workload.methods[0]
-    adapter = method != "full"
-    if gpu.has_bfloat16:
-        precision = "bf16-autocast" if adapter else "bf16-true"
-    else:
-        precision = "fp16-autocast" if adapter else "fp16-mixed"
-    return TrainConfig(
-        method=method,
-        micro_batch_size=1,
-        gradient_accumulation_steps=max(1, workload.effective_batch_size // workload.num_gpus),
-        sequence_length=workload.sequence_length,
-        precision=precision,
-        optimizer="adamw_torch_fused",
-        attention="sdpa" if "sdpa" in model.attentions else model.attentions[0],
-        batching=usual_batching(workload.task),
-        parallelism="ddp" if workload.num_gpus > 1 else "none",
-        num_gpus=workload.num_gpus,
-        **{
-            knob.name: default
-            for knob in KNOBS.values()
-            if method in knob.methods != METHODS
-            and (default := knob.default_for(method)) is not REQUIRED
-        },
-    )
-
-
 def find(
     model: ModelSource,
     workload: Workload,
@@ -169,7 +137,7 @@ def find(
     reference = base or default_base(workload, gpu, model)
     if reference.method == "peft" and reference.peft is None:
         reference = dataclasses.replace(reference, peft=points.configs[0].peft)
-    baselines = [base] if base is not None else _larger_micro_batches(reference)
+    baselines = [base] if base is not None else larger_micro_batches(reference)
     possible = _possible(points.configs, model, workload)
     traces = trace_all(
         model,
@@ -317,18 +285,6 @@ def with_measured(summary: Summary, measured: Measured) -> Summary:
         ),
         measured=measured,
     )
-
-
-def _larger_micro_batches(config: TrainConfig) -> list[TrainConfig]:
-    """The same at every power of two that divides the effective batch size, largest first."""
-    effective = config.effective_batch_size // config.num_gpus
-    sizes = [2**n for n in range(effective.bit_length()) if effective % 2**n == 0]
-    return [
-        dataclasses.replace(
-            config, micro_batch_size=size, gradient_accumulation_steps=effective // size
-        )
-        for size in reversed(sizes)
-    ]
 
 
 def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate | None:

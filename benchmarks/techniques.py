@@ -13,8 +13,9 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 
-from autotune import __version__, tune
+from autotune import __version__
 from autotune.config import METHODS, TrainConfig, Workload
+from autotune.defaults import default_base
 from autotune.errors import ConfigError
 from autotune.estimate import Estimator
 from autotune.gpus import Gpu, find_gpu
@@ -86,7 +87,7 @@ def base_of(
         memory_budget_bytes=card.capacity_bytes,
     )
     return dataclasses.replace(
-        tune.default_base(workload, card, model),
+        default_base(workload, card, model),
         micro_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=EFFECTIVE_BATCH // MICRO_BATCH,
     )

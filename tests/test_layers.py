@@ -39,6 +39,7 @@ ROWS = {
     "rules": 3,
     "space": 3,
     "summary": 3,
+    "defaults": 3,
     "details": 3,
     "tradeoffs": 3,
     "logged_runs": 4,

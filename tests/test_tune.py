@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from autotune import tune
 from autotune.candidates import Candidates
 from autotune.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.defaults import default_base
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
@@ -25,7 +26,7 @@ from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, Tr
 from autotune.summary import Summary
 from autotune.traces import Trace
 from autotune.tradeoffs import tradeoff_class
-from autotune.tune import default_base, find
+from autotune.tune import find
 from autotune.units import format_bytes
 
 MB = 10**6
@@ -461,26 +462,6 @@ def test_progress_is_told() -> None:
     assert all(0 < done <= total for _, done, total in told)
     assert told[0][1:] == (160, 160)
     assert told[2][1] <= summary.counts.replayed
-
-
-@pytest.mark.parametrize(
-    ("card", "method", "precision"),
-    [
-        ("rtx-4070", "full", "bf16-true"),
-        ("rtx-4070", "lora", "bf16-autocast"),
-        ("rtx-4070", "qlora", "bf16-autocast"),
-        ("t4", "full", "fp16-mixed"),
-        ("t4", "qlora", "fp16-autocast"),
-    ],
-)
-def test_the_default_base(card: str, method: str, precision: str) -> None:
-    base = default_base(tiny_model.workload(1, (method,)), find_gpu(card), tiny_model.MODEL)
-    assert (base.method, base.precision) == (method, precision)
-    assert base.optimizer == "adamw_torch_fused"
-    assert base.activation_checkpointing == 0
-    assert base.effective_batch_size == tiny_model.EFFECTIVE_BATCH_SIZE
-    assert (base.lora_rank is None) == (method == "full")
-    assert (base.quantization == "none") == (method != "qlora")
 
 
 def test_a_configuration_in_one_line() -> None:
