@@ -27,6 +27,7 @@ ROWS = {
     "optimizers": 2,
     "gpus": 2,
     "knobs": 2,
+    "readers": 2,
     "lengths": 2,
     "loading": 3,
     "kv_cache": 2,

@@ -20,7 +20,6 @@ from autotune.defaults import default_base
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
-from autotune.knobs import describe
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
 from autotune.summary import Summary
@@ -462,23 +461,6 @@ def test_progress_is_told() -> None:
     assert all(0 < done <= total for _, done, total in told)
     assert told[0][1:] == (160, 160)
     assert told[2][1] <= summary.counts.replayed
-
-
-def test_a_configuration_in_one_line() -> None:
-    assert describe(BASE) == (
-        "full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 8, sdpa"
-    )
-    qlora = dataclasses.replace(
-        LORA,
-        method="qlora",
-        quantization="nf4-double",
-        activation_checkpointing=2,
-        activation_offloading=True,
-    )
-    assert describe(qlora) == (
-        "QLoRA r=16 on all-linear, nf4-double, bf16-autocast, adamw_torch_fused, "
-        "micro-batch 1 x 8, checkpoint every 2nd layer, offloading, sdpa"
-    )
 
 
 def test_what_cannot_fit_is_not_traced() -> None:
