@@ -19,7 +19,6 @@ from autotune.config import (
     COMPILE_BACKENDS,
     COMPILE_MODES,
     METHODS,
-    PARALLELISMS,
     PRECISIONS,
     QUANTIZATION_STORAGES,
     QUANTIZATIONS,
@@ -28,6 +27,7 @@ from autotune.config import (
 )
 from autotune.lengths import BATCHINGS
 from autotune.optimizers import OPTIMIZERS
+from autotune.parallelisms import PARALLELISMS
 
 REQUIRED = object()
 """Default of a knob that every section of a space must name."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from autotune import typed
 from autotune.adapters import ADAPTERS
-from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig
+from autotune.config import PRECISIONS, TrainConfig
+from autotune.parallelisms import PARALLELISMS
 from autotune.units import format_bytes
 
 SCHEMA_VERSION = 1

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.adapters import ADAPTERS
-from autotune.config import PARALLELISMS, PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
+from autotune.parallelisms import PARALLELISMS
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
 # with float8.

@@ -25,6 +25,7 @@ ROWS = {
     "config": 2,
     "optimizer_steps": 2,
     "optimizers": 2,
+    "parallelisms": 2,
     "gpus": 2,
     "knobs": 2,
     "readers": 2,

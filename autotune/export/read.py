@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.adapters import ADAPTERS, peft_fields
-from autotune.config import METHODS, PARALLELISMS, TrainConfig, Workload
+from autotune.config import METHODS, TrainConfig, Workload
 from autotune.defaults import OPTIMIZER, PRECISION_OF
 from autotune.errors import ConfigError
 from autotune.export.edit import Change
@@ -37,6 +37,7 @@ from autotune.export.text import caveats_of
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.files import Disk, Files
 from autotune.knobs import KNOBS, REQUIRED
+from autotune.parallelisms import PARALLELISMS
 
 _OPEN = ("micro_batch_size", "gradient_accumulation_steps", "precision", "optimizer")
 """Settings that every run has, whatever its files say."""

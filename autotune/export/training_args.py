@@ -12,11 +12,12 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from autotune.config import LOADER_SETTINGS, PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.config import LOADER_SETTINGS, PRECISIONS, TrainConfig, Workload
 from autotune.export import installed, targets
 from autotune.export.carried import heading, unsaid
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
+from autotune.parallelisms import PARALLELISMS
 
 name = "training-args"
 filename = "training_args.json"
