@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError
 from autotune.estimate import Estimator
-from autotune.results import NOISE, Estimate
+from autotune.measurement import NOISE
+from autotune.results import Estimate
 from autotune.tradeoffs import LEVEL, gives_up, tradeoff_class
 
 

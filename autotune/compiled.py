@@ -18,7 +18,8 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 
 from autotune.config import TrainConfig
-from autotune.results import Estimate, Measurement
+from autotune.measurement import Measurement
+from autotune.results import Estimate
 from autotune.rules import Context, broken_rules
 from autotune.space import SearchSpace, with_domains
 

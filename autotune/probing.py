@@ -36,21 +36,21 @@ from autotune.errors import HardwareError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
 from autotune.logged_runs import log_run
-from autotune.models import ModelSource
-from autotune.out_of_memory import says_out_of_memory
-from autotune.probe_key import probe_key
-from autotune.probes import ProbeTable
-from autotune.pruner import SpeedPruner
-from autotune.results import (
+from autotune.measurement import (
     NOISE,
     STOP_FILE,
-    Estimate,
     Fingerprint,
     Measurement,
     ProbeSpec,
     fingerprint_from_dict,
     measurement_from_dict,
 )
+from autotune.models import ModelSource
+from autotune.out_of_memory import says_out_of_memory
+from autotune.probe_key import probe_key
+from autotune.probes import ProbeTable
+from autotune.pruner import SpeedPruner
+from autotune.results import Estimate
 from autotune.sampler import Candidate, Near, PredictionSampler
 from autotune.seen import Seen
 from autotune.store import parameter_distributions

@@ -44,7 +44,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune.config import TrainConfig
 from autotune.correction import Correction, Floats, Prior, below, density, design_of
 from autotune.knobs import KNOBS
-from autotune.results import NOISE
+from autotune.measurement import NOISE
 from autotune.trial_history import History, key_of
 
 STOP_BELOW = 0.05

@@ -21,9 +21,10 @@ from autotune.errors import ConfigError, NothingFitsError
 from autotune.estimate import Estimator, least_bytes
 from autotune.gpus import Gpu
 from autotune.knobs import KNOBS, describe
+from autotune.measurement import NOISE
 from autotune.models import ModelSource
 from autotune.needs import NOT_PREDICTED, predictable
-from autotune.results import NOISE, Estimate, TraceSpec
+from autotune.results import Estimate, TraceSpec
 from autotune.rules import Context, broken_rules
 from autotune.space import (
     SearchSpace,

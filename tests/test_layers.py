@@ -37,6 +37,7 @@ ROWS = {
     "out_of_memory": 2,
     "allocator": 2,
     "roofline": 2,
+    "measurement": 3,
     "results": 3,
     "rules": 3,
     "space": 3,

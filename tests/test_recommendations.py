@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy
 
 from autotune import cli, finding
+from autotune.measurement import Fingerprint
 from autotune.options import FindOptions
 from autotune.recommendations import (
     Recommendation,
@@ -20,7 +21,6 @@ from autotune.recommendations import (
     question_of,
     reason_for,
 )
-from autotune.results import Fingerprint
 
 HERE = Fingerprint(
     device="a CPU", driver="", cuda="", versions=(("torch", "2.13.0"),), allocator=""

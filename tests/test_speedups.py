@@ -13,8 +13,8 @@ import pytest
 
 from autotune.config import TrainConfig
 from autotune.gpus import find_gpu
+from autotune.measurement import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.models import ModelSource
-from autotune.results import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.rules import Context, broken_rules
 
 ROOT = Path(__file__).parents[1]
