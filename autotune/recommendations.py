@@ -91,19 +91,6 @@ class RecommendationTable:
             query = query.where(self._table.c.device == device)
         return self._read(query.order_by(self._table.c.made_at, self._table.c.id))
 
-    def all_latest(self) -> list[Recommendation]:
-        """The newest answer to each question on each device, oldest first."""
-        import sqlalchemy
-
-        table = self._table
-        place = sqlalchemy.func.row_number().over(
-            partition_by=(table.c.question_key, table.c.device),
-            order_by=(table.c.made_at.desc(), table.c.id.desc()),
-        )
-        ranked = sqlalchemy.select(table.c.id, place.label("place")).subquery()
-        query = table.select().join(ranked, ranked.c.id == table.c.id).where(ranked.c.place == 1)
-        return self._read(query.order_by(table.c.made_at, table.c.id))
-
     def everything(self) -> list[Recommendation]:
         """All of them, oldest first."""
         return self._read(self._table.select().order_by(self._table.c.made_at, self._table.c.id))

@@ -65,9 +65,7 @@ def priced_update(row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool) 
         later=later,
         device_state_bytes=int(changes(made, np.where(is_state, sizes, 0)).sum()),
         state_bytes=int(changes(made, np.where(is_state, in_blocks(sizes), 0)).sum()),
-        managed_bytes=sum(
-            t.size_bytes for s in specs for t in row.algorithm.state(s) if t.place == "managed"
-        ),
+        managed_bytes=row.managed_bytes(specs),
         temporary_peak_bytes=int(temporaries.max(initial=0)),
         cost=sum(costs, NO_COST),
     )

@@ -82,10 +82,6 @@ class Digest:
     is_interrupted: bool = False
     notes: tuple[str, ...] = ()
 
-    @property
-    def is_new_machine(self) -> bool:
-        return bool(self.done) and not any(d.planned.nights for d in self.done)
-
     def of_kind(self, *kinds: str) -> list[Done]:
         return [each for each in self.done if each.kind in kinds]
 
