@@ -16,7 +16,7 @@ from typing import Any
 import gpu_cases
 
 from autotune.forkserver import ForkServer
-from autotune.results import ProbeSpec
+from autotune.measurement import ProbeSpec
 from autotune.units import MIB
 
 RETURN_SECONDS = 20.0
