@@ -346,6 +346,14 @@ def test_a_command_that_does_not_exist() -> None:
             "cuda=types.SimpleNamespace(is_initialized=lambda: True))",
             "cuda_initialized': True",
         ),
+        # A library that talks to the driver itself: torch would not know.
+        (
+            "import ctypes, types; "
+            "driver = types.SimpleNamespace(cuDeviceGetCount=lambda count: 0); "
+            "server.ctypes = types.SimpleNamespace(CDLL=lambda name, mode: driver,"
+            " byref=ctypes.byref, c_int=ctypes.c_int)",
+            "cuda_initialized': True",
+        ),
         # A context that another library made, as seen from the open device.
         (
             "server._open_files = lambda: ['/dev/null', '/dev/nvidia-uvm']",

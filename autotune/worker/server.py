@@ -24,6 +24,7 @@ the sources of torch 2.13 and bitsandbytes 0.50, and is checked before every for
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -39,6 +40,7 @@ from typing import Any, NoReturn
 from autotune.gpus import detect
 from autotune.isolate import PARENT_VARIABLE, adopt_orphans, die_with_parent
 from autotune.worker.__main__ import VERBS, Verb, answer_request, import_adapters
+from autotune.worker.stand_ins import replaced
 
 _IMPORT_ENVIRONMENT = {
     # torch.cuda.is_available asks NVML in place of cuInit, which no fork survives
@@ -50,6 +52,8 @@ _IMPORT_ENVIRONMENT = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+_NOT_INITIALIZED = 3
+"""CUDA_ERROR_NOT_INITIALIZED of cuda.h."""
 
 
 def main(
@@ -106,25 +110,33 @@ def _capability_without_cuda() -> Iterator[None]:
 
     bitsandbytes asks for the compute capability of every card (0.50, cuda_specs.py) and shows it in
     its diagnostics only; torchao, which Transformers imports where it is installed, asks whether a
-    card is good enough for Triton (torch 2.13, utils/_triton.py). Where NVML knows no card, torch's
-    functions are left as they are.
+    card is good enough for Triton (torch 2.13, utils/_triton.py). Whoever asks whether CUDA is there has
+    torch count the cards through NVML, which torch opens and never closes (cuda/__init__.py,
+    _raw_device_count_nvml): a fork does not inherit it safely, so they are counted here. Where NVML
+    knows no card, torch's functions are left as they are.
     """
     import torch
     from torch._dynamo.device_interface import CudaInterface
 
-    capabilities = [gpu.compute_capability for gpu in detect() if gpu.compute_capability]
-    ask_capability = torch.cuda.get_device_capability
-    ask_properties = CudaInterface.Worker.get_device_properties
-    if capabilities:
-        major, minor = max(capabilities)
-        known = SimpleNamespace(major=major, minor=minor)
-        torch.cuda.get_device_capability = lambda device=None: (major, minor)
-        CudaInterface.Worker.get_device_properties = staticmethod(lambda device=None: known)  # type: ignore[method-assign]
-    try:
+    cards = detect()
+    capabilities = [gpu.compute_capability for gpu in cards if gpu.compute_capability]
+    if not capabilities:
         yield
-    finally:
-        torch.cuda.get_device_capability = ask_capability
-        CudaInterface.Worker.get_device_properties = staticmethod(ask_properties)  # type: ignore[method-assign]
+        return
+    major, minor = max(capabilities)
+    known = SimpleNamespace(major=major, minor=minor)
+    with replaced(
+        (
+            (torch.cuda, "get_device_capability", lambda device=None: (major, minor)),
+            (torch.cuda, "_device_count_nvml", lambda: len(cards)),
+            (
+                CudaInterface.Worker,
+                "get_device_properties",
+                staticmethod(lambda device=None: known),
+            ),
+        )
+    ):
+        yield
 
 
 def _take_control() -> tuple[int, int]:
@@ -253,10 +265,25 @@ def _state() -> dict[str, int | bool]:
     torch = sys.modules.get("torch")
     return {
         "num_threads": len(os.listdir("/proc/self/task")),
-        "cuda_initialized": torch is not None and torch.cuda.is_initialized(),
+        "cuda_initialized": (torch is not None and torch.cuda.is_initialized())
+        or _driver_is_initialized(),
         # The driver opens it for a context, whichever library asked; NVML does not.
         "cuda_device_open": any(name.startswith("/dev/nvidia-uvm") for name in _open_files()),
     }
+
+
+def _driver_is_initialized() -> bool:
+    """Whether anybody in this process has called cuInit: torch knows of its own calls only.
+
+    Until then every other function of the driver says CUDA_ERROR_NOT_INITIALIZED (CUDA driver API,
+    "Initialization"; cuda.h).
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False  # Nobody has loaded it.
+    said: int = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+    return said != _NOT_INITIALIZED
 
 
 def _open_files() -> Iterator[str]:
