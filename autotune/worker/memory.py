@@ -63,7 +63,10 @@ class DeviceMemory(Protocol):
         """Peaks count from here, where the device can tell."""
 
     def settle(self, optimizer: Any, num_steps: int) -> bool:
-        """After each warm-up step: whether memory is steady, so that timing may begin."""
+        """After each warm-up step: whether memory is steady, so that timing may begin.
+
+        `num_steps`: those in which the optimizer did something.
+        """
 
     def peaks(self, optimizer: Any) -> Peaks:
         """After the last step."""
