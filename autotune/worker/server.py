@@ -154,7 +154,7 @@ class _Server:
         self._requests = requests
         self._replies = replies
         self._verbs = verbs
-        self._wakeup = _wake_on_signals()
+        self._wakeup, self._wake = _wake_on_signals()
         self._pid: int | None = None
         self._rest = b""
 
@@ -209,13 +209,16 @@ class _Server:
             if os.read(gate, 1):
                 os.setsid()
                 _print_into(job["printed"])
-                os.close(signal.set_wakeup_fd(-1))
+                # Not what it returns: asyncio has set it already (Python 3.12 asyncio/events.py, on_fork).
+                signal.set_wakeup_fd(-1)
                 for number in _HANDLED_SIGNALS:
                     signal.signal(number, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
-                for descriptor in (gate, self._requests, self._replies, self._wakeup):
+                for descriptor in (gate, self._requests, self._replies, self._wakeup, self._wake):
                     os.close(descriptor)
                 exit_code = _work(self._verbs, job)
+        except Exception:
+            traceback.print_exc()
         finally:
             if exit_code < 0:
                 # The server died before the job began: the same end as a moment later.
@@ -250,14 +253,14 @@ class _Server:
         os.write(self._replies, json.dumps(message).encode() + b"\n")
 
 
-def _wake_on_signals() -> int:
-    """A file descriptor from which the numbers of the handled signals can be read."""
+def _wake_on_signals() -> tuple[int, int]:
+    """A pipe: from its first end the numbers of the handled signals can be read."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable)
     for number in _HANDLED_SIGNALS:
         signal.signal(number, lambda *_: None)
-    return readable
+    return readable, writable
 
 
 def _state() -> dict[str, int | bool]:
