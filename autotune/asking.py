@@ -1,20 +1,22 @@
 """A question on its way to another machine: checked here, answered there, its files written here.
 
-It carries what the other machine may not have: the model's configuration and the search space, where that
-is a file. A dataset stays where it is, and so does a base, whose file is edited in place: `find` with
-those runs on the machine itself.
+It carries what the other machine may not have: the model's configuration; the search space, where that is
+a file; how long a dataset's samples are, and nothing else of it; the texts of the base's files, without
+what looks like a secret. The dataset stays where it is, so a loader is not timed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import export, gpus, inputs, space_file
+from autotune import files, gpus, inputs, reading, space_file, typed
+from autotune.answer_files import AnswerFiles
 from autotune.errors import (
     AutotuneError,
     ConfigError,
@@ -23,20 +25,22 @@ from autotune.errors import (
     StorageError,
     WorkerError,
 )
-from autotune.jobs import Wanted
-from autotune.models import ModelSource, resolve
-from autotune.options import SEQUENCE_LENGTH, FindOptions
+from autotune.export.train_config import MAX_FILE_BYTES
+from autotune.files import Carried, Disk
+from autotune.gpus import Gpu
+from autotune.jobs import Job, Wanted
+from autotune.lengths import Lengths
+from autotune.models import ModelSource
+from autotune.options import FindOptions
+from autotune.reading import Brought
 from autotune.recommendations import question_of
-from autotune.results import SCHEMA_VERSION
-from autotune.summary import Summary, summary_from_dict
+from autotune.redacted import HIDDEN, file_without_secrets
+from autotune.summary import summary_from_dict
 from autotune.units import parse_bytes
 
-_STAYS = {
-    # option: why a job has none
-    "dataset": "The dataset stays where it is",
-    "tokenizer": "It says something of a dataset alone, which stays where it is",
-    "base": "The file stays where it is",
-}
+VERSION = 2
+"""Of a question. One that has neither `lengths` nor a `base` is still of version 1, which workers of
+before there were any can answer."""
 _OF_A_MODEL = ("name", "config", "origin", "num_parameters_known", "requires_remote_code", "notes")
 _ERRORS = (ConfigError, HardwareError, NothingFitsError, WorkerError, StorageError)
 SPACE_FILE = "space.yaml"
@@ -47,43 +51,55 @@ class Asked:
     """A question as a worker reads it."""
 
     options: FindOptions
-    source: ModelSource
+    brought: Brought
 
 
-def prepare(options: FindOptions) -> tuple[dict[str, Any], Wanted]:
-    """The question as JSON, and what it wants of a machine.
+class _WithoutSecrets(Disk):
+    """This machine's files as they may be passed on."""
 
-    Raises ConfigError for what no machine can answer, or none but this one; HardwareError.
+    def read(self, path: Path, max_bytes: int, *, usual: str = "") -> str:
+        text = file_without_secrets(path.name, super().read(path, max_bytes, usual=usual))
+        self.has_read[path] = text
+        return text
+
+
+def prepare(options: FindOptions, *, note: Callable[[str], None]) -> tuple[dict[str, Any], Wanted]:
+    """The question as JSON, and what it wants of a machine. `note` hears what is made of the options.
+
+    Raises ConfigError for what no machine can answer, or none but this one; HardwareError, WorkerError.
     """
-    for name, why in _STAYS.items():
-        if getattr(options, name) is not None:
-            raise ConfigError(
-                f"--{name} does not go with --enqueue",
-                why=why,
-                remedy="Leave it out, or run `autotune find` on the machine that has it",
-            )
-    if (options.num_gpus or 1) > 1:
-        raise ConfigError(
-            f"--num-gpus {options.num_gpus} does not go with --enqueue", why="Probes run on one GPU"
-        )
-    wanted = _wanted(options)
-    if options.model is None:
-        raise ConfigError("There is no model", remedy="Give --model (autotune models)")
-    source = resolve(options.model)
-    inputs.possible_length(
-        source, options.seq_len or SEQUENCE_LENGTH, is_given=options.seq_len is not None
+    card, wanted = _wanted(options)
+    disk = _WithoutSecrets()
+    taken = reading.read(
+        options,
+        card,
+        wanted.budget_bytes or card.capacity_bytes,
+        note=note,
+        brought=Brought(files=disk),
     )
-    space_file.load(options.space)
-    question = {
-        "schema_version": SCHEMA_VERSION,
+    if taken.workload.num_gpus > 1:
+        raise ConfigError(
+            f"{taken.workload.num_gpus} GPUs do not go with --enqueue", why="Probes run on one GPU"
+        )
+    question: dict[str, Any] = {
+        "schema_version": 1,
         "options": question_of(options),
-        "model": {name: getattr(source, name) for name in _OF_A_MODEL},
+        "model": {name: getattr(taken.source, name) for name in _OF_A_MODEL},
         "space": space_file.text_of(options.space),
     }
+    if taken.workload.lengths is not None:
+        question["schema_version"] = VERSION
+        question["lengths"] = dataclasses.asdict(taken.workload.lengths)
+        if not taken.workload.sets_loader:
+            note("the dataset stays here, so that no loader is timed: its settings stay.")
+    if options.base is not None:
+        question["schema_version"] = VERSION
+        texts = {str(path.absolute()): text for path, text in disk.has_read.items()}
+        question["base"] = {"path": str(options.base.absolute()), "texts": texts}
     return question, wanted
 
 
-def _wanted(options: FindOptions) -> Wanted:
+def _wanted(options: FindOptions) -> tuple[Gpu, Wanted]:
     if options.backend == "predict":
         raise ConfigError(
             "--backend predict does not go with --enqueue",
@@ -94,15 +110,16 @@ def _wanted(options: FindOptions) -> Wanted:
     if options.backend == "cpu":
         if options.gpu is not None or budget_bytes is None:
             inputs.cpu_as_card(options.gpu, options.gpu_mem)  # says why not
-        return Wanted(card=gpus.cpu_stand_in().name, budget_bytes=budget_bytes)
-    if options.gpu is None:
+        card = gpus.cpu_stand_in()
+    elif options.gpu is None:
         raise ConfigError(
             "--enqueue needs to know the card",
             why="A job goes to a machine that has it",
             remedy="Give --gpu with its name (autotune gpus), or --backend cpu with --gpu-mem",
         )
-    card, _, _ = inputs.choose_card(options.gpu, options.gpu_mem)
-    return Wanted(card=card.name, budget_bytes=budget_bytes)
+    else:
+        card, _, _ = inputs.choose_card(options.gpu, options.gpu_mem)
+    return card, Wanted(card=card.name, budget_bytes=budget_bytes)
 
 
 def read(question: Mapping[str, Any], folder: Path, *, backend: str) -> Asked:
@@ -111,38 +128,80 @@ def read(question: Mapping[str, Any], folder: Path, *, backend: str) -> Asked:
     Raises ConfigError for what another version has asked.
     """
     try:
-        if question["schema_version"] > SCHEMA_VERSION:
-            raise ConfigError("A newer autotune has asked it", remedy="Update autotune here")
-        given = dict(question["options"])
-        given["methods"] = tuple(given.get("methods", ()))
+        options = dataclasses.replace(_options(question), backend=backend)
         if question["space"] is not None:
             place = folder / SPACE_FILE
             place.write_text(question["space"], encoding="utf-8")
-            given["space"] = str(place)
-        options = FindOptions(**{**given, "backend": backend})
-        source = ModelSource(**question["model"], path=folder / "config.json")
-    except (KeyError, TypeError) as error:
+            options = dataclasses.replace(options, space=str(place))
+        brought = Brought(
+            source=ModelSource(**question["model"], path=folder / "config.json"),
+            lengths=_lengths(question),
+            files=Carried(_texts(question)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError("The question cannot be read", why=str(error)) from error
-    return Asked(options=options, source=source)
+    return Asked(options=options, brought=brought)
 
 
-def write_files(result: Mapping[str, Any], folder: Path) -> tuple[Summary, list[Path], Any]:
-    """The answer of a job, and its files in the folder, as `find` would have written them there.
+def _options(question: Mapping[str, Any]) -> FindOptions:
+    if question["schema_version"] > VERSION:
+        host = socket.gethostname()
+        raise ConfigError("A newer autotune has asked it", remedy=f"Update autotune on {host}")
+    given = dict(question["options"])
+    given["methods"] = tuple(given.get("methods", ()))
+    if "dataset" in given:
+        given["dataset"] = Path(given["dataset"])
+    if "base" in given:
+        given["base"] = Path(question["base"]["path"])
+    return FindOptions(**given)
 
-    Third: settings that some of the files do not carry. Raises StorageError.
+
+def _lengths(question: Mapping[str, Any]) -> Lengths | None:
+    if "dataset" not in question["options"]:
+        return None
+    given = dict(question["lengths"])
+    given["percentiles"] = tuple(given["percentiles"])
+    lengths: Lengths = typed.record(Lengths, given, "lengths")
+    return lengths
+
+
+def _texts(question: Mapping[str, Any]) -> dict[Path, str]:
+    """Of the base's files, by where they are on the machine that has asked."""
+    if "base" not in question["options"]:
+        return {}
+    return {Path(path): str(text) for path, text in question["base"]["texts"].items()}
+
+
+def answered(job: Job, folder: Path) -> tuple[AnswerFiles, list[str]]:
+    """The files of a job's answer, as `find` would write them into the folder; and notes.
+
+    The user's own file is the one that was asked about: as it is on this disk, secrets and all, unless it
+    is another by now. Raises ConfigError.
     """
-    summary = summary_from_dict(result)
-    workload, config = summary.workload, summary.exported
-    exporters = export.exporters_for(config, workload)
-    places = [str(path) for path in export.export_paths(folder, exporters)]
-    files = export.export_files(
-        folder,
-        workload=workload,
-        config=config,
-        result={**result, "files": places},
-        exporters=exporters,
+    assert job.result is not None
+    notes: list[str] = []
+    options = _options(job.question)
+    texts = {
+        path: _as_it_is(path, text, notes.append) for path, text in _texts(job.question).items()
+    }
+    card = gpus.cpu_stand_in() if options.backend == "cpu" else gpus.find_gpu(job.card)
+    run = reading.read_run(options, card, note=lambda _: None, files=Carried(texts))
+    return AnswerFiles.of(summary_from_dict(job.result), folder=folder, run=run), notes
+
+
+def _as_it_is(path: Path, text: str, note: Callable[[str], None]) -> str:
+    """The file's text with its secrets, where it is still the one that the question has."""
+    try:
+        now = files.read_text(path, MAX_FILE_BYTES)
+    except ConfigError:
+        now = ""
+    if file_without_secrets(path.name, now) == text:
+        return now
+    hidden = f", with {HIDDEN} for its secrets" if HIDDEN in text else ""
+    note(
+        f"{path} is gone or has changed since it was asked about: its text of then is taken{hidden}."
     )
-    return summary, files, export.unsaid_names(exporters, workload, config)
+    return text
 
 
 def error_of(problem: str, exit_code: int | None) -> AutotuneError:

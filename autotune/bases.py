@@ -12,6 +12,7 @@ from autotune.export import Exporter, export_paths, mapping
 from autotune.export.edit import Change
 from autotune.export.read import BaseRun, EditedBase, changes, read_base
 from autotune.export.section_rows import in_words
+from autotune.files import Files
 from autotune.space import SearchSpace, around, usual_batching
 
 
@@ -25,9 +26,10 @@ def read_run(
     has_bf16: bool,
     usual_length: int,
     note: Callable[[str], None],
+    files: Files | None = None,
 ) -> BaseRun:
     """The run of the file. Another trainer's may say nothing of GPUs, of the length of a sequence, of the
-    method, or of batches: then these are taken."""
+    method, or of batches: then these are taken. `files` None: the disk's."""
     method = methods[0] if len(methods) == 1 else "full"
     run = read_base(
         path,
@@ -36,6 +38,7 @@ def read_run(
         has_bf16=has_bf16,
         samples=effective_batch,
         num_gpus=num_gpus,
+        files=files,
     )
     if run.target is None:
         return run

@@ -1,4 +1,7 @@
-"""Files as a whole: small ones read with a limit, others written beside their place and moved there."""
+"""Files as a whole: small ones read with a limit, others written beside their place and moved there.
+
+What is read may be this machine's (Disk), or have come with a question from another one (Carried).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import contextlib
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from autotune.errors import ConfigError, StorageError
 from autotune.units import KIB, MIB
@@ -30,6 +35,55 @@ def read_text(path: Path, max_bytes: int, *, usual: str = "") -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text") from error
+
+
+class Files(Protocol):
+    """A user's files, by the paths that they name."""
+
+    def is_folder(self, path: Path) -> bool: ...
+
+    def is_file(self, path: Path) -> bool: ...
+
+    def read(self, path: Path, max_bytes: int, *, usual: str = "") -> str:
+        """As read_text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """This machine's."""
+
+    has_read: dict[Path, str] = field(default_factory=dict)
+    """What was read so far."""
+
+    def is_folder(self, path: Path) -> bool:
+        return os.path.isdir(path)
+
+    def is_file(self, path: Path) -> bool:
+        return os.path.isfile(path)
+
+    def read(self, path: Path, max_bytes: int, *, usual: str = "") -> str:
+        text = read_text(path, max_bytes, usual=usual)
+        self.has_read[path] = text
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Another machine's: these and no others, whatever is at their paths here."""
+
+    texts: Mapping[Path, str]
+
+    def is_folder(self, path: Path) -> bool:
+        return any(path in file.parents for file in self.texts)
+
+    def is_file(self, path: Path) -> bool:
+        return path in self.texts
+
+    def read(self, path: Path, max_bytes: int, *, usual: str = "") -> str:
+        text = self.texts.get(path)
+        if text is None or len(text) > max_bytes:
+            raise ConfigError(f"{path} did not come with the question, or is too large", why=usual)
+        return text
 
 
 def write_all(texts: Mapping[Path, Iterable[str]], *, what: str, to: Path, kind: str) -> None:

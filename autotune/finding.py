@@ -11,34 +11,25 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import (
-    bases,
-    compiled,
-    export,
-    inputs,
-    machine,
-    probing,
-    space_file,
-    store,
-    studies,
-    tune,
-)
-from autotune.config import METHODS, Workload
+from autotune import inputs, machine, probing, reading, store, studies, tune
+from autotune.answer_files import AnswerFiles
+from autotune.config import Workload
 from autotune.dataset import Dataset, time_loaders
 from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageError, WorkerError
 from autotune.export.read import BaseRun
 from autotune.forkserver import ForkServer
 from autotune.loading import LoaderTimes
-from autotune.models import ModelSource, resolve
+from autotune.models import ModelSource
 from autotune.optimizers import OPTIMIZERS
-from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
+from autotune.options import FindOptions
 from autotune.probes import open_probes
+from autotune.reading import Brought
 from autotune.recommendations import (
     Recommendation,
     open_recommendations,
@@ -51,7 +42,6 @@ from autotune.report.data import collect
 from autotune.report.files import write
 from autotune.report.progress import SILENT, Listener
 from autotune.results import BACKENDS, ProbeSpec
-from autotune.space import AMPERE, as_in_base, may_pack, with_peft
 from autotune.summary import Measured, Summary
 from autotune.trace_table import TraceTable
 from autotune.tune import Found
@@ -113,14 +103,14 @@ def find(
     storage: str,
     command: str = "",
     listener: Listener = SILENT,
-    source: ModelSource | None = None,
+    brought: Brought | None = None,
     server: ForkServer | None = None,
 ) -> Answer:
     """Answer what was asked; whatever it cannot answer is an AutotuneError.
 
     Probes are kept in the database `storage`, where later searches find them; a prediction leaves it
-    alone. `command` is what the study keeps of how it was made. `source` is the model where somebody else
-    has looked it up. `server` runs the probes; None: one of their own.
+    alone. `command` is what the study keeps of how it was made. `brought` has come with the question from
+    another machine. `server` runs the probes; None: one of their own.
     """
     if (options.num_gpus or 1) > 1 and options.backend in BACKENDS:
         raise ConfigError(
@@ -132,66 +122,18 @@ def find(
     card, gpu_reason, budget_bytes = choose(options.gpu, options.gpu_mem)
     if gpu_reason.startswith(f"{inputs.FOUND};"):
         listener.note(f"{card.name}, {gpu_reason}")
-    space, methods = space_file.load(options.space), options.methods
-    if options.peft is not None:
-        space = with_peft(space, options.peft)
-        methods = (*methods, "peft")
-    if options.compile_mode is not None:
-        space = compiled.with_mode(space, options.compile_mode)
-    run = None
-    if options.base is not None:
-        run = bases.read_run(
-            options.base,
-            seq_len=options.seq_len,
-            methods=methods,
-            num_gpus=options.num_gpus or 1,
-            effective_batch=options.effective_batch or EFFECTIVE_BATCH_SIZE,
-            has_bf16=(card.compute_capability or AMPERE) >= AMPERE,
-            usual_length=SEQUENCE_LENGTH,
-            note=listener.note,
-        )
-    base = None if run is None else run.config
-    source = source or resolve(_model_of(options, run))
-    num_gpus, length, batch = options.num_gpus, options.seq_len, options.effective_batch
-    if base is not None:
-        num_gpus = inputs.agreed("--num-gpus", num_gpus, base.num_gpus)
-        length = inputs.agreed("--seq-len", length, base.sequence_length)
-        batch = inputs.agreed("--effective-batch", batch, base.effective_batch_size)
-    num_gpus = num_gpus or 1
-    task = options.task or source.task
-    length = _possible_length(source, length, listener.note)
-    lengths = None
-    if options.dataset is not None:
-        lengths = inputs.read_lengths(
-            options.dataset,
-            source,
-            length,
+    brought = brought or Brought()
+    taken = reading.read(options, card, budget_bytes, note=listener.note, brought=brought)
+    source, workload, run, base = taken.source, taken.workload, taken.run, taken.base
+    data = None
+    if options.dataset is not None and brought.lengths is None:
+        data = Dataset(
+            path=options.dataset,
             text_field=options.text_field,
-            tokenizer=options.tokenizer,
+            tokenizer=options.tokenizer or source.folder_or_id,
         )
-        packs = may_pack(space, task)
-        length = inputs.longest_batch(lengths, length, packs=packs, note=listener.note)
-        if base is not None:
-            base = dataclasses.replace(base, sequence_length=length)
-    if run is not None and base is not None:
-        space = as_in_base(space, base)
-        space, base = bases.searched(space, run, base, task, has_lengths=lengths is not None)
-    workload = Workload(
-        model=source.name,
-        task=task,
-        sequence_length=length,
-        lengths=lengths,
-        effective_batch_size=inputs.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
-        methods=tuple(dict.fromkeys(methods)) or METHODS,
-        memory_budget_bytes=budget_bytes,
-        num_gpus=num_gpus,
-        extra_arguments="{}" if run is None else run.extra_arguments,
-    )
-    if base is not None:
-        what = f"The configuration of {options.base}"
-        inputs.check_rules(base, workload, card, source, what=what)
     if options.backend == "auto":
-        is_here = gpu_reason.startswith(inputs.FOUND) and num_gpus == 1
+        is_here = gpu_reason.startswith(inputs.FOUND) and workload.num_gpus == 1
         measure_on = "cuda" if is_here else None
     else:
         measure_on = options.backend if options.backend in BACKENDS else None
@@ -200,7 +142,7 @@ def find(
         found = tune.find(
             source,
             workload,
-            space,
+            taken.space,
             card,
             gpu_reason=gpu_reason,
             allow=options.allow,
@@ -223,6 +165,7 @@ def find(
                 found,
                 source,
                 options,
+                data=data,
                 backend=measure_on,
                 study=options.study or measured_name,
                 storage=storage,
@@ -253,33 +196,12 @@ def find(
     )
 
 
-def _model_of(options: FindOptions, run: BaseRun | None) -> str:
-    model = options.model or (None if run is None else run.model)
-    if model is None:
-        raise ConfigError(
-            "There is no model",
-            why="No file that names one was given" if run is None else f"{run.path} names none",
-            remedy="Give --model with a Hub id, a folder or a config.json (autotune models)",
-        )
-    return model
-
-
-def _possible_length(source: ModelSource, length: int | None, note: Callable[[str], None]) -> int:
-    possible = inputs.possible_length(
-        source, length or SEQUENCE_LENGTH, is_given=length is not None
-    )
-    if possible != (length or SEQUENCE_LENGTH):
-        note(
-            f"{source.short_name} has positions for {possible} tokens: --seq-len {possible} is taken."
-        )
-    return possible
-
-
 def _measure(
     found: Found,
     source: ModelSource,
     options: FindOptions,
     *,
+    data: Dataset | None,
     backend: str,
     study: str,
     storage: str,
@@ -347,27 +269,21 @@ def _measure(
                 measured = probing.search(opened, plan, new_prober(), on_probe=heard.on_probe)
         answer = dataclasses.replace(
             tune.with_measured(summary, measured),
-            loader=_time_loaders(server, source, options, workload, measured, listener),
+            loader=_time_loaders(server, data, workload, measured, listener),
         )
     return dataclasses.replace(found, summary=answer)
 
 
 def _time_loaders(
     server: ForkServer,
-    source: ModelSource,
-    options: FindOptions,
+    data: Dataset | None,
     workload: Workload,
     measured: Measured,
     listener: Listener,
 ) -> LoaderTimes | None:
-    """None without a dataset, and where the user has decided; where it fails that costs no answer."""
-    if options.dataset is None or workload.sets_loader:
+    """None without a dataset here, and where the user has decided; where it fails that costs no answer."""
+    if data is None or workload.sets_loader:
         return None
-    data = Dataset(
-        path=options.dataset,
-        text_field=options.text_field,
-        tokenizer=options.tokenizer or source.folder_or_id,
-    )
     try:
         return time_loaders(server, data, workload, measured.best)
     except WorkerError as error:
@@ -388,29 +304,16 @@ def deliver(
     It becomes a recommendation, too: `reason` is why, where that is known better than by comparing it
     with the last one.
     """
-    summary, run = answer.summary, answer.run
-    config = summary.exported
-    exporters = export.exporters_for(config, summary.workload)
-    if run is not None and folder is not None:
-        exporters = bases.with_edited(exporters, folder, run, summary.base)
-    places = [] if folder is None else export.export_paths(folder, exporters)
-    result = {**summary.to_dict(), "files": [str(path) for path in places]}
+    answered = AnswerFiles.of(answer.summary, folder=folder, run=answer.run)
+    result = answered.result
     problems: list[AutotuneError] = []
     files: list[Path] = []
     notes: tuple[str, ...] = ()
-    if folder is not None:
-        try:
-            files = export.export_files(
-                folder,
-                workload=summary.workload,
-                config=config,
-                result=result,
-                exporters=exporters,
-            )
-            if run is not None:
-                notes = tuple(bases.changed(run, summary.base, config))
-        except StorageError as error:
-            problems.append(error)
+    try:
+        files = answered.write()
+        notes = answered.notes
+    except StorageError as error:
+        problems.append(error)
     study, report = "", None
     if storage is not None:
         try:
@@ -429,7 +332,7 @@ def deliver(
         report=report,
         problems=problems,
         notes=notes,
-        unsaid=export.unsaid_names(exporters, summary.workload, config),
+        unsaid=answered.unsaid,
     )
 
 

@@ -94,7 +94,8 @@ class Job:
         left_out = ("number", "question", "result")
         names = (f.name for f in dataclasses.fields(self) if f.name not in left_out)
         fields = {name: getattr(self, name) for name in names}
-        return {"job": self.number, **fields, **times, "options": self.question["options"]}
+        asked = {"model": self.question["model"]["name"], "options": self.question["options"]}
+        return {"job": self.number, **fields, **times, **asked}
 
 
 _TIMES = ("asked_at", "heartbeat_at", "ended_at")

@@ -159,7 +159,7 @@ class _Work:
                 storage=self._url,
                 command=self._job.command,
                 listener=self._listener(),
-                source=asked.source,
+                brought=asked.brought,
             )
         if not self._is_own:
             self._log(f"job {self._job.number}: nothing is left to help with")

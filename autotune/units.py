@@ -62,6 +62,14 @@ def parse_bytes(text: str) -> int:
     return size_bytes
 
 
+Unit = tuple[str, int]
+
+
+def unit_for(size_bytes: float) -> Unit:
+    """In what figures up to that one are read most easily: GiB, or MiB below half a GiB."""
+    return ("GiB", GIB) if size_bytes >= GIB / 2 else ("MiB", MIB)
+
+
 def format_bytes(size_bytes: float) -> str:
     """Print in GiB (2^30) with two decimals; below 0.1 GiB in MiB, KiB or B. Keeps the sign."""
     magnitude = abs(size_bytes)

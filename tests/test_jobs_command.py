@@ -92,6 +92,7 @@ def test_a_job_says_how_to_follow_it_and_does(main: Main, jobs: JobTable) -> Non
         "running",
         "3 of at most 20 probes",
     )
+    assert told["model"] == "openai-community/gpt2"
     assert told["options"] == {"model": "openai-community/gpt2", "gpu": "rtx-4090"}
     assert main("jobs", "cancel", "1").code == 0
     again = main("jobs", "cancel", "1")
@@ -112,7 +113,10 @@ def test_the_answer_that_is_waited_for_is_drawn_and_written(
     assert (tmp_path / "here" / "train.py").exists()
     shown = main("jobs", "show", "1")
     assert "1, done" in shown.out
-    assert "autotune export on-4090 --format all --out FOLDER" in shown.out
+    assert "autotune jobs show 1 --out FOLDER" in shown.out
+    assert main("jobs", "show", "1", "--out", "later").code == 0
+    written = {path.name for path in (tmp_path / "here").rglob("*")}
+    assert {path.name for path in (tmp_path / "later").rglob("*")} == written
     as_json = json.loads(main("jobs", "show", "1", "--json").out)
     assert as_json["result"]["best"]["config"] == answers.CONFIG.to_dict()
 
@@ -125,6 +129,14 @@ def test_a_name_of_ones_own_becomes_a_folder_as_find_makes_it(
     thread.join()
     assert found.code == 0, found.err
     assert (tmp_path / "studies" / "my-study-1" / "train.py").exists()
+
+
+def test_what_has_no_answer_yet_has_no_files(main: Main) -> None:
+    assert main(*ASKED).code == 0
+    shown = main("jobs", "show", "1", "--out", "here")
+    assert shown.code == 2
+    assert "Job 1 has no answer yet. It is queued" in shown.err
+    assert not Path("here").exists()
 
 
 def test_a_job_without_an_answer_ends_the_command_as_find_would_have(
@@ -166,7 +178,7 @@ def test_who_stops_waiting_leaves_the_job_where_it_is(
     ("arguments", "message"),
     [
         (("find", "--model", "gpt2", "--gpu", "rtx-4090", "--wait"), "--wait goes with --enqueue"),
-        ((*ASKED, "--dataset", "x.jsonl"), "--dataset does not go with --enqueue"),
+        ((*ASKED, "--base", "x.yaml"), "x.yaml cannot be read. No such file or directory"),
         ((*ASKED, "--space", "nowhere"), "no search space"),
         (("jobs", "show", "7"), "There is no job 7"),
         (("jobs", "show", "0"), "0 is not in the range"),

@@ -176,7 +176,7 @@ def test_a_fresh_cell_is_measured_and_not_searched(tonight: Tonight) -> None:
     done = tonight(Machine({STANDING: 1000.0}), steady(1000.0))
     assert done.kind == drift.UNCHANGED
     assert done.night is not None
-    assert "would be told from it" in done.night.reason
+    assert "which hides less than" in done.night.reason
     assert not folder().exists()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
-from autotune.redacted import command_line, redacted
+from autotune.redacted import command_line, file_without_secrets, redacted
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,45 @@ def test_a_long_line_takes_no_longer_than_it_is() -> None:
     """What is quadratic in the length would take hours."""
     text = "x" * 2_000_000 + "://" * 20_000
     assert redacted(text) == text
+    for long in (text, " " * 300_000, "api_key: x" + " " * 300_000 + "y", "token" * 60_000):
+        assert file_without_secrets("run.yaml", long) == long
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("hub_token: hunter2", "hub_token: '***'"),
+        ("- wandb_api_key: hunter2 x # mine", "- wandb_api_key: '***' # mine"),
+        ("hf_hub_token: 'hunter2' # mine", "hf_hub_token: '***' # mine"),
+        ('{"hub_token": "hunter2", "r": 4}', '{"hub_token": "***", "r": 4}'),
+        ("logging: https://me:hunter2@host/x", "logging: https://***@host/x"),
+        ("x: hf_hunter2ABCDEFGHIJKLMNOP", "x: hf_***"),
+        # What is none is needed.
+        ("hub_token: null", ""),
+        ("use_auth_token: true  # as ever", ""),
+        ("pad_token: '<pad>'", ""),
+        ("max_tokens: 512", ""),
+        ("tokenizer: x", ""),
+    ],
+)
+def test_a_file_without_secrets_is_still_yaml(line: str, expected: str) -> None:
+    text = f"before: 1\n{line}\n" if line[0] not in "-{" else f"{line}\n"
+    found = file_without_secrets("run.yaml", text)
+    assert found == (text.replace(line, expected) if expected else text)
+    assert type(yaml.safe_load(found)) is type(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("login(token='hf_hunter2ABCDEFGHIJKLMNOP')", "login(token='***')"),
+        ("who('hf_hunter2ABCDEFGHIJKLMNOP')", "who('hf_***')"),
+        ('os.environ["WANDB_API_KEY"] = "hunter2"', 'os.environ["WANDB_API_KEY"] = "***"'),
+        ("f(pad_token=tokenizer.eos_token, hub_token=token)", ""),
+        ("def f(api_key: str, n: int): pass", ""),
+    ],
+)
+def test_a_program_without_secrets_is_still_one(line: str, expected: str) -> None:
+    found = file_without_secrets("train.py", f"{line}\n")
+    assert found == f"{expected or line}\n"
+    compile(found, "train.py", "exec")

@@ -17,12 +17,14 @@ from typing import Any
 import answers
 import pytest
 import sqlalchemy
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from autotune import asking, cli, finding, gpus, probing, schema, serving, store
 from autotune.errors import HardwareError, NothingFitsError, StorageError
 from autotune.finding import Answer
 from autotune.jobs import JobTable, Machine, open_jobs
 from autotune.options import FindOptions
+from autotune.recommendations import open_recommendations
 from autotune.serving import Gone, Here, serve
 
 MACHINE = Machine(worker="me@here 1 2", card="CPU", capacity_bytes=10**9, fingerprint="f")
@@ -32,11 +34,21 @@ SPACE = """
 name: tiny
 methods:
   full:
-    micro_batch_size: [2, 4, 8]
+    micro_batch_size: [2, 4]
     precision: [bf16-true]
     optimizer: [adamw_torch_fused]
     activation_checkpointing: [none]
     attention: [eager]
+"""
+BASE = """
+# of the first try
+output_dir: out   # never looked at
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+optim: adamw_torch_fused
+bf16: true
+dataloader_num_workers: 1
+my_hub_token: abcdefghij
 """
 
 
@@ -53,7 +65,7 @@ def jobs(url: str) -> Iterator[JobTable]:
 
 def add(jobs: JobTable) -> int:
     options = FindOptions(model="openai-community/gpt2", backend="cpu", gpu_mem="500MB")
-    question, wanted = asking.prepare(options)
+    question, wanted = asking.prepare(options, note=print)
     return jobs.add(question, wanted, command="autotune find -x", asked_by="me@laptop")
 
 
@@ -221,8 +233,27 @@ def said(process: subprocess.Popen[str], part: str) -> None:
     pytest.fail(f"it ended without having said {part!r}")
 
 
+def make_tokenizer(folder: Path) -> None:
+    """One that knows a word."""
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "word": 1}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def texts_in(folder: str) -> dict[str, str]:
+    """Without what says how long it took, and where it is."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in files
+        if path.name not in ("result.json", "report.html")
+    }
+
+
 @pytest.mark.slow  # real probes: a few processes that import torch
-def test_a_worker_that_is_stopped_gives_the_job_back_and_the_next_one_answers_it(
+def test_a_worker_that_is_stopped_gives_the_job_back_and_the_next_one_answers_it_as_find_would(
     tmp_path: Path,
     url: str,
     jobs: JobTable,
@@ -234,6 +265,10 @@ def test_a_worker_that_is_stopped_gives_the_job_back_and_the_next_one_answers_it
     machine.mkdir()
     shutil.copy(TINY, laptop / "tiny" / "config.json")
     (laptop / "space.yaml").write_text(SPACE)
+    (laptop / "run.yaml").write_text(BASE)
+    make_tokenizer(laptop / "tiny")
+    rows = [json.dumps({"body": "word " * count}) for count in (10, 20, 30, 48) * 20]
+    (laptop / "data.jsonl").write_text("\n".join(rows))
     monkeypatch.chdir(laptop)
 
     def main(*arguments: str) -> dict[str, Any]:
@@ -245,10 +280,10 @@ def test_a_worker_that_is_stopped_gives_the_job_back_and_the_next_one_answers_it
         return found
 
     asked = (
-        "find --model tiny --backend cpu --gpu-mem 30MB --space space.yaml --method full --seq-len 64 "
-        "--effective-batch 8 --effort quick --confirm-steps 0 --enqueue"
+        "find --model tiny --base run.yaml --dataset data.jsonl --text-field body --seq-len 64 "
+        "--backend cpu --gpu-mem 30MB --space space.yaml --method full --effort quick --confirm-steps 0"
     )
-    assert main(*asked.split()) == {"job": 1, "state": "queued"}
+    assert main(*asked.split(), "--enqueue") == {"job": 1, "state": "queued"}
     with worker_process(machine, url) as process:
         said(process, "job 1: taken")
         # The base is measured, and what could be faster is about to be.
@@ -268,3 +303,16 @@ def test_a_worker_that_is_stopped_gives_the_job_back_and_the_next_one_answers_it
     assert job["result"]["measured"]["num_reused"] >= 1
     assert [each["job"] for each in main("jobs", "list")["jobs"]] == [1]
     assert list(machine.iterdir()) == []
+    # Here, where the samples are, the same question has the same answer, files and place in history.
+    there = main("jobs", "show", "1", "--out", "there")
+    here = main(*asked.split(), "--out", "here")
+    assert there["workload"] == here["workload"]
+    assert here["workload"]["lengths"]["num_tokens"] == 20 * (10 + 20 + 30 + 48)
+    # 2,160 tokens, 8 x 64 of them at a time.
+    assert here["measured"]["train_steps"] == job["result"]["measured"]["train_steps"] == 5
+    assert texts_in("there") == texts_in("here")
+    assert "my_hub_token: abcdefghij" in texts_in("there")["run.yaml"]
+    with open_recommendations(url) as table:
+        (one, other) = table.everything()
+    assert one.question_key == other.question_key
+    assert one.question == other.question

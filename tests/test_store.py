@@ -255,9 +255,10 @@ def test_names_that_no_study_can_have(url: str, name: str) -> None:
 
 def test_a_hundred_trials_are_quick(url: str) -> None:
     estimates = [estimate(tokens_per_second=1.0 + i) for i in range(100)]
-    start = time.perf_counter()
+    # By CPU time: on a busy machine the wall clock says little.
+    start = time.process_time()
     assert fill(url, estimates) == 100
-    assert time.perf_counter() - start < 4.0  # 1.0 s on two idle cores, opening included
+    assert time.process_time() - start < 4.0  # 1.0 s on two idle cores, opening included
 
 
 def test_the_wal_file_is_gone_afterwards(url: str, tmp_path: Path) -> None:

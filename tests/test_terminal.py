@@ -22,7 +22,7 @@ from autotune.results import (
     StateBytes,
 )
 from autotune.summary import USERS_BASE, Summary
-from autotune.units import GIB
+from autotune.units import GIB, MIB
 
 
 @pytest.fixture(autouse=True)
@@ -433,10 +433,23 @@ def test_cards_with_unknown_figures_say_so() -> None:
         (12 * 10**9, "12 GB = 11.18 GiB"),
         (24 * GIB, "24.00 GiB"),
         (11_500_000_000, "10.71 GiB"),
+        (50_000_000, "50 MB = 47.68 MiB"),
+        (50_000_001, "47.68 MiB"),
     ],
 )
 def test_sizes_as_typed(size_bytes: int, text: str) -> None:
     assert words.exact_size(size_bytes) == text
+
+
+def test_a_small_budget_is_shown_in_mib() -> None:
+    workload = dataclasses.replace(answers.WORKLOAD, memory_budget_bytes=50_000_000)
+    tiny = answers.estimate(peak_reserved_bytes=30 * MIB, nontorch_bytes=2 * MIB)
+    best_by_class = {"numerics": tiny}
+    shown = one_line(
+        drawn(answers.summary(workload=workload, best=tiny, best_by_class=best_by_class))
+    )
+    assert "32.0 of 47.7 MiB weights" in shown
+    assert "tokens/s MiB" in shown
 
 
 def test_a_difference_names_what_changed_only() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune import database
-from autotune.cli.output import command_on, print_json, say, storage_words
+from autotune.cli.output import command_on, note, print_json, say, storage_words
 
 if TYPE_CHECKING:
     from autotune.jobs import Job, JobTable
@@ -63,18 +63,26 @@ def list_jobs(*, storage: str, as_json: bool) -> None:
 
 @_command("show")
 @_number
-def show(*, number: int, storage: str, as_json: bool) -> None:
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Write the files of its answer there, and print what `find` would have printed.",
+)
+def show(*, number: int, storage: str, out: Path | None, as_json: bool) -> None:
     """Show a job, and its answer once it has one."""
     from autotune.jobs import open_jobs
     from autotune.report.jobs import draw_job
 
     with open_jobs(storage) as table:
         job = table.get(number)
-    if as_json:
+    if out is not None:
+        _deliver(job, folder=out, storage=storage, as_json=as_json)
+    elif as_json:
         print_json({**job.to_dict(), "result": job.result})
     else:
-        export = f"{command_on(job.study, 'export', storage)} --format all --out FOLDER"
-        draw_job(job, sys.stdout, export=export if job.study else "")
+        files = f"{command_on(str(number), 'jobs show', storage)} --out FOLDER"
+        draw_job(job, sys.stdout, files=files if job.study else "")
 
 
 @_command("cancel")
@@ -104,7 +112,7 @@ def enqueue(
     from autotune import asking
     from autotune.jobs import open_jobs
 
-    question, wanted = asking.prepare(options)
+    question, wanted = asking.prepare(options, note=note)
     with open_jobs(storage) as table:
         number = table.add(question, wanted, command=command, asked_by=asking.who())
         follow = command_on(str(number), "jobs show", storage)
@@ -148,15 +156,20 @@ def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> N
     if job.result is None:
         if job.state == "cancelled":
             raise ConfigError(f"Job {job.number} was cancelled")
+        if not job.has_ended:
+            raise ConfigError(f"Job {job.number} has no answer yet", why=f"It is {job.state}")
         raise asking.error_of(job.problem, job.exit_code)
     # As `find` calls it: a name of the user's own need not be fit for a folder.
     is_named = job.question["options"].get("study") is not None
     folder = folder or STUDIES / (store.slug(job.study) if is_named else job.study)
-    summary, files, unsaid = asking.write_files(job.result, folder)
+    answered, notes = asking.answered(job, folder)
+    files = answered.write()
     if as_json:
-        print_json({**job.result, "files": [str(path) for path in files]})
-        return
-    terminal.draw_summary(summary, sys.stdout)
-    place = f"{job.study} in {database.shown_url(storage)}"
-    report = command_on(job.study, "report", storage)
-    terminal.draw_outcome(files, place, sys.stdout, report=report, unsaid=unsaid)
+        print_json(answered.result)
+    else:
+        terminal.draw_summary(answered.summary, sys.stdout)
+        place = f"{job.study} in {database.shown_url(storage)}"
+        report = command_on(job.study, "report", storage)
+        terminal.draw_outcome(files, place, sys.stdout, report=report, unsaid=answered.unsaid)
+    for words in (*notes, *answered.notes):
+        note(words)

@@ -9,7 +9,7 @@ from typing import Any
 from autotune.config import TrainConfig, Workload
 from autotune.export.carried import one_line, settings
 from autotune.knobs import describe
-from autotune.units import GIB
+from autotune.units import format_bytes
 
 name = "model-card"
 filename = "model_card.md"
@@ -46,7 +46,7 @@ def _figures(result: Mapping[str, Any]) -> dict[str, str]:
     return {
         "card": str(result.get("gpu")),
         f"tokens per second, {evidence}": f"{of['tokens_per_second']:,.0f}",
-        f"peak memory, {evidence}": f"{of['peak_device_bytes'] / GIB:.1f} GiB",
+        f"peak memory, {evidence}": format_bytes(of["peak_device_bytes"]),
     }
 
 

@@ -7,7 +7,6 @@ folders have tables made for what they hold (sections).
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from autotune.export.program import literals
 from autotune.export.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.sections import Shape, target_for
 from autotune.export.training_args import installed_fields
+from autotune.files import Files
 from autotune.knobs import KNOBS
 
 
@@ -116,15 +116,15 @@ class Opened:
     """What our own file has, or the one beside them."""
 
 
-def open_base(path: Path, method: str, *, has_bf16: bool) -> Opened:
+def open_base(files: Files, path: Path, method: str, *, has_bf16: bool) -> Opened:
     """Raises ConfigError. `method` is for formats that say nothing of it."""
-    if os.path.isdir(path):
-        return _open_folder(path, method)
-    part = read_part(path, has_bf16=has_bf16)
-    return _open_program(part, method) if part.is_program else _open_mapping(part, method)
+    if files.is_folder(path):
+        return _open_folder(files, path, method)
+    part = read_part(files, path, has_bf16=has_bf16)
+    return _open_program(part, method) if part.is_program else _open_mapping(files, part, method)
 
 
-def _open_mapping(part: Part, method: str) -> Opened:
+def _open_mapping(files: Files, part: Part, method: str) -> Opened:
     import yaml
 
     try:
@@ -145,7 +145,7 @@ def _open_mapping(part: Part, method: str) -> Opened:
     content = {f"{reader.prefix}{key}": value for key, value in content.items()}
     parts: tuple[Part, ...] = (part,)
     if reader.target is launch_base.ACCELERATE:
-        parts = (part, *_beside(part.path, content))
+        parts = (part, *_beside(files, part.path, content))
         content = all_of(parts)
     target, fit = reader.target, reader.fitted
     if fit is not None:
@@ -153,13 +153,13 @@ def _open_mapping(part: Part, method: str) -> Opened:
     return Opened(parts=parts, target=target, content=content)
 
 
-def _beside(path: Path, content: Mapping[str, Any]) -> tuple[Part, ...]:
+def _beside(files: Files, path: Path, content: Mapping[str, Any]) -> tuple[Part, ...]:
     """DeepSpeed's own file, where accelerate's names one."""
     try:
         name = launch_base.named_beside(content)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be used", why=str(error)) from error
-    return () if name is None else (read_part(path.parent / name, launch_base.BESIDE),)
+    return () if name is None else (read_part(files, path.parent / name, launch_base.BESIDE),)
 
 
 def _open_program(part: Part, method: str) -> Opened:
@@ -190,17 +190,17 @@ def _open_program(part: Part, method: str) -> Opened:
     )
 
 
-def _open_folder(folder: Path, method: str) -> Opened:
+def _open_folder(files: Files, folder: Path, method: str) -> Opened:
     """Files of ours as `autotune find` writes them, perhaps edited: together they are one run."""
     try:
-        parts = read_folder(folder)
+        parts = read_folder(files, folder)
     except ConfigError:
-        if os.path.isfile(folder / OURS):
-            return _open_mapping(read_part(folder / OURS), method)
+        if files.is_file(folder / OURS):
+            return _open_mapping(files, read_part(files, folder / OURS), method)
         raise
     ours = None
-    if os.path.isfile(folder / OURS):
-        ours = train_config.read_train_config(folder / OURS)
+    if files.is_file(folder / OURS):
+        ours = train_config.read_train_config(folder / OURS, files)
         method = ours.config.method
     content = all_of(parts)
     sections = frozenset(part.prefix or "arguments" for part in parts)

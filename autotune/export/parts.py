@@ -6,19 +6,18 @@ several files say is one table, and a change finds its file.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import files
 from autotune.errors import ConfigError
 from autotune.export import edit, program_edit
 from autotune.export.edit import Change
 from autotune.export.program import Program, parsed
 from autotune.export.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.train_config import MAX_FILE_BYTES
+from autotune.files import Files
 
 FURTHER_FOLDER = "exports"
 OURS = "train_config.yaml"
@@ -76,20 +75,20 @@ class Part:
         return *edit.edited(self.text, cut), []
 
 
-def read_part(path: Path, prefix: str = "", *, has_bf16: bool = True) -> Part:
+def read_part(files: Files, path: Path, prefix: str = "", *, has_bf16: bool = True) -> Part:
     """Raises ConfigError for what cannot be read, is too large or is no text."""
-    text = files.read_text(path, MAX_FILE_BYTES, usual="A configuration has a few KiB")
+    text = files.read(path, MAX_FILE_BYTES, usual="A configuration has a few KiB")
     return Part(path=path, text=text, prefix=prefix, has_bf16=has_bf16)
 
 
-def read_folder(folder: Path) -> tuple[Part, ...]:
+def read_folder(files: Files, folder: Path) -> tuple[Part, ...]:
     """Those of OF_FOLDER that are there. Raises ConfigError where there is none."""
     parts = []
     for prefix, name in OF_FOLDER.items():
         places = (folder / name, folder / FURTHER_FOLDER / name)
-        path = next((place for place in places if os.path.isfile(place)), None)
+        path = next((place for place in places if files.is_file(place)), None)
         if path is not None:
-            parts.append(read_part(path, prefix))
+            parts.append(read_part(files, path, prefix))
     if not parts:
         names = ", ".join(OF_FOLDER.values())
         raise ConfigError(

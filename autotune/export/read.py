@@ -34,6 +34,7 @@ from autotune.export.quantization_config import quantization_fields
 from autotune.export.section_rows import ADAPTER, QUANTIZATION, in_words
 from autotune.export.text import caveats_of
 from autotune.export.training_args import installed_fields, training_arguments
+from autotune.files import Disk, Files
 from autotune.knobs import KNOBS, REQUIRED
 
 _OPEN = ("micro_batch_size", "gradient_accumulation_steps", "precision", "optimizer")
@@ -76,14 +77,15 @@ def read_base(
     has_bf16: bool = True,
     samples: int = 1,
     num_gpus: int = 1,
+    files: Files | None = None,
 ) -> BaseRun:
     """The run of a file or folder. `sequence_length`, `method`, `samples` per optimizer step and
     `num_gpus` are for formats that say nothing of them, `has_bf16` for those that leave the precision
-    to the card.
+    to the card. `files` None: the disk's.
 
     Raises ConfigError, which names every problem with its key.
     """
-    opened = open_base(path, method, has_bf16=has_bf16)
+    opened = open_base(files or Disk(), path, method, has_bf16=has_bf16)
     target, content, ours = opened.target, opened.content, opened.ours
     if target is None:
         assert ours is not None

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import files
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import ConfigError, nearest
 from autotune.export.extra_arguments import read_extra_arguments
+from autotune.files import Disk, Files
 from autotune.knobs import KNOBS
 from autotune.units import MIB
 
@@ -55,9 +55,9 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def read_train_config(path: Path) -> BaseRun:
-    """The run of a file as `write` makes it, perhaps edited. Raises ConfigError."""
-    text = files.read_text(path, MAX_FILE_BYTES, usual="A train_config.yaml has 1 KiB")
+def read_train_config(path: Path, files: Files | None = None) -> BaseRun:
+    """The run of a file as `write` makes it, perhaps edited. Raises ConfigError. `files` None: the disk's."""
+    text = (files or Disk()).read(path, MAX_FILE_BYTES, usual="A train_config.yaml has 1 KiB")
     return from_yaml(text, source=str(path))
 
 

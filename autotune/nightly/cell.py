@@ -215,7 +215,7 @@ class CellNight:
         changed = changes(last.fingerprint, seen.fingerprint)
         since = f"since {', '.join(changed)}" if changed else "no library or driver has changed"
         reasons = {
-            drift.UNCHANGED: f"within the noise; {100 * verdict.detectable:.1f} % would be told from it",
+            drift.UNCHANGED: f"within the noise, which hides less than {100 * verdict.detectable:.1f} %",
             drift.SUSPECT: f"one night alone, the next one tells; {since}",
         }
         return _night(

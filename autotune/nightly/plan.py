@@ -67,6 +67,10 @@ class Planned:
     """False: the night has no time for it, or there is nothing to do."""
 
     @property
+    def has_work(self) -> bool:
+        return self.measures or self.searches
+
+    @property
     def standing(self) -> Night | None:
         return self.nights[-1] if self.nights else None
 
@@ -145,7 +149,7 @@ def plan(
     ]
     known = [night for nights in histories.values() for night in nights]
     found = [
-        dataclasses.replace(each, expected_seconds=_seconds(each, known, matrix, backend))
+        dataclasses.replace(each, expected_seconds=expected_seconds(each, known, matrix, backend))
         for each in found
     ]
     return _chosen(sorted(found, key=_order), budget_seconds)
@@ -245,9 +249,11 @@ def _gain(state: str, nights: Sequence[Night]) -> float:
     return (_GAIN_WEIGHT * EXPECTED_GAIN[state] + sum(seen)) / (_GAIN_WEIGHT + len(seen))
 
 
-def _seconds(planned: Planned, known: Sequence[Night], matrix: Matrix, backend: str) -> float:
-    """Expected: of the cell's own nights of that kind, else of the machine's, else by the effort."""
-    if not (planned.measures or planned.searches):
+def expected_seconds(
+    planned: Planned, known: Sequence[Night], matrix: Matrix, backend: str
+) -> float:
+    """By the cell's own nights of that kind, else by the machine's, which are `known`, else by the effort."""
+    if not planned.has_work:
         return 0.0
     for nights in (planned.nights, known):
         taken = [n.elapsed_seconds for n in nights if n.has_searched == planned.searches]
@@ -272,8 +278,7 @@ def _chosen(found: Sequence[Planned], budget_seconds: float) -> list[Planned]:
     left_seconds, chosen = budget_seconds, []
     has_any = False
     for each in found:
-        has_work = each.measures or each.searches
-        fits = has_work and (each.expected_seconds <= left_seconds or not has_any)
+        fits = each.has_work and (each.expected_seconds <= left_seconds or not has_any)
         if fits:
             left_seconds -= each.expected_seconds
             has_any = True

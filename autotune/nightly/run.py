@@ -23,7 +23,7 @@ from autotune.nightly.digest import Digest, Done
 from autotune.nightly.history import levels
 from autotune.nightly.journal import Journal, locked
 from autotune.nightly.matrix import Matrix
-from autotune.nightly.plan import Prepared, plan
+from autotune.nightly.plan import Prepared, expected_seconds, plan
 from autotune.probing import fingerprint_here
 from autotune.report.files import write
 from autotune.results import Fingerprint
@@ -149,16 +149,23 @@ def _run(
         on_plan(prepared)
         folder = files.machine_folder(place.out, prepared.fingerprint.device)
         journal = Journal(folder, now)
-        chosen = [each for each in prepared.planned if each.is_chosen]
+        nights = [night for each in prepared.planned for night in each.nights]
         known = [levels(each.nights) for each in prepared.planned]
         prior = drift.noise_of(
             [each for level, earlier in known for each in (*earlier, level.nights)]
         )
         try:
-            for planned in chosen:
-                left_seconds = began + budget_seconds - time.monotonic()
-                if done and planned.expected_seconds > left_seconds:
+            has_begun = False
+            # Those that were not chosen, too: the plan of a first night knows no cell's time, this one does.
+            for planned in prepared.planned:
+                if not planned.has_work:
                     continue
+                seen = [each.night for each in done if each.night is not None]
+                needed_seconds = expected_seconds(planned, [*nights, *seen], matrix, place.backend)
+                left_seconds = began + budget_seconds - time.monotonic()
+                if has_begun and needed_seconds > left_seconds:
+                    continue
+                has_begun = True
                 one = CellNight(
                     planned,
                     matrix,

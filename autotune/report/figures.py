@@ -13,10 +13,9 @@ from typing import Any
 
 from autotune.details import Timeline
 from autotune.report.data import FITS, ReportData, TrialRow
-from autotune.units import GIB, MIB
+from autotune.units import Unit, unit_for
 
 Figure = dict[str, Any]
-Unit = tuple[str, int]
 """(name, bytes): what memory is drawn in."""
 
 _STACK = (
@@ -37,8 +36,7 @@ _PHASE_WORDS = {
 
 def unit_of(data: ReportData) -> Unit:
     """Of all of a report's charts, by its budget."""
-    budget_bytes = data.answer.summary.workload.memory_budget_bytes
-    return ("GiB", GIB) if budget_bytes >= GIB / 2 else ("MiB", MIB)
+    return unit_for(data.answer.summary.workload.memory_budget_bytes)
 
 
 def all_figures(data: ReportData) -> dict[str, Figure]:

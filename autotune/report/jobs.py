@@ -21,7 +21,7 @@ def _cells(job: Job) -> tuple[str, ...]:
     return (
         f"{job.number}",
         job.state,
-        words.model_name(str(job.question["options"].get("model", ""))),
+        words.model_name(str(job.question["model"]["name"])),
         printable(job.card),
         "" if job.budget_bytes is None else words.short_size(job.budget_bytes),
         f"{job.asked_at.astimezone():%Y-%m-%d %H:%M}",
@@ -31,8 +31,8 @@ def _cells(job: Job) -> tuple[str, ...]:
     )
 
 
-def draw_job(job: Job, file: TextIO, *, export: str) -> None:
-    """What is known of a job; first its answer, as `find` draws it. `export`: what to type for files."""
+def draw_job(job: Job, file: TextIO, *, files: str) -> None:
+    """What is known of a job; first its answer, as `find` draws it. `files`: what to type for them."""
     if job.result is not None:
         terminal.draw_summary(summary_from_dict(job.result), file)
         print(file=file)
@@ -45,6 +45,6 @@ def draw_job(job: Job, file: TextIO, *, export: str) -> None:
         ("progress", printable(job.progress)),
         ("problem", printable(job.problem)),
         ("study", printable(job.study)),
-        ("files", printable(export).replace(" ", words.GLUE)),
+        ("files", printable(files).replace(" ", words.GLUE)),
     ]
     terminal.draw_rows([row for row in rows if row[1]], file)

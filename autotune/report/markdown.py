@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from autotune.report import facts, words
+from autotune.report import facts, figures, words
 from autotune.report.data import ReportData, TrialRow
-from autotune.units import GIB, format_bytes
+from autotune.units import Unit, format_bytes
 
 MAX_TRIALS = 20
 """The fastest; all of them are in the HTML."""
@@ -69,7 +69,7 @@ def draw(data: ReportData) -> str:
                 for row in facts.class_rows(summary)
             ),
         ),
-        _trials(data.trials),
+        _trials(data.trials, figures.unit_of(data)),
         "## Where this comes from",
         table(("", ""), facts.provenance(data)),
     ]
@@ -85,11 +85,21 @@ def _bar(bar: facts.Bar) -> str:
     )
 
 
-def _trials(rows: Sequence[TrialRow]) -> str:
+def _trials(rows: Sequence[TrialRow], unit: Unit) -> str:
+    memory, unit_bytes = unit
     fastest = sorted(rows, key=lambda row: (row.tokens_per_second is None, -_speed(row)))
     title = f"## The fastest {MAX_TRIALS} of {len(rows):,} trials"
     listed = table(
-        ("trial>", "outcome", "evidence", "class", "tokens/s>", "GiB>", "configuration", "reason"),
+        (
+            "trial>",
+            "outcome",
+            "evidence",
+            "class",
+            "tokens/s>",
+            f"{memory}>",
+            "configuration",
+            "reason",
+        ),
         (
             (
                 str(row.number),
@@ -97,7 +107,9 @@ def _trials(rows: Sequence[TrialRow]) -> str:
                 row.evidence,
                 row.tradeoff,
                 "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-                "" if row.peak_device_bytes is None else f"{row.peak_device_bytes / GIB:.2f}",
+                ""
+                if row.peak_device_bytes is None
+                else f"{row.peak_device_bytes / unit_bytes:.2f}",
                 row.config,
                 row.reason,
             )

@@ -25,7 +25,7 @@ from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
 from autotune.results import Estimate
 from autotune.summary import Measured, Summary
-from autotune.units import GIB, format_bytes, format_count, format_seconds
+from autotune.units import GIB, format_bytes, format_count, format_seconds, unit_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -217,12 +217,13 @@ def draw_rows(rows: Iterable[Row], file: TextIO) -> None:
 
 
 def draw_explanation(lines: Sequence[Line], file: TextIO) -> None:
-    """The textbook's sum beside the traced figures, in GiB."""
+    """The textbook's sum beside the traced figures."""
     console = console_on(file)
-    table = _table("GiB", "textbook", "=>", "whole>", "at the peak>", "why")
+    unit, unit_bytes = unit_for(max(line.peak_bytes or 0 for line in lines))
+    table = _table(unit, "textbook", "=>", "whole>", "at the peak>", "why")
     for line in lines:
         figures = (line.textbook_bytes, line.state_bytes, line.peak_bytes)
-        cells = ("" if figure is None else f"{figure / GIB:.3f}" for figure in figures)
+        cells = ("" if figure is None else f"{figure / unit_bytes:.3f}" for figure in figures)
         _add_row(table, [line.name, line.formula, *cells, line.why], bold=line.name == "total")
     console.print()
     console.print(table)
@@ -336,14 +337,15 @@ def _print_bar(console: Console, estimate: Estimate, budget_bytes: int) -> None:
 
 def _print_classes(console: Console, summary: Summary) -> None:
     """The best of each trade-off class beside the winner."""
-    table = _table("class", "fastest of its class", "tokens/s>", "GiB>", "speed>")
+    unit, unit_bytes = unit_for(summary.workload.memory_budget_bytes)
+    table = _table("class", "fastest of its class", "tokens/s>", f"{unit}>", "speed>")
     for name in TRADEOFF_CLASSES:
         estimate = summary.best_by_class.get(name)
         figures = ["", "", ""]
         if estimate is not None:
             figures = [
                 f"{estimate.tokens_per_second:,.0f}",
-                f"{estimate.peak_device_bytes / GIB:.1f}",
+                f"{estimate.peak_device_bytes / unit_bytes:.1f}",
                 ""
                 if estimate.config == summary.best.config
                 else words.gain(estimate, summary.best),

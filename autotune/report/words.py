@@ -8,7 +8,7 @@ from autotune.loading import LoaderTime
 from autotune.results import Estimate, Measurement
 from autotune.summary import Change, Measured, Summary
 from autotune.tune import MORE_MEMORY_BYTES, NOISE
-from autotune.units import GIB, format_bytes, format_count, format_seconds
+from autotune.units import format_bytes, format_count, format_seconds, unit_for
 
 CLASS_MEANINGS = (
     "exact: the mathematics of the base; numerics: other rounding; recipe: another training run"
@@ -33,13 +33,20 @@ def model_name(name: str) -> str:
 
 def exact_size(size_bytes: int) -> str:
     """`12 GB = 11.18 GiB`: as it may have been typed, and as everything else is printed."""
-    size = f"{size_bytes / GIB:.2f} GiB"
-    return size if size_bytes % 10**9 else f"{short_size(size_bytes)} = {size}"
+    name, unit_bytes = unit_for(size_bytes)
+    size = f"{size_bytes / unit_bytes:.2f} {name}"
+    return f"{typed} = {size}" if (typed := _typed(size_bytes)) else size
 
 
 def short_size(size_bytes: int) -> str:
     """`12 GB` where it was typed so, else `11.18 GiB`."""
-    return format_bytes(size_bytes) if size_bytes % 10**9 else f"{size_bytes // 10**9} GB"
+    return _typed(size_bytes) or format_bytes(size_bytes)
+
+
+def _typed(size_bytes: int) -> str:
+    """Whole GB, or fewer MB than one has; empty for what is neither."""
+    name, unit_bytes = ("GB", 10**9) if size_bytes >= 10**9 else ("MB", 10**6)
+    return "" if size_bytes % unit_bytes else f"{size_bytes // unit_bytes} {name}"
 
 
 def speed(estimate: Estimate) -> str:
@@ -261,13 +268,14 @@ def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
 
 def memory(estimate: Estimate, budget_bytes: int) -> str:
     """The parts of the peak in one line."""
+    unit, unit_bytes = unit_for(budget_bytes)
     parted = [
-        f"{name} {size_bytes / GIB:.1f}".replace(" ", GLUE)
+        f"{name} {size_bytes / unit_bytes:.1f}".replace(" ", GLUE)
         for name, size_bytes in memory_parts(estimate)
     ]
     listed = f"{GLUE}| ".join(parted)
-    used, of = estimate.peak_device_bytes / GIB, budget_bytes / GIB
-    return f"{used:.1f} of {of:.1f} GiB  {listed}"
+    used, of = estimate.peak_device_bytes / unit_bytes, budget_bytes / unit_bytes
+    return f"{used:.1f} of {of:.1f} {unit}  {listed}"
 
 
 def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:

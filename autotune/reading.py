@@ -1,0 +1,149 @@
+"""Everything that the options of `find` name, read and checked against each other: what a search takes.
+
+A question that has come from another machine brings what only that one could read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autotune import bases, compiled, inputs, space_file
+from autotune.config import METHODS, TrainConfig, Workload
+from autotune.errors import ConfigError
+from autotune.export.read import BaseRun
+from autotune.files import Disk, Files
+from autotune.gpus import Gpu
+from autotune.lengths import Lengths
+from autotune.models import ModelSource, resolve
+from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
+from autotune.space import AMPERE, SearchSpace, as_in_base, may_pack, with_peft
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Brought:
+    """What was read elsewhere of what the options name."""
+
+    source: ModelSource | None = None
+    """None: looked up here."""
+    lengths: Lengths | None = None
+    """Of the dataset; None: read here."""
+    files: Files = field(default_factory=Disk)
+    """Those of the base."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What a search takes."""
+
+    source: ModelSource
+    workload: Workload
+    space: SearchSpace
+    run: BaseRun | None
+    """What the user trains with so far."""
+    base: TrainConfig | None
+    """Its configuration, as the search compares with it."""
+
+
+def read(
+    options: FindOptions,
+    card: Gpu,
+    budget_bytes: int,
+    *,
+    note: Callable[[str], None],
+    brought: Brought,
+) -> Inputs:
+    """For a search on that card. Raises ConfigError for what cannot be read or used, WorkerError."""
+    space = space_file.load(options.space)
+    if options.peft is not None:
+        space = with_peft(space, options.peft)
+    if options.compile_mode is not None:
+        space = compiled.with_mode(space, options.compile_mode)
+    run = read_run(options, card, note=note, files=brought.files)
+    base = None if run is None else run.config
+    source = brought.source or resolve(_model_of(options, run))
+    num_gpus, length, batch = options.num_gpus, options.seq_len, options.effective_batch
+    if base is not None:
+        num_gpus = inputs.agreed("--num-gpus", num_gpus, base.num_gpus)
+        length = inputs.agreed("--seq-len", length, base.sequence_length)
+        batch = inputs.agreed("--effective-batch", batch, base.effective_batch_size)
+    num_gpus = num_gpus or 1
+    task = options.task or source.task
+    length = _possible_length(source, length, note)
+    lengths = brought.lengths
+    if options.dataset is not None:
+        lengths = lengths or inputs.read_lengths(
+            options.dataset,
+            source,
+            length,
+            text_field=options.text_field,
+            tokenizer=options.tokenizer,
+        )
+        packs = may_pack(space, task)
+        length = inputs.longest_batch(lengths, length, packs=packs, note=note)
+        if base is not None:
+            base = dataclasses.replace(base, sequence_length=length)
+    if run is not None and base is not None:
+        space = as_in_base(space, base)
+        space, base = bases.searched(space, run, base, task, has_lengths=lengths is not None)
+    workload = Workload(
+        model=source.name,
+        task=task,
+        sequence_length=length,
+        lengths=lengths,
+        effective_batch_size=inputs.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
+        methods=tuple(dict.fromkeys(_methods(options))) or METHODS,
+        memory_budget_bytes=budget_bytes,
+        num_gpus=num_gpus,
+        extra_arguments="{}" if run is None else run.extra_arguments,
+    )
+    if base is not None:
+        what = f"The configuration of {options.base}"
+        inputs.check_rules(base, workload, card, source, what=what)
+    return Inputs(source=source, workload=workload, space=space, run=run, base=base)
+
+
+def read_run(
+    options: FindOptions, card: Gpu, *, note: Callable[[str], None], files: Files
+) -> BaseRun | None:
+    """The run of the options' base; None where they name none. Raises ConfigError."""
+    if options.base is None:
+        return None
+    return bases.read_run(
+        options.base,
+        seq_len=options.seq_len,
+        methods=_methods(options),
+        num_gpus=options.num_gpus or 1,
+        effective_batch=options.effective_batch or EFFECTIVE_BATCH_SIZE,
+        has_bf16=(card.compute_capability or AMPERE) >= AMPERE,
+        usual_length=SEQUENCE_LENGTH,
+        note=note,
+        files=files,
+    )
+
+
+def _methods(options: FindOptions) -> tuple[str, ...]:
+    return options.methods if options.peft is None else (*options.methods, "peft")
+
+
+def _model_of(options: FindOptions, run: BaseRun | None) -> str:
+    model = options.model or (None if run is None else run.model)
+    if model is None:
+        raise ConfigError(
+            "There is no model",
+            why="No file that names one was given" if run is None else f"{run.path} names none",
+            remedy="Give --model with a Hub id, a folder or a config.json (autotune models)",
+        )
+    return model
+
+
+def _possible_length(source: ModelSource, length: int | None, note: Callable[[str], None]) -> int:
+    possible = inputs.possible_length(
+        source, length or SEQUENCE_LENGTH, is_given=length is not None
+    )
+    if possible != (length or SEQUENCE_LENGTH):
+        note(
+            f"{source.short_name} has positions for {possible} tokens: --seq-len {possible} is taken."
+        )
+    return possible
