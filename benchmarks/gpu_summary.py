@@ -177,7 +177,7 @@ def _predictions(title: str, records: Sequence[Record]) -> list[str]:
         lines += [
             f"- with their own predicted peak as budget: {num_fitting} of {num_capped} fitted"
         ]
-    lines += _seen_on_the_card(records)
+    lines += [*_mended_by_one_probe(records), *_seen_on_the_card(records)]
     seconds = [_overhead_seconds(r) for r in records if r["measurement"]["outcome"] == "ok"]
     if seconds:
         lines += [
@@ -186,6 +186,31 @@ def _predictions(title: str, records: Sequence[Record]) -> list[str]:
         ]
     lines += [f"- NOT HELD: {breach}" for breach in breaches(records)]
     return [*lines, "", *_table(records), *_failures(records)]
+
+
+def _mended_by_one_probe(records: Sequence[Record]) -> list[str]:
+    """What is left of the error in time once the first run of a model and method is known.
+
+    Of the others: predicted times the first's measured / predicted, against measured.
+    """
+    factors: dict[tuple[str, str], float] = {}
+    left = []
+    for record in uncapped(records):
+        seen, predicted = measured(record), record["prediction"]["step_seconds"]
+        if seen.outcome != "ok" or not predicted or not seen.step_seconds:
+            continue
+        what = (record["model"], seen.config.method)
+        if what in factors:
+            left.append(factors[what] * predicted / seen.step_seconds - 1)
+        else:
+            factors[what] = seen.step_seconds / predicted
+    if not left:
+        return []
+    return [
+        f"- time, once one probe of the same model and method is known: "
+        f"{statistics.median(map(abs, left)):.1%} off (median), {max(left, key=abs):+.1%} (furthest), "
+        f"of {len(left)}"
+    ]
 
 
 def _seen_on_the_card(records: Sequence[Record]) -> list[str]:

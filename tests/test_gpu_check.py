@@ -356,3 +356,17 @@ def test_what_the_card_held_stands_in_the_summary(modules: Any, recorded: Path) 
     (passed, beside) = modules.summary._seen_on_the_card(records)
     assert passed == "- by NVML 1 of 3 passed their budget at any moment, by 3.0 MiB at most"
     assert beside.startswith("- a probe's own figure beside NVML's: ")
+
+
+def test_what_one_probe_mends_of_the_time(modules: Any, recorded: Path) -> None:
+    """Twice, and thrice, as long as predicted: of the second 2/3 is left."""
+    record = lines(recorded / "predicted_vs_measured.jsonl")[0]
+    measurement = measurement_from_dict(record["measurement"])
+    assert measurement.step_seconds is not None
+    records = [
+        {**record, "prediction": {"step_seconds": measurement.step_seconds / times}}
+        for times in (2, 3)
+    ]
+    (line,) = modules.summary._mended_by_one_probe(records)
+    assert line.endswith("33.3% off (median), -33.3% (furthest), of 1")
+    assert modules.summary._mended_by_one_probe(records[:1]) == []
