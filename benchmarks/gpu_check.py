@@ -27,6 +27,9 @@ and what is installed can run them (both write the same file); `sweep` every poi
 forking and killing leave on the card; `speedups` sets find's answers beside what people run. `repredict`
 needs no GPU: it puts the present version's predictions beside what was measured. --backend cpu --tiny tries
 the whole of it on a CPU, and is no measure of any card.
+
+Where a card is lent for half an hour: `autotune doctor`, then `processes predict`, then `techniques find`.
+--studies names a folder that stays when the machine goes; the next call goes on from a copy of it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Requests and answers of jobs never come this way: they go through the files of a
 One job at a time. A job leads a session of its own, prints into its file, and dies with the server;
 the server ends when its parent dies. What a job leaves behind is killed, whatever its session.
 Linux only. On a machine with a GPU not yet run: that importing leaves CUDA alone there is read from
-the sources of torch 2.13 and bitsandbytes 0.50, and is checked before every fork.
+the sources of torch 2.11 and 2.13 and bitsandbytes 0.50, and is checked before every fork.
 """
 
 from __future__ import annotations
