@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from autotune import files
 from autotune.errors import StorageError
 from autotune.redacted import redacted
 
@@ -111,7 +112,7 @@ def make_folder(url: URL) -> None:
     if file is None:
         return
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(file.parent)
     except OSError as error:
         raise StorageError(
             f"The folder of the database {named(url)} cannot be created",

@@ -1,4 +1,5 @@
-"""Files as a whole: small ones read with a limit, others written beside their place and moved there.
+"""Files as a whole: small ones read with a limit, others written beside their place and moved there; folders
+whose names outlast a cut of the power.
 
 What is read may be this machine's (Disk), or have come with a question from another one (Carried).
 """
@@ -114,3 +115,25 @@ def write_all(texts: Mapping[Path, Iterable[str]], *, what: str, to: Path, kind:
         for place in places.values():
             with contextlib.suppress(OSError, ValueError):
                 place.unlink()
+
+
+def make_folder(folder: Path) -> None:
+    """Make it, and what is missing above it; there to stay, whatever happens next. Raises OSError."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_names(path.parent)
+
+
+def sync_names(folder: Path) -> None:
+    """What was made, moved or removed in the folder is on the disk when this returns.
+
+    A file's own fsync says nothing of its name (fsync(2)). A file system that refuses is not waited for:
+    SQLite takes that for no error, either (os_unix.c, unixSync).
+    """
+    with contextlib.suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)

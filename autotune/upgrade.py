@@ -26,6 +26,7 @@ from autotune.database import (
     refuse_stranger,
 )
 from autotune.errors import StorageError
+from autotune.files import sync_names
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -170,6 +171,8 @@ def _keep(connection: Connection, suffix: str) -> Path | None:
         ):
             source.backup(target)
         partial.rename(kept)
+        # Before anything is changed.
+        sync_names(kept.parent)
     except (sqlite3.Error, OSError) as error:
         partial.unlink(missing_ok=True)
         raise StorageError(
