@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.candidates import Candidates
 from autotune.config import TrainConfig, Workload
+from autotune.defaults import default_base
 from autotune.errors import ConfigError, HardwareError
 from autotune.estimate import Estimator, least_bytes
 from autotune.forkserver import ForkServer
@@ -20,16 +22,11 @@ from autotune.gpus import Gpu
 from autotune.models import ModelSource
 from autotune.parallel import RankTrace
 from autotune.results import Estimate, TraceSpec
-from autotune.space import (
-    Context,
-    SearchSpace,
-    broken_rules,
-    enumerate_configs,
-    with_attentions,
-)
+from autotune.rules import Context, broken_rules
+from autotune.space import SearchSpace, enumerate_configs, with_attentions
 from autotune.traces import Trace
 from autotune.tracing import trace_all
-from autotune.tune import Candidates, Progress, default_base
+from autotune.tune import Progress
 
 _FAR = 10**9
 """Sorts behind every checkpointing interval."""

@@ -18,8 +18,10 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 
 from autotune.config import TrainConfig
-from autotune.results import Estimate, Measurement
-from autotune.space import Context, SearchSpace, broken_rules
+from autotune.measurement import Measurement
+from autotune.results import Estimate
+from autotune.rules import Context, broken_rules
+from autotune.space import SearchSpace, with_domains
 
 MAX_BASES = 2
 """Eager configurations that get variants. [judgement] Compilation seldom turns the order around."""
@@ -35,11 +37,7 @@ Settings = tuple[str, str]
 def with_mode(space: SearchSpace, mode: str) -> SearchSpace:
     """The space with that mode of torch.compile beside none."""
     domain = tuple(dict.fromkeys(("none", mode)))
-    sections = (
-        dataclasses.replace(section, domains={**section.domains, "torch_compile": domain})
-        for section in space.methods
-    )
-    return dataclasses.replace(space, methods=tuple(sections))
+    return with_domains(space, lambda _: {"torch_compile": domain})
 
 
 def settings_of(space: SearchSpace) -> dict[str, tuple[Settings, ...]]:

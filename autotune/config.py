@@ -72,11 +72,11 @@ class Precision:
     """dtype of the base weights (trainable or frozen, unless quantised)."""
     compute_dtype: str
     """dtype of matrix products."""
-    autocast: bool
+    autocast: bool = False
     """TrainingArguments bf16=True or fp16=True: torch.autocast around the forward pass."""
-    grad_scaler: bool
+    grad_scaler: bool = False
     """fp16=True: torch.amp.GradScaler."""
-    tf32: bool
+    tf32: bool = False
     """float32 matrix products may use TF32 units."""
     fp8: bool = False
     """accelerate's mixed_precision "fp8" with torchao: linear layers multiply in fp8 under bfloat16
@@ -89,16 +89,11 @@ PRECISIONS: dict[str, Precision] = {
     "fp32": Precision(
         parameter_dtype="float32",
         compute_dtype="float32",
-        autocast=False,
-        grad_scaler=False,
-        tf32=False,
         summary="everything in float32",
     ),
     "tf32": Precision(
         parameter_dtype="float32",
         compute_dtype="float32",
-        autocast=False,
-        grad_scaler=False,
         tf32=True,
         summary="float32 storage, TF32 matrix products",
     ),
@@ -107,7 +102,6 @@ PRECISIONS: dict[str, Precision] = {
         compute_dtype="float16",
         autocast=True,
         grad_scaler=True,
-        tf32=False,
         summary="float32 weights, float16 autocast with loss scaling",
     ),
     "fp16-autocast": Precision(
@@ -115,39 +109,29 @@ PRECISIONS: dict[str, Precision] = {
         compute_dtype="float16",
         autocast=True,
         grad_scaler=True,
-        tf32=False,
         summary="frozen float16 weights, float32 adapters under float16 autocast",
     ),
     "bf16-mixed": Precision(
         parameter_dtype="float32",
         compute_dtype="bfloat16",
         autocast=True,
-        grad_scaler=False,
-        tf32=False,
         summary="float32 weights, bfloat16 autocast",
     ),
     "bf16-true": Precision(
         parameter_dtype="bfloat16",
         compute_dtype="bfloat16",
-        autocast=False,
-        grad_scaler=False,
-        tf32=False,
         summary="bfloat16 weights, no autocast (Transformers 5 with bf16 left False)",
     ),
     "bf16-autocast": Precision(
         parameter_dtype="bfloat16",
         compute_dtype="bfloat16",
         autocast=True,
-        grad_scaler=False,
-        tf32=False,
         summary="bfloat16 weights under bfloat16 autocast: fp32 adapters compute in bfloat16",
     ),
     "fp8-mixed": Precision(
         parameter_dtype="float32",
         compute_dtype="bfloat16",
         autocast=True,
-        grad_scaler=False,
-        tf32=False,
         fp8=True,
         summary="as bf16-mixed, linear layers multiply in float8 (torchao)",
     ),
@@ -155,8 +139,6 @@ PRECISIONS: dict[str, Precision] = {
         parameter_dtype="bfloat16",
         compute_dtype="bfloat16",
         autocast=True,
-        grad_scaler=False,
-        tf32=False,
         fp8=True,
         summary="as bf16-autocast, linear layers multiply in float8 (torchao)",
     ),
@@ -192,101 +174,6 @@ QUANTIZATIONS: dict[str, Quantization] = {
 QUANTIZATION_STORAGES = ("uint8", "bfloat16", "float16", "float32")
 """dtypes that hold the packed codes of 4-bit weights (`bnb_4bit_quant_storage`): the same bytes in each.
 Only those of a floating dtype can be shared out (accelerate 1.15 utils/fsdp_utils.py)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parallelism:
-    """How the GPUs of one machine share a training run; every one has its own micro-batches."""
-
-    name: str
-    library: str
-    """torch or deepspeed: whose rules decide what a GPU holds. Empty: there is one GPU."""
-    stage: int
-    """ZeRO's: 0 every GPU holds all of it; 1 a part of the optimizer's state; 2 of the gradients too;
-    3 of the weights too, which are gathered layer by layer. FSDP2 is a stage 3."""
-    offload: bool
-    """What is shared out waits in host memory, where the optimizer runs."""
-    traced_as: tuple[tuple[str, str], ...]
-    """(precision, the one whose kernels run): the library casts the weights, not autocast."""
-    optimizers: tuple[str, ...]
-    """`optim` values that it works with; empty: all."""
-    summary: str
-
-
-# accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model: float32 shards, gathered in 16 bits, and
-# autocast around the forward pass.
-_FSDP2_TRACED_AS = (("bf16-mixed", "bf16-autocast"), ("fp16-mixed", "fp16-autocast"))
-# deepspeed 0.19.8 runtime/engine.py _cast_module_mixed_precision: 16-bit weights, no autocast.
-_ZERO_TRACED_AS = (("bf16-mixed", "bf16-true"), ("fp16-mixed", "fp16-autocast"))
-# Element by element, so that a part of a tensor is updated as in the whole. bitsandbytes' kernels do
-# not take the DTensors of FSDP2 (tests/contracts/test_parallel_real.py shows it).
-_FSDP2_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
-_ZERO_OPTIMIZERS = (
-    *_FSDP2_OPTIMIZERS, "adamw_bnb_8bit", "lion_32bit", "lion_8bit"
-)  # fmt: skip
-# accelerate 1.15 utils/deepspeed.py: it takes the place of torch.optim.AdamW.
-_CPU_ADAM = ("adamw_torch", "adamw_torch_fused")
-
-
-def _fsdp2(offload: bool, summary: str) -> Parallelism:
-    return Parallelism(
-        name="fsdp2-offload" if offload else "fsdp2",
-        library="torch",
-        stage=3,
-        offload=offload,
-        traced_as=_FSDP2_TRACED_AS,
-        optimizers=_CPU_ADAM if offload else _FSDP2_OPTIMIZERS,
-        summary=summary,
-    )
-
-
-def _zero(stage: int, offload: bool, summary: str) -> Parallelism:
-    return Parallelism(
-        name=f"zero{stage}-offload" if offload else f"zero{stage}",
-        library="deepspeed",
-        stage=stage,
-        offload=offload,
-        traced_as=_ZERO_TRACED_AS,
-        optimizers=_CPU_ADAM if offload else _ZERO_OPTIMIZERS,
-        summary=summary,
-    )
-
-
-PARALLELISMS: dict[str, Parallelism] = {
-    row.name: row
-    for row in (
-        Parallelism(
-            name="none",
-            library="",
-            stage=0,
-            offload=False,
-            traced_as=(),
-            optimizers=(),
-            summary="one GPU",
-        ),
-        Parallelism(
-            name="ddp",
-            library="torch",
-            stage=0,
-            offload=False,
-            traced_as=(),
-            optimizers=(),
-            summary="everything on every GPU, gradients averaged",
-        ),
-        _fsdp2(False, "weights, gradients and optimizer shared out, a layer gathered at a time"),
-        _fsdp2(True, "the same, kept in host memory"),
-        _zero(1, False, "optimizer state shared out"),
-        _zero(1, True, "optimizer state in host memory"),
-        _zero(2, False, "optimizer state and gradients shared out"),
-        _zero(2, True, "optimizer state and gradients in host memory"),
-        _zero(3, False, "weights, gradients and optimizer shared out, gathered as needed"),
-        _zero(3, True, "the same, kept in host memory"),
-    )
-}
-
-
-ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
-"""Weights that ZeRO 3 updates at a time (deepspeed 0.19.8 runtime/zero/config.py, sub_group_size)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -396,7 +283,7 @@ class TrainConfig:
     batching: str = "packed"
     """One of lengths.BATCHINGS."""
     parallelism: str = "none"
-    """A key of PARALLELISMS."""
+    """A key of autotune.parallelisms.PARALLELISMS."""
     num_gpus: int = 1
     """The data-parallel degree."""
     liger: bool = False

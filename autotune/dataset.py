@@ -17,7 +17,7 @@ from autotune.forkserver import ForkServer
 from autotune.isolate import run
 from autotune.lengths import Lengths
 from autotune.loading import LoaderTime, LoaderTimes, settings_to_time
-from autotune.results import Measurement
+from autotune.measurement import Measurement
 
 DEADLINE_SECONDS = 900.0
 

@@ -1,7 +1,6 @@
 """Traces -> Estimates: predicted memory and time of any number of configurations on one card.
 
-Memory: the events of two optimizer steps (weights, micro-steps, clipping, optimizer, zero_grad) go
-through the allocator model, so that state exists when the second step peaks. Time: the kernels of a
+Memory: the events of two optimizer steps go through the allocator model. Time: the kernels of a
 micro-step and of an optimizer step go through the roofline, apart, so that any accumulation is priced.
 
 A full replay takes milliseconds; `floor_bytes` takes microseconds and cannot be too high, `seconds`
@@ -17,29 +16,20 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
-
-import numpy as np
 
 from autotune import roofline
-from autotune.allocator import CATEGORIES, EMPTY_CACHE_BYTES, Tape, replay
+from autotune.allocator import replay
 from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig
-from autotune.details import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
+from autotune.details import Timeline
 from autotune.gpus import Gpu
-from autotune.optimizer_steps import (
-    StepCost,
-    TensorSpec,
-    clip_cost,
-    unscale_cost,
-    write_clip,
-    write_unscale,
-)
-from autotune.optimizer_steps.core import NO_COST, States
-from autotune.optimizers import OPTIMIZERS, Optimizer
+from autotune.optimizer_steps import TensorSpec
+from autotune.optimizers import OPTIMIZERS
 from autotune.parallel import Exchange, RankTrace
 from autotune.results import Breakdown, Estimate, ParameterCount, PerGpu, StateBytes, TraceSpec
+from autotune.step_events import Steps, two_steps
+from autotune.timeline import timeline_of
 from autotune.traces import Trace
+from autotune.update import Update, kernels_of, priced_update
 
 _BREAKDOWN_OF_CATEGORY = {
     "parameter": "parameters_bytes",
@@ -57,21 +47,6 @@ _BREAKDOWN_OF_CATEGORY = {
 _EMPTY_CACHE_SHARE = 0.10
 
 
-_SETUP, _FORWARD, _BACKWARD, _OPTIMIZER = "set-up", "forward", "backward", "optimizer"
-_AGAIN = ", further micro-batches"
-"""They are alike: one is replayed, however many the configuration accumulates."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Events of one phase, in order."""
-
-    step: int
-    """Optimizer step, from 0; -1 before the first."""
-    phase: str
-    events: list[int]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MicroStep:
     """Bytes of one (trace, micro-batch, rank), rounded as the allocator rounds."""
@@ -87,18 +62,11 @@ class _MicroStep:
     """Above those and the gradients, while a second micro-batch adds to them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _OptimizerStep:
-    tape: Tape
-    first: list[int]
-    later: list[int]
-    device_state_bytes: int
-    state_bytes: int
-    """The same in the allocator's blocks."""
-    managed_bytes: int
-    temporary_peak_bytes: int
-    """Above weights, gradients and state."""
-    cost: StepCost
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trainable:
+    """Trainable parameters: one object for all traces that train the same."""
+
+    specs: tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,9 +112,9 @@ class Estimator:
         self._context_bytes = gpu.context_bytes
         self._machine = roofline.ceilings(gpu)
         self._micro_step = functools.cache(self._price_micro_step)
-        self._optimizer_step = functools.cache(self._price_optimizer_step)
-        self._lists: dict[tuple[TensorSpec, ...], int] = {}
-        self._list = functools.cache(self._list_number)
+        self._priced_update = functools.cache(self._price_update)
+        self._interned: dict[tuple[TensorSpec, ...], _Trainable] = {}
+        self._trainable = functools.cache(self._find_trainable)
         self._forward_backward = functools.cache(self._price_forward_backward)
         self._accumulation = functools.cache(self._price_accumulation)
         self._exchange = functools.cache(self._find_exchange)
@@ -186,12 +154,12 @@ class Estimator:
         """
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         micro = self._forward_backward(spec, config.micro_batch_size, rank, config.precision)
-        added = self._accumulation(self._list(spec, rank))
+        added = self._accumulation(self._trainable(spec, rank))
         optimizer = self._update(spec, rank, config.optimizer)
         if resident_bytes is None:
             resident_bytes = self.floor_bytes(config) if optimizer.managed_bytes else 0
         paged = self._paged_out_bytes(optimizer, resident_bytes)
-        update = self._time(_optimizer_kernels(optimizer.cost, paged))
+        update = roofline.seconds(kernels_of(optimizer.cost, paged), self._machine)
         if micro is None or added is None or update is None:
             return None
         accumulation = config.gradient_accumulation_steps
@@ -247,10 +215,10 @@ class Estimator:
     def estimate(self, config: TrainConfig) -> Estimate:
         """Predicted peaks, breakdown and time by a full replay."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        trace = self._traces[spec]
+        trace, precision = self._traces[spec], PRECISIONS[config.precision]
         optimizer = self._update(spec, rank, config.optimizer)
-        sizes, categories, parts = self._written(config)
-        events = [event for part in parts for event in part.events]
+        steps = self._steps(config)
+        sizes, categories, events = steps.sizes, steps.categories, steps.events()
         result = replay(sizes, events)
         outside = self._outside_bytes(spec)
         resident = result.peak_reserved_bytes + outside
@@ -291,7 +259,7 @@ class Estimator:
                 model_flops=model_flops,
                 step_seconds=seconds.total_seconds,
                 gpu=self.gpu,
-                dtype=_compute_dtype(config.precision),
+                dtype=_rate_dtype(precision.compute_dtype, tf32=precision.tf32),
             ),
             bound=None if seconds is None else seconds.bound,
             useful_share=self._useful_share(config),
@@ -331,133 +299,16 @@ class Estimator:
         trace = self._traces[spec]
         return trace.exchange(rank) if isinstance(trace, RankTrace) else None
 
-    def _written(self, config: TrainConfig) -> tuple[list[int], list[str], list[_Part]]:
-        """(size and category of each tensor, the events of two optimizer steps)."""
-        trace = self._traces[TraceSpec.of(config)]
-        rank = config.lora_rank or 0
-        micro_sizes = trace.sizes(config.micro_batch_size, rank)
-        if OPTIMIZERS[config.optimizer].updates:
-            assert isinstance(trace, Trace)  # A rule: on one GPU only.
-            tape, parts = self._two_fused_steps(trace, OPTIMIZERS[config.optimizer], config)
-        else:
-            optimizer = self._update(TraceSpec.of(config), rank, config.optimizer)
-            tape, parts = self._two_steps(trace, optimizer, len(micro_sizes), config)
-        sizes = [*micro_sizes, *tape.sizes, EMPTY_CACHE_BYTES]
-        return sizes, [*trace.categories, *tape.categories, "temporary"], parts
-
-    def _two_steps(
-        self, trace: Trace | RankTrace, optimizer: _OptimizerStep, offset: int, config: TrainConfig
-    ) -> tuple[Tape, list[_Part]]:
-        every, marker = config.torch_empty_cache_steps, offset + len(optimizer.tape.sizes)
-
-        def micro_step(
-            events: list[int], step: int, *, is_first: bool = False, suffix: str = ""
-        ) -> list[_Part]:
-            """The Trainer empties the cache between forward and backward (training_step)."""
-            if not isinstance(trace, Trace):
-                return [_Part(step, f"{_FORWARD} and {_BACKWARD}{suffix}", events)]
-            middle = trace.num_forward_events
-            if is_first:
-                middle += trace.num_forward_workspaces
-            emptied = [marker, ~marker] if every and not step % every else []
-            return [
-                _Part(step, f"{_FORWARD}{suffix}", events[:middle]),
-                _Part(step, f"{_BACKWARD}{suffix}", [*emptied, *events[middle:]]),
-            ]
-
-        is_more = config.gradient_accumulation_steps > 1
-        first_more, later_more = (
-            micro_step(trace.next, step, suffix=_AGAIN) if is_more else [] for step in (0, 1)
-        )
-        zero_grad = [~gradient for gradient in trace.gradients]
-        first, later = (
-            [e + offset if e >= 0 else e - offset for e in events]
-            for events in (optimizer.first, optimizer.later)
-        )
-        done = [~number for number in trace.step_buffers]
-        return optimizer.tape, [
-            _Part(-1, _SETUP, trace.setup),
-            *micro_step(trace.first, 0, is_first=True),
-            *first_more,
-            _Part(0, _OPTIMIZER, [*trace.step_buffers, *first, *done, *zero_grad]),
-            *micro_step(trace.again, 1),
-            *later_more,
-            _Part(1, _OPTIMIZER, [*trace.step_buffers, *later, *done, *zero_grad]),
-        ]
-
-    def _two_fused_steps(
-        self, trace: Trace, row: Optimizer, config: TrainConfig
-    ) -> tuple[Tape, list[_Part]]:
-        """The same where each weight is updated in the backward pass: nothing is left to clip."""
-        rank = config.lora_rank or 0
-        offset = len(trace.sizes(config.micro_batch_size, rank))
-        tape = Tape()
-        states: dict[int, States] = {}
-        gradients = frozenset(trace.gradients)
-
-        def update(gradient: int) -> list[int]:
-            start = len(tape.events)
-            spec = trace.parameter_of(gradient, rank)
-            states[gradient] = row.algorithm.write_step(tape, [spec], states.get(gradient))
-            written = [e + offset if e >= 0 else e - offset for e in tape.events[start:]]
-            return [~gradient, *written] if row.updates == "one-behind" else [*written, ~gradient]
-
-        parts = [_Part(-1, _SETUP, trace.setup)]
-        for step, micro_step in enumerate((trace.released_first, trace.released)):
-            middle = trace.num_forward_events + (0 if step else trace.num_forward_workspaces)
-            events: list[int] = []
-            waiting: int | None = None
-            for event in micro_step[middle:]:
-                if ~event not in gradients:
-                    events.append(event)
-                elif row.updates == "at-once":
-                    events += update(~event)
-                else:
-                    if waiting is not None:
-                        events += update(waiting)
-                    waiting = ~event
-            if waiting is not None:
-                events += update(waiting)
-            parts.append(_Part(step, _FORWARD, micro_step[:middle]))
-            parts.append(_Part(step, f"{_BACKWARD} and {_OPTIMIZER}", events))
-        return tape, parts
-
     def timeline(self, config: TrainConfig) -> Timeline:
         """Memory over the optimizer step in which the replay of `estimate` peaks."""
-        sizes, categories, parts = self._written(config)
-        events = [event for part in parts for event in part.events]
-        peak_event = replay(sizes, events).peak_allocated_event
-        order = np.asarray(events, dtype=np.int64)
-        rounded = np.maximum((np.asarray(sizes, dtype=np.int64) + 511) // 512 * 512, 0)
-        numbers = np.where(order < 0, ~order, order)
-        deltas = np.where(order < 0, -rounded[numbers], rounded[numbers])
-        category_of = np.asarray(categories)[numbers]
-        running = np.stack([np.cumsum(np.where(category_of == n, deltas, 0)) for n in CATEGORIES])
-        starts = [0, *accumulate(len(part.events) for part in parts)]
-        owner = next(i for i, end in enumerate(starts[1:]) if peak_event < end)
-        # What peaks while the weights are loaded peaks before any step.
-        step = max(parts[owner].step, 0)
-        drawn = [(p, a, b) for p, a, b in zip(parts, starts, starts[1:], strict=False) if a < b]
-        drawn = [row for row in drawn if row[0].step == step]
-        num_events = sum(end - start for _, start, end in drawn)
-        totals, kept, phases = running.sum(axis=0), list[int](), dict[str, int]()
-        for part, start, end in drawn:
-            phases[part.phase] = len(kept)
-            shared = MAX_POINTS - MIN_POINTS_OF_PHASE * len(drawn)
-            num_points = MIN_POINTS_OF_PHASE + shared * (end - start) // num_events
-            for stretch in np.array_split(np.arange(start, end), min(num_points, end - start)):
-                has_peak = stretch[0] <= peak_event <= stretch[-1]
-                kept.append(peak_event if has_peak else int(stretch[totals[stretch].argmax()]))
-        return Timeline(
-            phases=phases,
-            bytes_by_category={
-                name: tuple(figures[kept].tolist())
-                for name, figures in zip(CATEGORIES, running, strict=True)
-            },
-            peak_point=kept.index(peak_event) if peak_event in kept else 0,
-        )
+        return timeline_of(self._steps(config))
 
-    def _paged_out_bytes(self, optimizer: _OptimizerStep, resident_bytes: int) -> int:
+    def _steps(self, config: TrainConfig) -> Steps:
+        spec = TraceSpec.of(config)
+        update = self._update(spec, config.lora_rank or 0, config.optimizer)
+        return two_steps(self._traces[spec], config, update)
+
+    def _paged_out_bytes(self, optimizer: Update, resident_bytes: int) -> int:
         """Managed state that the budget has no room for beside what torch holds."""
         room = max(self.memory_budget_bytes - resident_bytes, 0)
         return max(optimizer.managed_bytes - room, 0)
@@ -481,53 +332,16 @@ class Estimator:
             peak_next_bytes=peak_bytes("next"),
         )
 
-    def _list_number(self, spec: TraceSpec, rank: int) -> int:
-        """Number of the list of trainable parameters: traces that train the same share it."""
+    def _find_trainable(self, spec: TraceSpec, rank: int) -> _Trainable:
         specs = tuple(self._traces[spec].trainable(rank))
-        return self._lists.setdefault(specs, len(self._lists))
+        return self._interned.setdefault(specs, _Trainable(specs))
 
-    def _trainable(self, list_number: int) -> tuple[TensorSpec, ...]:
-        return next(specs for specs, number in self._lists.items() if number == list_number)
-
-    def _update(self, spec: TraceSpec, rank: int, name: str) -> _OptimizerStep:
+    def _update(self, spec: TraceSpec, rank: int, name: str) -> Update:
         scaled = PRECISIONS[spec.precision].grad_scaler
-        return self._optimizer_step(self._list(spec, rank), scaled, name)
+        return self._priced_update(self._trainable(spec, rank), scaled, name)
 
-    def _price_optimizer_step(self, list_number: int, scaled: bool, name: str) -> _OptimizerStep:
-        specs = self._trainable(list_number)
-        row = OPTIMIZERS[name]
-        tape = Tape()
-        if row.updates:
-            # What a weight's update allocates comes and goes within the backward pass.
-            row.write_state(tape, specs)
-            first, later = tape.events, list[int]()
-            costs = [row.cost(specs)]
-        else:
-            first, states = _write_update(tape, specs, row.algorithm, None, scaled=scaled)
-            later, _ = _write_update(tape, specs, row.algorithm, states, scaled=scaled)
-            costs = [row.cost(specs), clip_cost(specs)]
-        if scaled:
-            costs.append(unscale_cost(specs))
-        rounded = (np.asarray(tape.sizes, dtype=np.int64) + 511) // 512 * 512
-        is_state = np.asarray(tape.categories) == "optimizer_state"
-
-        def state_bytes(sizes: Any) -> int:
-            return int(_running(np.where(is_state, sizes, 0), first)[-1])
-
-        temporaries = int(_running(rounded, later).max())
-        managed = sum(
-            t.size_bytes for s in specs for t in row.algorithm.state(s) if t.place == "managed"
-        )
-        return _OptimizerStep(
-            tape=tape,
-            first=first,
-            later=later,
-            device_state_bytes=state_bytes(np.asarray(tape.sizes, dtype=np.int64)),
-            state_bytes=state_bytes(rounded),
-            managed_bytes=managed,
-            temporary_peak_bytes=temporaries,
-            cost=sum(costs, NO_COST),
-        )
+    def _price_update(self, trainable: _Trainable, scaled: bool, name: str) -> Update:
+        return priced_update(OPTIMIZERS[name], trainable.specs, scaled=scaled)
 
     def _price_forward_backward(
         self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
@@ -547,24 +361,23 @@ class Estimator:
                     count=launch.count,
                 )
             )
-        return self._time(kernels)
-
-    def _price_accumulation(self, list_number: int) -> roofline.StepTime | None:
-        """Adding each gradient to the one that is there: two reads and a write."""
-        specs = self._trainable(list_number)
-        return self._time(
-            roofline.Kernel(
-                name="add_",
-                kind="elementwise",
-                dtype=s.dtype,
-                flops=0,
-                bytes_moved=3 * s.size_bytes,
-            )
-            for s in specs
-        )
-
-    def _time(self, kernels: Iterable[roofline.Kernel]) -> roofline.StepTime | None:
         return roofline.seconds(kernels, self._machine)
+
+    def _price_accumulation(self, trainable: _Trainable) -> roofline.StepTime | None:
+        """Adding each gradient to the one that is there: two reads and a write."""
+        return roofline.seconds(
+            (
+                roofline.Kernel(
+                    name="add_",
+                    kind="elementwise",
+                    dtype=s.dtype,
+                    flops=0,
+                    bytes_moved=3 * s.size_bytes,
+                )
+                for s in trainable.specs
+            ),
+            self._machine,
+        )
 
     def _flops(self, config: TrainConfig, spec: TraceSpec, rank: int) -> tuple[float, float]:
         """(all, without recomputation) of one optimizer step."""
@@ -577,65 +390,11 @@ class Estimator:
         return float(total * accumulation), float(model * accumulation)
 
 
-def _write_update(
-    tape: Tape, specs: Sequence[TensorSpec], algorithm: Any, states: Any, *, scaled: bool
-) -> tuple[list[int], Any]:
-    """One optimizer step as the Trainer runs it: unscale, clip, step. Scalars last until its end."""
-    start = len(tape.events)
-    kept = [write_unscale(tape)] if scaled else []
-    kept.append(write_clip(tape, specs))
-    states = algorithm.write_step(tape, specs, states)
-    for index in kept:
-        tape.free(index)
-    return tape.events[start:], states
-
-
-def _optimizer_kernels(cost: StepCost, paged_out_bytes: int) -> list[roofline.Kernel]:
-    kernels = [
-        roofline.Kernel(
-            name="optimizer",
-            kind="elementwise",
-            dtype="float32",
-            flops=0,
-            bytes_moved=cost.bytes_moved / cost.num_kernels,
-            count=cost.num_kernels,
-        )
-    ]
-    kernels += [
-        roofline.Kernel(name="mm", kind="matmul", dtype=dtype, flops=flops, bytes_moved=0, count=1)
-        for dtype, flops in cost.matmul_flops
-    ]
-    # Each step brings the pages in and puts others out.
-    copied_bytes = cost.host_bytes + 2 * paged_out_bytes
-    if copied_bytes:
-        kernels.append(
-            roofline.Kernel(
-                name="copies", kind="copy_host", dtype="uint8", flops=0, bytes_moved=copied_bytes
-            )
-        )
-    return kernels
-
-
 def _rate_dtype(dtype: str, *, tf32: bool) -> str:
     """Whose rate a matrix product runs at."""
     if dtype.startswith("float8"):  # e4m3 by e4m3 or by e5m2, at one rate
         return "float8"
     return "tf32" if tf32 and dtype == "float32" else dtype
-
-
-def _compute_dtype(precision: str) -> str:
-    row = PRECISIONS[precision]
-    return "tf32" if row.tf32 else row.compute_dtype
-
-
-def _running(rounded: Any, events: Sequence[int]) -> Any:
-    """Bytes alive after each event, from zero."""
-    if not events:
-        return np.zeros(1, dtype=np.int64)
-    order = np.asarray(events, dtype=np.int64)
-    frees = order < 0
-    deltas = rounded[np.where(frees, ~order, order)]
-    return np.cumsum(np.where(frees, -deltas, deltas))
 
 
 def _sum_of(

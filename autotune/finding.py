@@ -25,6 +25,7 @@ from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageEr
 from autotune.export.read import BaseRun
 from autotune.forkserver import ForkServer
 from autotune.loading import LoaderTimes
+from autotune.measurement import BACKENDS, ProbeSpec
 from autotune.models import ModelSource
 from autotune.optimizers import OPTIMIZERS
 from autotune.options import FindOptions
@@ -41,7 +42,6 @@ from autotune.report import html
 from autotune.report.data import collect
 from autotune.report.files import write
 from autotune.report.progress import SILENT, Listener
-from autotune.results import BACKENDS, ProbeSpec
 from autotune.summary import Measured, Summary
 from autotune.trace_table import TraceTable
 from autotune.tune import Found

@@ -98,6 +98,11 @@ class Gpu:
         return "-".join(_words(self.name))
 
     @property
+    def has_bfloat16(self) -> bool:
+        """CUDA C++ Programming Guide, arithmetic instructions; taken for granted of an unknown card."""
+        return self.compute_capability is None or self.compute_capability >= (8, 0)
+
+    @property
     def interconnect(self) -> str:
         return "PCIe" if self.nvlink_bandwidth_bytes_per_second is None else "NVLink"
 

@@ -18,7 +18,7 @@ from autotune.gpus import Gpu
 from autotune.kv_cache import KvCache, kv_cache
 from autotune.lengths import Lengths
 from autotune.models import ModelSource
-from autotune.space import Context, broken_rules
+from autotune.rules import Context, broken_rules
 from autotune.space_file import MAX_FILE_BYTES
 from autotune.units import MIB, format_bytes, parse_bytes
 

@@ -8,30 +8,26 @@ Its name is a field of TrainConfig; what changes the traced step is a field of T
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune import readers
 from autotune.adapters import ADAPTERS, LORA_VARIANTS, peft_words, read_peft
 from autotune.config import (
     ATTENTIONS,
     COMPILE_BACKENDS,
     COMPILE_MODES,
     METHODS,
-    PARALLELISMS,
     PRECISIONS,
     QUANTIZATION_STORAGES,
     QUANTIZATIONS,
     TRAINERS,
     TrainConfig,
 )
-from autotune.errors import nearest
 from autotune.lengths import BATCHINGS
-from autotune.optimizers import LEFT_OUT, OPTIMIZERS
-
-MAX_NUMBER = 1_000_000
-"""Of a micro-batch size, rank or layer interval."""
+from autotune.optimizers import OPTIMIZERS
+from autotune.parallelisms import PARALLELISMS
 
 REQUIRED = object()
 """Default of a knob that every section of a space must name."""
@@ -90,69 +86,6 @@ class Knob:
         return self.method_defaults.get(method, self.default)
 
 
-def kind(value: object) -> str:
-    """How to call a wrong value; never its repr, which aliases can make endless."""
-    if isinstance(value, (bool, int, float)):
-        return str(value)[:40]
-    if isinstance(value, str):
-        return f"the text {value[:40]!r}"
-    names = {list: "a list", dict: "a mapping", type(None): "nothing"}
-    return names.get(type(value), f"a {type(value).__name__}")
-
-
-def _one_of(known: Sequence[str], what: str) -> Callable[[object], str]:
-    def read(value: object) -> str:
-        if not isinstance(value, str):
-            raise ValueError(f"must be a name, not {kind(value)}")
-        if value not in known:
-            raise ValueError(f"unknown {what} {value[:40]!r}. {nearest(value[:40], known)}")
-        return value
-
-    return read
-
-
-def _optimizer(value: object) -> str:
-    if isinstance(value, str) and value in LEFT_OUT:
-        raise ValueError(f"is not priced: it {LEFT_OUT[value]}")
-    return _one_of(tuple(OPTIMIZERS), "optimizer")(value)
-
-
-def _positive(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"must be a whole number, not {kind(value)}")
-    if not 0 < value <= MAX_NUMBER:
-        raise ValueError(f"must be from 1 to {MAX_NUMBER:,}")
-    return value
-
-
-def _from_zero(value: object) -> int:
-    return 0 if value == 0 and not isinstance(value, bool) else _positive(value)
-
-
-def _strength(value: object) -> float:
-    try:
-        number = float(value) if isinstance(value, (int, float, str)) else -1.0
-    except ValueError:
-        number = -1.0
-    if isinstance(value, bool) or not 0 <= number <= MAX_NUMBER:
-        raise ValueError(f"must be a number from 0 to {MAX_NUMBER:,}")
-    return number
-
-
-def _above_zero(value: object) -> float:
-    number = _strength(value)
-    if not number:
-        raise ValueError("must be a number above 0")
-    return number
-
-
-def _share(value: object) -> float:
-    number = _strength(value)
-    if number >= 1:
-        raise ValueError("must be a number from 0 to below 1")
-    return number
-
-
 def _compile_arguments(mode: str) -> dict[str, object]:
     if mode == "none":
         return {}
@@ -161,34 +94,6 @@ def _compile_arguments(mode: str) -> dict[str, object]:
         "torch_compile_backend": "inductor",
         "torch_compile_mode": mode,
     }
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, not {kind(value)}")
-    return value
-
-
-def _checkpointing(value: object) -> int:
-    """none: 0; full: 1; every-N: N."""
-    if value in ("none", "full"):
-        return int(value == "full")
-    pattern = r"every-([1-9][0-9]{0,5})"
-    match = re.fullmatch(pattern, value, re.ASCII) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError("must be none, full or every-N (every-2: each second layer)")
-    return int(match[1])
-
-
-def _targets(value: object) -> str:
-    """all-linear, attention, or names of modules joined by commas."""
-    if isinstance(value, str) and len(value) <= 1000:
-        names = [name.strip() for name in value.split(",")]
-        if value == "all-linear" or all(
-            re.fullmatch(r"[\w.]{1,100}", name, re.ASCII) for name in names
-        ):
-            return ",".join(names)
-    raise ValueError("must be all-linear, attention, or module names joined by commas")
 
 
 def _interval(number: int) -> str:
@@ -214,7 +119,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="micro_batch_size",
             tradeoff="exact",
-            read=_positive,
+            read=readers.positive,
             smallest=1,
             usual_largest=32,
             is_slope=True,
@@ -226,7 +131,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="precision",
             tradeoff="numerics",
-            read=_one_of(tuple(PRECISIONS), "precision"),
+            read=readers.one_of(tuple(PRECISIONS), "precision"),
             choices=tuple(PRECISIONS),
             # Only torch.compile fuses the casts: without it they cost more than fp8 saves (pytorch/ao
             # issue 685).
@@ -237,7 +142,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="optimizer",
             tradeoff="",
-            read=_optimizer,
+            read=readers.optimizer,
             choices=tuple(OPTIMIZERS),
             needs={row.name: row.needs for row in OPTIMIZERS.values() if row.needs},
             flag="--optimizer",
@@ -247,7 +152,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="activation_checkpointing",
             tradeoff="exact",
-            read=_checkpointing,
+            read=readers.checkpointing,
             default=0,
             smallest=0,
             usual_largest=128,
@@ -260,7 +165,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="activation_offloading",
             tradeoff="exact",
-            read=_flag,
+            read=readers.flag,
             default=False,
             choices=(False, True),
             words=lambda on: "offloading" if on else "no offloading",
@@ -270,7 +175,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="attention",
             tradeoff="exact",
-            read=_one_of(ATTENTIONS, "attention"),
+            read=readers.one_of(ATTENTIONS, "attention"),
             default="sdpa",
             choices=ATTENTIONS,
             words=lambda name: name if "_" in name else f"{name} attention",
@@ -281,7 +186,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="lora_rank",
             tradeoff="recipe",
-            read=_positive,
+            read=readers.positive,
             default=16,
             method_defaults={"vera": 256, "miss": 64},  # as peft 0.21 has them
             smallest=1,
@@ -296,7 +201,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="lora_targets",
             tradeoff="recipe",
-            read=_targets,
+            read=readers.targets,
             default="all-linear",
             choices=("all-linear", "attention"),
             is_open=True,
@@ -309,7 +214,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="lora_variant",
             tradeoff="recipe",
-            read=_one_of(tuple(LORA_VARIANTS), "variant"),
+            read=readers.one_of(tuple(LORA_VARIANTS), "variant"),
             default="plain",
             choices=tuple(LORA_VARIANTS),
             methods=_LORA,
@@ -320,7 +225,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="lora_alpha_ratio",
             tradeoff="recipe",
-            read=_above_zero,
+            read=readers.above_zero,
             default=2.0,
             choices=(1.0, 2.0),
             is_open=True,
@@ -334,7 +239,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="lora_dropout",
             tradeoff="recipe",
-            read=_share,
+            read=readers.share,
             default=0.0,
             choices=(0.0, 0.05, 0.1),
             is_open=True,
@@ -347,7 +252,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="num_virtual_tokens",
             tradeoff="recipe",
-            read=_positive,
+            read=readers.positive,
             default=20,
             smallest=1,
             usual_largest=256,
@@ -361,7 +266,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="quantization",
             tradeoff="recipe",
-            read=_one_of(tuple(QUANTIZATIONS), "quantization"),
+            read=readers.one_of(tuple(QUANTIZATIONS), "quantization"),
             default="none",
             method_defaults={"qlora": "nf4"},
             choices=tuple(QUANTIZATIONS),
@@ -374,7 +279,7 @@ KNOBS: dict[str, Knob] = {
             # The codes are the same, and so is what they stand for.
             name="quantization_storage",
             tradeoff="exact",
-            read=_one_of(QUANTIZATION_STORAGES, "dtype"),
+            read=readers.one_of(QUANTIZATION_STORAGES, "dtype"),
             default="uint8",
             choices=QUANTIZATION_STORAGES,
             methods=_QUANTIZABLE,
@@ -385,7 +290,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="batching",
             tradeoff="recipe",
-            read=_one_of(BATCHINGS, "batching"),
+            read=readers.one_of(BATCHINGS, "batching"),
             default="packed",
             choices=BATCHINGS,
             words=lambda name: f"{name} batches",
@@ -395,7 +300,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="parallelism",
             tradeoff="exact",
-            read=_one_of(tuple(PARALLELISMS), "parallelism"),
+            read=readers.one_of(tuple(PARALLELISMS), "parallelism"),
             default="none",
             choices=tuple(PARALLELISMS),
             words=lambda name: "one GPU" if name == "none" else name,
@@ -421,7 +326,7 @@ KNOBS: dict[str, Knob] = {
             # and gated MLPs round at other places (liger-kernel 0.8.5 ops/).
             name="liger",
             tradeoff="numerics",
-            read=_flag,
+            read=readers.flag,
             default=False,
             choices=(False, True),
             words=lambda on: "Liger kernels" if on else "no Liger kernels",
@@ -434,7 +339,7 @@ KNOBS: dict[str, Knob] = {
             # SFTTrainer sums the loss over chunks in float32 (trl 1.16 kernels/chunked_logprob.py).
             name="trainer",
             tradeoff="numerics",
-            read=_one_of(TRAINERS, "trainer"),
+            read=readers.one_of(TRAINERS, "trainer"),
             default="transformers",
             choices=TRAINERS,
             words=lambda name: {"transformers": "Trainer", "trl-sft": "SFTTrainer"}[name],
@@ -445,7 +350,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="torch_empty_cache_steps",
             tradeoff="exact",
-            read=_from_zero,
+            read=readers.from_zero,
             default=0,
             smallest=0,
             usual_largest=32,
@@ -460,7 +365,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="neftune_noise_alpha",
             tradeoff="recipe",
-            read=_strength,
+            read=readers.strength,
             default=0.0,
             choices=(0.0, 5.0, 10.0, 15.0),
             is_open=True,
@@ -473,7 +378,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="torch_compile",
             tradeoff="numerics",
-            read=_one_of(("none", *COMPILE_MODES), "mode"),
+            read=readers.one_of(("none", *COMPILE_MODES), "mode"),
             default="none",
             choices=("none", *COMPILE_MODES),
             words=lambda mode: f"torch.compile ({mode})" if mode != "none" else "no torch.compile",
@@ -485,7 +390,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="torch_compile_backend",
             tradeoff="numerics",
-            read=_one_of(COMPILE_BACKENDS, "backend"),
+            read=readers.one_of(COMPILE_BACKENDS, "backend"),
             default="inductor",
             choices=COMPILE_BACKENDS,
             words=lambda name: f"compiled by {name}",

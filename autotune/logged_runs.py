@@ -6,7 +6,7 @@ import logging
 
 from autotune import log
 from autotune.knobs import describe
-from autotune.results import Measurement
+from autotune.measurement import Measurement
 from autotune.units import format_bytes
 
 _log = log.logger(__name__)

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from autotune import nvml
-from autotune.results import Fingerprint
+from autotune.measurement import Fingerprint
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")
 

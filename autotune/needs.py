@@ -14,8 +14,8 @@ from typing import Any
 
 from autotune.config import METHODS, PRECISIONS, TrainConfig
 from autotune.knobs import KNOBS, REQUIRED, Knob
+from autotune.measurement import Fingerprint
 from autotune.optimizers import OPTIMIZERS
-from autotune.results import Fingerprint
 from autotune.space import SearchSpace
 
 NOT_PREDICTED = "not predicted"

@@ -69,6 +69,11 @@ class Optimizer:
         """What the package is imported as; empty where none is needed."""
         return _MODULES.get(self.needs) or self.needs.replace("-", "_")
 
+    def managed_bytes(self, specs: Sequence[TensorSpec]) -> int:
+        """Of its state, what lives in CUDA managed memory."""
+        states = (state for spec in specs for state in self.algorithm.state(spec))
+        return sum(state.size_bytes for state in states if state.place == "managed")
+
     def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
         """Of all its updates in a step."""
         if not self.updates:
@@ -450,18 +455,4 @@ def state_bytes(name: str, specs: Sequence[TensorSpec]) -> tuple[int, int]:
     live = {event for event in tape.events if event >= 0}
     live -= {~event for event in tape.events if event < 0}
     device_bytes = sum(tape.sizes[i] for i in live if tape.categories[i] == "optimizer_state")
-    return device_bytes, _bytes_at(row, specs, "managed")
-
-
-def host_state_bytes(name: str, specs: Sequence[TensorSpec]) -> int:
-    """Return the bytes of the state that waits in host memory."""
-    return _bytes_at(OPTIMIZERS[name], specs, "host")
-
-
-def _bytes_at(row: Optimizer, specs: Sequence[TensorSpec], place: str) -> int:
-    return sum(
-        tensor.size_bytes
-        for spec in specs
-        for tensor in row.algorithm.state(spec)
-        if tensor.place == place
-    )
+    return device_bytes, row.managed_bytes(specs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autotune.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
 from autotune.errors import ConfigError, nearest
-from autotune.results import BACKENDS
+from autotune.measurement import BACKENDS
 
 EFFORTS = ("quick", "normal", "thorough")
 """The keys of autotune.tune.EFFORTS, whose import is slow."""

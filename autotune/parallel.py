@@ -36,16 +36,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from autotune.optimizer_steps import TensorSpec
 from autotune.results import TraceSpec
 from autotune.shards import EMBED, TAIL, Shares, Unit
 from autotune.traces import Place, Trace, is_forward
+from autotune.traces.running import in_blocks, running
+from autotune.traces.terms import Array
 
 Size = Callable[[int], int]
 """LoRA rank -> bytes."""
-Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,11 +119,11 @@ class RankTrace:
     def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
         """Bytes alive after each event of `setup`, `again` or `next`, from zero; 512 B blocks."""
         order = np.asarray(getattr(self, events), dtype=np.int64)
-        return _running(order, _rounded(self._all_sizes(micro_batch, rank)))
+        return running(order, in_blocks(self._all_sizes(micro_batch, rank)))
 
     def bytes_of(self, numbers: Sequence[int], micro_batch: int, rank: int) -> int:
         """Sum of tensors' sizes, each rounded to 512 B."""
-        return int(_rounded(self._all_sizes(micro_batch, rank))[list(numbers)].sum())
+        return int(in_blocks(self._all_sizes(micro_batch, rank))[list(numbers)].sum())
 
     def num_parameters(self, rank: int) -> tuple[int, int]:
         """(all, trainable) elements of the whole model."""
@@ -196,8 +196,8 @@ class RankTrace:
     def _most_gathered_bytes(self, rank: int) -> int:
         gathered = self._extra.gathered
         order = [e for e in self.again if (e if e >= 0 else ~e) in gathered]
-        running = _running(np.asarray(order, dtype=np.int64), self._all_sizes(1, rank))
-        return int(running.max(initial=0))
+        alive = running(np.asarray(order, dtype=np.int64), self._all_sizes(1, rank))
+        return int(alive.max(initial=0))
 
     def _set_up(self) -> None:
         """The GPU's parts in place of what is shared out, and the buffers that stay."""
@@ -421,13 +421,3 @@ def _reduced(shares: Shares, unit: Unit, rank: int) -> int:
 
 def _gradient_shard(shares: Shares, unit: Unit, rank: int) -> int:
     return shares.gradient_shard_bytes(rank, unit)
-
-
-def _rounded(sizes: Array) -> Array:
-    return (sizes + 511) // 512 * 512
-
-
-def _running(order: Array, sizes: Array) -> Array:
-    frees = order < 0
-    changes = sizes[np.where(frees, ~order, order)]
-    return np.cumsum(np.where(frees, -changes, changes))

@@ -19,7 +19,7 @@ from typing import Any
 
 from autotune import typed
 from autotune.config import TrainConfig
-from autotune.results import Fingerprint, ProbeSpec
+from autotune.measurement import Fingerprint, ProbeSpec
 
 _DEFAULTS = {
     field.name: field.default

@@ -36,26 +36,26 @@ from autotune.errors import HardwareError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
 from autotune.logged_runs import log_run
-from autotune.models import ModelSource
-from autotune.out_of_memory import says_out_of_memory
-from autotune.probe_key import probe_key
-from autotune.probes import ProbeTable
-from autotune.pruner import SpeedPruner
-from autotune.results import (
+from autotune.measurement import (
+    NOISE,
     STOP_FILE,
-    Estimate,
     Fingerprint,
     Measurement,
     ProbeSpec,
     fingerprint_from_dict,
     measurement_from_dict,
 )
+from autotune.models import ModelSource
+from autotune.out_of_memory import says_out_of_memory
+from autotune.probe_key import probe_key
+from autotune.probes import ProbeTable
+from autotune.pruner import SpeedPruner
+from autotune.results import Estimate
 from autotune.sampler import Candidate, Near, PredictionSampler
 from autotune.seen import Seen
 from autotune.store import parameter_distributions
 from autotune.summary import Measured
 from autotune.trials import Watch, ended, watched
-from autotune.tune import NOISE
 from autotune.turns import Asked, take_turn
 from autotune.winner import (
     MAX_CONFIRMATIONS,

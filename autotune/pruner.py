@@ -21,6 +21,8 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.measurement import NOISE
+
 MIN_STEPS = 2
 """Reported before a trial is called too slow: the first timed step may have been disturbed."""
 
@@ -32,7 +34,7 @@ class SpeedPruner(optuna.pruners.BasePruner):
     the best (refused since, or measured elsewhere); it may grow.
     """
 
-    def __init__(self, *, noise: float = 0.02, leave_out: Collection[int] = ()) -> None:
+    def __init__(self, *, noise: float = NOISE, leave_out: Collection[int] = ()) -> None:
         self._noise = noise
         self._leave_out = leave_out
 

@@ -18,7 +18,7 @@ from autotune.gpus import Gpu
 from autotune.lengths import Lengths
 from autotune.models import ModelSource, resolve
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
-from autotune.space import AMPERE, SearchSpace, as_in_base, may_pack, with_peft
+from autotune.space import SearchSpace, as_in_base, may_pack, with_peft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +116,7 @@ def read_run(
         methods=_methods(options),
         num_gpus=options.num_gpus or 1,
         effective_batch=options.effective_batch or EFFECTIVE_BATCH_SIZE,
-        has_bf16=(card.compute_capability or AMPERE) >= AMPERE,
+        has_bf16=card.has_bfloat16,
         usual_length=SEQUENCE_LENGTH,
         note=note,
         files=files,

@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError
+from autotune.measurement import NOISE, Fingerprint, fingerprint_from_dict
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
-from autotune.results import Fingerprint, fingerprint_from_dict
 from autotune.units import parse_bytes
 from autotune.upgrade import open_engine
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine, Row, Select
 
-NOISE = 0.02
-"""Speeds that differ by less are the same (autotune.tune.NOISE), whatever their spread."""
 
 _HOW_HARD = ("backend", "confirm_steps", "effort", "study")
 """Options that say how an answer is looked for, and not what is asked."""
@@ -92,19 +90,6 @@ class RecommendationTable:
         if device is not None:
             query = query.where(self._table.c.device == device)
         return self._read(query.order_by(self._table.c.made_at, self._table.c.id))
-
-    def all_latest(self) -> list[Recommendation]:
-        """The newest answer to each question on each device, oldest first."""
-        import sqlalchemy
-
-        table = self._table
-        place = sqlalchemy.func.row_number().over(
-            partition_by=(table.c.question_key, table.c.device),
-            order_by=(table.c.made_at.desc(), table.c.id.desc()),
-        )
-        ranked = sqlalchemy.select(table.c.id, place.label("place")).subquery()
-        query = table.select().join(ranked, ranked.c.id == table.c.id).where(ranked.c.place == 1)
-        return self._read(query.order_by(table.c.made_at, table.c.id))
 
     def everything(self) -> list[Recommendation]:
         """All of them, oldest first."""

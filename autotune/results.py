@@ -1,4 +1,4 @@
-"""What comes back: Estimate (predicted), and the records of the child protocol that carry it.
+"""What is predicted: what a trace is asked for (TraceSpec), and the Estimate that comes of it.
 
 SCHEMA_VERSION is written into every file and checked on reading; a newer file is refused.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from autotune import typed
 from autotune.adapters import ADAPTERS
-from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig
-from autotune.units import format_bytes
+from autotune.config import PRECISIONS, TrainConfig
+from autotune.parallelisms import PARALLELISMS
 
 SCHEMA_VERSION = 1
 """Version of result.json and of the worker's request and result files."""
@@ -196,11 +196,11 @@ class Estimate:
     @property
     def step_seconds(self) -> float | None:
         """One optimizer step at the configuration's accumulation."""
-        return _step_seconds(self)
+        return step_seconds_of(self)
 
     @property
     def tokens_per_second(self) -> float | None:
-        return _tokens_per_second(self)
+        return tokens_per_second_of(self)
 
     def to_dict(self, budget_bytes: int) -> dict[str, object]:
         """The fields of `estimate --json`, budget comparison included."""
@@ -236,221 +236,29 @@ class Estimate:
         }
 
 
-OUTCOMES = ("ok", "oom", "slow", "timeout", "crashed", "invalid", "full_disk")
-"""How a probe ended: measured; out of memory or of its budget; stopped part-way as too slow; killed at
-its deadline; its process died or it talked nonsense; what was asked for was not really on; the disk has
-no room for a confirmation's checkpoint."""
-
-BACKENDS = ("cuda", "cpu")
-"""Where a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
-
-STOP_FILE = "stop"
-"""Name of the file in a probe's folder that ends its timing (outcome slow); its text says why."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fingerprint:
-    """When two measurements may be compared: the machine, the driver, the libraries, the allocator."""
-
-    device: str
-    """Name of the card, or of the CPU."""
-    driver: str
-    """Of NVIDIA; empty on a CPU."""
-    cuda: str
-    """That torch was built for; empty on a CPU."""
-    versions: tuple[tuple[str, str], ...]
-    """(library, version) of torch, transformers, peft, bitsandbytes, accelerate, python, and of what
-    the measured configuration uses beyond (autotune.needs); sorted."""
-    allocator: str
-    """PYTORCH_ALLOC_CONF, as set."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeSpec:
-    """What a probe is asked for beside the TrainConfig."""
-
-    task: str
-    backend: str
-    """One of BACKENDS."""
-    memory_budget_bytes: int
-    """peak_device_bytes may not pass it: the allocator is capped so that it cannot."""
-    max_seconds: float
-    """Of timed steps: a probe stops measuring then, whatever its spread."""
-    target_spread: float = 0.02
-    """Stop timing when the relative standard error of the step is below it."""
-    max_steps: int = 20
-    """Optimizer steps timed at most."""
-    confirm_steps: int = 0
-    """Not 0: a confirmation. Whole optimizer steps at the full accumulation, so many of them timed whatever
-    else is said here; an evaluation pass; a checkpoint."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
-    """What a probe saw. Never predicted. Figures are None where the outcome left none."""
-
-    config: TrainConfig
-    spec: ProbeSpec
-    fingerprint: Fingerprint
-    outcome: str
-    """One of OUTCOMES."""
-    message: str
-    """Why, in one line, where the outcome is not ok."""
-    micro_step_seconds: float | None = None
-    """Median of one forward and backward."""
-    optimizer_step_seconds: float | None = None
-    """Median of clipping, optimizer and zero_grad."""
-    spread: float | None = None
-    """Relative standard error of a step's time."""
-    num_steps: int = 0
-    """Optimizer steps timed."""
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    nontorch_bytes: int | None = None
-    num_alloc_retries: int = 0
-    excess_bytes: int | None = None
-    """Outcome oom: at least so much was lacking."""
-    loss_is_finite: bool | None = None
-    cold_start_seconds: float | None = None
-    """What the first steps took beyond as many steady ones: kernels loaded, graphs compiled. On the
-    CPU what watches memory slows them too. None: not recorded."""
-    elapsed_seconds: float = 0.0
-    """Of the whole probe, set-up included."""
-    useful_share: float = 1.0
-    """Share of the tokens that is no padding, for the dataset at hand; the probe has full length."""
-    probed_budget_bytes: int | None = None
-    """The budget that it was measured under, where that was another than the spec's: what was measured
-    then answers for this one, too."""
+class Timed(Protocol):
+    """What has the times of a step, predicted or measured."""
 
     @property
-    def peak_device_bytes(self) -> int | None:
-        """Reserved and everything outside the allocator: what is compared with the budget."""
-        if self.peak_reserved_bytes is None or self.nontorch_bytes is None:
-            return None
-        return self.peak_reserved_bytes + self.nontorch_bytes
-
+    def config(self) -> TrainConfig: ...
     @property
-    def fits(self) -> bool:
-        """Ran within the budget without an allocation retry."""
-        peak = self.peak_device_bytes
-        return (
-            self.outcome == "ok"
-            and self.num_alloc_retries == 0
-            and peak is not None
-            and peak <= self.spec.memory_budget_bytes
-        )
-
+    def micro_step_seconds(self) -> float | None: ...
     @property
-    def over_budget_bytes(self) -> int | None:
-        """What was lacking (positive: at least so much) or left (negative); None where it is not known.
-
-        A run that needs allocation retries lacks something, however little.
-        """
-        if self.outcome == "oom":
-            return max(self.excess_bytes or 1, 1)
-        peak = self.peak_device_bytes
-        if self.outcome not in ("ok", "slow") or peak is None:
-            return None
-        over_bytes = peak - self.spec.memory_budget_bytes
-        return max(over_bytes, 1) if self.num_alloc_retries else over_bytes
-
+    def optimizer_step_seconds(self) -> float | None: ...
     @property
-    def problem(self) -> str:
-        """Why it does not fit, in one line; empty where it does."""
-        if self.fits:
-            return ""
-        if self.outcome != "ok":
-            return f"{self.outcome}: {self.message}" if self.message else self.outcome
-        if self.num_alloc_retries:
-            return f"fits only with {self.num_alloc_retries} allocation retries"
-        peak = self.peak_device_bytes
-        if peak is None:
-            return "its memory is not known"
-        return f"{format_bytes(peak - self.spec.memory_budget_bytes)} over the budget"
-
-    @property
-    def step_seconds(self) -> float | None:
-        """One optimizer step at the configuration's accumulation."""
-        return _step_seconds(self)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Of steady steps."""
-        return _tokens_per_second(self)
-
-    def tokens_per_second_over(self, num_steps: int | None) -> float | None:
-        """Of a run of so many optimizer steps, its cold start included; None: of steady steps."""
-        steady, seconds = self.tokens_per_second, self.step_seconds
-        if num_steps is None or steady is None or seconds is None:
-            return steady
-        steady_seconds = num_steps * seconds
-        return steady * steady_seconds / ((self.cold_start_seconds or 0.0) + steady_seconds)
-
-    def to_dict(self) -> dict[str, object]:
-        """A JSON line of `studies/<device>/`; measurement_from_dict reads it back."""
-        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+    def useful_share(self) -> float: ...
 
 
-def measurement_from_dict(values: Any) -> Measurement:
-    """Read Measurement.to_dict back. Raises ValueError, which names the field, for what is none."""
-    try:
-        fields = {k: v for k, v in typed.mapping(values, "it").items() if k != "schema_version"}
-        spec = {
-            # Records before STOP_FILE have it: the speed at which a probe stopped itself.
-            name: value
-            for name, value in typed.mapping(fields.get("spec"), "spec").items()
-            if name != "stop_below_tokens_per_second"
-        }
-        fields["config"] = typed.record(TrainConfig, fields.get("config"), "config")
-        fields["spec"] = typed.record(ProbeSpec, spec, "spec")
-        fields["fingerprint"] = fingerprint_from_dict(fields.get("fingerprint"))
-        measurement: Measurement = typed.record(Measurement, fields, "")
-        _check(measurement)
-    except ValueError as error:
-        raise ValueError(f"this is no measurement: {error}") from error
-    return measurement
-
-
-def fingerprint_from_dict(values: Any) -> Fingerprint:
-    """Read dataclasses.asdict(Fingerprint) back, from JSON as well. Raises ValueError."""
-    fields = typed.mapping(values, "fingerprint")
-    versions = fields.get("versions")
-    if not isinstance(versions, list | tuple) or not all(map(_is_version, versions)):
-        raise ValueError("fingerprint.versions is no list of names and versions")
-    fields = fields | {"versions": tuple((name, version) for name, version in versions)}
-    fingerprint: Fingerprint = typed.record(Fingerprint, fields, "fingerprint")
-    return fingerprint
-
-
-def _is_version(pair: Any) -> bool:
-    return (
-        isinstance(pair, list | tuple)
-        and len(pair) == 2
-        and all(isinstance(text, str) for text in pair)
-    )
-
-
-def _check(measurement: Measurement) -> None:
-    if measurement.outcome not in OUTCOMES:
-        raise ValueError(f"outcome is {typed.shown(measurement.outcome)}")
-    if measurement.outcome != "ok":
-        return
-    if measurement.peak_device_bytes is None:
-        raise ValueError("outcome is ok, and its memory is not there")
-    if measurement.step_seconds is None or measurement.step_seconds <= 0:
-        raise ValueError("outcome is ok, and its step took no time")
-
-
-def _step_seconds(timed: Estimate | Measurement) -> float | None:
+def step_seconds_of(timed: Timed) -> float | None:
     if timed.micro_step_seconds is None or timed.optimizer_step_seconds is None:
         return None
     accumulation = timed.config.gradient_accumulation_steps
     return accumulation * timed.micro_step_seconds + timed.optimizer_step_seconds
 
 
-def _tokens_per_second(timed: Estimate | Measurement) -> float | None:
+def tokens_per_second_of(timed: Timed) -> float | None:
     """Of tokens that are no padding; a batch of shorter samples is taken to be as much faster."""
-    seconds = timed.step_seconds
+    seconds = step_seconds_of(timed)
     if seconds is None:
         return None
     return timed.useful_share * timed.config.tokens_per_step / seconds

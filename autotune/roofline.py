@@ -191,7 +191,7 @@ def peak_flop_per_second(gpu: Gpu, dtype: str) -> float | None:
         half = gpu.peak_flop_per_second.get("float16")
         is_quick = capability is None or (capability >= (7, 5) and capability != (10, 3))
         return half if half is None or not is_quick else _INT8_OF_FLOAT16 * half
-    if dtype in ("bfloat16", "tf32") and capability is not None and capability < (8, 0):
+    if dtype in ("bfloat16", "tf32") and not gpu.has_bfloat16:
         dtype = "float32"
     return gpu.peak_flop_per_second.get(dtype)
 

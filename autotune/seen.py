@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.config import TrainConfig
 from autotune.errors import StorageError
-from autotune.results import Fingerprint, Measurement, measurement_from_dict
+from autotune.measurement import Fingerprint, Measurement, measurement_from_dict
 from autotune.turns import runs_on
 from autotune.winner import run_speed
 

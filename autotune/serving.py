@@ -30,9 +30,9 @@ from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.forkserver import ForkServer
 from autotune.isolate import private_folder
 from autotune.jobs import Job, JobTable, Machine, open_jobs
+from autotune.measurement import Measurement, ProbeSpec
 from autotune.report.measuring import Measuring
 from autotune.report.progress import SILENT, Listener
-from autotune.results import Measurement, ProbeSpec
 from autotune.summary import Counts
 
 IDLE_SECONDS = 2.0

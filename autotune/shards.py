@@ -16,8 +16,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune.config import DTYPE_BYTES, PARALLELISMS, PRECISIONS, ZERO3_SUB_GROUP_ELEMENTS
+from autotune.config import DTYPE_BYTES, PRECISIONS
 from autotune.optimizer_steps import TensorSpec
+from autotune.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 from autotune.results import TraceSpec
 from autotune.traces import Place, TracedParameter, evaluate
 from autotune.units import MIB

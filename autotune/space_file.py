@@ -38,7 +38,8 @@ from typing import Any
 
 from autotune.config import METHODS
 from autotune.errors import ConfigError, nearest
-from autotune.knobs import KNOBS, REQUIRED, Knob, kind
+from autotune.knobs import KNOBS, REQUIRED, Knob
+from autotune.readers import kind
 from autotune.space import MethodSpace, SearchSpace
 
 MAX_FILE_BYTES = 256 * 1024

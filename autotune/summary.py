@@ -11,13 +11,8 @@ from typing import Any
 from autotune import typed
 from autotune.config import LOADER_SETTINGS, TrainConfig, Workload, workload_from_dict
 from autotune.loading import LoaderTimes, loader_times_from_dict
-from autotune.results import (
-    SCHEMA_VERSION,
-    Estimate,
-    Measurement,
-    estimate_from_dict,
-    measurement_from_dict,
-)
+from autotune.measurement import Measurement, measurement_from_dict
+from autotune.results import SCHEMA_VERSION, Estimate, estimate_from_dict
 
 MORE_MEMORY = "memory_budget_bytes"
 """The `setting` of the Change that is no field of TrainConfig."""

@@ -1,8 +1,6 @@
 """The funnel: a workload, a space and a card -> the fastest configuration predicted to fit.
 
-Enumerate, trace once per structure, price every point, replay what could win. The answer equals that
-of a full replay of every point: a point is passed over only when live tensors alone exceed the budget,
-or when its speed, which paging can only lower, is below what already fits.
+Enumerate, trace once per structure, price every point, replay what could win.
 """
 
 from __future__ import annotations
@@ -10,30 +8,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from autotune import compiled, log, waterfall
-from autotune.config import METHODS, TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.candidates import Candidates, speed_of
+from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.defaults import default_base, larger_micro_batches
 from autotune.details import Details
-from autotune.errors import ConfigError, HardwareError, NothingFitsError
+from autotune.errors import ConfigError, NothingFitsError
 from autotune.estimate import Estimator, least_bytes
 from autotune.gpus import Gpu
-from autotune.knobs import KNOBS, REQUIRED, describe
+from autotune.knobs import KNOBS, describe
+from autotune.measurement import NOISE
 from autotune.models import ModelSource
 from autotune.needs import NOT_PREDICTED, predictable
-from autotune.optimizers import OPTIMIZERS
 from autotune.results import Estimate, TraceSpec
+from autotune.rules import Context, broken_rules
 from autotune.space import (
-    Context,
     SearchSpace,
-    broken_rules,
     enumerate_configs,
     for_gpus,
-    tradeoff_class,
-    usual_batching,
     with_attentions,
     with_batchings,
 )
@@ -48,17 +44,13 @@ from autotune.summary import (
 )
 from autotune.trace_table import TraceTable
 from autotune.tracing import trace_all
+from autotune.tradeoffs import tradeoff_class
 from autotune.units import format_bytes
 
 _log = log.logger(__name__)
 
-NOISE = 0.02
-"""Speeds closer than this are tied: a probe measures until its spread is under 2 %."""
-
 MORE_MEMORY_BYTES = 2 * 10**9
 """What the answer says of more memory."""
-
-_LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,39 +89,6 @@ class Found:
 
 Progress = Callable[[str, int, int], None]
 """(what, done, of how many)."""
-
-
-def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfig:
-    """TrainingArguments' defaults (transformers 5.23), micro-batch 1: what a search improves on.
-
-    The weights keep the checkpoint's bfloat16 (`bf16` left False); a card without bfloat16 units
-    gets what its owner would choose, fp16. An adapter has what KNOBS says of its method.
-    """
-    method = workload.methods[0]
-    adapter = method != "full"
-    has_bfloat16 = gpu.compute_capability is None or gpu.compute_capability >= (8, 0)
-    if has_bfloat16:
-        precision = "bf16-autocast" if adapter else "bf16-true"
-    else:
-        precision = "fp16-autocast" if adapter else "fp16-mixed"
-    return TrainConfig(
-        method=method,
-        micro_batch_size=1,
-        gradient_accumulation_steps=max(1, workload.effective_batch_size // workload.num_gpus),
-        sequence_length=workload.sequence_length,
-        precision=precision,
-        optimizer="adamw_torch_fused",
-        attention="sdpa" if "sdpa" in model.attentions else model.attentions[0],
-        batching=usual_batching(workload.task),
-        parallelism="ddp" if workload.num_gpus > 1 else "none",
-        num_gpus=workload.num_gpus,
-        **{
-            knob.name: default
-            for knob in KNOBS.values()
-            if method in knob.methods != METHODS
-            and (default := knob.default_for(method)) is not REQUIRED
-        },
-    )
 
 
 def find(
@@ -179,7 +138,7 @@ def find(
     reference = base or default_base(workload, gpu, model)
     if reference.method == "peft" and reference.peft is None:
         reference = dataclasses.replace(reference, peft=points.configs[0].peft)
-    baselines = [base] if base is not None else _larger_micro_batches(reference)
+    baselines = [base] if base is not None else larger_micro_batches(reference)
     possible = _possible(points.configs, model, workload)
     traces = trace_all(
         model,
@@ -329,169 +288,6 @@ def with_measured(summary: Summary, measured: Measured) -> Summary:
     )
 
 
-class Candidates:
-    """Configurations by falling speed; a full replay is made when one is asked for, once."""
-
-    def __init__(
-        self, estimator: Estimator, configs: Iterable[TrainConfig], base: TrainConfig
-    ) -> None:
-        self._estimator = estimator
-        self._base = base
-        self._estimates: dict[TrainConfig, Estimate] = {}
-        self._classes: dict[TrainConfig, str] = {}
-        ranked = []
-        for config in configs:
-            if estimator.floor_bytes(config) > estimator.memory_budget_bytes:
-                continue
-            speed = estimator.tokens_per_second(config)
-            if speed is None:
-                raise HardwareError(
-                    f"The speed of {estimator.gpu.name} is not known",
-                    why=f"a peak rate or the bandwidth is missing ({estimator.gpu.source})",
-                    remedy="Name a card like it with --gpu (autotune gpus lists what is known)",
-                )
-            ranked.append((speed, config))
-        # The order among equals must not depend on the order of the space's file.
-        ranked.sort(key=lambda pair: (-pair[0], repr(pair[1])))
-        self._ranked: list[tuple[float, TrainConfig]] = ranked
-
-    @property
-    def num_possible(self) -> int:
-        """Configurations whose live tensors alone fit."""
-        return len(self._ranked)
-
-    def priced(self) -> list[tuple[float, int]]:
-        """(tokens per second, device bytes at least) of each, fastest first."""
-        return [(speed, self._estimator.floor_bytes(config)) for speed, config in self._ranked]
-
-    @property
-    def num_replayed(self) -> int:
-        return len(self._estimates)
-
-    @property
-    def num_replayed_oom(self) -> int:
-        return sum(not self.fits(e) for e in self._estimates.values())
-
-    def class_of(self, config: TrainConfig) -> str:
-        """Trade-off class against the base."""
-        found = self._classes.get(config)
-        if found is None:
-            found = self._classes[config] = tradeoff_class(config, self._base)
-        return found
-
-    def exactly(self, name: str) -> Callable[[TrainConfig], bool]:
-        """Whether a configuration is of that class."""
-        return lambda config: self.class_of(config) == name
-
-    def at_most(self, allow: str) -> Callable[[TrainConfig], bool]:
-        """Whether a configuration gives up no more than `allow`."""
-        return lambda config: _LEVEL[self.class_of(config)] <= _LEVEL[allow]
-
-    def fits(self, estimate: Estimate) -> bool:
-        return estimate.peak_device_bytes <= self._estimator.memory_budget_bytes
-
-    def estimate(self, config: TrainConfig) -> Estimate:
-        found = self._estimates.get(config)
-        if found is None:
-            found = self._estimates[config] = self._estimator.estimate(config)
-        return found
-
-    def fastest(self, wanted: Callable[[TrainConfig], bool]) -> Estimate | None:
-        """The fastest that fits; None when nothing wanted does."""
-        best: Estimate | None = None
-        for speed, config in self._ranked:
-            if best is not None and speed <= _speed(best):
-                break
-            if not wanted(config):
-                continue
-            estimate = self.estimate(config)
-            if self.fits(estimate) and (best is None or _speed(estimate) > _speed(best)):
-                best = estimate
-        return best
-
-    def best(self, wanted: Callable[[TrainConfig], bool]) -> tuple[Estimate, ...] | None:
-        """By the rule of DESIGN section 5, then what is tied with it; None when nothing fits.
-
-        Among configurations within NOISE of the fastest the one that gives up least: the lowest
-        class, the base's family of optimizers, an unquantised base, the highest rank, the most
-        headroom, in this order.
-        """
-        fastest = self.fastest(wanted)
-        if fastest is None:
-            return None
-        threshold = _speed(fastest) * (1 - NOISE)
-        groups: dict[tuple[object, ...], list[TrainConfig]] = {}
-        for speed, config in self._ranked:
-            if speed < threshold:
-                break
-            if wanted(config):
-                groups.setdefault(gives_up(config, self._base), []).append(config)
-        for _, configs in sorted(groups.items(), key=operator.itemgetter(0)):
-            fitting = [
-                estimate
-                for estimate in map(self.estimate, configs)
-                if self.fits(estimate) and _speed(estimate) >= threshold
-            ]
-            if fitting:
-                winner = min(fitting, key=lambda e: (e.peak_device_bytes, -_speed(e)))
-                return winner, *self._tied(winner, threshold)
-        raise AssertionError("the fastest is in one of the groups")
-
-    def _tied(self, winner: Estimate, threshold: float) -> list[Estimate]:
-        """Others known to fit at the winner's speed, fastest first."""
-        others = [
-            estimate
-            for estimate in self._estimates.values()
-            if estimate is not winner
-            and self.fits(estimate)
-            and _speed(estimate) >= threshold
-            and self.class_of(estimate.config) == self.class_of(winner.config)
-        ]
-        return sorted(others, key=lambda e: (-_speed(e), repr(e.config)))[:10]
-
-    def pool(self, wanted: Callable[[TrainConfig], bool], limit: int) -> tuple[Estimate, ...]:
-        """The fastest whose live tensors fit, estimated in full, whether they fit or not."""
-        configs = [config for _, config in self._ranked if wanted(config)]
-        return tuple(map(self.estimate, configs[:limit]))
-
-    def considered(self, limit: int) -> tuple[Estimate, ...]:
-        """What was replayed, what fits first, fastest first."""
-        return tuple(
-            sorted(
-                self._estimates.values(),
-                key=lambda e: (not self.fits(e), -_speed(e), repr(e.config)),
-            )[:limit]
-        )
-
-
-def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
-    """Orders configurations by what they give up against the base, least first; headroom aside."""
-    family = OPTIMIZERS[config.optimizer].family
-    return (
-        _LEVEL[tradeoff_class(config, base)],
-        family != OPTIMIZERS[base.optimizer].family,
-        config.quantization != "none",
-        -(config.lora_rank or 0),
-    )
-
-
-def _speed(estimate: Estimate) -> float:
-    assert estimate.tokens_per_second is not None
-    return estimate.tokens_per_second
-
-
-def _larger_micro_batches(config: TrainConfig) -> list[TrainConfig]:
-    """The same at every power of two that divides the effective batch size, largest first."""
-    effective = config.effective_batch_size // config.num_gpus
-    sizes = [2**n for n in range(effective.bit_length()) if effective % 2**n == 0]
-    return [
-        dataclasses.replace(
-            config, micro_batch_size=size, gradient_accumulation_steps=effective // size
-        )
-        for size in reversed(sizes)
-    ]
-
-
 def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate | None:
     """The first of them that fits."""
     for config in configs:
@@ -536,7 +332,7 @@ def _more_memory(
     budget = estimator.memory_budget_bytes + MORE_MEMORY_BYTES
     roomier = Candidates(estimator.with_budget(budget), configs, base)
     fastest = roomier.fastest(wanted)
-    if fastest is None or _speed(fastest) < _speed(best) * (1 + NOISE):
+    if fastest is None or speed_of(fastest) < speed_of(best) * (1 + NOISE):
         return None
     return Change(setting=MORE_MEMORY, value=budget, estimate=fastest, fits=True)
 

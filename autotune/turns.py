@@ -32,7 +32,7 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune import owners
-from autotune.sampler import INTERRUPTED, OWNER
+from autotune.trial_history import INTERRUPTED, OWNER
 from autotune.trials import Failed
 
 

@@ -16,7 +16,7 @@ from autotune.details import MAX_PRICED, Details, Step
 from autotune.estimate import Estimator
 from autotune.knobs import KNOBS
 from autotune.results import Estimate
-from autotune.space import Context, broken_rules
+from autotune.rules import Context, broken_rules
 
 Changes = dict[str, object]
 """Fields of TrainConfig -> their values."""

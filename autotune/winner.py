@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from autotune.config import TrainConfig
 from autotune.errors import NothingFitsError, WorkerError
 from autotune.knobs import describe
-from autotune.results import Measurement
-from autotune.tune import NOISE, gives_up
+from autotune.measurement import NOISE, Measurement
+from autotune.tradeoffs import gives_up
 from autotune.units import format_bytes
 
 MAX_CONFIRMATIONS = 3

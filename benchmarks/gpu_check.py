@@ -63,11 +63,13 @@ from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu, cpu_stand_in, detect, find_gpu
 from autotune.knobs import describe
+from autotune.measurement import BACKENDS, ProbeSpec
 from autotune.models import ModelSource
 from autotune.probe_key import probe_key
 from autotune.probing import Prober
-from autotune.results import BACKENDS, SCHEMA_VERSION, Estimate, ProbeSpec, TraceSpec
-from autotune.space import Context, SearchSpace, broken_rules, enumerate_configs
+from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
+from autotune.rules import Context, broken_rules
+from autotune.space import SearchSpace, enumerate_configs
 from autotune.tracing import trace_all
 from autotune.units import parse_bytes
 

@@ -21,7 +21,7 @@ import gpu_cases
 
 from autotune import nvml
 from autotune.forkserver import ForkServer
-from autotune.results import ProbeSpec
+from autotune.measurement import ProbeSpec
 from autotune.units import MIB
 
 RETURN_SECONDS = 20.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import speedups
 
-from autotune.results import Measurement, measurement_from_dict
+from autotune.measurement import Measurement, measurement_from_dict
 from autotune.units import format_bytes
 
 Record = dict[str, Any]

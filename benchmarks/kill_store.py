@@ -26,9 +26,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autotune.config import TrainConfig, Workload
+from autotune.measurement import Fingerprint, Measurement, ProbeSpec
 from autotune.probe_key import first_key, probe_key
 from autotune.probes import open_probes
-from autotune.results import Fingerprint, Measurement, ProbeSpec
 from autotune.store import open_study, record_estimates
 from autotune.transfer.exporting import export
 from autotune.transfer.importing import import_file

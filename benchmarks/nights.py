@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.config import TrainConfig
+from autotune.measurement import Fingerprint, Measurement, measurement_from_dict
 from autotune.nightly import drift
 from autotune.nightly.history import NEW, Night, levels
 from autotune.nightly.plan import changes
-from autotune.results import Fingerprint, Measurement, measurement_from_dict
 
 ROOT = Path(__file__).parents[1] / "studies"
 README = ROOT / "nights" / "README.md"

@@ -54,12 +54,13 @@ from kill_store import (
 from autotune import database, schema
 from autotune.config import TrainConfig, Workload
 from autotune.isolate import WorkerEnd
+from autotune.measurement import Measurement
 from autotune.models import ModelSource
 from autotune.probe_key import probe_key
 from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Plan, Prober, search
 from autotune.recommendations import Recommendation, open_recommendations
-from autotune.results import Estimate, Measurement
+from autotune.results import Estimate
 from autotune.store import open_study
 
 NAME = "studies/autotune.db"

@@ -38,7 +38,8 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
 from autotune.config import TrainConfig
-from autotune.results import TraceSpec, measurement_from_dict
+from autotune.measurement import measurement_from_dict
+from autotune.results import TraceSpec
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.store import CONSTRAINT
 from autotune.units import GIB

@@ -112,14 +112,15 @@ class Pricing:
 def pricing() -> Pricing:
     """Trace what the default space needs, then price all of it."""
     from autotune import space_file
+    from autotune.candidates import Candidates
     from autotune.config import Workload
+    from autotune.defaults import default_base
     from autotune.estimate import Estimator
     from autotune.gpus import find_gpu
     from autotune.models import resolve
     from autotune.results import TraceSpec
     from autotune.space import enumerate_configs
     from autotune.tracing import trace_all
-    from autotune.tune import Candidates, default_base
 
     model, gpu = resolve(MODEL), find_gpu(CARD)
     workload = Workload(model=MODEL, memory_budget_bytes=gpu.capacity_bytes)

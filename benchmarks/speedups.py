@@ -47,13 +47,13 @@ from gpu_cases import Comparison
 from gpu_deadline import Deadline, PunctualServer, run_until
 
 from autotune.config import TrainConfig, Workload
+from autotune.defaults import default_base
 from autotune.errors import AutotuneError
 from autotune.forkserver import ForkServer
+from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.models import ModelSource, resolve
 from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Prober
-from autotune.results import Measurement, ProbeSpec, measurement_from_dict
-from autotune.tune import default_base
 from autotune.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]

@@ -26,10 +26,10 @@ from typing import Any
 
 from autotune import schema, studies
 from autotune.config import TrainConfig, Workload
+from autotune.measurement import Fingerprint, Measurement, ProbeSpec
 from autotune.probe_key import ProbeKey, columns_of, probe_key
 from autotune.probes import ProbeTable
 from autotune.recommendations import Recommendation, RecommendationTable, row_of
-from autotune.results import Fingerprint, Measurement, ProbeSpec
 from autotune.store import open_study
 from autotune.upgrade import open_engine
 

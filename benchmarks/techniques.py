@@ -13,8 +13,9 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 
-from autotune import __version__, tune
+from autotune import __version__
 from autotune.config import METHODS, TrainConfig, Workload
+from autotune.defaults import default_base
 from autotune.errors import ConfigError
 from autotune.estimate import Estimator
 from autotune.gpus import Gpu, find_gpu
@@ -23,8 +24,9 @@ from autotune.models import ModelSource, resolve
 from autotune.optimizers import OPTIMIZERS
 from autotune.options import SEQUENCE_LENGTH
 from autotune.results import Estimate, TraceSpec
-from autotune.space import Context, broken_rules, tradeoff_class
+from autotune.rules import Context, broken_rules
 from autotune.tracing import trace_all
+from autotune.tradeoffs import tradeoff_class
 from autotune.units import GIB
 
 MICRO_BATCH = 4
@@ -85,7 +87,7 @@ def base_of(
         memory_budget_bytes=card.capacity_bytes,
     )
     return dataclasses.replace(
-        tune.default_base(workload, card, model),
+        default_base(workload, card, model),
         micro_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=EFFECTIVE_BATCH // MICRO_BATCH,
     )

@@ -26,11 +26,12 @@ from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.knobs import describe
+from autotune.measurement import BACKENDS, Measurement, ProbeSpec
 from autotune.models import ModelSource, resolve
 from autotune.probes import open_probes
-from autotune.results import BACKENDS, SCHEMA_VERSION, Estimate, Measurement, ProbeSpec, TraceSpec
-from autotune.space import tradeoff_class
+from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.tracing import trace_all
+from autotune.tradeoffs import tradeoff_class
 from autotune.units import MIB
 
 ROOT = Path(__file__).parents[1]

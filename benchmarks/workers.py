@@ -41,17 +41,10 @@ from optuna.trial import TrialState
 from autotune import owners, probing, store, upgrade
 from autotune.config import TrainConfig, Workload
 from autotune.isolate import WorkerEnd
+from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.models import resolve
 from autotune.probes import open_probes
-from autotune.results import (
-    Breakdown,
-    Estimate,
-    Measurement,
-    ParameterCount,
-    ProbeSpec,
-    StateBytes,
-    measurement_from_dict,
-)
+from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "studies" / "cpu-sweep" / "sweep.jsonl"

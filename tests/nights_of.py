@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from autotune.config import TrainConfig
+from autotune.measurement import Fingerprint
 from autotune.nightly.history import NEW, Night
 from autotune.nightly.matrix import Cell, Matrix
 from autotune.options import FindOptions
-from autotune.results import Fingerprint
 
 NOW = datetime.datetime(2026, 3, 1, 2, 17, tzinfo=datetime.UTC)
 HERE = Fingerprint(

@@ -12,7 +12,7 @@ import optuna
 from optuna.trial import TrialState
 
 from autotune.config import TrainConfig
-from autotune.results import Measurement, measurement_from_dict
+from autotune.measurement import Measurement, measurement_from_dict
 from autotune.sampler import Candidate, Near, PredictionSampler
 from autotune.store import CONSTRAINT, parameter_distributions
 

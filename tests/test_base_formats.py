@@ -15,10 +15,11 @@ import yaml
 
 from autotune import bases, export
 from autotune.adapters import ADAPTERS
-from autotune.config import PARALLELISMS, TrainConfig, Workload
+from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import mapping, torchtune_base
 from autotune.export.read import BaseRun, changes, read_base
+from autotune.parallelisms import PARALLELISMS
 
 MODEL = "Qwen/Qwen2.5-1.5B"
 WORKLOAD = Workload(model=MODEL, memory_budget_bytes=12 * 10**9)

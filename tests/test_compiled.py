@@ -11,8 +11,8 @@ import pytest
 from autotune import compiled
 from autotune.config import TrainConfig
 from autotune.lengths import Lengths
+from autotune.measurement import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.report import words
-from autotune.results import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.space import MethodSpace, SearchSpace
 from autotune.summary import Measured
 from autotune.tune import steps_per_epoch

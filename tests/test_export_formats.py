@@ -21,7 +21,6 @@ from autotune.config import (
     ATTENTIONS,
     COMPILE_BACKENDS,
     COMPILE_MODES,
-    PARALLELISMS,
     PRECISIONS,
     QUANTIZATION_STORAGES,
     QUANTIZATIONS,
@@ -42,6 +41,7 @@ from autotune.export.carried import one_line
 from autotune.knobs import KNOBS
 from autotune.lengths import BATCHINGS
 from autotune.optimizers import OPTIMIZERS
+from autotune.parallelisms import PARALLELISMS
 
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
 FULL = TrainConfig(

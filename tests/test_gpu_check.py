@@ -15,9 +15,10 @@ from fake_nvml import fake_nvml
 from autotune.config import METHODS
 from autotune.gpus import detect, find_gpu
 from autotune.isolate import WorkerEnd
+from autotune.measurement import measurement_from_dict
 from autotune.optimizers import OPTIMIZERS
-from autotune.results import SCHEMA_VERSION, measurement_from_dict
-from autotune.space import Context, broken_rules
+from autotune.results import SCHEMA_VERSION
+from autotune.rules import Context, broken_rules
 from autotune.space_file import load
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -102,3 +102,23 @@ def test_a_configuration_is_said_with_what_differs_from_plain(interval: int, wor
     assert describe(config) == (
         f"full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 8, {words}, sdpa"
     )
+
+
+def test_a_configuration_in_one_line() -> None:
+    assert describe(CONFIG) == (
+        "full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 8, sdpa"
+    )
+    qlora = dataclasses.replace(
+        CONFIG,
+        method="qlora",
+        precision="bf16-autocast",
+        lora_rank=16,
+        lora_targets="all-linear",
+        quantization="nf4-double",
+        activation_checkpointing=2,
+        activation_offloading=True,
+    )
+    assert describe(qlora) == (
+        "QLoRA r=16 on all-linear, nf4-double, bf16-autocast, adamw_torch_fused, "
+        "micro-batch 1 x 8, checkpoint every 2nd layer, offloading, sdpa"
+    )

@@ -13,10 +13,10 @@ import answers
 import sweep
 
 from autotune.config import TrainConfig
+from autotune.measurement import Fingerprint, Measurement, ProbeSpec
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
 from autotune.report import words
-from autotune.results import Fingerprint, Measurement, ProbeSpec
 from autotune.sampler import Near
 from autotune.summary import summary_from_dict
 

@@ -11,7 +11,7 @@ import pytest
 from autotune import needs
 from autotune.config import TrainConfig
 from autotune.knobs import KNOBS
-from autotune.results import Fingerprint, fingerprint_from_dict
+from autotune.measurement import Fingerprint, fingerprint_from_dict
 from autotune.space import MethodSpace, SearchSpace
 
 CONFIG = TrainConfig(

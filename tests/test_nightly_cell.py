@@ -19,6 +19,7 @@ from autotune import finding, nvml
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError, NothingFitsError
 from autotune.isolate import WorkerEnd
+from autotune.measurement import Fingerprint, Measurement, ProbeSpec
 from autotune.nightly import drift, ledger, run
 from autotune.nightly.cell import CellNight, Place, TimeIsUp, _limited
 from autotune.nightly.digest import Digest, Done
@@ -28,7 +29,6 @@ from autotune.nightly.journal import Journal
 from autotune.nightly.plan import plan
 from autotune.report.measuring import Measuring
 from autotune.report.progress import SILENT
-from autotune.results import Fingerprint, Measurement, ProbeSpec
 from autotune.summary import Summary
 from autotune.units import GIB
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.allocator import Tape, live_bytes_by_category
+from autotune.allocator import Tape, replay
 from autotune.optimizer_steps import (
     StepCost,
     TensorSpec,
@@ -137,7 +137,7 @@ def test_clip_leaves_only_the_total_norm() -> None:
     tape = Tape()
     total = write_clip(tape, [ONE_LAUNCH, TensorSpec(shape=(8,), dtype="float32")])
     assert tape.sizes[total] == 4
-    assert sum(live_bytes_by_category(tape, len(tape.events) - 1).values()) == 512
+    assert replay(tape.sizes, tape.events).final_allocated_bytes == 512
     # CUDA's partial sums: 320 chunks of the largest, for each of two tensors.
     assert tape.sizes[0] == 2 * 320 * 4
     assert max(tape.sizes) == tape.sizes[0]
@@ -147,7 +147,7 @@ def test_unscale_leaves_only_found_inf() -> None:
     tape = Tape()
     found_inf = write_unscale(tape)
     assert tape.sizes[found_inf] == 4
-    assert sum(live_bytes_by_category(tape, len(tape.events) - 1).values()) == 512
+    assert replay(tape.sizes, tape.events).final_allocated_bytes == 512
 
 
 def test_unscale_passes_once_and_waits_once() -> None:

@@ -14,10 +14,11 @@ import pytest
 import tiny_model
 
 from autotune import tune
-from autotune.config import PARALLELISMS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
 from autotune.parallel import RankTrace
+from autotune.parallelisms import PARALLELISMS
 from autotune.results import Estimate, PerGpu, TraceSpec
 from autotune.traces import Trace
 from autotune.tracing import trace_all

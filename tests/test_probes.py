@@ -13,9 +13,9 @@ import pytest
 
 from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
+from autotune.measurement import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
-from autotune.results import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.store import open_study
 
 MODEL = {"model_type": "llama", "hidden_size": 64}

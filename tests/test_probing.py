@@ -19,10 +19,11 @@ from autotune import probing
 from autotune.config import TrainConfig, Workload
 from autotune.errors import HardwareError, NothingFitsError, StorageError, WorkerError
 from autotune.isolate import WorkerEnd
+from autotune.measurement import Fingerprint, Measurement, ProbeSpec
 from autotune.models import resolve
 from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Plan, Prober, search
-from autotune.results import Estimate, Fingerprint, Measurement, ProbeSpec
+from autotune.results import Estimate
 from autotune.store import CONSTRAINT, open_study
 from autotune.summary import Measured
 

@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy
 
 from autotune import cli, finding
+from autotune.measurement import Fingerprint
 from autotune.options import FindOptions
 from autotune.recommendations import (
     Recommendation,
@@ -20,7 +21,6 @@ from autotune.recommendations import (
     question_of,
     reason_for,
 )
-from autotune.results import Fingerprint
 
 HERE = Fingerprint(
     device="a CPU", driver="", cuda="", versions=(("torch", "2.13.0"),), allocator=""
@@ -87,11 +87,6 @@ def test_the_newest_of_each_question_and_device_is_found(url: str) -> None:
         history = table.history(question_key(QUESTION))
         assert [one.made_at.hour for one in history] == [12, 15, 17]
         assert table.history(question_key(QUESTION), "another") == history[1:2]
-        assert [(one.made_at.hour, one.device) for one in table.all_latest()] == [
-            (15, "another"),
-            (17, "a CPU"),
-            (21, "a CPU"),
-        ]
 
 
 def test_a_question_is_what_was_asked_and_not_how_hard() -> None:

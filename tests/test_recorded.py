@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autotune.config import TrainConfig
-from autotune.results import Fingerprint, Measurement, ProbeSpec
+from autotune.measurement import Fingerprint, Measurement, ProbeSpec
 
 ROOT = Path(__file__).parents[1]
 RECORDED = sorted((ROOT / "studies").glob("*/predicted_vs_measured.jsonl"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sweep
 
-from autotune.results import Measurement
+from autotune.measurement import Measurement
 
 NUM_SEEDS = 20
 MAX_PROBES = 12

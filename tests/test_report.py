@@ -20,10 +20,11 @@ from autotune.cli import cli
 from autotune.cli.report import FORMATS
 from autotune.config import TrainConfig
 from autotune.errors import ConfigError, StorageError
+from autotune.measurement import Measurement
 from autotune.report import data, facts, files, markdown
 from autotune.report import html as page
 from autotune.report.data import ReportData
-from autotune.results import Estimate, Measurement
+from autotune.results import Estimate
 from autotune.summary import Summary
 from autotune.trials import tell
 from autotune.units import GIB

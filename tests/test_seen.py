@@ -11,9 +11,9 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.errors import StorageError
-from autotune.results import Fingerprint, Measurement
-from autotune.sampler import OWNER
+from autotune.measurement import Fingerprint, Measurement
 from autotune.seen import Seen
+from autotune.trial_history import OWNER
 
 SEEN = answers.measurement()
 HERE = SEEN.fingerprint

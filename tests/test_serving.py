@@ -194,7 +194,7 @@ def test_what_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_backends_of_the_command() -> None:
     from autotune.cli import worker
-    from autotune.results import BACKENDS
+    from autotune.measurement import BACKENDS
 
     assert ("auto", *BACKENDS) == worker.BACKENDS
 

@@ -13,9 +13,9 @@ import pytest
 
 from autotune.config import TrainConfig
 from autotune.gpus import find_gpu
+from autotune.measurement import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.models import ModelSource
-from autotune.results import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
-from autotune.space import Context, broken_rules
+from autotune.rules import Context, broken_rules
 
 ROOT = Path(__file__).parents[1]
 RECORDED = sorted((ROOT / "studies").glob("*/speedups.jsonl"))

@@ -14,9 +14,10 @@ import pytest
 
 from autotune import cli, studies
 from autotune.config import Workload
+from autotune.measurement import Measurement
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
-from autotune.results import Estimate, Measurement
+from autotune.results import Estimate
 from autotune.store import open_study, parameter_distributions, record_estimates
 from autotune.summary import Summary
 from autotune.trials import tell

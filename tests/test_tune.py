@@ -14,16 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune import tune
+from autotune.candidates import Candidates
 from autotune.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.defaults import default_base
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
-from autotune.space import tradeoff_class
 from autotune.summary import Summary
 from autotune.traces import Trace
-from autotune.tune import Candidates, default_base, describe, find
+from autotune.tradeoffs import tradeoff_class
+from autotune.tune import find
 from autotune.units import format_bytes
 
 MB = 10**6
@@ -459,43 +461,6 @@ def test_progress_is_told() -> None:
     assert all(0 < done <= total for _, done, total in told)
     assert told[0][1:] == (160, 160)
     assert told[2][1] <= summary.counts.replayed
-
-
-@pytest.mark.parametrize(
-    ("card", "method", "precision"),
-    [
-        ("rtx-4070", "full", "bf16-true"),
-        ("rtx-4070", "lora", "bf16-autocast"),
-        ("rtx-4070", "qlora", "bf16-autocast"),
-        ("t4", "full", "fp16-mixed"),
-        ("t4", "qlora", "fp16-autocast"),
-    ],
-)
-def test_the_default_base(card: str, method: str, precision: str) -> None:
-    base = default_base(tiny_model.workload(1, (method,)), find_gpu(card), tiny_model.MODEL)
-    assert (base.method, base.precision) == (method, precision)
-    assert base.optimizer == "adamw_torch_fused"
-    assert base.activation_checkpointing == 0
-    assert base.effective_batch_size == tiny_model.EFFECTIVE_BATCH_SIZE
-    assert (base.lora_rank is None) == (method == "full")
-    assert (base.quantization == "none") == (method != "qlora")
-
-
-def test_a_configuration_in_one_line() -> None:
-    assert describe(BASE) == (
-        "full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 8, sdpa"
-    )
-    qlora = dataclasses.replace(
-        LORA,
-        method="qlora",
-        quantization="nf4-double",
-        activation_checkpointing=2,
-        activation_offloading=True,
-    )
-    assert describe(qlora) == (
-        "QLoRA r=16 on all-linear, nf4-double, bf16-autocast, adamw_torch_fused, "
-        "micro-batch 1 x 8, checkpoint every 2nd layer, offloading, sdpa"
-    )
 
 
 def test_what_cannot_fit_is_not_traced() -> None:

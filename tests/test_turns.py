@@ -19,8 +19,8 @@ from optuna.trial import TrialState
 
 from autotune import owners, turns
 from autotune.config import Workload
-from autotune.sampler import INTERRUPTED, OWNER
 from autotune.store import open_study
+from autotune.trial_history import INTERRUPTED, OWNER
 from autotune.trials import Failed
 from autotune.turns import Asked, take_turn
 

@@ -21,9 +21,9 @@ from alembic.script import ScriptDirectory
 from autotune import database, migrations, schema, store, studies
 from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
+from autotune.measurement import Fingerprint, Measurement, ProbeSpec
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
-from autotune.results import Fingerprint, Measurement, ProbeSpec
 from autotune.upgrade import open_engine
 
 MODEL = {"model_type": "llama", "hidden_size": 64}

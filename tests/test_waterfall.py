@@ -17,7 +17,7 @@ from autotune.config import TrainConfig
 from autotune.details import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline, details_from_dict
 from autotune.estimate import Estimator
 from autotune.results import TraceSpec
-from autotune.space import Context
+from autotune.rules import Context
 from autotune.traces import Trace
 from autotune.tracing import trace_all
 

@@ -52,7 +52,8 @@ def estimate(
     **settings: Any,
 ) -> None:
     """Predict memory and speed of one configuration."""
-    from autotune import inputs, tune
+    from autotune import inputs
+    from autotune.defaults import default_base
     from autotune.estimate import Estimator
     from autotune.models import resolve
     from autotune.report import terminal
@@ -89,7 +90,7 @@ def estimate(
         num_gpus=num_gpus,
     )
     config = dataclasses.replace(
-        tune.default_base(workload, card, source),
+        default_base(workload, card, source),
         gradient_accumulation_steps=accumulation,
         **given,
     )

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.config import (
-    COMPILE_BACKENDS,
     COMPILE_MODES,
     LOADER_SETTINGS,
     QUANTIZATION_STORAGES,
@@ -19,7 +18,6 @@ from autotune.config import (
     TrainConfig,
     Workload,
 )
-from autotune.export.deepspeed_json import filename as deepspeed_filename
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -36,6 +34,7 @@ from autotune.export.mapping import (
     unsaid,
 )
 from autotune.export.text import as_yaml
+from autotune.export.trainer_rows import COMPILE_BACKEND, PARALLELISM
 from autotune.optimizers import OPTIMIZERS
 
 name = "axolotl"
@@ -234,27 +233,9 @@ TARGET = Target(
                 for switch in (True, "auto")
             ),
         ),
-        choices(
-            ("torch_compile_backend",),
-            Choice(ours=("inductor",), theirs={"torch_compile_backend": None}),
-            *(
-                Choice(ours=(backend,), theirs={"torch_compile_backend": backend})
-                for backend in COMPILE_BACKENDS
-            ),
-        ),
+        COMPILE_BACKEND,
         *said_only(*LOADER_SETTINGS),
-        # ddp is how it is launched.
-        choices(
-            ("parallelism",),
-            Choice(ours=("none",), theirs={"deepspeed": None}),
-            Choice(ours=("ddp",), theirs={"deepspeed": None}),
-            *(
-                Choice(ours=(f"zero{stage}{offload}",), theirs={"deepspeed": deepspeed_filename})
-                for stage in (1, 2, 3)
-                for offload in ("", "-offload")
-            ),
-            nearest={(): ("ddp",)},
-        ),
+        PARALLELISM,
     ),
     defaults={
         "micro_batch_size": 1,

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.config import (
-    COMPILE_BACKENDS,
-    COMPILE_MODES,
     LOADER_SETTINGS,
     QUANTIZATION_STORAGES,
     QUANTIZATIONS,
@@ -28,6 +26,7 @@ from autotune.export.mapping import (
     said_only,
     targets_of,
 )
+from autotune.export.trainer_rows import COMPILE_BACKEND, COMPILE_MODE
 from autotune.optimizers import OPTIMIZERS
 
 _LORA = ("lora", "qlora")
@@ -73,22 +72,8 @@ _SHARED = (
     of_values("liger", "use_liger_kernel", {False: False, True: True}),
     of_key("torch_empty_cache_steps"),
     of_key("neftune_noise_alpha"),
-    choices(
-        ("torch_compile",),
-        Choice(ours=("none",), theirs={"torch_compile": False}),
-        *(
-            Choice(ours=(mode,), theirs={"torch_compile": True, "torch_compile_mode": mode})
-            for mode in COMPILE_MODES
-        ),
-    ),
-    choices(
-        ("torch_compile_backend",),
-        Choice(ours=("inductor",), theirs={"torch_compile_backend": None}),
-        *(
-            Choice(ours=(backend,), theirs={"torch_compile_backend": backend})
-            for backend in COMPILE_BACKENDS
-        ),
-    ),
+    COMPILE_MODE,
+    COMPILE_BACKEND,
     *said_only(*LOADER_SETTINGS),
     choices(
         ("parallelism",),

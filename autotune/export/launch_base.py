@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 from autotune.export.mapping import Choice, Row, Target, choices, of_key, value_at
 from autotune.knobs import KNOBS
+from autotune.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 
 _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
 _FSDP, _PLUGIN, _ZERO = "fsdp_config", "deepspeed_config", "zero_optimization"

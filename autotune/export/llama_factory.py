@@ -12,14 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.config import (
-    COMPILE_BACKENDS,
-    COMPILE_MODES,
     LOADER_SETTINGS,
     QUANTIZATIONS,
     TrainConfig,
     Workload,
 )
-from autotune.export.deepspeed_json import filename as deepspeed_filename
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -36,6 +33,7 @@ from autotune.export.mapping import (
     unsaid,
 )
 from autotune.export.text import as_yaml
+from autotune.export.trainer_rows import COMPILE_BACKEND, COMPILE_MODE, PARALLELISM
 from autotune.optimizers import OPTIMIZERS
 
 name = "llama-factory"
@@ -200,35 +198,10 @@ TARGET = Target(
         of_values("liger", "enable_liger_kernel", {False: False, True: True}),
         of_key("torch_empty_cache_steps"),
         of_key("neftune_noise_alpha"),
-        choices(
-            ("torch_compile",),
-            Choice(ours=("none",), theirs={"torch_compile": False}),
-            *(
-                Choice(ours=(mode,), theirs={"torch_compile": True, "torch_compile_mode": mode})
-                for mode in COMPILE_MODES
-            ),
-        ),
-        choices(
-            ("torch_compile_backend",),
-            Choice(ours=("inductor",), theirs={"torch_compile_backend": None}),
-            *(
-                Choice(ours=(backend,), theirs={"torch_compile_backend": backend})
-                for backend in COMPILE_BACKENDS
-            ),
-        ),
+        COMPILE_MODE,
+        COMPILE_BACKEND,
         *said_only(*LOADER_SETTINGS),
-        # ddp is how it is launched.
-        choices(
-            ("parallelism",),
-            Choice(ours=("none",), theirs={"deepspeed": None}),
-            Choice(ours=("ddp",), theirs={"deepspeed": None}),
-            *(
-                Choice(ours=(f"zero{stage}{offload}",), theirs={"deepspeed": deepspeed_filename})
-                for stage in (1, 2, 3)
-                for offload in ("", "-offload")
-            ),
-            nearest={(): ("ddp",)},
-        ),
+        PARALLELISM,
     ),
     defaults={
         "finetuning_type": "lora",

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.adapters import ADAPTERS, peft_fields
-from autotune.config import METHODS, PARALLELISMS, TrainConfig, Workload
+from autotune.config import METHODS, TrainConfig, Workload
+from autotune.defaults import OPTIMIZER, PRECISION_OF
 from autotune.errors import ConfigError
 from autotune.export.edit import Change
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
@@ -36,6 +37,7 @@ from autotune.export.text import caveats_of
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.files import Disk, Files
 from autotune.knobs import KNOBS, REQUIRED
+from autotune.parallelisms import PARALLELISMS
 
 _OPEN = ("micro_batch_size", "gradient_accumulation_steps", "precision", "optimizer")
 """Settings that every run has, whatever its files say."""
@@ -171,18 +173,12 @@ def _says_same(target: Target, key: str, left: Mapping[str, Any], right: Mapping
 
 
 def _defaults(values: Mapping[str, Any], method: str, has_bf16: bool, steps: int) -> dict[str, Any]:
-    """TrainingArguments' defaults as a search without a base has them (tune.default_base)."""
+    """As a search without a base has them."""
     library = PARALLELISMS[values.get("parallelism", "none")].library
-    precisions = {
-        (True, True): "bf16-true",
-        (True, False): "bf16-autocast",
-        (False, True): "fp16-mixed",
-        (False, False): "fp16-autocast",
-    }
-    precision = precisions[has_bf16, method == "full"]
+    precision = PRECISION_OF[has_bf16, method == "full"]
     if library == "deepspeed" and precision == "bf16-true":
         precision = "bf16-mixed"  # DeepSpeed keeps float32 weights beside
-    return dict(zip(_OPEN, (1, steps, precision, "adamw_torch_fused"), strict=True))
+    return dict(zip(_OPEN, (1, steps, precision, OPTIMIZER), strict=True))
 
 
 def _model_of(target: Target, content: Mapping[str, Any]) -> str | None:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autotune.adapters import lora_alpha
-from autotune.config import PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.export.carried import comments, heading, one_line, unsaid, words_of
+from autotune.parallelisms import PARALLELISMS
 
 name = "torchtune"
 filename = "torchtune.yaml"

@@ -12,11 +12,12 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from autotune.config import LOADER_SETTINGS, PARALLELISMS, PRECISIONS, TrainConfig, Workload
+from autotune.config import LOADER_SETTINGS, PRECISIONS, TrainConfig, Workload
 from autotune.export import installed, targets
-from autotune.export.carried import unsaid
+from autotune.export.carried import heading, unsaid
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
+from autotune.parallelisms import PARALLELISMS
 
 name = "training-args"
 filename = "training_args.json"
@@ -84,6 +85,13 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 def has_no_words_for(workload: Workload) -> tuple[str, ...]:
     """The user's, which an older version may not have."""
     return installed.unknown(workload.extra, installed_fields(), "transformers")
+
+
+def head_of(workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """What opens the arguments as Python or YAML: what they are of, and what is not in them."""
+    what = f"transformers.TrainingArguments{targets.said(*libraries)}"
+    lost = (*cannot_express(config), *has_no_words_for(workload))
+    return heading(what, config, result["evidence"], lost)
 
 
 def known_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autotune.config import TrainConfig, Workload
-from autotune.export import targets
-from autotune.export.carried import heading, keywords
+from autotune.export.carried import keywords
 from autotune.export.training_args import (
     cannot_express,
     environment,
     has_no_words_for,
+    head_of,
     known_arguments,
     libraries,
     part,
@@ -26,9 +26,7 @@ filename = "training_args.py"
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A Python module that makes `arguments`. Every value in it is an ASCII literal."""
-    what = f"transformers.TrainingArguments{targets.said(*libraries)}"
-    lost = (*cannot_express(config), *has_no_words_for(workload))
-    head = heading(what, config, result["evidence"], lost)
+    head = head_of(workload, config, result)
     variables = set_environment(config)
     system = "import os\n\n" if variables else ""
     return f"""{head}{system}from transformers import TrainingArguments

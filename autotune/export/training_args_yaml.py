@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autotune.config import TrainConfig, Workload
-from autotune.export import targets
-from autotune.export.carried import heading
 from autotune.export.training_args import (
     cannot_express,
     has_no_words_for,
+    head_of,
     known_arguments,
     libraries,
     part,
@@ -30,7 +29,6 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """A YAML document, opened by what is not in it."""
     import yaml
 
-    what = f"transformers.TrainingArguments{targets.said(*libraries)}"
-    lost = (*cannot_express(config), *has_no_words_for(workload))
-    head = heading(what, config, result["evidence"], lost)
-    return head + yaml.safe_dump(known_arguments(workload, config), sort_keys=False)
+    return head_of(workload, config, result) + yaml.safe_dump(
+        known_arguments(workload, config), sort_keys=False
+    )

@@ -26,6 +26,7 @@ from autotune.config import TrainConfig
 from autotune.errors import AutotuneError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.knobs import describe
+from autotune.measurement import Measurement
 from autotune.nightly import drift, files, ledger, relatives
 from autotune.nightly.digest import Done
 from autotune.nightly.history import MAX_NIGHTS, NEW, Night, levels
@@ -36,7 +37,6 @@ from autotune.nightly.repeats import Repeated, Repeater
 from autotune.probes import open_probes
 from autotune.report.measuring import Measuring
 from autotune.report.progress import SILENT, Listener
-from autotune.results import Measurement
 from autotune.summary import Counts
 
 BY_A_NIGHT = "search of a night"

@@ -8,11 +8,11 @@ from typing import Any
 
 from autotune.errors import EXIT_IMPROVED, EXIT_INTERRUPTED, EXIT_REGRESSION
 from autotune.knobs import describe
+from autotune.measurement import Fingerprint
 from autotune.nightly import drift
 from autotune.nightly.history import NEW, Night
 from autotune.nightly.hooks import EVENTS
 from autotune.nightly.plan import Planned
-from autotune.results import Fingerprint
 
 FAILED = "failed"
 """A cell without an answer; its other kinds are a Night's."""
@@ -81,10 +81,6 @@ class Digest:
     elapsed_seconds: float
     is_interrupted: bool = False
     notes: tuple[str, ...] = ()
-
-    @property
-    def is_new_machine(self) -> bool:
-        return bool(self.done) and not any(d.planned.nights for d in self.done)
 
     def of_kind(self, *kinds: str) -> list[Done]:
         return [each for each in self.done if each.kind in kinds]

@@ -11,8 +11,8 @@ from typing import Any
 
 from autotune import typed
 from autotune.config import TrainConfig
+from autotune.measurement import Fingerprint, fingerprint_from_dict
 from autotune.nightly import drift
-from autotune.results import Fingerprint, fingerprint_from_dict
 
 NEW = "new"
 """The first answer of a cell on a machine; the other kinds are drift's."""

@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from autotune.finding import CONFIRM_STEPS, PROBE_SECONDS
+from autotune.measurement import Fingerprint
 from autotune.nightly import drift
 from autotune.nightly.history import Night
 from autotune.nightly.matrix import Cell, Matrix
-from autotune.results import Fingerprint
 from autotune.tune import EFFORTS
 from autotune.units import format_bytes, format_seconds, parse_bytes
 

@@ -8,13 +8,13 @@ from autotune import inputs
 from autotune.config import TrainConfig
 from autotune.finding import PROBE_SECONDS
 from autotune.forkserver import ForkServer
+from autotune.measurement import Fingerprint, ProbeSpec
 from autotune.models import resolve
 from autotune.nightly import drift
 from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Cell, Matrix
 from autotune.probes import ProbeTable
 from autotune.probing import Prober
-from autotune.results import Fingerprint, ProbeSpec
 
 NUM_FAILURES = 2
 """In a row: the first may be chance."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from autotune import gpus, inputs, machine, needs, nvml
 from autotune.errors import AutotuneError, HardwareError
 from autotune.forkserver import ForkServer
+from autotune.measurement import Fingerprint
 from autotune.nightly import draw, drift, files, hooks, ledger
 from autotune.nightly.cell import CellNight, Place, TimeIsUp
 from autotune.nightly.digest import Digest, Done
@@ -26,7 +27,6 @@ from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Prepared, expected_seconds, plan
 from autotune.probing import fingerprint_here
 from autotune.report.files import write
-from autotune.results import Fingerprint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.knobs import KNOBS, describe
-from autotune.results import Estimate, Measurement
+from autotune.measurement import Measurement
+from autotune.results import Estimate
 from autotune.studies import StoredAnswer
 from autotune.units import format_bytes
 

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 from autotune import typed
 from autotune.config import TrainConfig
 from autotune.knobs import describe
+from autotune.measurement import measurement_from_dict
 from autotune.report.words import printable
-from autotune.results import measurement_from_dict
-from autotune.space import tradeoff_class
 from autotune.studies import StoredAnswer, load_with_trials
+from autotune.tradeoffs import tradeoff_class
 from autotune.units import format_bytes
 
 FITS, DOES_NOT_FIT = "fits", "does not fit"
-"""Outcomes of what is predicted; results.OUTCOMES are those of what was measured."""
+"""Outcomes of what is predicted; measurement.OUTCOMES are those of what was measured."""
 NOT_FINISHED = "not finished"
 """Outcome of a probe that was broken off, or is running."""
 

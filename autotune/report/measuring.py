@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from autotune.config import TrainConfig
 from autotune.knobs import describe
+from autotune.measurement import Measurement, ProbeSpec
 from autotune.probing import NUM_CONFIRMATION_WARM_UP_STEPS, OnProbe, OnRun
 from autotune.report import words
 from autotune.report.stderr import Output, output
-from autotune.results import Measurement, ProbeSpec
 from autotune.summary import Counts
 from autotune.units import format_seconds
 

@@ -20,7 +20,7 @@ from autotune.optimizers import OPTIMIZERS, state_bytes
 from autotune.report import terminal
 from autotune.report.explain import explain
 from autotune.results import Estimate
-from autotune.space import Context, broken_rules
+from autotune.rules import Context, broken_rules
 from autotune.units import format_count
 
 _GB = 10**9

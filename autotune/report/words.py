@@ -5,9 +5,10 @@ from __future__ import annotations
 from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.loading import LoaderTime
-from autotune.results import Estimate, Measurement
+from autotune.measurement import NOISE, Measurement
+from autotune.results import Estimate
 from autotune.summary import Change, Measured, Summary
-from autotune.tune import MORE_MEMORY_BYTES, NOISE
+from autotune.tune import MORE_MEMORY_BYTES
 from autotune.units import format_bytes, format_count, format_seconds, unit_for
 
 CLASS_MEANINGS = (

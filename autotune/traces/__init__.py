@@ -7,6 +7,7 @@ each reference to a neighbour's tensor is shifted with the copy. Sizes are
 
     terms.py     sizes, evaluated at a micro-batch and a rank
     copies.py    layers, and the numbers of the tensors that copies of a block make
+    running.py   bytes alive after each event
     blocks.py    phases, events and kernels of one block
     trace.py     all of it for the whole model
 """

@@ -46,7 +46,7 @@ class Layers:
         return 1 if traced_layer < 0 else len(self.instances(traced_layer))
 
 
-def numbers_of(events: Events) -> Events:
+def numbers_of(events: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.where(events < 0, ~events, events)
 
 
@@ -191,7 +191,8 @@ class Copies:
         if missing.any():
             layer, tensor = columns[missing][0], traced[missing][0]
             raise BrokenTrace(f"layer {layer} makes nothing like the trace's tensor {tensor}")
-        return np.where(events < 0, ~numbers, numbers)
+        found: Events = np.where(events < 0, ~numbers, numbers)
+        return found
 
 
 def order_of(blocks: Sequence[Mapping[str, Any]], layers: Layers) -> list[tuple[int, int]]:

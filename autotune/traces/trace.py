@@ -23,6 +23,7 @@ from autotune.traces.blocks import (
     is_setup,
 )
 from autotune.traces.copies import BrokenTrace, Copies, Events, Layers, numbers_of
+from autotune.traces.running import in_blocks, running
 from autotune.traces.terms import CHUNK_ROWS, RULES, Array, Sums, Term, Terms, evaluate
 
 
@@ -203,15 +204,14 @@ class Trace:
         """Bytes alive after each event of `setup`, `again`, `next` or `released`, from zero; 512 B
         blocks."""
         order: Events = getattr(self, f"_{events}")
-        sizes = self._rounded_sizes(micro_batch, rank)[self._template[numbers_of(order)]]
-        return np.cumsum(np.where(order < 0, -sizes, sizes))
+        return running(order, self._rounded_sizes(micro_batch, rank)[self._template])
 
     def bytes_of(self, numbers: Sequence[int], micro_batch: int, rank: int) -> int:
         """Sum of tensors' sizes, each rounded to 512 B."""
         return int(self._rounded_sizes(micro_batch, rank)[self._template[list(numbers)]].sum())
 
     def _rounded_sizes(self, micro_batch: int, rank: int) -> Array:
-        return (self._traced_sizes(micro_batch, rank) + 511) // 512 * 512
+        return in_blocks(self._traced_sizes(micro_batch, rank))
 
     def _traced_sizes(self, micro_batch: int, rank: int) -> Array:
         traced = self._terms.at(micro_batch, rank)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from autotune import typed
 from autotune.errors import ConfigError
+from autotune.measurement import fingerprint_from_dict, measurement_from_dict
 from autotune.probe_key import columns_of
 from autotune.recommendations import Recommendation
-from autotune.results import fingerprint_from_dict, measurement_from_dict
 from autotune.store import is_ours
 from autotune.version import __version__
 

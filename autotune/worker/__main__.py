@@ -38,7 +38,8 @@ from typing import Any
 
 from autotune.config import TrainConfig
 from autotune.isolate import die_with_parent
-from autotune.results import SCHEMA_VERSION, STOP_FILE, ProbeSpec, TraceSpec
+from autotune.measurement import STOP_FILE, ProbeSpec
+from autotune.results import SCHEMA_VERSION, TraceSpec
 
 Answers = Iterator[dict[str, Any]]
 Verb = Callable[[dict[str, Any]], Answers]

@@ -29,7 +29,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from autotune import gpus, nvml
 from autotune.knobs import describe
 from autotune.machine import cpu_name
-from autotune.results import Estimate, Measurement
+from autotune.measurement import Measurement
+from autotune.results import Estimate
 from autotune.summary import Summary
 from autotune.units import MIB, format_bytes
 from autotune.worker import objects

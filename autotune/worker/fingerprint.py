@@ -6,7 +6,7 @@ import pynvml
 import torch
 
 from autotune.machine import allocator, cpu_name, versions
-from autotune.results import Fingerprint
+from autotune.measurement import Fingerprint
 
 
 def fingerprint(backend: str) -> Fingerprint:

@@ -39,8 +39,9 @@ from transformers.trainer_callback import PrinterCallback
 from autotune import needs
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.export.training_args import environment, installed_fields, training_arguments
+from autotune.measurement import Measurement, ProbeSpec
 from autotune.out_of_memory import excess_bytes, says_out_of_memory
-from autotune.results import Measurement, ProbeSpec, TraceSpec
+from autotune.results import TraceSpec
 from autotune.worker import checks, confirm, fp8, sft_trainer
 from autotune.worker import model as models
 from autotune.worker.build import build

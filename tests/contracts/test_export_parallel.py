@@ -22,7 +22,8 @@ import transformers
 from test_export_trains import FULL, MAKE_MODELS, TEXT, run_python
 
 from autotune import export
-from autotune.config import PARALLELISMS, TrainConfig, Workload
+from autotune.config import TrainConfig, Workload
+from autotune.parallelisms import PARALLELISMS
 
 pytestmark = pytest.mark.slow
 

@@ -37,8 +37,9 @@ from torch import nn
 
 from autotune.allocator import Tape
 from autotune.optimizer_steps import TensorSpec
+from autotune.optimizer_steps.core import total_state_bytes
 from autotune.optimizer_steps.low_rank import SvdProjection
-from autotune.optimizers import LEFT_OUT, OPTIMIZERS, Optimizer, host_state_bytes, state_bytes
+from autotune.optimizers import LEFT_OUT, OPTIMIZERS, Optimizer, state_bytes
 from autotune.worker.tracker import Tracker
 
 __all__ = ["trainer_choice"]
@@ -388,7 +389,7 @@ def test_grokadamw_fetches_its_state_for_every_step(
     states = [
         state for group in optimizer.param_groups for state in group.get("state", {}).values()
     ]
-    assert held_bytes(states) == host_state_bytes("grokadamw", specs)
+    assert held_bytes(states) == total_state_bytes(row.algorithm, specs)
     assert state_bytes("grokadamw", specs) == (0, 0)
 
 

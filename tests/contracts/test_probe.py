@@ -36,7 +36,8 @@ from autotune.adapters import read_peft
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
-from autotune.results import Estimate, Measurement, ProbeSpec, TraceSpec, measurement_from_dict
+from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
+from autotune.results import Estimate, TraceSpec
 from autotune.traces import Trace
 from autotune.units import GIB, MIB
 from autotune.worker import checks, confirm, memory

@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from autotune.config import TrainConfig
 from autotune.forkserver import ForkServer
-from autotune.results import Measurement, ProbeSpec, measurement_from_dict
+from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.worker import checks, memory
 from autotune.worker import probe as probe_module
 

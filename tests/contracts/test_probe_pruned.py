@@ -12,11 +12,11 @@ from optuna.trial import TrialState
 
 from autotune.config import TrainConfig
 from autotune.forkserver import ForkServer
+from autotune.measurement import ProbeSpec
 from autotune.models import resolve
 from autotune.probes import open_probes
 from autotune.probing import Prober
 from autotune.pruner import SpeedPruner
-from autotune.results import ProbeSpec
 from autotune.store import CONSTRAINT
 from autotune.trials import tell, watched
 from autotune.units import MIB

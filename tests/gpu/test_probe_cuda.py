@@ -11,7 +11,7 @@ import pytest
 from autotune import isolate
 from autotune.config import TrainConfig
 from autotune.gpus import detect
-from autotune.results import STOP_FILE, Measurement, ProbeSpec, measurement_from_dict
+from autotune.measurement import STOP_FILE, Measurement, ProbeSpec, measurement_from_dict
 from autotune.units import GIB, MIB
 
 pytestmark = [

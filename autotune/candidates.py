@@ -1,0 +1,158 @@
+"""Priced configurations of a search, fastest first; what could win is replayed.
+
+The answer equals that of a full replay of every one: a configuration is passed over only when live
+tensors alone exceed the budget, or when its speed, which paging can only lower, is below what already
+fits.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+
+from autotune.config import TrainConfig
+from autotune.errors import HardwareError
+from autotune.estimate import Estimator
+from autotune.measurement import NOISE
+from autotune.results import Estimate
+from autotune.tradeoffs import LEVEL, gives_up, tradeoff_class
+
+
+class Candidates:
+    """Configurations by falling speed; a full replay is made when one is asked for, once."""
+
+    def __init__(
+        self, estimator: Estimator, configs: Iterable[TrainConfig], base: TrainConfig
+    ) -> None:
+        self._estimator = estimator
+        self._base = base
+        self._estimates: dict[TrainConfig, Estimate] = {}
+        self._classes: dict[TrainConfig, str] = {}
+        ranked = []
+        for config in configs:
+            if estimator.floor_bytes(config) > estimator.memory_budget_bytes:
+                continue
+            speed = estimator.tokens_per_second(config)
+            if speed is None:
+                raise HardwareError(
+                    f"The speed of {estimator.gpu.name} is not known",
+                    why=f"a peak rate or the bandwidth is missing ({estimator.gpu.source})",
+                    remedy="Name a card like it with --gpu (autotune gpus lists what is known)",
+                )
+            ranked.append((speed, config))
+        # The order among equals must not depend on the order of the space's file.
+        ranked.sort(key=lambda pair: (-pair[0], repr(pair[1])))
+        self._ranked: list[tuple[float, TrainConfig]] = ranked
+
+    @property
+    def num_possible(self) -> int:
+        """Configurations whose live tensors alone fit."""
+        return len(self._ranked)
+
+    def priced(self) -> list[tuple[float, int]]:
+        """(tokens per second, device bytes at least) of each, fastest first."""
+        return [(speed, self._estimator.floor_bytes(config)) for speed, config in self._ranked]
+
+    @property
+    def num_replayed(self) -> int:
+        return len(self._estimates)
+
+    @property
+    def num_replayed_oom(self) -> int:
+        return sum(not self.fits(e) for e in self._estimates.values())
+
+    def class_of(self, config: TrainConfig) -> str:
+        """Trade-off class against the base."""
+        found = self._classes.get(config)
+        if found is None:
+            found = self._classes[config] = tradeoff_class(config, self._base)
+        return found
+
+    def exactly(self, name: str) -> Callable[[TrainConfig], bool]:
+        """Whether a configuration is of that class."""
+        return lambda config: self.class_of(config) == name
+
+    def at_most(self, allow: str) -> Callable[[TrainConfig], bool]:
+        """Whether a configuration gives up no more than `allow`."""
+        return lambda config: LEVEL[self.class_of(config)] <= LEVEL[allow]
+
+    def fits(self, estimate: Estimate) -> bool:
+        return estimate.peak_device_bytes <= self._estimator.memory_budget_bytes
+
+    def estimate(self, config: TrainConfig) -> Estimate:
+        found = self._estimates.get(config)
+        if found is None:
+            found = self._estimates[config] = self._estimator.estimate(config)
+        return found
+
+    def fastest(self, wanted: Callable[[TrainConfig], bool]) -> Estimate | None:
+        """The fastest that fits; None when nothing wanted does."""
+        best: Estimate | None = None
+        for speed, config in self._ranked:
+            if best is not None and speed <= speed_of(best):
+                break
+            if not wanted(config):
+                continue
+            estimate = self.estimate(config)
+            if self.fits(estimate) and (best is None or speed_of(estimate) > speed_of(best)):
+                best = estimate
+        return best
+
+    def best(self, wanted: Callable[[TrainConfig], bool]) -> tuple[Estimate, ...] | None:
+        """By the rule of DESIGN section 5, then what is tied with it; None when nothing fits.
+
+        Among configurations within NOISE of the fastest the one that gives up least: the lowest
+        class, the base's family of optimizers, an unquantised base, the highest rank, the most
+        headroom, in this order.
+        """
+        fastest = self.fastest(wanted)
+        if fastest is None:
+            return None
+        threshold = speed_of(fastest) * (1 - NOISE)
+        groups: dict[tuple[object, ...], list[TrainConfig]] = {}
+        for speed, config in self._ranked:
+            if speed < threshold:
+                break
+            if wanted(config):
+                groups.setdefault(gives_up(config, self._base), []).append(config)
+        for _, configs in sorted(groups.items(), key=operator.itemgetter(0)):
+            fitting = [
+                estimate
+                for estimate in map(self.estimate, configs)
+                if self.fits(estimate) and speed_of(estimate) >= threshold
+            ]
+            if fitting:
+                winner = min(fitting, key=lambda e: (e.peak_device_bytes, -speed_of(e)))
+                return winner, *self._tied(winner, threshold)
+        raise AssertionError("the fastest is in one of the groups")
+
+    def _tied(self, winner: Estimate, threshold: float) -> list[Estimate]:
+        """Others known to fit at the winner's speed, fastest first."""
+        others = [
+            estimate
+            for estimate in self._estimates.values()
+            if estimate is not winner
+            and self.fits(estimate)
+            and speed_of(estimate) >= threshold
+            and self.class_of(estimate.config) == self.class_of(winner.config)
+        ]
+        return sorted(others, key=lambda e: (-speed_of(e), repr(e.config)))[:10]
+
+    def pool(self, wanted: Callable[[TrainConfig], bool], limit: int) -> tuple[Estimate, ...]:
+        """The fastest whose live tensors fit, estimated in full, whether they fit or not."""
+        configs = [config for _, config in self._ranked if wanted(config)]
+        return tuple(map(self.estimate, configs[:limit]))
+
+    def considered(self, limit: int) -> tuple[Estimate, ...]:
+        """What was replayed, what fits first, fastest first."""
+        return tuple(
+            sorted(
+                self._estimates.values(),
+                key=lambda e: (not self.fits(e), -speed_of(e), repr(e.config)),
+            )[:limit]
+        )
+
+
+def speed_of(estimate: Estimate) -> float:
+    assert estimate.tokens_per_second is not None
+    return estimate.tokens_per_second

@@ -1,0 +1,59 @@
+"""What trains where the user has named no base: TrainingArguments' defaults (transformers 5.23)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autotune.config import METHODS, TrainConfig, Workload
+from autotune.gpus import Gpu
+from autotune.knobs import KNOBS, REQUIRED
+from autotune.models import ModelSource
+from autotune.space import usual_batching
+
+OPTIMIZER = "adamw_torch_fused"
+PRECISION_OF = {
+    (True, True): "bf16-true",
+    (True, False): "bf16-autocast",
+    (False, True): "fp16-mixed",
+    (False, False): "fp16-autocast",
+}
+"""By whether the card has bfloat16, and whether all weights train. The weights keep the checkpoint's
+bfloat16 (`bf16` left False); a card without units for it gets what its owner would choose, fp16."""
+
+
+def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfig:
+    """TrainingArguments' defaults (transformers 5.23), micro-batch 1: what a search improves on.
+
+    An adapter has what KNOBS says of its method.
+    """
+    method = workload.methods[0]
+    return TrainConfig(
+        method=method,
+        micro_batch_size=1,
+        gradient_accumulation_steps=max(1, workload.effective_batch_size // workload.num_gpus),
+        sequence_length=workload.sequence_length,
+        precision=PRECISION_OF[gpu.has_bfloat16, method == "full"],
+        optimizer=OPTIMIZER,
+        attention="sdpa" if "sdpa" in model.attentions else model.attentions[0],
+        batching=usual_batching(workload.task),
+        parallelism="ddp" if workload.num_gpus > 1 else "none",
+        num_gpus=workload.num_gpus,
+        **{
+            knob.name: default
+            for knob in KNOBS.values()
+            if method in knob.methods != METHODS
+            and (default := knob.default_for(method)) is not REQUIRED
+        },
+    )
+
+
+def larger_micro_batches(config: TrainConfig) -> list[TrainConfig]:
+    """The same at every power of two that divides the effective batch size, largest first."""
+    effective = config.effective_batch_size // config.num_gpus
+    sizes = [2**n for n in range(effective.bit_length()) if effective % 2**n == 0]
+    return [
+        dataclasses.replace(
+            config, micro_batch_size=size, gradient_accumulation_steps=effective // size
+        )
+        for size in reversed(sizes)
+    ]

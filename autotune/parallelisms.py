@@ -1,0 +1,100 @@
+"""How the GPUs of one machine may share a training run, one row each (PARALLELISMS)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallelism:
+    """How the GPUs of one machine share a training run; every one has its own micro-batches."""
+
+    name: str
+    library: str
+    """torch or deepspeed: whose rules decide what a GPU holds. Empty: there is one GPU."""
+    stage: int
+    """ZeRO's: 0 every GPU holds all of it; 1 a part of the optimizer's state; 2 of the gradients too;
+    3 of the weights too, which are gathered layer by layer. FSDP2 is a stage 3."""
+    offload: bool
+    """What is shared out waits in host memory, where the optimizer runs."""
+    traced_as: tuple[tuple[str, str], ...]
+    """(precision, the one whose kernels run): the library casts the weights, not autocast."""
+    optimizers: tuple[str, ...]
+    """`optim` values that it works with; empty: all."""
+    summary: str
+
+
+# accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model: float32 shards, gathered in 16 bits, and
+# autocast around the forward pass.
+_FSDP2_TRACED_AS = (("bf16-mixed", "bf16-autocast"), ("fp16-mixed", "fp16-autocast"))
+# deepspeed 0.19.8 runtime/engine.py _cast_module_mixed_precision: 16-bit weights, no autocast.
+_ZERO_TRACED_AS = (("bf16-mixed", "bf16-true"), ("fp16-mixed", "fp16-autocast"))
+# Element by element, so that a part of a tensor is updated as in the whole. bitsandbytes' kernels do
+# not take the DTensors of FSDP2 (tests/contracts/test_parallel_real.py shows it).
+_FSDP2_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+_ZERO_OPTIMIZERS = (
+    *_FSDP2_OPTIMIZERS, "adamw_bnb_8bit", "lion_32bit", "lion_8bit"
+)  # fmt: skip
+# accelerate 1.15 utils/deepspeed.py: it takes the place of torch.optim.AdamW.
+_CPU_ADAM = ("adamw_torch", "adamw_torch_fused")
+
+
+def _fsdp2(offload: bool, summary: str) -> Parallelism:
+    return Parallelism(
+        name="fsdp2-offload" if offload else "fsdp2",
+        library="torch",
+        stage=3,
+        offload=offload,
+        traced_as=_FSDP2_TRACED_AS,
+        optimizers=_CPU_ADAM if offload else _FSDP2_OPTIMIZERS,
+        summary=summary,
+    )
+
+
+def _zero(stage: int, offload: bool, summary: str) -> Parallelism:
+    return Parallelism(
+        name=f"zero{stage}-offload" if offload else f"zero{stage}",
+        library="deepspeed",
+        stage=stage,
+        offload=offload,
+        traced_as=_ZERO_TRACED_AS,
+        optimizers=_CPU_ADAM if offload else _ZERO_OPTIMIZERS,
+        summary=summary,
+    )
+
+
+PARALLELISMS: dict[str, Parallelism] = {
+    row.name: row
+    for row in (
+        Parallelism(
+            name="none",
+            library="",
+            stage=0,
+            offload=False,
+            traced_as=(),
+            optimizers=(),
+            summary="one GPU",
+        ),
+        Parallelism(
+            name="ddp",
+            library="torch",
+            stage=0,
+            offload=False,
+            traced_as=(),
+            optimizers=(),
+            summary="everything on every GPU, gradients averaged",
+        ),
+        _fsdp2(False, "weights, gradients and optimizer shared out, a layer gathered at a time"),
+        _fsdp2(True, "the same, kept in host memory"),
+        _zero(1, False, "optimizer state shared out"),
+        _zero(1, True, "optimizer state in host memory"),
+        _zero(2, False, "optimizer state and gradients shared out"),
+        _zero(2, True, "optimizer state and gradients in host memory"),
+        _zero(3, False, "weights, gradients and optimizer shared out, gathered as needed"),
+        _zero(3, True, "the same, kept in host memory"),
+    )
+}
+
+
+ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
+"""Weights that ZeRO 3 updates at a time (deepspeed 0.19.8 runtime/zero/config.py, sub_group_size)."""

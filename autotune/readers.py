@@ -1,0 +1,106 @@
+"""Values of settings as YAML or the command line has them -> as TrainConfig has them.
+
+ValueError says what is wrong with one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from autotune.errors import nearest
+from autotune.optimizers import LEFT_OUT, OPTIMIZERS
+
+MAX_NUMBER = 1_000_000
+"""Of a micro-batch size, rank or layer interval."""
+
+
+def kind(value: object) -> str:
+    """How to call a wrong value; never its repr, which aliases can make endless."""
+    if isinstance(value, (bool, int, float)):
+        return str(value)[:40]
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    names = {list: "a list", dict: "a mapping", type(None): "nothing"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def one_of(known: Sequence[str], what: str) -> Callable[[object], str]:
+    def read(value: object) -> str:
+        if not isinstance(value, str):
+            raise ValueError(f"must be a name, not {kind(value)}")
+        if value not in known:
+            raise ValueError(f"unknown {what} {value[:40]!r}. {nearest(value[:40], known)}")
+        return value
+
+    return read
+
+
+def optimizer(value: object) -> str:
+    if isinstance(value, str) and value in LEFT_OUT:
+        raise ValueError(f"is not priced: it {LEFT_OUT[value]}")
+    return one_of(tuple(OPTIMIZERS), "optimizer")(value)
+
+
+def positive(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"must be a whole number, not {kind(value)}")
+    if not 0 < value <= MAX_NUMBER:
+        raise ValueError(f"must be from 1 to {MAX_NUMBER:,}")
+    return value
+
+
+def from_zero(value: object) -> int:
+    return 0 if value == 0 and not isinstance(value, bool) else positive(value)
+
+
+def strength(value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) else -1.0
+    except ValueError:
+        number = -1.0
+    if isinstance(value, bool) or not 0 <= number <= MAX_NUMBER:
+        raise ValueError(f"must be a number from 0 to {MAX_NUMBER:,}")
+    return number
+
+
+def above_zero(value: object) -> float:
+    number = strength(value)
+    if not number:
+        raise ValueError("must be a number above 0")
+    return number
+
+
+def share(value: object) -> float:
+    number = strength(value)
+    if number >= 1:
+        raise ValueError("must be a number from 0 to below 1")
+    return number
+
+
+def flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {kind(value)}")
+    return value
+
+
+def checkpointing(value: object) -> int:
+    """none: 0; full: 1; every-N: N."""
+    if value in ("none", "full"):
+        return int(value == "full")
+    pattern = r"every-([1-9][0-9]{0,5})"
+    match = re.fullmatch(pattern, value, re.ASCII) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("must be none, full or every-N (every-2: each second layer)")
+    return int(match[1])
+
+
+def targets(value: object) -> str:
+    """all-linear, attention, or names of modules joined by commas."""
+    if isinstance(value, str) and len(value) <= 1000:
+        names = [name.strip() for name in value.split(",")]
+        if value == "all-linear" or all(
+            re.fullmatch(r"[\w.]{1,100}", name, re.ASCII) for name in names
+        ):
+            return ",".join(names)
+    raise ValueError("must be all-linear, attention, or module names joined by commas")

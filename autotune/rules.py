@@ -1,0 +1,413 @@
+"""Combinations of settings that are never tried, and why (RULES)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autotune.adapters import ADAPTERS
+from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.knobs import KNOBS
+from autotune.optimizers import OPTIMIZERS
+from autotune.parallelisms import PARALLELISMS
+
+# CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
+# with float8.
+_AMPERE = (8, 0)
+_ADA = (8, 9)
+_FLASH = ("flash_attention_2", "flash_attention_3")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """What a rule may ask beyond the TrainConfig. None: not known, the rule lets pass."""
+
+    effective_batch_size: int
+    num_layers: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    precisions: tuple[str, ...] = ()
+    """What the space offers to this method."""
+    max_sequence_length: int | None = None
+    """Tokens that the model has learned positions for."""
+    weight_decay: bool = False
+    """The user has set one."""
+    head_size: int | None = None
+    """Elements of an attention head."""
+    task: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """A combination that is never tried, and why."""
+
+    name: str
+    reason: str
+    breaks: Callable[[TrainConfig, Context], bool]
+
+
+_OF_ADAPTERS = ("lora_rank", "lora_targets", "num_virtual_tokens", "peft")
+"""Settings that are None where a method has them not."""
+
+
+def _has_settings_of_others(config: TrainConfig) -> bool:
+    if config.method not in KNOBS["lora_variant"].methods and (
+        config.lora_variant != "plain"
+        or config.lora_dropout
+        or config.lora_alpha_ratio != KNOBS["lora_alpha_ratio"].default
+    ):
+        return True
+    return any(
+        getattr(config, name) is not None
+        for name in _OF_ADAPTERS
+        if config.method not in KNOBS[name].methods
+    )
+
+
+def _shards_its_codes(config: TrainConfig) -> bool:
+    """FSDP2 gathers every float weight in the dtype that is computed with: codes must be in it.
+
+    Source: accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; torch 2.13 MixedPrecisionPolicy.
+    """
+    return (
+        config.parallelism == "fsdp2"
+        and bool(QUANTIZATIONS[config.quantization].codes)
+        and config.quantization_storage == PRECISIONS[config.precision].compute_dtype
+    )
+
+
+def _computes_in_float32(config: TrainConfig) -> bool:
+    return PRECISIONS[config.precision].compute_dtype == "float32"
+
+
+def _is_prompt(config: TrainConfig) -> bool:
+    return config.method in ADAPTERS and ADAPTERS[config.method].is_prompt
+
+
+def _is_before(context: Context, capability: tuple[int, int]) -> bool:
+    """Whether the card is known to be older than the first of that compute capability."""
+    return context.compute_capability is not None and context.compute_capability < capability
+
+
+_FOR_ONE_GPU = frozenset(
+    {"none"}
+    | {row.name for row in PARALLELISMS.values() if row.offload and row.library == "deepspeed"}
+)
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="micro-batch-divides",
+        reason="micro-batch x accumulation x GPUs must equal the effective batch size",
+        breaks=lambda c, context: c.effective_batch_size != context.effective_batch_size,
+    ),
+    Rule(
+        name="adapter-needs-rank",
+        reason="an adapter needs what its method is sized by: rank and targets, tokens, or a --peft file",
+        breaks=lambda c, _: any(
+            not getattr(c, name) for name in _OF_ADAPTERS if c.method in KNOBS[name].methods
+        ),
+    ),
+    Rule(
+        name="full-has-no-adapter",
+        reason="full fine-tuning trains the weights themselves: rank and targets have no meaning",
+        breaks=lambda c, _: c.method == "full" and _has_settings_of_others(c),
+    ),
+    Rule(
+        name="adapter-has-no-such-setting",
+        reason="an adapter has its own method's settings and no others; a --peft file is method peft",
+        breaks=lambda c, _: c.method != "full" and _has_settings_of_others(c),
+    ),
+    Rule(
+        name="quantization-needs-qlora",
+        reason="quantised weights cannot be trained: they need an adapter, which is method qlora",
+        breaks=lambda c, _: (
+            c.quantization != "none" and c.method not in KNOBS["quantization"].methods
+        ),
+    ),
+    Rule(
+        name="storage-needs-4-bits",
+        reason="only 4-bit weights are packed into another dtype (bnb_4bit_quant_storage)",
+        breaks=lambda c, _: (
+            c.quantization_storage != "uint8" and not QUANTIZATIONS[c.quantization].codes
+        ),
+    ),
+    Rule(
+        name="qlora-needs-quantization",
+        reason="qlora without quantised weights is lora",
+        breaks=lambda c, _: c.method == "qlora" and c.quantization == "none",
+    ),
+    Rule(
+        name="prefix-without-checkpointing",
+        reason="prefix tuning hands past keys to the layers, which checkpointing drops",
+        breaks=lambda c, _: (
+            c.activation_checkpointing > 0
+            and c.method in ADAPTERS
+            and not ADAPTERS[c.method].checkpointing
+        ),
+    ),
+    Rule(
+        name="prompt-within-positions",
+        reason="virtual tokens take positions too, and the model has learned no more of them",
+        breaks=lambda c, context: (
+            context.max_sequence_length is not None
+            and _is_prompt(c)
+            and c.sequence_length + (c.num_virtual_tokens or 0) > context.max_sequence_length
+        ),
+    ),
+    Rule(
+        name="offloading-needs-checkpointing",
+        reason="what is parked in host memory is the input of a checkpointed layer",
+        breaks=lambda c, _: c.activation_offloading and not c.activation_checkpointing,
+    ),
+    Rule(
+        name="checkpoint-interval-within-layers",
+        reason="the model has fewer layers than the checkpointing interval",
+        breaks=lambda c, context: (
+            context.num_layers is not None and c.activation_checkpointing > context.num_layers
+        ),
+    ),
+    Rule(
+        name="bf16-needs-ampere",
+        reason="bfloat16 matrix products need compute capability 8.0",
+        breaks=lambda c, context: (
+            PRECISIONS[c.precision].compute_dtype == "bfloat16" and _is_before(context, _AMPERE)
+        ),
+    ),
+    Rule(
+        name="tf32-needs-ampere",
+        reason="TF32 matrix products need compute capability 8.0",
+        breaks=lambda c, context: PRECISIONS[c.precision].tf32 and _is_before(context, _AMPERE),
+    ),
+    Rule(
+        name="flash-attention-computes-in-16-bits",
+        reason="FlashAttention has kernels for float16 and bfloat16 only",
+        breaks=lambda c, _: c.attention in _FLASH and _computes_in_float32(c),
+    ),
+    Rule(
+        # Dao-AILab/flash-attention, README: Ampere, Ada, Hopper.
+        name="flash-attention-needs-ampere",
+        reason="FlashAttention 2 needs compute capability 8.0",
+        breaks=lambda c, context: (
+            c.attention == "flash_attention_2" and _is_before(context, _AMPERE)
+        ),
+    ),
+    Rule(
+        # The same, FlashAttention-3: H100 and H800.
+        name="flash-attention-3-needs-hopper",
+        reason="FlashAttention 3 is written for compute capability 9.0 alone",
+        breaks=lambda c, context: (
+            c.attention == "flash_attention_3" and context.compute_capability not in (None, (9, 0))
+        ),
+    ),
+    Rule(
+        # The same: "All head dimensions up to 256"; version 3 likewise (hopper/flash_api.cpp, mha_fwd).
+        name="flash-attention-heads-up-to-256",
+        reason="FlashAttention has no kernels for larger attention heads",
+        breaks=lambda c, context: (
+            c.attention in _FLASH and context.head_size is not None and context.head_size > 256
+        ),
+    ),
+    Rule(
+        # Triton's README, supported hardware.
+        name="flex-attention-needs-ampere",
+        reason="flex_attention's kernels are Triton's, which needs compute capability 8.0",
+        breaks=lambda c, context: c.attention == "flex_attention" and _is_before(context, _AMPERE),
+    ),
+    Rule(
+        # torch 2.13 _inductor/kernel/flex/flex_attention.py, get_float32_precision: products in IEEE
+        # float32 unless PyTorch is told otherwise. No published rate was found.
+        name="flex-attention-computes-in-16-bits",
+        reason="how fast flex_attention's kernels are in float32 is not known",
+        breaks=lambda c, _: c.attention == "flex_attention" and _computes_in_float32(c),
+    ),
+    Rule(
+        # The same, flex_attention: "at least 16".
+        name="flex-attention-heads-from-16",
+        reason="flex_attention has no kernels for smaller attention heads",
+        breaks=lambda c, context: (
+            c.attention == "flex_attention"
+            and context.head_size is not None
+            and context.head_size < 16
+        ),
+    ),
+    Rule(
+        # transformers 5.23 masking_utils.py, packed_sequence_mask_function; trl 1.16 SFTConfig says
+        # the same of its padding_free.
+        name="padding-free-needs-flash-attention",
+        reason="only FlashAttention is told where samples begin: others keep them apart by a mask of the "
+        "whole micro-batch's length squared",
+        breaks=lambda c, _: c.batching == "padding-free" and c.attention not in _FLASH,
+    ),
+    Rule(
+        # transformers 5.23 DataCollatorWithFlattening: labels are the tokens themselves.
+        name="padding-free-is-for-causal-lm",
+        reason="only a causal language model's samples are put one behind the other",
+        breaks=lambda c, context: (
+            c.batching == "padding-free" and context.task not in (None, "causal-lm")
+        ),
+    ),
+    Rule(
+        # peft 0.21 peft_model.py, PeftModelForCausalLM.forward: before each row of the batch.
+        name="padding-free-without-prompts",
+        reason="virtual tokens would stand before the first sample of a micro-batch alone",
+        breaks=lambda c, _: c.batching == "padding-free" and _is_prompt(c),
+    ),
+    Rule(
+        name="prefetch-needs-workers",
+        reason="without workers there is nobody to load a batch beforehand",
+        breaks=lambda c, _: (
+            c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers
+        ),
+    ),
+    Rule(
+        name="compile-backend-needs-compile",
+        reason="a backend of torch.compile says nothing where nothing is compiled",
+        breaks=lambda c, _: c.torch_compile_backend != "inductor" and not c.is_compiled,
+    ),
+    Rule(
+        # torch 2.13 torch/__init__.py: other backends are handed the mode, and have none.
+        name="compile-modes-are-inductors",
+        reason="torch.compile's modes are Inductor's: another backend has only default",
+        breaks=lambda c, _: (
+            c.torch_compile_backend != "inductor" and c.torch_compile not in ("none", "default")
+        ),
+    ),
+    Rule(
+        # Triton's README, supported hardware.
+        name="liger-needs-ampere",
+        reason="Liger's kernels are Triton's, which needs compute capability 8.0",
+        breaks=lambda c, context: c.liger and _is_before(context, _AMPERE),
+    ),
+    Rule(
+        name="fp16-weights-cannot-train",
+        reason="gradients in float16 cannot be unscaled: only a frozen base may be float16",
+        breaks=lambda c, _: c.precision == "fp16-autocast" and c.method == "full",
+    ),
+    Rule(
+        # torch 2.13 optim/sgd.py, adagrad.py, rmsprop.py: _foreach_add of gradients and parameters.
+        name="weight-decay-copies-gradients",
+        reason="with weight decay torch's SGD, Adagrad and RMSprop copy all gradients, which is not "
+        "modelled",
+        breaks=lambda c, context: (
+            context.weight_decay and c.optimizer in ("sgd", "adagrad", "rmsprop")
+        ),
+    ),
+    Rule(
+        name="optimizer-needs-full",
+        reason="GaLore, APOLLO and LOMO save on whole weight matrices: an adapter has little to save",
+        breaks=lambda c, _: OPTIMIZERS[c.optimizer].only_full and c.method != "full",
+    ),
+    Rule(
+        name="backward-update-needs-accumulation-1",
+        reason="LOMO and layer-wise optimizers update a weight as soon as it has a gradient: "
+        "accumulation would make more and smaller steps, and Transformers refuses it for the "
+        "layer-wise ones",
+        breaks=lambda c, _: (
+            bool(OPTIMIZERS[c.optimizer].updates) and c.gradient_accumulation_steps > 1
+        ),
+    ),
+    Rule(
+        # accelerate 1.15 state.py: on a card below it trains in float16 instead, with a warning.
+        name="fp8-needs-ada",
+        reason="float8 matrix products need compute capability 8.9",
+        breaks=lambda c, context: PRECISIONS[c.precision].fp8 and _is_before(context, _ADA),
+    ),
+    Rule(
+        name="fp8-needs-multiples-of-16",
+        reason="float8 matrix products take 16 tokens at a time: how torchao pads others is not "
+        "modelled",
+        breaks=lambda c, _: PRECISIONS[c.precision].fp8 and c.sequence_length % 16 != 0,
+    ),
+    Rule(
+        # accelerate converts every nn.Linear, and bitsandbytes' layers are such.
+        name="fp8-needs-float-weights",
+        reason="torchao would take quantised weights for float ones",
+        breaks=lambda c, _: PRECISIONS[c.precision].fp8 and c.quantization != "none",
+    ),
+    Rule(
+        name="one-gpu-only",
+        reason="on several GPUs neither fp8, Liger, SFTTrainer, NEFTune nor an emptied cache is "
+        "modelled",
+        breaks=lambda c, _: (
+            c.parallelism != "none"
+            and bool(
+                PRECISIONS[c.precision].fp8
+                or c.liger
+                or c.trainer != "transformers"
+                or c.neftune_noise_alpha
+                or c.torch_empty_cache_steps
+            )
+        ),
+    ),
+    Rule(
+        name="whole-matrix-optimizers-need-one-gpu",
+        reason="what GaLore, APOLLO and LOMO do beside gradients that GPUs share is not modelled",
+        breaks=lambda c, _: c.parallelism == "ddp" and OPTIMIZERS[c.optimizer].only_full,
+    ),
+    Rule(
+        name="backward-update-without-loss-scaling",
+        reason="LOMO and layer-wise optimizers would apply float16's gradients before they are "
+        "unscaled",
+        breaks=lambda c, _: (
+            bool(OPTIMIZERS[c.optimizer].updates) and PRECISIONS[c.precision].grad_scaler
+        ),
+    ),
+    Rule(
+        name="bf16-replaces-fp16",
+        reason="the space offers bf16 autocast too, as fast on this card and without loss scaling",
+        breaks=lambda c, context: (
+            c.precision in ("fp16-mixed", "fp16-autocast")
+            and ("bf16-mixed" in context.precisions or "bf16-autocast" in context.precisions)
+            and not _is_before(context, _AMPERE)
+        ),
+    ),
+    Rule(
+        name="gpus-need-parallelism",
+        reason="several GPUs share a run by one of ddp, fsdp2, zero1, zero2, zero3",
+        breaks=lambda c, _: c.num_gpus > 1 and c.parallelism == "none",
+    ),
+    Rule(
+        name="parallelism-needs-gpus",
+        reason="one GPU has nobody to share with: only ZeRO's offloading makes sense on it",
+        breaks=lambda c, _: c.num_gpus == 1 and c.parallelism not in _FOR_ONE_GPU,
+    ),
+    Rule(
+        name="sharding-needs-float-weights",
+        reason="quantised weights are shared out by fsdp2 alone, of 4 bits and packed in the dtype "
+        "that is computed with (quantization_storage): else every GPU would keep all of them",
+        breaks=lambda c, _: (
+            c.quantization != "none"
+            and PARALLELISMS[c.parallelism].stage == 3
+            and not _shards_its_codes(c)
+        ),
+    ),
+    Rule(
+        # deepspeed 0.19.8 runtime/engine.py _cast_module_mixed_precision: codes, cast as numbers.
+        name="zero-keeps-only-its-dtype",
+        reason="DeepSpeed casts every float weight, and so would spoil 4-bit weights packed in "
+        "another dtype than that: take uint8, or the dtype that is computed with",
+        breaks=lambda c, _: (
+            PARALLELISMS[c.parallelism].library == "deepspeed"
+            and c.quantization_storage not in ("uint8", PRECISIONS[c.precision].compute_dtype)
+        ),
+    ),
+    Rule(
+        name="sharding-needs-its-optimizers",
+        reason="the optimizer does not work on a part of a tensor, or not in host memory",
+        breaks=lambda c, _: (
+            bool(PARALLELISMS[c.parallelism].optimizers)
+            and c.optimizer not in PARALLELISMS[c.parallelism].optimizers
+        ),
+    ),
+    Rule(
+        name="zero-needs-mixed-precision",
+        reason="DeepSpeed takes bfloat16 weights for float32 ones where bf16 is off: take bf16-mixed",
+        breaks=lambda c, _: (
+            PARALLELISMS[c.parallelism].library == "deepspeed" and c.precision == "bf16-true"
+        ),
+    ),
+)
+
+
+def broken_rules(config: TrainConfig, context: Context) -> list[Rule]:
+    """Return every rule that the configuration breaks."""
+    return [rule for rule in RULES if rule.breaks(config, context)]

@@ -1,0 +1,48 @@
+"""Memory over the optimizer step in which a replay peaks, thinned out to what a chart has room for."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+
+from autotune.allocator import CATEGORIES, replay
+from autotune.details import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
+from autotune.step_events import Steps
+from autotune.traces.copies import numbers_of
+from autotune.traces.running import changes, in_blocks
+
+
+def timeline_of(steps: Steps) -> Timeline:
+    parts, events = steps.parts, steps.events()
+    peak_event = replay(steps.sizes, events).peak_allocated_event
+    order = np.asarray(events, dtype=np.int64)
+    deltas = changes(order, np.maximum(in_blocks(steps.sizes), 0))
+    category_of = np.asarray(steps.categories)[numbers_of(order)]
+    running = np.stack([np.cumsum(np.where(category_of == n, deltas, 0)) for n in CATEGORIES])
+    starts = [0, *accumulate(len(part.events) for part in parts)]
+    owner = next(i for i, end in enumerate(starts[1:]) if peak_event < end)
+    # What peaks while the weights are loaded peaks before any step.
+    step = max(parts[owner].step, 0)
+    drawn = [
+        (part.phase, start, end)
+        for part, start, end in zip(parts, starts, starts[1:], strict=False)
+        if part.step == step and start < end
+    ]
+    num_events = sum(end - start for _, start, end in drawn)
+    totals, kept, phases = running.sum(axis=0), list[int](), dict[str, int]()
+    for phase, start, end in drawn:
+        phases[phase] = len(kept)
+        shared = MAX_POINTS - MIN_POINTS_OF_PHASE * len(drawn)
+        num_points = MIN_POINTS_OF_PHASE + shared * (end - start) // num_events
+        for stretch in np.array_split(np.arange(start, end), min(num_points, end - start)):
+            has_peak = stretch[0] <= peak_event <= stretch[-1]
+            kept.append(peak_event if has_peak else int(stretch[totals[stretch].argmax()]))
+    return Timeline(
+        phases=phases,
+        bytes_by_category={
+            name: tuple(figures[kept].tolist())
+            for name, figures in zip(CATEGORIES, running, strict=True)
+        },
+        peak_point=kept.index(peak_event) if peak_event in kept else 0,
+    )

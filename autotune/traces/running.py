@@ -1,0 +1,28 @@
+"""Bytes alive after each event, from sizes by number of the tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autotune.traces.copies import numbers_of
+from autotune.traces.terms import Array
+
+
+def in_blocks(sizes: npt.ArrayLike) -> Array:
+    """As the allocator rounds them: to 512 B (autotune.allocator)."""
+    rounded: Array = (np.asarray(sizes, dtype=np.int64) + 511) & -512
+    return rounded
+
+
+def changes(events: npt.NDArray[Any], sizes: Array) -> Array:
+    """Bytes that each event adds, or gives back."""
+    changed: Array = sizes[numbers_of(events)]
+    return np.where(events < 0, -changed, changed)
+
+
+def running(events: npt.NDArray[Any], sizes: Array) -> Array:
+    """Bytes alive after each event, from zero."""
+    return np.cumsum(changes(events, sizes))

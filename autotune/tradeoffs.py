@@ -1,0 +1,45 @@
+"""What a configuration gives up against another (DESIGN section 5)."""
+
+from __future__ import annotations
+
+import functools
+
+from autotune.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.knobs import KNOBS
+from autotune.optimizers import OPTIMIZERS
+
+LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
+
+_COSTLY_SETTINGS = (
+    *((name, LEVEL["recipe"]) for name in ("method", "sequence_length", "effective_batch_size")),
+    *((knob.name, LEVEL[knob.tradeoff]) for knob in KNOBS.values() if LEVEL.get(knob.tradeoff)),
+)
+"""With the level of a change of each. The optimizer's depends on what it is changed for."""
+
+
+def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
+    """Return what `config` gives up against `base`: the highest class among their differences."""
+    level = _optimizer_level(config.optimizer, base.optimizer)
+    for name, cost in _COSTLY_SETTINGS:
+        if cost > level and getattr(config, name) != getattr(base, name):
+            level = cost
+    return TRADEOFF_CLASSES[level]
+
+
+def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
+    """Orders configurations by what they give up against the base, least first; headroom aside."""
+    family = OPTIMIZERS[config.optimizer].family
+    return (
+        LEVEL[tradeoff_class(config, base)],
+        family != OPTIMIZERS[base.optimizer].family,
+        config.quantization != "none",
+        -(config.lora_rank or 0),
+    )
+
+
+@functools.cache
+def _optimizer_level(name: str, base_name: str) -> int:
+    optimizer, base = OPTIMIZERS[name], OPTIMIZERS[base_name]
+    if optimizer.family != base.family:
+        return LEVEL["recipe"]
+    return LEVEL["exact" if optimizer.state_format == base.state_format else "numerics"]

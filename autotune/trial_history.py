@@ -1,0 +1,106 @@
+"""What the trials of a study say of its candidates.
+
+A trial whose user attribute `evidence` is "predicted" says nothing:
+
+| trial    | constraint `memory` | time                                    | memory                   |
+|----------|---------------------|-----------------------------------------|--------------------------|
+| COMPLETE | peak - budget       | its value, tokens per second            | peak                     |
+| PRUNED   | the excess, > 0     | at most the speed last reported, if any | at least budget + excess |
+| PRUNED   | <= 0, or none       | the same                                | peak, if it is there     |
+| FAIL     | -                   | nothing                                 | nothing                  |
+
+A COMPLETE trial fits when all its constraints are at most 0, as everywhere in Optuna. A candidate that
+failed is proposed once more, and again for each failure whose user attribute `outcome` is INTERRUPTED.
+One that its OWNER left untold, killed with its process or its machine, is proposed again as well, until
+MAX_ABANDONED have gone that way. What a killed process left RUNNING is not proposed until it is told to
+have failed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.pruner import is_feasible
+from autotune.store import CONSTRAINT
+
+INTERRUPTED = "interrupted"
+"""User attribute `outcome` of a FAIL trial that was killed from outside, through no fault of its own."""
+OWNER = "owner"
+"""User attribute of a trial: the process that runs it, and on what (autotune.turns)."""
+MAX_ABANDONED = 5
+"""[judgement] Machines are lost by chance; a probe that so many did not survive is what killed them."""
+_NEVER_FAIL = ("ok", "oom")
+"""Outcomes of which a FAIL trial was abandoned while it was told (autotune.trials)."""
+MAX_ATTEMPTS = 2
+"""A candidate that failed is tried once again (DESIGN.md section 5)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """What the trials of a study say, by number of candidate."""
+
+    tried: set[int]
+    """Not to be proposed again: finished, running, or failed too often."""
+    speeds: dict[int, float]
+    """Tokens per second, measured."""
+    most_speeds: dict[int, float]
+    """Stopped part-way: tokens per second at most."""
+    peaks: dict[int, float]
+    """Peak minus the budget, bytes."""
+    least_excesses: dict[int, float]
+    """Out of memory: at least so many bytes over the budget."""
+    best_speed: float | None
+    """Of all that fit, whether or not they are candidates."""
+
+    @classmethod
+    def of(cls, trials: Iterable[FrozenTrial], numbers: Mapping[frozenset[Any], int]) -> History:
+        history: dict[str, dict[int, float]] = {
+            name: {} for name in ("speeds", "most_speeds", "peaks", "least_excesses")
+        }
+        tried: set[int] = set()
+        num_failures: Counter[int] = Counter()
+        num_abandoned: Counter[int] = Counter()
+        best_speed: float | None = None
+        for trial in trials:
+            if trial.user_attrs.get("evidence") == "predicted":
+                continue
+            if trial.state == TrialState.COMPLETE and is_feasible(trial):
+                assert trial.value is not None
+                best_speed = max(trial.value, best_speed or 0.0)
+            number = numbers.get(key_of(trial.params))
+            if number is None:
+                continue
+            if trial.state == TrialState.FAIL:
+                outcome = trial.user_attrs.get("outcome")
+                is_abandoned = outcome in (None, *_NEVER_FAIL) and OWNER in trial.user_attrs
+                num_abandoned[number] += is_abandoned
+                num_failures[number] += not is_abandoned and outcome != INTERRUPTED
+                continue
+            tried.add(number)
+            for name, value in _said(trial):
+                history[name][number] = value
+        tried.update(n for n, failures in num_failures.items() if failures >= MAX_ATTEMPTS)
+        tried.update(n for n, times in num_abandoned.items() if times >= MAX_ABANDONED)
+        return cls(tried=tried, best_speed=best_speed, **history)
+
+
+def _said(trial: FrozenTrial) -> Iterator[tuple[str, float]]:
+    """(field of History, value) of one trial. What is no size or speed is passed over."""
+    is_complete = trial.state == TrialState.COMPLETE
+    last = None if trial.last_step is None else trial.intermediate_values[trial.last_step]
+    speed = trial.value if is_complete else last
+    if trial.state.is_finished() and speed is not None and 0 < speed < math.inf:
+        yield "speeds" if is_complete else "most_speeds", speed
+    excess_bytes = trial.constraints.get(CONSTRAINT)
+    if trial.state.is_finished() and excess_bytes is not None and math.isfinite(excess_bytes):
+        yield "peaks" if is_complete or excess_bytes <= 0 else "least_excesses", excess_bytes
+
+
+def key_of(params: Mapping[str, Any]) -> frozenset[Any]:
+    return frozenset(params.items())

@@ -1,0 +1,116 @@
+"""An optimizer step over a list of parameters, priced: what it allocates, what it keeps, what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune import roofline
+from autotune.allocator import Tape
+from autotune.optimizer_steps import (
+    Algorithm,
+    StepCost,
+    TensorSpec,
+    clip_cost,
+    unscale_cost,
+    write_clip,
+    write_unscale,
+)
+from autotune.optimizer_steps.core import NO_COST, States
+from autotune.optimizers import Optimizer
+from autotune.traces.running import changes, in_blocks, running
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One optimizer on one list of trainable parameters."""
+
+    tape: Tape
+    first: list[int]
+    """Events of the first step, which makes the state."""
+    later: list[int]
+    """Of every other step."""
+    device_state_bytes: int
+    state_bytes: int
+    """The same in the allocator's blocks."""
+    managed_bytes: int
+    temporary_peak_bytes: int
+    """Above weights, gradients and state."""
+    cost: StepCost
+
+
+def priced_update(row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool) -> Update:
+    """`scaled`: there is a loss scaler, and gradients are unscaled first."""
+    tape = Tape()
+    costs = [row.cost(specs)]
+    if row.updates:
+        # What a weight's update allocates comes and goes within the backward pass.
+        row.write_state(tape, specs)
+        first, later = tape.events, list[int]()
+    else:
+        first, states = _write_step(tape, specs, row.algorithm, None, scaled=scaled)
+        later, _ = _write_step(tape, specs, row.algorithm, states, scaled=scaled)
+        costs.append(clip_cost(specs))
+    if scaled:
+        costs.append(unscale_cost(specs))
+    sizes = np.asarray(tape.sizes, dtype=np.int64)
+    made = np.asarray(first, dtype=np.int64)
+    is_state = np.asarray(tape.categories) == "optimizer_state"
+    temporaries = running(np.asarray(later, dtype=np.int64), in_blocks(sizes))
+    return Update(
+        tape=tape,
+        first=first,
+        later=later,
+        device_state_bytes=int(changes(made, np.where(is_state, sizes, 0)).sum()),
+        state_bytes=int(changes(made, np.where(is_state, in_blocks(sizes), 0)).sum()),
+        managed_bytes=row.managed_bytes(specs),
+        temporary_peak_bytes=int(temporaries.max(initial=0)),
+        cost=sum(costs, NO_COST),
+    )
+
+
+def _write_step(
+    tape: Tape,
+    specs: Sequence[TensorSpec],
+    algorithm: Algorithm,
+    states: States | None,
+    *,
+    scaled: bool,
+) -> tuple[list[int], States]:
+    """One step as the Trainer runs it: unscale, clip, step. Scalars last until its end."""
+    start = len(tape.events)
+    kept = [write_unscale(tape)] if scaled else []
+    kept.append(write_clip(tape, specs))
+    states = algorithm.write_step(tape, specs, states)
+    for index in kept:
+        tape.free(index)
+    return tape.events[start:], states
+
+
+def kernels_of(cost: StepCost, paged_out_bytes: int) -> list[roofline.Kernel]:
+    """What the GPU runs for it. `paged_out_bytes`: of managed state, what does not fit on the device."""
+    kernels = [
+        roofline.Kernel(
+            name="optimizer",
+            kind="elementwise",
+            dtype="float32",
+            flops=0,
+            bytes_moved=cost.bytes_moved / cost.num_kernels,
+            count=cost.num_kernels,
+        )
+    ]
+    kernels += [
+        roofline.Kernel(name="mm", kind="matmul", dtype=dtype, flops=flops, bytes_moved=0, count=1)
+        for dtype, flops in cost.matmul_flops
+    ]
+    # Each step brings the pages in and puts others out.
+    copied_bytes = cost.host_bytes + 2 * paged_out_bytes
+    if copied_bytes:
+        kernels.append(
+            roofline.Kernel(
+                name="copies", kind="copy_host", dtype="uint8", flops=0, bytes_moved=copied_bytes
+            )
+        )
+    return kernels

@@ -1,0 +1,89 @@
+"""What a change gives up: of each setting, of each optimizer, against any base."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autotune.config import LOADER_SETTINGS, TRADEOFF_CLASSES, TrainConfig
+from autotune.knobs import KNOBS
+from autotune.optimizers import OPTIMIZERS, Optimizer
+from autotune.tradeoffs import tradeoff_class
+
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=4,
+    gradient_accumulation_steps=8,
+    sequence_length=1024,
+    precision="bf16-mixed",
+    optimizer="adamw_torch",
+)
+LORA = dataclasses.replace(FULL, method="lora", lora_rank=16, lora_targets="all-linear")
+QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
+
+
+def test_every_setting_has_a_class() -> None:
+    settings = {field.name for field in dataclasses.fields(TrainConfig)}
+    of_the_workload = {"method", "gradient_accumulation_steps", "sequence_length", "num_gpus"}
+    # A loader loads the same batches, however it does: it is timed, not searched.
+    assert set(KNOBS) == settings - of_the_workload - set(LOADER_SETTINGS)
+    assert {knob.tradeoff for knob in KNOBS.values()} <= {*TRADEOFF_CLASSES, ""}
+    assert [name for name, knob in KNOBS.items() if not knob.tradeoff] == ["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "exact"),
+        ({"micro_batch_size": 8, "gradient_accumulation_steps": 4}, "exact"),
+        ({"activation_checkpointing": 2, "activation_offloading": True}, "exact"),
+        ({"attention": "eager"}, "exact"),
+        ({"optimizer": "adamw_torch_fused"}, "exact"),
+        ({"precision": "bf16-true"}, "numerics"),
+        ({"optimizer": "adamw_bnb_8bit"}, "numerics"),
+        ({"optimizer": "paged_adamw_32bit"}, "numerics"),
+        ({"optimizer": "adafactor"}, "recipe"),
+        ({"optimizer": "lion_8bit", "precision": "bf16-true"}, "recipe"),
+        ({"micro_batch_size": 8}, "recipe"),
+        ({"sequence_length": 512}, "recipe"),
+        ({"method": "lora", "lora_rank": 8, "lora_targets": "attention"}, "recipe"),
+    ],
+)
+def test_class_against_full_adamw(changes: dict[str, object], expected: str) -> None:
+    changed = dataclasses.replace(FULL, **changes)  # type: ignore[arg-type]
+    assert tradeoff_class(changed, FULL) == expected
+    assert tradeoff_class(FULL, changed) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "base", "expected"),
+    [
+        (dataclasses.replace(LORA, lora_rank=64), LORA, "recipe"),
+        (dataclasses.replace(LORA, lora_targets="attention"), LORA, "recipe"),
+        (dataclasses.replace(QLORA, quantization="nf4-double"), QLORA, "recipe"),
+        (QLORA, LORA, "recipe"),
+    ],
+)
+def test_class_among_adapters(config: TrainConfig, base: TrainConfig, expected: str) -> None:
+    assert tradeoff_class(config, base) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "base_name", "expected"),
+    [
+        ("lion_8bit", "lion_32bit", "numerics"),
+        ("paged_lion_8bit", "lion_8bit", "exact"),
+        ("paged_adamw_8bit", "adamw_bnb_8bit", "exact"),
+        ("adamw_torch", "paged_adamw_8bit", "numerics"),
+        ("sgd", "adafactor", "recipe"),
+    ],
+)
+def test_class_follows_the_users_own_optimizer(name: str, base_name: str, expected: str) -> None:
+    config, base = (dataclasses.replace(FULL, optimizer=each) for each in (name, base_name))
+    assert tradeoff_class(config, base) == expected
+
+
+@pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_a_rows_own_tradeoff_is_its_class_against_adamw_torch(row: Optimizer) -> None:
+    assert tradeoff_class(dataclasses.replace(FULL, optimizer=row.name), FULL) == row.tradeoff
