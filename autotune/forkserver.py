@@ -54,7 +54,7 @@ class Fork:
     num_threads: int
     """Of the server."""
     cuda_initialized: bool
-    """As torch says."""
+    """As torch or the driver says."""
     cuda_device_open: bool
     """As the kernel says: a context exists, whichever library made it."""
 

@@ -224,7 +224,7 @@ TECHNIQUES: tuple[Case, ...] = (
     adapter("prompt_tuning", QWEN_15, num_virtual_tokens=20),
     adapter("p_tuning", QWEN_15, num_virtual_tokens=20),
     adapter("prefix_tuning", QWEN_15, num_virtual_tokens=20),
-    adapter("adaption_prompt", QWEN_15, num_virtual_tokens=20),
+    adapter("adaption_prompt", SMOLLM, num_virtual_tokens=20),
     adapter("trainable_tokens", QWEN_15, num_virtual_tokens=20),
     # Quantised bases.
     qlora(QWEN_15, 1024, 4, 16, quantization="int8"),

@@ -1,6 +1,6 @@
 """Predictions held against a real card: what an owner of a CUDA machine runs. Not yet run on a GPU.
 
-    python benchmarks/gpu_check.py predict techniques sweep find processes speedups
+    python benchmarks/gpu_check.py processes predict techniques find sweep speedups
                                                                                 (or: make gpu-check)
 
 Each piece stops when its --minutes are over, and the next call goes on: what is recorded is not run
@@ -9,7 +9,8 @@ failures included:
 
 predicted_vs_measured.jsonl, sweep.jsonl
     {"schema_version", "key", "model", "capped_at_prediction": bool, "prediction": {Estimate.to_dict},
-    "measurement": {Measurement.to_dict}, "wall_seconds": of the whole probe, as its parent saw it}
+    "measurement": {Measurement.to_dict}, "wall_seconds": of the whole probe, as its parent saw it,
+    "card_peak_bytes": the most that NVML saw of it meanwhile, or null}
 find.jsonl
     {"schema_version", "key", "model", "gpu_mem", "command", "exit_code", "wall_seconds",
     "answer": what `find --json` printed, or null, "stderr_tail"}
@@ -26,6 +27,9 @@ and what is installed can run them (both write the same file); `sweep` every poi
 forking and killing leave on the card; `speedups` sets find's answers beside what people run. `repredict`
 needs no GPU: it puts the present version's predictions beside what was measured. --backend cpu --tiny tries
 the whole of it on a CPU, and is no measure of any card.
+
+Where a card is lent for half an hour: `autotune doctor`, then `processes predict`, then `techniques find`.
+--studies names a folder that stays when the machine goes; the next call goes on from a copy of it.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +52,7 @@ from typing import Any
 import gpu_cases
 from gpu_cases import Case
 from gpu_deadline import Deadline, PunctualServer, run_until
-from gpu_processes import processes
+from gpu_processes import PeakOnCard, processes
 from gpu_summary import write_summary
 from speedups import speedups
 
@@ -114,17 +119,38 @@ class _Nothing:
         pass
 
 
+Group = tuple[str, int]
+"""Model and length: their traces are asked for together."""
+
+
 class Predictions:
-    """Estimates of cases, with the traces of one model and length asked for together."""
+    """Estimates of cases; a context manager.
+
+    All is traced in the background, in the order of the cases, while the card runs what is predicted.
+    """
 
     def __init__(self, card: Gpu, cases: Iterable[Case], budget_bytes: int) -> None:
         self._card = card
         self._budget_bytes = budget_bytes
-        self._estimators: dict[tuple[str, int], Estimator | None] = {}
-        self._specs: dict[tuple[str, int], set[TraceSpec]] = defaultdict(set)
+        self._estimators: dict[Group, Estimator | None] = {}
+        specs: dict[Group, set[TraceSpec]] = defaultdict(set)
         for case in cases:
-            group = (case.model, case.config.sequence_length)
-            self._specs[group].add(TraceSpec.of(case.config))
+            specs[case.model, case.config.sequence_length].add(TraceSpec.of(case.config))
+        self._server = ForkServer()
+        # A fork server is used from one thread alone.
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._traces = {
+            group: self._thread.submit(self._trace, group, specs[group]) for group in specs
+        }
+
+    def __enter__(self) -> Predictions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for future in self._traces.values():
+            future.cancel()
+        self._thread.submit(self._server.close)
+        self._thread.shutdown()
 
     def of(self, model: str, config: TrainConfig) -> Estimate | None:
         """None, and a line that says why, where it cannot be predicted."""
@@ -137,16 +163,19 @@ class Predictions:
             return None
         return estimator.estimate(config)
 
-    def _make(self, group: tuple[str, int]) -> Estimator | None:
-        model, length = group
+    def _make(self, group: Group) -> Estimator | None:
         try:
-            traces = trace_all(
-                gpu_cases.source(model), gpu_cases.TASK, length, self._card, self._specs[group]
-            )
+            traces = self._traces[group].result()
         except AutotuneError as error:
+            model, length = group
             say(f"{model} at {length} tokens: {error}")
             return None
         return Estimator(traces, self._card, memory_budget_bytes=self._budget_bytes)
+
+    def _trace(self, group: Group, specs: set[TraceSpec]) -> dict[TraceSpec, Any]:
+        model, length = group
+        source = gpu_cases.source(model)
+        return trace_all(source, gpu_cases.TASK, length, self._card, specs, server=self._server)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +232,8 @@ class Probes:
             return False
         prober.spec = spec
         began = time.monotonic()
-        measurement = prober.measure(config)
+        with PeakOnCard(self._check.backend) as seen:
+            measurement = prober.measure(config)
         wall_seconds = time.monotonic() - began
         if measurement.outcome == "timeout" and not self._check.deadline.allows_another():
             return False  # cut off by the end of the piece: nothing is known of it
@@ -213,6 +243,7 @@ class Probes:
             capped_at_prediction=budget_bytes == estimate.peak_device_bytes,
             prediction=estimate.to_dict(budget_bytes),
             measurement=measurement.to_dict(),
+            card_peak_bytes=seen.peak_bytes,
             wall_seconds=wall_seconds,
         )
         say(f"{measurement.outcome:8}{wall_seconds:6.1f} s  {model} {shown(config)}")
@@ -239,9 +270,9 @@ def worth_trying(check: Check, predictions: Predictions, case: Case) -> Estimate
 def predict(check: Check) -> bool:
     """Every case with all of the card; some with their own prediction as budget."""
     cases = gpu_cases.TINY_CASES if check.tiny else gpu_cases.CASES
-    predictions = Predictions(check.card, cases, check.budget_bytes)
     num_first = 1 + max(i for i, case in enumerate(cases) if case.capped)
     probes = Probes(check, check.records("predicted_vs_measured"), PREDICT_SECONDS)
+    predictions = Predictions(check.card, cases, check.budget_bytes)
 
     def uncapped(some: Sequence[Case]) -> bool:
         return all(
@@ -263,28 +294,29 @@ def predict(check: Check) -> bool:
         peak_bytes = estimate.peak_device_bytes
         return probes.measure(case.model, case.config, peak_bytes, lambda: estimate)
 
-    return (
-        uncapped(cases[:num_first])
-        and all(capped(case) for case in cases if case.capped)
-        and uncapped(cases[num_first:])
-    )
+    with predictions:
+        return (
+            uncapped(cases[:num_first])
+            and all(capped(case) for case in cases if case.capped)
+            and uncapped(cases[num_first:])
+        )
 
 
 def techniques(check: Check) -> bool:
     """Every technique that this card and what is installed can run, with all of the card."""
     listed = gpu_cases.TINY_TECHNIQUES if check.tiny else gpu_cases.TECHNIQUES
     cases = [case for case in listed if can_run(check, case)]
-    predictions = Predictions(check.card, cases, check.budget_bytes)
     probes = Probes(check, check.records("predicted_vs_measured"), TECHNIQUE_SECONDS)
-    return all(
-        probes.measure(
-            case.model,
-            case.config,
-            check.budget_bytes,
-            lambda case=case: worth_trying(check, predictions, case),
+    with Predictions(check.card, cases, check.budget_bytes) as predictions:
+        return all(
+            probes.measure(
+                case.model,
+                case.config,
+                check.budget_bytes,
+                lambda case=case: worth_trying(check, predictions, case),
+            )
+            for case in cases
         )
-        for case in cases
-    )
 
 
 def can_run(check: Check, case: Case) -> bool:
@@ -304,13 +336,13 @@ def sweep(check: Check) -> bool:
     """Every point of one space, in an order that tells something when it is cut off."""
     model, budget_bytes, configs = sweep_points(check)
     cases = [Case(model=model, config=config) for config in configs]
-    predictions = Predictions(check.card, cases, budget_bytes)
     random.Random(0).shuffle(configs)
     probes = Probes(check, check.records("sweep"), SWEEP_SECONDS)
-    return all(
-        probes.measure(model, config, budget_bytes, lambda c=config: predictions.of(model, c))
-        for config in configs
-    )
+    with Predictions(check.card, cases, budget_bytes) as predictions:
+        return all(
+            probes.measure(model, config, budget_bytes, lambda c=config: predictions.of(model, c))
+            for config in configs
+        )
 
 
 def sweep_points(check: Check) -> tuple[str, int, list[TrainConfig]]:
@@ -408,11 +440,11 @@ def repredict(check: Check) -> bool:
                 config = TrainConfig(**record["measurement"]["config"])
                 by_budget[budget_bytes].append((record, Case(model=record["model"], config=config)))
         for budget_bytes, pairs in by_budget.items():
-            predictions = Predictions(check.card, [case for _, case in pairs], budget_bytes)
-            for record, case in pairs:
-                estimate = predictions.of(case.model, case.config)
-                if estimate is not None:
-                    record["prediction"] = estimate.to_dict(budget_bytes)
+            with Predictions(check.card, [c for _, c in pairs], budget_bytes) as predictions:
+                for record, case in pairs:
+                    estimate = predictions.of(case.model, case.config)
+                    if estimate is not None:
+                        record["prediction"] = estimate.to_dict(budget_bytes)
         whole = path.with_suffix(".new")
         whole.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
         whole.replace(path)
@@ -479,7 +511,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--gpu and repredict go together")
     try:
         card, budget_bytes = card_and_budget(options.backend, options.gpu)
+        options.studies.mkdir(parents=True, exist_ok=True)
         with ForkServer() as server:
+            server.start("probe")
             for name in options.pieces:
                 check = Check(
                     backend=options.backend,

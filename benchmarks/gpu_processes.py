@@ -1,25 +1,32 @@
-"""What forking and killing probes leaves behind on the card: a piece of gpu_check.py.
+"""What NVML sees of probes: the most that one holds, and what forking and killing leave behind.
+
+For gpu_check.py, of which `processes` is a piece.
 
 Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import gpu_cases
 
+from autotune import nvml
 from autotune.forkserver import ForkServer
 from autotune.measurement import ProbeSpec
 from autotune.units import MIB
 
 RETURN_SECONDS = 20.0
+LOOK_SECONDS = 0.05
+"""Between two questions. [judgement] A cache that has grown stays so for longer."""
 RETURNED_WITHIN_BYTES = 16 * MIB
 """Device memory counts as given back when so near to what was in use before."""
 
@@ -107,6 +114,38 @@ def observe(
     }
 
 
+class PeakOnCard:
+    """The most that the card holds within a `with` block beyond what it held before, by NVML.
+
+    Asked from outside, it knows nothing of torch's counters: what a budget is held against.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.peak_bytes: int | None = None
+        """None where nobody can tell."""
+        self._backend = backend
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> PeakOnCard:
+        self._before_bytes, _ = device_state(self._backend)
+        if self._before_bytes is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(nvml.NoCard), nvml.opened() as pynvml:
+            card = nvml.visible(pynvml)[0]
+            while not self._is_over.wait(LOOK_SECONDS):
+                held_bytes = int(nvml.memory_of(pynvml, card).used) - (self._before_bytes or 0)
+                self.peak_bytes = max(self.peak_bytes or 0, held_bytes)
+
+
 def has_returned(before_bytes: int | None, after_bytes: int | None) -> bool:
     if before_bytes is None or after_bytes is None:
         return True
@@ -117,20 +156,10 @@ def device_state(backend: str) -> tuple[int | None, list[int]]:
     """(bytes in use, processes with a context) of the first visible card by NVML; nothing on a CPU."""
     if backend != "cuda":
         return None, []
-    import pynvml
-
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip() or "0"
     try:
-        pynvml.nvmlInit()
-        try:
-            if first.isdigit():
-                handle = pynvml.nvmlDeviceGetHandleByIndex(int(first))
-            else:
-                handle = pynvml.nvmlDeviceGetHandleByUUID(first)
-            used_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            return used_bytes, [process.pid for process in running]
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
+        with nvml.opened() as pynvml:
+            card = nvml.visible(pynvml)[0]
+            running = pynvml.nvmlDeviceGetComputeRunningProcesses(card)
+            return int(nvml.memory_of(pynvml, card).used), [process.pid for process in running]
+    except nvml.NoCard:
         return None, []

@@ -177,6 +177,7 @@ def _predictions(title: str, records: Sequence[Record]) -> list[str]:
         lines += [
             f"- with their own predicted peak as budget: {num_fitting} of {num_capped} fitted"
         ]
+    lines += [*_mended_by_one_probe(records), *_seen_on_the_card(records)]
     seconds = [_overhead_seconds(r) for r in records if r["measurement"]["outcome"] == "ok"]
     if seconds:
         lines += [
@@ -185,6 +186,56 @@ def _predictions(title: str, records: Sequence[Record]) -> list[str]:
         ]
     lines += [f"- NOT HELD: {breach}" for breach in breaches(records)]
     return [*lines, "", *_table(records), *_failures(records)]
+
+
+def _mended_by_one_probe(records: Sequence[Record]) -> list[str]:
+    """What is left of the error in time once the first run of a model and method is known.
+
+    Of the others: predicted times the first's measured / predicted, against measured.
+    """
+    factors: dict[tuple[str, str], float] = {}
+    left = []
+    for record in uncapped(records):
+        seen, predicted = measured(record), record["prediction"]["step_seconds"]
+        if seen.outcome != "ok" or not predicted or not seen.step_seconds:
+            continue
+        what = (record["model"], seen.config.method)
+        if what in factors:
+            left.append(factors[what] * predicted / seen.step_seconds - 1)
+        else:
+            factors[what] = seen.step_seconds / predicted
+    if not left:
+        return []
+    return [
+        f"- time, once one probe of the same model and method is known: "
+        f"{statistics.median(map(abs, left)):.1%} off (median), {max(left, key=abs):+.1%} (furthest), "
+        f"of {len(left)}"
+    ]
+
+
+def _seen_on_the_card(records: Sequence[Record]) -> list[str]:
+    """What NVML saw from outside: whether budgets hold, and whether probes know what they hold.
+
+    Kernels that are loaded in the first warm-up step come on top of a cap that did not know of them:
+    that step is not counted, and is seen here.
+    """
+    seen = [
+        (r["card_peak_bytes"], measured(r)) for r in records if r.get("card_peak_bytes") is not None
+    ]
+    if not seen:
+        return []
+    over = [held - m.spec.memory_budget_bytes for held, m in seen]
+    lines = [
+        f"- by NVML {sum(excess > 0 for excess in over)} of {len(over)} passed their budget at any moment, "
+        f"by {format_bytes(max(*over, 0))} at most"
+    ]
+    beside = [m.peak_device_bytes / held - 1 for held, m in seen if held and m.peak_device_bytes]
+    if beside:
+        lines += [
+            f"- a probe's own figure beside NVML's: {statistics.median(beside):+.1%} (median), "
+            f"{max(beside, key=abs):+.1%} (furthest off)"
+        ]
+    return lines
 
 
 def _overhead_seconds(record: Record) -> float:

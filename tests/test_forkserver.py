@@ -346,6 +346,14 @@ def test_a_command_that_does_not_exist() -> None:
             "cuda=types.SimpleNamespace(is_initialized=lambda: True))",
             "cuda_initialized': True",
         ),
+        # A library that talks to the driver itself: torch would not know.
+        (
+            "import ctypes, types; "
+            "driver = types.SimpleNamespace(cuDeviceGetCount=lambda count: 0); "
+            "server.ctypes = types.SimpleNamespace(CDLL=lambda name, mode: driver,"
+            " byref=ctypes.byref, c_int=ctypes.c_int)",
+            "cuda_initialized': True",
+        ),
         # A context that another library made, as seen from the open device.
         (
             "server._open_files = lambda: ['/dev/null', '/dev/nvidia-uvm']",
@@ -364,6 +372,16 @@ def test_where_a_fork_is_not_safe_jobs_are_fresh_processes(
             assert run(s, "echo").answers == ({"parent": os.getpid()},)
             assert reason in s.unfit_reason
             assert (s.server_pid, s.last_fork) == (None, None)
+
+
+def test_what_libraries_do_in_a_fork_does_not_disturb_the_job(tmp_path: Path, mark: str) -> None:
+    """asyncio of Python 3.12 takes the wake-up descriptor of signals away."""
+    preload = "os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))"
+    with ForkServer(command=server_command(tmp_path, preload)) as server:
+        num_files = [run(server, "look").answers[0]["num_files"] for _ in range(2)]
+        assert server.unfit_reason == ""
+    with ForkServer(command=server_command(tmp_path)) as server:
+        assert num_files == [run(server, "look").answers[0]["num_files"]] * 2
 
 
 def test_an_exception_in_the_caller_ends_the_job(command: list[str], mark: str) -> None:

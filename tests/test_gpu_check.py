@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import here
 import pytest
+from fake_nvml import fake_nvml
 
 from autotune.config import METHODS
 from autotune.gpus import detect, find_gpu
@@ -33,10 +35,15 @@ def modules() -> Iterator[Any]:
         import gpu_cases
         import gpu_check
         import gpu_deadline
+        import gpu_processes
         import gpu_summary
 
         yield SimpleNamespace(
-            check=gpu_check, cases=gpu_cases, deadline=gpu_deadline, summary=gpu_summary
+            check=gpu_check,
+            cases=gpu_cases,
+            deadline=gpu_deadline,
+            processes=gpu_processes,
+            summary=gpu_summary,
         )
 
 
@@ -297,3 +304,74 @@ def test_every_technique_is_there_once_and_sound(modules: Any) -> None:
             effective_batch_size=config.effective_batch_size, compute_capability=(9, 0)
         )
         assert broken_rules(config, context) == [], config
+
+
+def test_the_next_model_is_traced_while_one_is_probed(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[str] = []
+    is_done, is_closed = threading.Event(), threading.Event()
+
+    def trace(source: Any, *_: Any, **__: Any) -> dict[Any, Any]:
+        traced.append(source.name)
+        if len(traced) == 2:
+            is_done.set()
+        return {}
+
+    monkeypatch.setattr(modules.check, "trace_all", trace)
+    monkeypatch.setattr(modules.check.ForkServer, "close", lambda _: is_closed.set())
+    full, models = modules.cases.full, (modules.cases.SMOLLM, modules.cases.QWEN_05)
+    cases = [full(model, 64, 1, "fp32") for model in models]
+    with modules.check.Predictions(find_gpu("h200"), cases, 10**9):
+        assert is_done.wait(10)
+    assert traced == ["HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B"]
+    assert is_closed.is_set()
+
+
+def test_the_most_that_the_card_holds_is_seen_from_outside(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvml(monkeypatch, ["NVIDIA H200"], used_bytes=300)
+    used = iter([300, 300, 500, 900, 400])
+    last = threading.Event()
+
+    def memory(handle: Any, version: int | None = None) -> SimpleNamespace:
+        now = next(used, None)
+        if now is None:
+            last.set()
+        return SimpleNamespace(used=now or 300)
+
+    monkeypatch.setattr("pynvml.nvmlDeviceGetMemoryInfo", memory)
+    monkeypatch.setattr(modules.processes, "LOOK_SECONDS", 0.001)
+    with modules.processes.PeakOnCard("cuda") as seen:
+        assert last.wait(10)
+    assert seen.peak_bytes == 600
+    with modules.processes.PeakOnCard("cpu") as seen:
+        pass
+    assert seen.peak_bytes is None
+
+
+def test_what_the_card_held_stands_in_the_summary(modules: Any, recorded: Path) -> None:
+    records = lines(recorded / "predicted_vs_measured.jsonl")
+    budgets = [r["measurement"]["spec"]["memory_budget_bytes"] for r in records]
+    assert modules.summary._seen_on_the_card(records) == []
+    for record, budget in zip(records, budgets, strict=True):
+        record["card_peak_bytes"] = budget // 2
+    records[1]["card_peak_bytes"] = budgets[1] + 3 * 2**20
+    (passed, beside) = modules.summary._seen_on_the_card(records)
+    assert passed == "- by NVML 1 of 3 passed their budget at any moment, by 3.0 MiB at most"
+    assert beside.startswith("- a probe's own figure beside NVML's: ")
+
+
+def test_what_one_probe_mends_of_the_time(modules: Any, recorded: Path) -> None:
+    """Twice, and thrice, as long as predicted: of the second 2/3 is left."""
+    record = lines(recorded / "predicted_vs_measured.jsonl")[0]
+    measurement = measurement_from_dict(record["measurement"])
+    assert measurement.step_seconds is not None
+    records = [
+        {**record, "prediction": {"step_seconds": measurement.step_seconds / times}}
+        for times in (2, 3)
+    ]
+    (line,) = modules.summary._mended_by_one_probe(records)
+    assert line.endswith("33.3% off (median), -33.3% (furthest), of 1")
+    assert modules.summary._mended_by_one_probe(records[:1]) == []

@@ -157,6 +157,29 @@ def test_a_context_of_our_own_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -
     assert memory._used_before_context_bytes() is None
 
 
+@pytest.mark.parametrize(("mig_mode", "used"), [(None, OTHERS), (0, OTHERS), (1, None)])
+def test_what_others_hold_of_a_whole_card(
+    mig_mode: int | None, used: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: the card knows no slices."""
+
+    def mode(_: Any) -> list[int]:
+        if mig_mode is None:
+            raise memory.pynvml.NVMLError(memory.pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [mig_mode, 0]
+
+    functions: dict[str, Callable[..., Any]] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetMigMode": mode,
+        "nvmlDeviceGetMemoryInfo": lambda _, version: SimpleNamespace(used=OTHERS),
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(memory.pynvml, name, function)
+    assert memory._used_before_context_bytes() == used
+
+
 def test_a_cpu_refuses_what_passes_the_budget() -> None:
     with CappedTracker(10_000) as tracker:
         kept = torch.ones(1000)  # 4000 bytes: 4096

@@ -63,7 +63,10 @@ class DeviceMemory(Protocol):
         """Peaks count from here, where the device can tell."""
 
     def settle(self, optimizer: Any, num_steps: int) -> bool:
-        """After each warm-up step: whether memory is steady, so that timing may begin."""
+        """After each warm-up step: whether memory is steady, so that timing may begin.
+
+        `num_steps`: those in which the optimizer did something.
+        """
 
     def peaks(self, optimizer: Any) -> Peaks:
         """After the last step."""
@@ -162,6 +165,8 @@ def _used_before_context_bytes() -> int | None:
         try:
             # torch's reading of CUDA_VISIBLE_DEVICES, which needs no context.
             handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda._get_nvml_device_index(0))
+            if _is_split(handle):
+                return None  # What all slices hold says nothing of the one that CUDA shows.
             # Version 2 leaves out what the driver keeps for itself, as CUDA's total does.
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
             return int(memory.used)
@@ -169,6 +174,15 @@ def _used_before_context_bytes() -> int | None:
             pynvml.nvmlShutdown()
     except (RuntimeError, pynvml.NVMLError):
         return None
+
+
+def _is_split(handle: Any) -> bool:
+    """Into slices (MIG)."""
+    try:
+        current, _pending = pynvml.nvmlDeviceGetMigMode(handle)
+    except pynvml.NVMLError:  # Not Supported: by most cards.
+        return False
+    return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
 
 
 def _load_libraries(device: torch.device, dtype: torch.dtype) -> None:

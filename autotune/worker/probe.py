@@ -68,7 +68,7 @@ MIN_COMPILED_WARM_UP_STEPS = 3
 (torch 2.13 torch/_inductor/cudagraph_trees.py)."""
 MIN_TIMED_STEPS = 3
 """Fewer say nothing of their spread."""
-NUM_STEPS_BEFORE_EVALUATION = 2
+NUM_UPDATES_BEFORE_EVALUATION = 2
 """The first makes the optimizer's state, the second is like all that follow."""
 LONG_STEP_SECONDS = 0.5
 """After a step as long as this the host may wait for the device: what that costs is nothing to it."""
@@ -270,6 +270,9 @@ class _Watch(TrainerCallback):
         self._first: checks.FirstStep | None = None
         self._loss: torch.Tensor | None = None
         self._num_steps = 0
+        self._num_updates = 0
+        """Warm-up steps whose gradients were finite. Of fp16 the first steps are often skipped, until the
+        loss is scaled by less: they make no state of the optimizer's."""
         self._warm_up_seconds: list[float] = []
         """Of each step, as it ran."""
         self._run_seconds: list[float] = []
@@ -378,12 +381,16 @@ class _Watch(TrainerCallback):
             if PRECISIONS[self.config.precision].fp8:
                 complaints += fp8.check_trained(self._trainer.model, optimizer)
             checks.require(complaints)
-        if self._evaluation_rows is not None and self._num_steps >= NUM_STEPS_BEFORE_EVALUATION:
+        is_update = not self._trainer.accelerator.optimizer_step_was_skipped
+        self._num_updates += is_update
+        if self._evaluation_rows is not None and self._num_updates >= NUM_UPDATES_BEFORE_EVALUATION:
             # With each further warm-up step again: what settles may begin to count anew.
             confirm.evaluate(self._trainer, self._evaluation_rows)
-            if self._num_steps == NUM_STEPS_BEFORE_EVALUATION:
+            if is_update and self._num_updates == NUM_UPDATES_BEFORE_EVALUATION:
                 confirm.save_checkpoint(self._trainer)
-        is_steady = self.memory.settle(optimizer, self._num_steps)
+        is_steady = self.memory.settle(optimizer, self._num_updates) and is_update
+        if self._num_steps == MAX_WARM_UP_STEPS and not self._num_updates:
+            raise NotFinite(f"the gradients of {MAX_WARM_UP_STEPS} steps are not finite in fp16")
         if self.config.is_compiled and self._num_steps < MIN_COMPILED_WARM_UP_STEPS:
             is_steady = False
         if is_steady or self._num_steps == MAX_WARM_UP_STEPS:

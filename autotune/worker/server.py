@@ -18,12 +18,13 @@ Requests and answers of jobs never come this way: they go through the files of a
 One job at a time. A job leads a session of its own, prints into its file, and dies with the server;
 the server ends when its parent dies. What a job leaves behind is killed, whatever its session.
 Linux only. On a machine with a GPU not yet run: that importing leaves CUDA alone there is read from
-the sources of torch 2.13 and bitsandbytes 0.50, and is checked before every fork.
+the sources of torch 2.11 and 2.13 and bitsandbytes 0.50, and is checked before every fork.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -39,6 +40,7 @@ from typing import Any, NoReturn
 from autotune.gpus import detect
 from autotune.isolate import PARENT_VARIABLE, adopt_orphans, die_with_parent
 from autotune.worker.__main__ import VERBS, Verb, answer_request, import_adapters
+from autotune.worker.stand_ins import replaced
 
 _IMPORT_ENVIRONMENT = {
     # torch.cuda.is_available asks NVML in place of cuInit, which no fork survives
@@ -50,6 +52,8 @@ _IMPORT_ENVIRONMENT = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+_NOT_INITIALIZED = 3
+"""CUDA_ERROR_NOT_INITIALIZED of cuda.h."""
 
 
 def main(
@@ -106,25 +110,33 @@ def _capability_without_cuda() -> Iterator[None]:
 
     bitsandbytes asks for the compute capability of every card (0.50, cuda_specs.py) and shows it in
     its diagnostics only; torchao, which Transformers imports where it is installed, asks whether a
-    card is good enough for Triton (torch 2.13, utils/_triton.py). Where NVML knows no card, torch's
-    functions are left as they are.
+    card is good enough for Triton (torch 2.13, utils/_triton.py). Whoever asks whether CUDA is there has
+    torch count the cards through NVML, which torch opens and never closes (cuda/__init__.py,
+    _raw_device_count_nvml): a fork does not inherit it safely, so they are counted here. Where NVML
+    knows no card, torch's functions are left as they are.
     """
     import torch
     from torch._dynamo.device_interface import CudaInterface
 
-    capabilities = [gpu.compute_capability for gpu in detect() if gpu.compute_capability]
-    ask_capability = torch.cuda.get_device_capability
-    ask_properties = CudaInterface.Worker.get_device_properties
-    if capabilities:
-        major, minor = max(capabilities)
-        known = SimpleNamespace(major=major, minor=minor)
-        torch.cuda.get_device_capability = lambda device=None: (major, minor)
-        CudaInterface.Worker.get_device_properties = staticmethod(lambda device=None: known)  # type: ignore[method-assign]
-    try:
+    cards = detect()
+    capabilities = [gpu.compute_capability for gpu in cards if gpu.compute_capability]
+    if not capabilities:
         yield
-    finally:
-        torch.cuda.get_device_capability = ask_capability
-        CudaInterface.Worker.get_device_properties = staticmethod(ask_properties)  # type: ignore[method-assign]
+        return
+    major, minor = max(capabilities)
+    known = SimpleNamespace(major=major, minor=minor)
+    with replaced(
+        (
+            (torch.cuda, "get_device_capability", lambda device=None: (major, minor)),
+            (torch.cuda, "_device_count_nvml", lambda: len(cards)),
+            (
+                CudaInterface.Worker,
+                "get_device_properties",
+                staticmethod(lambda device=None: known),
+            ),
+        )
+    ):
+        yield
 
 
 def _take_control() -> tuple[int, int]:
@@ -142,7 +154,7 @@ class _Server:
         self._requests = requests
         self._replies = replies
         self._verbs = verbs
-        self._wakeup = _wake_on_signals()
+        self._wakeup, self._wake = _wake_on_signals()
         self._pid: int | None = None
         self._rest = b""
 
@@ -197,13 +209,16 @@ class _Server:
             if os.read(gate, 1):
                 os.setsid()
                 _print_into(job["printed"])
-                os.close(signal.set_wakeup_fd(-1))
+                # Not what it returns: asyncio has set it already (Python 3.12 asyncio/events.py, on_fork).
+                signal.set_wakeup_fd(-1)
                 for number in _HANDLED_SIGNALS:
                     signal.signal(number, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
-                for descriptor in (gate, self._requests, self._replies, self._wakeup):
+                for descriptor in (gate, self._requests, self._replies, self._wakeup, self._wake):
                     os.close(descriptor)
                 exit_code = _work(self._verbs, job)
+        except Exception:
+            traceback.print_exc()
         finally:
             if exit_code < 0:
                 # The server died before the job began: the same end as a moment later.
@@ -238,14 +253,14 @@ class _Server:
         os.write(self._replies, json.dumps(message).encode() + b"\n")
 
 
-def _wake_on_signals() -> int:
-    """A file descriptor from which the numbers of the handled signals can be read."""
+def _wake_on_signals() -> tuple[int, int]:
+    """A pipe: from its first end the numbers of the handled signals can be read."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable)
     for number in _HANDLED_SIGNALS:
         signal.signal(number, lambda *_: None)
-    return readable
+    return readable, writable
 
 
 def _state() -> dict[str, int | bool]:
@@ -253,10 +268,25 @@ def _state() -> dict[str, int | bool]:
     torch = sys.modules.get("torch")
     return {
         "num_threads": len(os.listdir("/proc/self/task")),
-        "cuda_initialized": torch is not None and torch.cuda.is_initialized(),
+        "cuda_initialized": (torch is not None and torch.cuda.is_initialized())
+        or _driver_is_initialized(),
         # The driver opens it for a context, whichever library asked; NVML does not.
         "cuda_device_open": any(name.startswith("/dev/nvidia-uvm") for name in _open_files()),
     }
+
+
+def _driver_is_initialized() -> bool:
+    """Whether anybody in this process has called cuInit: torch knows of its own calls only.
+
+    Until then every other function of the driver says CUDA_ERROR_NOT_INITIALIZED (CUDA driver API,
+    "Initialization"; cuda.h).
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False  # Nobody has loaded it.
+    said: int = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+    return said != _NOT_INITIALIZED
 
 
 def _open_files() -> Iterator[str]:

@@ -207,6 +207,10 @@ class Tracker(TorchDispatchMode):
         out = None
         if func in _ELEMENTWISE and device_type == "meta":
             out = _like_first(args, kwargs)
+        elif func is aten.addmm.dtype_out and device_type == "meta":
+            out = kwargs[
+                "out"
+            ]  # Before 2.13 PyTorch has none for `meta`; nothing is computed there.
         if out is None:
             out = func(*args, **kwargs)
         if self.has_padding and func in _QUESTIONS:
@@ -309,6 +313,12 @@ def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
         return 2 * math.prod(left) * right[-1]
     if func in _GROUPED_PRODUCTS:  # each row meets one expert, or each expert some rows
         return 2 * math.prod(args[0].shape[-2:]) * args[1].shape[-1]
+    if func in _ATTENTION:
+        first, of_scores, of_values = _ATTENTION[func]
+        query, key, value = args[first : first + 3]
+        pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+        flops = 2 * pairs * (of_scores * query.shape[-1] + of_values * value.shape[-1])
+        return flops // 2 if _is_causal(func, args, kwargs) else flops
     if func in _VARLEN_ATTENTION:
         total, heads, size = args[_VARLEN_ATTENTION[func][0]].shape
         num_samples = next(t for t in args if t is not None and t.dtype is torch.int32).shape[0] - 1
@@ -332,6 +342,17 @@ _PRODUCT_OPERANDS = {
     aten._int_mm.default: 0,
 }
 """Where the left matrix of a product stands among the arguments."""
+_ATTENTION = {
+    aten._scaled_dot_product_cudnn_attention.default: (0, 1, 1),
+    aten._scaled_dot_product_efficient_attention.default: (0, 1, 1),
+    aten._scaled_dot_product_flash_attention.default: (0, 1, 1),
+    aten._scaled_dot_product_cudnn_attention_backward.default: (1, 3, 2),
+    aten._scaled_dot_product_efficient_attention_backward.default: (1, 3, 2),
+    aten._scaled_dot_product_flash_attention_backward.default: (1, 3, 2),
+}
+"""Where the queries (batch, heads, tokens, size) stand, keys and values after them; products over the size
+of queries, and over that of values. PyTorch's own counter refuses fewer heads of keys than of queries
+before 2.13."""
 _VARLEN_ATTENTION = {
     aten._flash_attention_forward.default: (0, 4),
     aten._flash_attention_backward.default: (1, 10),

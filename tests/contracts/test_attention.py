@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from autotune.config import ATTENTIONS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
 from autotune.worker import model as models
+from autotune.worker import tracker
 from autotune.worker.attention import FLASH
 from autotune.worker.cuda import Device, attention_kernel
 from autotune.worker.model import UnsupportedModel
@@ -210,3 +212,23 @@ def test_the_names_are_transformers_own() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     assert set(ATTENTIONS) <= {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("value_size", [64, 32])
+def test_attentions_work_is_pytorchs_count(kernel: str, value_size: int) -> None:
+    """Of grouped heads it is that of all the queries' heads, which every version of PyTorch counts."""
+
+    def sized(heads: int, tokens: int, size: int) -> torch.Tensor:
+        return torch.empty(2, heads, tokens, size, device="meta")
+
+    query, gradient = sized(8, 100, 64), sized(8, 100, value_size)
+    for name, before in (("", ()), ("_backward", (gradient,))):
+        func = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{name}").default
+        counted = flop_registry[func._overloadpacket]
+        wanted = counted(*before, query, sized(8, 80, 64), sized(8, 80, value_size), out_val=None)
+        for heads in (8, 2):
+            given = (*before, query, sized(heads, 80, 64), sized(heads, 80, value_size))
+            assert tracker._count_flops(func, given, {"is_causal": False}, None) == wanted
+            halved = {"is_causal": True}
+            assert tracker._count_flops(func, given, halved, None) == wanted // 2

@@ -16,6 +16,7 @@ import errno
 import functools
 import gc
 import json
+import math
 import resource
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from autotune import isolate
@@ -196,7 +199,8 @@ def test_what_a_measurement_says() -> None:
     assert measured.fingerprint.device
     assert measured.fingerprint.driver == measured.fingerprint.cuda == ""
     versions = dict(measured.fingerprint.versions)
-    assert versions["torch"] == torch.__version__
+    # Its own name for itself may say what CUDA it was built for, where the package does not.
+    assert versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert versions["transformers"] == transformers.__version__
     assert measurement_from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
 
@@ -335,6 +339,67 @@ def test_a_probe_that_is_done_is_not_stopped() -> None:
 def test_timing_ends_when_it_is_precise_enough() -> None:
     measured = run(target_spread=1e9, max_steps=20, max_seconds=100.0)
     assert (measured.outcome, measured.num_steps) == ("ok", 3)
+
+
+def skip_steps(monkeypatch: pytest.MonkeyPatch, num_skipped: int) -> None:
+    """As accelerate's optimizer does while the gradients overflow fp16 (a CPU has no fp16 to train in)."""
+    step = AcceleratedOptimizer.step
+    num_steps = 0
+
+    def some(self: Any, closure: Any = None) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        self._is_overflow = num_steps <= num_skipped
+        if not self._is_overflow:
+            step(self, closure)
+
+    monkeypatch.setattr(AcceleratedOptimizer, "step", some)
+
+
+def test_steps_that_are_skipped_are_no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run()
+    skip_steps(monkeypatch, 3)
+    measured = run()
+    assert measured.outcome == "ok"
+    # With what the optimizer keeps.
+    assert measured.peak_allocated_bytes == whole.peak_allocated_bytes
+
+
+def test_a_checkpoint_waits_for_the_optimizers_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_states: list[int] = []
+    monkeypatch.setattr(
+        confirm, "save_checkpoint", lambda trainer: num_states.append(len(trainer.optimizer.state))
+    )
+    skip_steps(monkeypatch, 3)
+    assert confirmed(FULL, tmp_path).num_steps == 3
+    (num_kept,) = num_states
+    assert num_kept > 0
+
+
+def test_gradients_that_are_never_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_steps(monkeypatch, 1000)
+    measured = run()
+    assert (measured.outcome, measured.loss_is_finite) == ("invalid", False)
+    assert measured.message == "the gradients of 8 steps are not finite in fp16"
+
+
+def test_accelerate_says_which_steps_it_skips() -> None:
+    """What the probe goes by: a fused optimizer skips by itself, and makes its state."""
+    for fused, is_skipped in ((False, True), (True, False)):
+        weight = nn.Parameter(torch.ones(4))
+        adam = torch.optim.AdamW([weight], fused=fused)
+        Accelerator(cpu=True)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(weight.sum())
+        optimizer = AcceleratedOptimizer(adam, scaler=scaler)
+        for gradient, finite in ((math.inf, False), (1.0, True)):
+            weight.grad = torch.full((4,), gradient)
+            optimizer.step()
+            assert optimizer.step_was_skipped is (is_skipped and not finite)
+            assert bool(adam.state) is (finite or not is_skipped)
+        assert weight.mean() < 1
 
 
 # What goes wrong, and how the probe is told.
