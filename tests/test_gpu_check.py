@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import here
 import pytest
 from fake_nvml import fake_nvml
 
@@ -48,11 +47,10 @@ def modules() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def recorded(modules: Any, tmp_path_factory: pytest.TempPathFactory, workers: here.Workers) -> Path:
+def recorded(modules: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which one call of every piece has written."""
     studies = tmp_path_factory.mktemp("studies")
-    with workers.at_work():
-        assert run(modules, *PIECES, studies=studies) == 0
+    assert run(modules, *PIECES, studies=studies) == 0
     return studies / "cpu"
 
 
@@ -145,7 +143,6 @@ def test_what_is_recorded_is_not_run_again(recorded: Path, modules: Any) -> None
         assert (recorded / name).read_text(encoding="utf-8") == text
 
 
-@pytest.mark.usefixtures("forked_workers")
 def test_repredicting_leaves_measurements_alone(recorded: Path, modules: Any) -> None:
     path = recorded / "predicted_vs_measured.jsonl"
     before = lines(path)
@@ -273,7 +270,6 @@ def test_without_a_card_it_says_so(modules: Any, capsys: pytest.CaptureFixture[s
     assert "no CUDA GPU here" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("forked_workers")
 def test_techniques_are_measured_and_what_cannot_run_is_said(
     modules: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
