@@ -16,6 +16,8 @@ from autotune.results import SCHEMA_VERSION, Estimate, estimate_from_dict
 
 MORE_MEMORY = "memory_budget_bytes"
 """The `setting` of the Change that is no field of TrainConfig."""
+MORE_MEMORY_BYTES = 2 * 10**9
+"""How much more that is."""
 TRAINER_DEFAULTS = "the Trainer's defaults"
 USERS_BASE = "your base's settings"
 

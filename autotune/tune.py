@@ -35,6 +35,7 @@ from autotune.space import (
 )
 from autotune.summary import (
     MORE_MEMORY,
+    MORE_MEMORY_BYTES,
     TRAINER_DEFAULTS,
     USERS_BASE,
     Change,
@@ -48,9 +49,6 @@ from autotune.tradeoffs import tradeoff_class
 from autotune.units import format_bytes
 
 _log = log.logger(__name__)
-
-MORE_MEMORY_BYTES = 2 * 10**9
-"""What the answer says of more memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

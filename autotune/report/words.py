@@ -7,8 +7,7 @@ from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.loading import LoaderTime
 from autotune.measurement import NOISE, Measurement
 from autotune.results import Estimate
-from autotune.summary import Change, Measured, Summary
-from autotune.tune import MORE_MEMORY_BYTES
+from autotune.summary import MORE_MEMORY_BYTES, Change, Measured, Summary
 from autotune.units import format_bytes, format_count, format_seconds, unit_for
 
 CLASS_MEANINGS = (
