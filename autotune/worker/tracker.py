@@ -208,9 +208,8 @@ class Tracker(TorchDispatchMode):
         if func in _ELEMENTWISE and device_type == "meta":
             out = _like_first(args, kwargs)
         elif func is aten.addmm.dtype_out and device_type == "meta":
-            out = kwargs[
-                "out"
-            ]  # Before 2.13 PyTorch has none for `meta`; nothing is computed there.
+            # Before 2.13 PyTorch has none for `meta`; nothing is computed there.
+            out = kwargs["out"]
         if out is None:
             out = func(*args, **kwargs)
         if self.has_padding and func in _QUESTIONS:
