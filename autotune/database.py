@@ -60,11 +60,6 @@ def shown_url(url: str) -> str:
     return redacted(url.rpartition("@")[2])
 
 
-def has_secret(url: str) -> bool:
-    """Whether the address may hold a password."""
-    return shown_url(url) != url
-
-
 def named(url: URL) -> str:
     """The address as messages have it."""
     # `str` hides the password before the @.

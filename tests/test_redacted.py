@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from autotune.cli.output import storage_words
 from autotune.redacted import command_line, file_without_secrets, redacted
 
 
@@ -81,3 +82,17 @@ def test_a_program_without_secrets_is_still_one(line: str, expected: str) -> Non
     found = file_without_secrets("train.py", f"{line}\n")
     assert found == f"{expected or line}\n"
     compile(found, "train.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("postgresql://me:hunter2@host/db", "URL"),
+        ("postgresql://me:hu@n/ter2@host/db", "URL"),
+        ("postgresql://host/db?user=me&password=hunter2", "URL"),
+        ("postgresql://me@host/db", "postgresql://me@host/db"),
+        ("sqlite:////data/me@work.db", "sqlite:////data/me@work.db"),
+    ],
+)
+def test_a_command_to_type_repeats_no_password(address: str, shown: str) -> None:
+    assert storage_words(address) == ["--storage", shown]

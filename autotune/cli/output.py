@@ -41,7 +41,7 @@ def explain(error: AutotuneError) -> None:
 
 
 def command_on(study: str, command: str, storage: str) -> str:
-    """What to type for a command on a study; an address that may hold a password is left to the user."""
+    """What to type for a command on a study; an address with a password is left to the user."""
     return shlex.join(["autotune", *command.split(), study, *storage_words(storage)])
 
 
@@ -49,7 +49,8 @@ def storage_words(storage: str) -> list[str]:
     """The option that names the database, where it is not the usual one."""
     if storage == database.DEFAULT_URL:
         return []
-    return ["--storage", "URL" if database.has_secret(storage) else storage]
+    has_password = database.holds_password(database.parse_url(storage))
+    return ["--storage", "URL" if has_password else storage]
 
 
 def print_json(result: dict[str, Any]) -> None:

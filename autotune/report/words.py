@@ -307,20 +307,20 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
     return rows
 
 
-def why(summary: Summary, more_bytes: int = MORE_MEMORY_BYTES) -> str:
+def why(summary: Summary) -> str:
     """What stands in the way of a faster one, and what each setting that was changed is good for."""
     best, more = summary.best, summary.more_memory
+    more_gb = f"{MORE_MEMORY_BYTES / 10**9:.0f} GB more"
     if more is None:
         bound = str(best.bound)
         sentences = [
-            f"{bound[0].upper()}{bound[1:]} binds, memory does not: {more_bytes / 10**9:.0f} GB more "
-            "would make nothing faster."
+            f"{bound[0].upper()}{bound[1:]} binds, memory does not: {more_gb} would make nothing "
+            "faster."
         ]
     else:
         sentences = [
             "Memory binds.",
-            f"With {more_bytes / 10**9:.0f} GB more: "
-            f"{difference(more.estimate.config, best.config)}, {gain(more.estimate, best)}.",
+            f"With {more_gb}: {difference(more.estimate.config, best.config)}, {gain(more.estimate, best)}.",
         ]
     budget_bytes = summary.workload.memory_budget_bytes
     return " ".join([*sentences, *(changed(c, best, budget_bytes) for c in summary.changes)])
