@@ -93,6 +93,6 @@ def bases(
 
 
 def fastest(measured: Sequence[Measurement], *, is_compiled: bool) -> Measurement | None:
-    """Of those that fit, by steady speed; None where there is none."""
-    kind = (m for m in measured if m.fits and m.config.is_compiled == is_compiled)
-    return max(kind, key=lambda m: m.tokens_per_second or 0.0, default=None)
+    """Of those that fit, by steady speed, one stopped as too slow last; None where there is none."""
+    kind = [m for m in measured if m.stayed_within_budget and m.config.is_compiled == is_compiled]
+    return max(kind, key=lambda m: (m.fits, m.tokens_per_second or 0.0), default=None)

@@ -119,6 +119,12 @@ class Measurement:
         )
 
     @property
+    def stayed_within_budget(self) -> bool:
+        """Whether it fits, or was stopped as too slow and had fitted until then."""
+        as_if_ended = dataclasses.replace(self, outcome="ok") if self.outcome == "slow" else self
+        return as_if_ended.fits and self.tokens_per_second is not None
+
+    @property
     def over_budget_bytes(self) -> int | None:
         """What was lacking (positive: at least so much) or left (negative); None where it is not known.
 

@@ -62,7 +62,6 @@ from autotune.winner import (
     final,
     none_confirmed,
     nothing_fits,
-    stayed_within_budget,
 )
 
 if TYPE_CHECKING:
@@ -417,7 +416,7 @@ def search(
             known = seen.known(predicted)
         left = [m for m in known if m.config not in refused]
         # Those that were stopped as too slow were so beside one that may yet disappoint, or did.
-        rivals = [m for m in left if m.fits or stayed_within_budget(m)]
+        rivals = [m for m in left if m.stayed_within_budget]
         fitting = rivals if rejected else [m for m in rivals if m.fits]
         if not fitting:
             break

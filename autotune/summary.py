@@ -63,7 +63,8 @@ class Measured:
     eager: Measurement | None = None
     """The fastest that was not compiled, by steady speed."""
     compiled: Measurement | None = None
-    """The fastest that was; None where none ran within the budget."""
+    """The fastest that was, or the one that was stopped as too slow; None where none ran within the
+    budget."""
     num_compiled: int = 0
     """Compiled configurations that were measured, whatever came of it."""
     num_near: int = 0
@@ -92,9 +93,9 @@ class Measured:
     def compile_pays_after_steps(self) -> int | None:
         """Optimizer steps after which the compiled one has made up for its cold start.
 
-        None where it is no faster, or one of the two was not measured.
+        None where it is no faster, was stopped as too slow, or one of the two was not measured.
         """
-        if self.eager is None or self.compiled is None:
+        if self.eager is None or self.compiled is None or not self.compiled.fits:
             return None
         eager_seconds, compiled_seconds = _useful_step(self.eager), _useful_step(self.compiled)
         if eager_seconds <= compiled_seconds:

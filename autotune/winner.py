@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -93,13 +92,6 @@ def run_speed(measurement: Measurement, train_steps: int | None = None) -> float
     speed = measurement.tokens_per_second_over(train_steps)
     assert speed is not None
     return speed
-
-
-def stayed_within_budget(measurement: Measurement) -> bool:
-    """Whether a probe that was stopped as too slow would have fitted."""
-    if measurement.outcome != "slow" or measurement.tokens_per_second is None:
-        return False
-    return dataclasses.replace(measurement, outcome="ok").fits
 
 
 _NOTHING_MEASURED = {"crashed", "timeout", "invalid"}

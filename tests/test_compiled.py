@@ -159,6 +159,20 @@ def test_compilation_pays_after_so_many_steps(
         assert over[0] < over[1]
 
 
+def test_a_compiled_one_that_was_stopped_as_too_slow_is_said() -> None:
+    eager = measured(EAGER, 1.0)
+    late = measured(COMPILED, 1.5, cold_start_seconds=30.0)
+    stopped = dataclasses.replace(late, outcome="slow", message="stopped after 3 steps")
+    too_large = dataclasses.replace(stopped, num_alloc_retries=1)
+    assert compiled.fastest([eager, too_large], is_compiled=True) is None
+    assert compiled.fastest([eager, too_large, stopped], is_compiled=True) is stopped
+    slower = measured(COMPILED, 2.0)
+    assert compiled.fastest([stopped, slower], is_compiled=True) is slower
+    answer = found(eager, stopped)
+    assert answer.compile_pays_after_steps is None
+    assert words.compilation(answer).endswith("never pays for itself (stopped after 3 steps)")
+
+
 def test_what_did_not_compile_is_said() -> None:
     answer = found(measured(EAGER, 1.0), None)
     assert answer.compile_pays_after_steps is None

@@ -128,6 +128,8 @@ def compilation(found: Measured) -> str:
     backend = "" if config.torch_compile_backend == "inductor" else " by the backend"
     backend += f" {config.torch_compile_backend}" if backend else ""
     verdict = "it never pays for itself"
+    if not found.compiled.fits:
+        verdict += f" ({printable(found.compiled.message)})"
     if pays_after is not None:
         verdict = f"it pays for itself after {pays_after:,} steps"
     return (

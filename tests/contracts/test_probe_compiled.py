@@ -189,11 +189,14 @@ def test_find_measures_a_compiled_variant_and_times_the_loader(tmp_path: Path) -
     seen = found["compiled"]
     assert seen["config"]["torch_compile_backend"] == "aot_eager"
     assert seen["config"]["activation_checkpointing"] == 2
-    assert seen["outcome"] == "ok"
+    # It does the same work in the same time: a disturbance decides which of the two is faster.
+    assert seen["outcome"] in ("ok", "slow")
     # A second and more, for two steps of some milliseconds.
     assert seen["cold_start_seconds"] > 0.5
     assert answer["best"]["config"]["torch_compile"] == "none"
     assert found["train_steps"] == 2
+    if seen["outcome"] == "slow":
+        assert found["compile_pays_after_steps"] is None
     assert found["tokens_per_second_over_run"] < found["eager"]["tokens_per_second"]
     assert not [text for text in answer["left_out"] if "torch.compile" in text]
     # Collating four samples takes a fraction of a millisecond.
