@@ -548,7 +548,7 @@ def test_nothing_fits_names_the_smallest_and_the_way_out(fail: Fail, tmp_path: P
     code, err = fail("find", *arguments, "--space", "space.yaml", "--method", "full")
     assert code == 4
     assert "Nothing fits into 0.47 GiB" in err
-    assert "the smallest, full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 32" in err
+    assert "The smallest, full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 32" in err
     assert "--method qlora" in err
     assert not (tmp_path / "studies").exists()
 

@@ -152,6 +152,21 @@ def test_a_widened_answer_and_empty_classes_are_said() -> None:
     assert "1.50 B parameters" in shown
 
 
+def test_a_class_that_is_not_in_the_space_is_not_said_not_to_fit() -> None:
+    recipe = answers.estimate(answers.ADAPTER)
+    summary = answers.summary(
+        best=recipe,
+        best_class="recipe",
+        widened=True,
+        best_by_class={"recipe": recipe},
+        classes_outside=("exact", "numerics"),
+    )
+    shown = one_line(drawn(summary))
+    assert "The space has no lower class, so another recipe was allowed." in shown
+    assert "exact none in this space numerics none in this space recipe the answer" in shown
+    assert "fits" not in words.widened(summary)
+
+
 def test_unsupported_points_are_counted() -> None:
     counts = dataclasses.replace(answers.summary().counts, unsupported=204)
     assert "valid 11,204 > traceable 11,000 >" in drawn(answers.summary(counts=counts))

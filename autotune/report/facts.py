@@ -311,7 +311,7 @@ def reasons(summary: Summary) -> list[str]:
             said.append(f"{words.compilation(found)}.")
         said.append(f"The loader: {words.loader(summary)}.")
     if summary.widened:
-        said.append("Nothing of a lower class fits, so another recipe was allowed.")
+        said.append(words.widened(summary))
     if best.state.optimizer_state_managed_bytes:
         said.append(words.paging(best))
     if summary.tied:

@@ -97,7 +97,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     if summary.measured is None:
         rows.append(("why", words.why(summary)))
     if summary.widened:
-        rows.append(("", "Nothing of a lower class fits, so another recipe was allowed."))
+        rows.append(("", words.widened(summary)))
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
     rows += [("note", words.bound(text)) for text in needs.unpredicted(best.config)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.config import PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.loading import LoaderTime
 from autotune.measurement import NOISE, Measurement
@@ -375,11 +375,21 @@ def tied(summary: Summary) -> str:
     return f"within {100 * NOISE:.0f} %, so no worse: {first}{more}"
 
 
+def widened(summary: Summary) -> str:
+    """Why the answer is of a higher class than was wanted; empty where it is not."""
+    if not summary.widened:
+        return ""
+    lower = TRADEOFF_CLASSES[: TRADEOFF_CLASSES.index(summary.best_class)]
+    is_there = not set(lower) <= set(summary.classes_outside)
+    nothing = "Nothing of a lower class fits" if is_there else "The space has no lower class"
+    return f"{nothing}, so another recipe was allowed."
+
+
 def class_entry(name: str, summary: Summary) -> str:
     """The best of a class, as a row of the table says it."""
     estimate = summary.best_by_class.get(name)
     if estimate is None:
-        return "none fits"
+        return "none in this space" if name in summary.classes_outside else "none fits"
     if estimate.config == summary.best.config:
         return "the answer"
     words = describe(estimate.config)
