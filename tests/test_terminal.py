@@ -167,6 +167,22 @@ def test_a_class_that_is_not_in_the_space_is_not_said_not_to_fit() -> None:
     assert "fits" not in words.widened(summary)
 
 
+@pytest.mark.parametrize("width", [None, 80])
+def test_names_of_a_list_are_not_broken(width: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+    names = ["n" * 38, "b\N{CJK UNIFIED IDEOGRAPH-4E00}"]
+    rows = [(name, "m" * 60, "1") for name in names]
+    file = io.StringIO()
+    terminal.draw_table(("study", "model", "trials>"), rows, file, is_list=True)
+    lines = file.getvalue().splitlines()
+    assert [sum(line.startswith(name) for line in lines) for name in names] == [1, 1]
+    if width is None:
+        assert [line.split() for line in lines[1:]] == [list(row) for row in rows]
+    else:
+        assert max(map(len, lines)) <= width
+
+
 def test_unsupported_points_are_counted() -> None:
     counts = dataclasses.replace(answers.summary().counts, unsupported=204)
     assert "valid 11,204 > traceable 11,000 >" in drawn(answers.summary(counts=counts))

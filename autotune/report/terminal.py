@@ -253,12 +253,26 @@ def _gpu_cells(card: Gpu) -> tuple[str, ...]:
     )
 
 
-def draw_table(headers: Sequence[str], rows: Iterable[Sequence[str]], file: TextIO) -> None:
-    """A plain table; a column whose header ends in `>` is aligned to the right."""
-    table = _table(*headers)
+def draw_table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], file: TextIO, *, is_list: bool = False
+) -> None:
+    """A plain table; a column whose header ends in `>` is aligned to the right.
+
+    `is_list`: the first column has names that are typed again. A pipe gets a line per row, and a
+    terminal unbroken names, as long as they take half of it at most.
+    """
+    from rich.cells import cell_len
+
+    console, table = console_on(file), _table(*headers)
+    widths = list(map(len, headers))
     for row in rows:
         _add_row(table, row)
-    console_on(file).print(table)
+        widths = [max(w, cell_len(printable(cell))) for w, cell in zip(widths, row, strict=True)]
+    if is_list:
+        if not (file.isatty() or os.environ.get("COLUMNS")):
+            console.width = sum(widths) + 2 * len(widths)
+        table.columns[0].no_wrap = widths[0] <= console.width // 2
+    console.print(table)
 
 
 def console_on(file: TextIO) -> Console:
