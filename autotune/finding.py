@@ -358,6 +358,9 @@ def _record(
             )
         opened.set_user_attr(studies.RESULT, result)
         opened.set_user_attr(studies.DETAILS, answer.found.details(summary).to_dict())
+        # A study may have been begun by another command: its latest answer is this one's.
+        opened.set_user_attr(studies.COMMAND, command)
+        opened.set_user_attr(studies.VERSIONS, _versions())
         trials = opened.get_trials(deepcopy=False) if draws else []
         if not 0 < len(trials) <= MAX_TRIALS_OF_PAGE:
             return None
