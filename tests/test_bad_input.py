@@ -94,6 +94,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--method", "qlroa"), 2, ("--method", "'full', 'lora', 'qlora'")),
         (("--allow", "all"), 2, ("--allow",)),
         (("--seq-len", "0"), 2, ("--seq-len",)),
+        (("--seq-len", "1"), 2, ("one token trains nothing", "--seq-len 2 or more")),
         (("--effective-batch", "-1"), 2, ("--effective-batch",)),
         (("--num-gpus", "3"), 2, ("3 GPUs cannot share", "--effective-batch 33")),
         (("--num-gpus", "2", "--backend", "cpu"), 2, ("Probes run on one GPU",)),
