@@ -11,13 +11,14 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import inputs, machine, probing, reading, store, studies, tune
+from autotune import inputs, machine, probing, reading, space, store, studies, tune
 from autotune.answer_files import AnswerFiles
 from autotune.config import Workload
 from autotune.dataset import Dataset, time_loaders
@@ -156,8 +157,12 @@ def find(
     # Only a planned card follows from the budget; another one needs a study of its own.
     is_planned = not gpu_reason.startswith((inputs.NAMED, inputs.FOUND, inputs.ON_CPU))
     name = store.default_study_name(workload, gpu=None if is_planned else card.name)
+    own_values = space.unlisted(taken.space, workload.methods)
     if options.peft is not None:
+        own_values.pop("peft", None)
         name += f"-{hashlib.sha256(options.peft.encode()).hexdigest()[:6]}"
+    if own_values:
+        name += f"-{hashlib.sha256(json.dumps(own_values).encode()).hexdigest()[:6]}"
     if measure_on is not None:
         measured_name = f"{name}-measured"
         try:
