@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,38 @@ def test_a_database_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "x.db").write_text("no database at all, " * 10)
     with pytest.raises(StorageError, match="damaged"), open_jobs(f"sqlite:///{tmp_path}/x.db"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("error", "is_waited_for"),
+    [
+        (sqlite3.OperationalError("database is locked"), True),
+        (sqlite3.OperationalError("attempt to write a readonly database"), False),
+        (OSError("server closed the connection unexpectedly"), True),
+    ],
+)
+def test_who_asks_a_database_that_is_away_waits_and_not_for_ever(
+    jobs: JobTable, monkeypatch: pytest.MonkeyPatch, error: Exception, is_waited_for: bool
+) -> None:
+    monkeypatch.setattr("autotune.jobs.AGAIN_SECONDS", 0.01)
+    refused = sqlalchemy.exc.OperationalError("select", {}, error)
+    answers: list[Exception | int] = [refused, refused, 7]
+    said: list[str] = []
+
+    def ask() -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    if not is_waited_for:
+        with pytest.raises(sqlalchemy.exc.OperationalError):
+            jobs.patiently(ask, said.append)
+        assert said == []
+        return
+    assert jobs.patiently(ask, said.append) == 7
+    assert said == ["The database is away; waiting for it, at most 60 s."]
+    monkeypatch.setattr("autotune.store.GRACE_SECONDS", -1)
+    answers = [refused]
+    with pytest.raises(sqlalchemy.exc.OperationalError):
+        jobs.patiently(ask, said.append)
