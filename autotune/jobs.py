@@ -294,6 +294,8 @@ def may_pass(error: BaseException | None) -> bool:
     import sqlalchemy
 
     while error is not None:
+        if isinstance(error, sqlalchemy.exc.PendingRollbackError):
+            return True  # Of a connection that was lost before.
         if isinstance(error, sqlalchemy.exc.OperationalError):
             return not isinstance(error.orig, sqlite3.Error) or "is locked" in str(error.orig)
         error = error.__cause__

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import sqlalchemy
 
+from autotune.database import explained, parse_url
 from autotune.errors import ConfigError, StorageError
-from autotune.jobs import MAX_CLAIMS, Job, JobTable, Machine, Wanted, open_jobs
+from autotune.jobs import MAX_CLAIMS, Job, JobTable, Machine, Wanted, may_pass, open_jobs
 
 QUESTION = {"schema_version": 1, "options": {"model": "gpt2"}, "model": {}, "space": None}
 CARD = "NVIDIA GeForce RTX 4090"
@@ -220,3 +221,25 @@ def test_who_asks_a_database_that_is_away_waits_and_not_for_ever(
     answers = [refused]
     with pytest.raises(sqlalchemy.exc.OperationalError):
         jobs.patiently(ask, said.append)
+
+
+def test_a_connection_that_was_lost_may_come_back(postgres_url: str) -> None:
+    engines = [sqlalchemy.create_engine(postgres_url) for _ in range(2)]
+    others = "from pg_stat_activity where datname = current_database() and pid != pg_backend_pid()"
+    try:
+        with (
+            pytest.raises(StorageError, match="The connection to its server was lost") as said,
+            explained(parse_url(postgres_url)),
+            engines[0].begin() as connection,
+        ):
+            connection.exec_driver_sql("select 1")
+            with engines[1].connect() as other:
+                other.exec_driver_sql(f"select pg_terminate_backend(pid) {others}")
+            # As Optuna does where it takes the first error for a query with too many variables.
+            with pytest.raises(sqlalchemy.exc.OperationalError):
+                connection.exec_driver_sql("select 2")
+            connection.exec_driver_sql("select 3")
+    finally:
+        for engine in engines:
+            engine.dispose()
+    assert may_pass(said.value)
