@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -29,7 +30,7 @@ from autotune.config import TrainConfig
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.forkserver import ForkServer
 from autotune.isolate import private_folder
-from autotune.jobs import Job, JobTable, Machine, open_jobs
+from autotune.jobs import Job, JobTable, Machine, may_pass, open_jobs
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.report.measuring import Measuring
 from autotune.report.progress import SILENT, Listener
@@ -37,6 +38,8 @@ from autotune.summary import Counts
 
 IDLE_SECONDS = 2.0
 """Between two looks into an empty queue."""
+MAX_LOST = 3
+"""Jobs in a row that a database which comes and goes breaks off: then it is no chance any more."""
 
 Log = Callable[[str], None]
 
@@ -83,34 +86,58 @@ def serve(
 ) -> None:
     """Answer jobs until KeyboardInterrupt; `once`: until one is answered, or there is none.
 
-    `heard` is called when a KeyboardInterrupt has reached the job, before that is given back.
+    `heard` is called when a KeyboardInterrupt has arrived, before a job is given back for it.
     Only in the main thread. Raises StorageError, and HardwareError where the machine turns out not to
     be able to measure; the job is given back then.
     """
-    joined: set[int] = set()
     with open_jobs(url) as jobs:
-        while True:
-            job = jobs.claim(at.machine)
-            is_own = job is not None
-            job = job or jobs.to_join(at.machine, leave_out=joined)
-            if job is not None:
-                log(f"job {job.number}: {'taken' if is_own else 'helping'}, {job.command}")
-                work = _Work(url, at, jobs, job, is_own=is_own, log=log)
-                try:
-                    work.run()
-                except KeyboardInterrupt:
-                    heard()
-                    work.give_back()
+        try:
+            _serve(url, at, jobs, once=once, log=log)
+        except KeyboardInterrupt:
+            heard()
+            # Also one that had only just been taken.
+            _give_back(jobs, at.machine, log)
+            raise
+
+
+def _serve(url: str, at: Here, jobs: JobTable, *, once: bool, log: Log) -> None:
+    joined: set[int] = set()
+    num_lost = 0
+    while True:
+        job, is_own = jobs.patiently(lambda: _next(jobs, at.machine, joined), log)
+        if job is not None:
+            log(f"job {job.number}: {'taken' if is_own else 'helping'}, {job.command}")
+            work = _Work(url, at, jobs, job, is_own=is_own, log=log)
+            try:
+                work.run()
+            except (StorageError, HardwareError, sqlalchemy.exc.SQLAlchemyError) as error:
+                # Nothing is wrong with the question: somebody else may have it.
+                num_lost += 1
+                goes_on = not once and num_lost < MAX_LOST and may_pass(error)
+                _give_back(jobs, at.machine, log, waits=goes_on)
+                if not goes_on:
                     raise
-                except (StorageError, HardwareError):
-                    # Nothing is wrong with the question: somebody else may have it.
-                    work.give_back()
-                    raise
-                joined.add(job.number)
-            if once:
-                return
-            if job is None:
-                time.sleep(IDLE_SECONDS)
+                continue
+            num_lost = 0
+            joined.add(job.number)
+        if once:
+            return
+        if job is None:
+            time.sleep(IDLE_SECONDS)
+
+
+def _give_back(jobs: JobTable, machine: Machine, log: Log, *, waits: bool = False) -> None:
+    """The job that this worker holds, if any; `waits` for a database that is away."""
+    give = functools.partial(jobs.give_back, machine.worker)
+    with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
+        for number in jobs.patiently(give, log) if waits else give():
+            log(f"job {number}: given back, what was measured is kept")
+
+
+def _next(jobs: JobTable, machine: Machine, joined: set[int]) -> tuple[Job | None, bool]:
+    """A job, and whether it is this machine's own rather than one to help with."""
+    job = jobs.claim(machine)
+    return (job, True) if job else (jobs.to_join(machine, leave_out=joined), False)
 
 
 class _Work:
@@ -127,13 +154,6 @@ class _Work:
         self._log = log
         self._progress = "predicting"
         self._has_ended = threading.Event()
-
-    def give_back(self) -> None:
-        number = self._job.number
-        if self._is_own:
-            with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
-                self._jobs.give_back(number, self._at.machine.worker)
-        self._log(f"job {number}: given back, what was measured is kept")
 
     def run(self) -> None:
         """Raises KeyboardInterrupt, StorageError and HardwareError; what else goes wrong is the answer."""
