@@ -18,6 +18,7 @@ from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
 from autotune.results import (
     Estimate,
+    ParameterCount,
     PerGpu,
     StateBytes,
 )
@@ -288,6 +289,28 @@ def test_what_fp8_costs_without_torch_compile_is_said() -> None:
     assert "issue 685" in one_line(drawn(answers.summary(best=answers.estimate(config))))
     for other in (answers.CONFIG, dataclasses.replace(config, torch_compile="default")):
         assert "issue 685" not in one_line(everything(answers.estimate(other)))
+
+
+def test_a_mixtures_experts_that_stay_in_16_bits_are_said() -> None:
+    qlora = dataclasses.replace(answers.ADAPTER, method="qlora", quantization="nf4")
+    # 46.7 B weights in 86.5 GiB with an adapter of 13.6 M in float32: 2.0 bytes each.
+    mixture = dataclasses.replace(
+        answers.estimate(qlora),
+        parameters=ParameterCount(total=46_716_000_000, trainable=13_600_000),
+        state=dataclasses.replace(answers.estimate().state, parameters_bytes=int(86.53 * GIB)),
+    )
+    said = "Most weights are not quantised (2.0 bytes each)"
+    assert said in one_line(everything(mixture))
+    assert said in one_line(drawn(answers.summary(best=mixture)))
+    # Llama 3.1 8B: embeddings and head in 16 bits, the rest in 4.
+    dense = dataclasses.replace(
+        mixture,
+        parameters=ParameterCount(total=8_072_000_000, trainable=42_000_000),
+        state=dataclasses.replace(mixture.state, parameters_bytes=int(5.4 * GIB)),
+    )
+    unquantised = dataclasses.replace(mixture, config=answers.ADAPTER)
+    for other in (dense, unquantised):
+        assert "not quantised" not in one_line(everything(other))
 
 
 def test_an_estimate_that_does_not_fit_says_by_how_much() -> None:

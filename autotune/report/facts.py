@@ -314,6 +314,8 @@ def reasons(summary: Summary) -> list[str]:
         said.append(words.widened(summary))
     if best.state.optimizer_state_managed_bytes:
         said.append(words.paging(best))
+    if note := words.unquantized(best):
+        said.append(note)
     if summary.tied:
         said.append(f"Tied: {words.tied(summary)}.")
     return [printable(text) for text in said]

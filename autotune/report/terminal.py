@@ -101,8 +101,8 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
     rows += [("note", words.bound(text)) for text in needs.unpredicted(best.config)]
-    if note := words.unfused_casts(best.config):
-        rows.append(("note", note))
+    notes = (words.unfused_casts(best.config), words.unquantized(best))
+    rows += [("note", note) for note in notes if note]
     if summary.tied:
         rows.append(("tied", words.tied(summary)))
     _print_rows(console, rows)
@@ -198,8 +198,8 @@ def draw_estimate(
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
-    if note := words.unfused_casts(estimate.config):
-        rows.append(("note", note))
+    notes = (words.unfused_casts(estimate.config), words.unquantized(estimate))
+    rows += [("note", note) for note in notes if note]
     rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
     rows += [("note", words.bound(text)) for text in needs.unpredicted(estimate.config)]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
