@@ -382,8 +382,8 @@ def unquantized(estimate: Estimate) -> str:
     if bytes_each < MOSTLY_QUANTIZED_BYTES:
         return ""
     return (
-        f"Most weights are not quantised ({bytes_each:.1f} bytes each): bitsandbytes takes linear layers, "
-        "not embeddings, nor the experts of a mixture, which Transformers keeps in tensors of their own."
+        f"Most weights are not quantised ({bytes_each:.1f} bytes each): Transformers quantises plain "
+        "linear layers alone, not embeddings, nor a mixture's experts, which are tensors of their own."
     )
 
 
