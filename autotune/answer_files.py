@@ -18,6 +18,8 @@ from autotune.summary import Summary
 from autotune.units import MIB
 
 MAX_RESULT_BYTES = 16 * MIB
+SAME_TIME_SECONDS = 5.0
+"""Files of one answer are written one after the other, result.json among the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +52,12 @@ class AnswerFiles:
     def write(self) -> list[Path]:
         """All of them or none. Raises StorageError.
 
-        Those of an earlier answer go, so that no adapter_config.json lies beside a full fine-tune.
+        Those of an earlier answer go, so that no adapter_config.json lies beside a full fine-tune; not
+        those that somebody has changed since.
         """
         if self.folder is None:
             return []
-        earlier = _listed_in(self.folder)
+        earlier = _untouched_in(self.folder)
         written = export.export_files(
             self.folder,
             workload=self.summary.workload,
@@ -82,17 +85,24 @@ class AnswerFiles:
         return export.unsaid_names(self.exporters, self.summary.workload, self.summary.exported)
 
 
-def _listed_in(folder: Path) -> set[Path]:
-    """What the result.json that is in the folder says was written there; the folder may have moved."""
+def _untouched_in(folder: Path) -> set[Path]:
+    """What the result.json that is in the folder says was written with it, by the names that we give, and
+    is as old as it; the folder may have moved."""
+    place = folder / result_json.filename
     try:
-        result = json.loads(read_text(folder / result_json.filename, MAX_RESULT_BYTES))
-    except (ConfigError, ValueError, RecursionError):
+        result = json.loads(read_text(place, MAX_RESULT_BYTES))
+        last_seconds = place.stat().st_mtime + SAME_TIME_SECONDS
+    except (ConfigError, ValueError, RecursionError, OSError):
         return set()
     listed = result.get("files") if isinstance(result, dict) else None
-    places = set()
-    for written in map(
-        PurePath, filter(None, map(str, listed if isinstance(listed, list) else ()))
-    ):
-        is_further = written.parent.name == export.FURTHER_FOLDER
-        places.add((folder / export.FURTHER_FOLDER if is_further else folder) / written.name)
-    return places
+    names = {PurePath(str(name)) for name in (listed if isinstance(listed, list) else ())}
+    is_listed = {
+        (name.parent.name == export.FURTHER_FOLDER, name.name)
+        for name in names
+        if name.name in {exporter.filename for exporter in export.ALL.values()}
+    }
+    paths = {
+        (folder / export.FURTHER_FOLDER if is_further else folder) / name
+        for is_further, name in is_listed
+    }
+    return {path for path in paths if path.is_file() and path.stat().st_mtime <= last_seconds}

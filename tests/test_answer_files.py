@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import answers
@@ -49,6 +50,22 @@ def test_what_an_earlier_answer_wrote_does_not_stay_beside_another(tmp_path: Pat
     assert not (folder / "exports" / "adapter_config.json").exists()
     others = {folder / "notes.txt", folder / "exports" / "adapter_config.bak"}
     assert present(folder) == {*written, *others}
+
+
+def test_what_somebody_changed_or_named_stays(tmp_path: Path) -> None:
+    """A trained adapter is saved under the name of what was exported; a list is a file like others."""
+    write(answers.ADAPTER, tmp_path)
+    trained = tmp_path / "exports" / "adapter_config.json"
+    later = (tmp_path / "result.json").stat().st_mtime + 60
+    os.utime(trained, (later, later))
+    theirs = tmp_path / "notes.txt"
+    theirs.touch()
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    result["files"].append(str(theirs))
+    (tmp_path / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    os.utime(tmp_path / "result.json", (later - 60, later - 60))
+    written = write(answers.CONFIG, tmp_path)
+    assert present(tmp_path) == {*written, trained, theirs}
 
 
 def test_the_base_stays_where_the_answer_goes_beside_it(tmp_path: Path) -> None:
