@@ -29,23 +29,22 @@ def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
 def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
     """Orders configurations by what they give up against the base, least first; headroom aside."""
     family = OPTIMIZERS[config.optimizer].family
-    level = LEVEL[tradeoff_class(config, base)]
     return (
-        level,
+        LEVEL[tradeoff_class(config, base)],
         family != OPTIMIZERS[base.optimizer].family,
         config.quantization != "none",
         -(config.lora_rank or 0),
-        _num_changes(config, base, level),
+        *_num_changes(config, base),
     )
 
 
-def _num_changes(config: TrainConfig, base: TrainConfig, level: int) -> int:
-    """Settings that give up as much as the whole: 8-bit state besides other weights are two."""
+def _num_changes(config: TrainConfig, base: TrainConfig) -> list[int]:
+    """How many settings give up each class, the highest first: 8-bit state besides LoRA is one more."""
     costs = [
         _optimizer_level(config.optimizer, base.optimizer),
         *(c for name, c in _COSTLY_SETTINGS if getattr(config, name) != getattr(base, name)),
     ]
-    return costs.count(level) if level else 0
+    return [costs.count(LEVEL[name]) for name in ("recipe", "numerics")]
 
 
 @functools.cache

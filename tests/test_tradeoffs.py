@@ -98,6 +98,10 @@ def test_of_one_class_fewer_settings_give_up_less() -> None:
     # What costs nothing is not counted.
     faster = dataclasses.replace(half, attention="eager", optimizer="adamw_torch_fused")
     assert gives_up(faster, base) == gives_up(half, base)
+    # Nor is a lower class nothing beside a higher one.
+    eight = dataclasses.replace(LORA, optimizer="adamw_bnb_8bit")
+    assert tradeoff_class(eight, FULL) == tradeoff_class(LORA, FULL) == "recipe"
+    assert gives_up(LORA, FULL) < gives_up(eight, FULL)
     # A higher rank comes before either.
     small, large = (dataclasses.replace(LORA, lora_rank=rank) for rank in (16, 32))
     assert gives_up(dataclasses.replace(large, lora_dropout=0.1), FULL) < gives_up(small, FULL)

@@ -50,25 +50,26 @@ def speed(estimate: Estimate) -> float:
     return estimate.tokens_per_second
 
 
-Key = tuple[int, bool, bool, int, int, int, float]
+Key = tuple[int, bool, bool, int, int, int, int, float]
 
 
 def giving_up(estimate: Estimate, base: TrainConfig) -> Key:
-    """Least first: class, family of optimizers, quantised base, rank, settings that give it up, headroom,
-    speed."""
+    """Least first: class, family of optimizers, quantised base, rank, settings that give up each
+    class, headroom, speed."""
     families = [OPTIMIZERS[name].family for name in (estimate.config.optimizer, base.optimizer)]
-    level = tradeoff_class(estimate.config, base)
-    alone = (
+    alone = [
         dataclasses.replace(base, **{field.name: getattr(estimate.config, field.name)})
         for field in dataclasses.fields(base)
         if field.name not in ("micro_batch_size", "gradient_accumulation_steps")
-    )
+    ]
+    classes = [tradeoff_class(one, base) for one in alone]
     return (
-        LEVELS[level],
+        LEVELS[tradeoff_class(estimate.config, base)],
         families[0] != families[1],
         estimate.config.quantization != "none",
         -(estimate.config.lora_rank or 0),
-        0 if level == "exact" else sum(tradeoff_class(one, base) == level for one in alone),
+        classes.count("recipe"),
+        classes.count("numerics"),
         estimate.peak_device_bytes,
         -speed(estimate),
     )
