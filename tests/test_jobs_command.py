@@ -206,3 +206,12 @@ def test_a_password_is_not_repeated(main: Main, postgres_url: str) -> None:
     assert "secret" not in found.out + found.err
     shown = main("jobs", "show", "1", "--storage", url)
     assert "secret" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize("verb", ["show", "cancel"])
+@pytest.mark.parametrize("number", ["0", "2147483648", "99999999999999999999", "one"])
+def test_a_number_that_no_job_can_have_is_refused(main: Main, verb: str, number: str) -> None:
+    ran = main("jobs", verb, number)
+    assert ran.code == 2
+    assert number in ran.err
+    assert "internal error" not in ran.err

@@ -26,7 +26,8 @@ _storage = click.option(
     "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the jobs."
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-_number = click.argument("number", type=click.IntRange(1), metavar="NUMBER")
+# What is larger fits into no database's column.
+_number = click.argument("number", type=click.IntRange(1, 2**31 - 1), metavar="NUMBER")
 
 
 @click.group()
