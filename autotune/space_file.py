@@ -117,7 +117,11 @@ def _read(path: Path, shown: str, names: Iterable[str]) -> str:
         raise ConfigError(f"The search space {shown!r} cannot be read", why=why) from error
 
 
-def _parse(text: str, shown: str) -> object:
+def parse_yaml(text: str, *, takes_merges: bool = False) -> object:
+    """What the text says. A key that is given twice is an error: PyYAML would lose the first.
+
+    Raises yaml.YAMLError, ValueError and RecursionError.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -127,15 +131,21 @@ def _parse(text: str, shown: str) -> object:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key, count in Counter(keys).items():
             problem = f"the key {key[:40]!r} is given {count} times" if count > 1 else ""
-            if key == "<<":  # A merge of merges grows without bound.
+            if key == "<<" and not takes_merges:  # A merge of merges grows without bound.
                 problem = "merge keys (<<) are not supported"
             if problem:
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return loader.construct_mapping(node, deep=True)
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    return yaml.load(text, Loader=Loader)
+
+
+def _parse(text: str, shown: str) -> object:
+    import yaml
+
     try:
-        return yaml.load(text, Loader=Loader)
+        return parse_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}: " if mark else ""
