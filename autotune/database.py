@@ -50,6 +50,11 @@ _EXPLANATIONS = (
         "Restore it from a copy",
     ),
     ("is locked", "Another process is writing to it", "Try again when that has finished"),
+    (
+        "Can't load plugin",
+        "SQLAlchemy knows no database of that name",
+        "Begin it with sqlite:/// or postgresql+psycopg://",
+    ),
     ("Can't reconnect until", "The connection to its server was lost", "Try again when it runs"),
     ("disk is full", "The disk is full; nothing stored is lost", "Free some space and try again"),
 )
@@ -115,6 +120,16 @@ def make_folder(url: URL) -> None:
             why=error.strerror or str(error),
             remedy=f"Check its permissions, {ELSEWHERE}",
         ) from error
+
+
+def refuse_memory(url: URL) -> None:
+    """Raises StorageError for SQLite in memory: whoever opens it has an empty one of their own."""
+    if url.get_backend_name() == "sqlite" and file_of(url) is None:
+        raise StorageError(
+            f"The database {named(url)} cannot be used",
+            why="It is in memory, where nothing stays",
+            remedy="Name a file, such as sqlite:///studies/autotune.db",
+        )
 
 
 def refuse_stranger(url: URL, tables: Collection[str]) -> None:
