@@ -162,7 +162,7 @@ def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> N
         raise asking.error_of(job.problem, job.exit_code)
     # As `find` calls it: a name of the user's own need not be fit for a folder.
     is_named = job.question["options"].get("study") is not None
-    folder = folder or STUDIES / (store.slug(job.study) if is_named else job.study)
+    folder = folder or STUDIES / (store.folder_of(job.study) if is_named else job.study)
     answered, notes = asking.answered(job, folder)
     files = answered.write()
     if as_json:
