@@ -215,3 +215,19 @@ def test_a_number_that_no_job_can_have_is_refused(main: Main, verb: str, number:
     assert ran.code == 2
     assert number in ran.err
     assert "internal error" not in ran.err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_answer_whose_files_cannot_be_written_is_printed(
+    main: Main, jobs: JobTable, as_json: bool
+) -> None:
+    main(*ASKED)
+    finish(jobs)
+    Path("taken").write_text("a file", encoding="utf-8")
+    ran = main("jobs", "show", "1", "--out", "taken", *(["--json"] if as_json else []))
+    assert ran.code == 6
+    assert "The files cannot be written to taken" in ran.err
+    if as_json:
+        assert json.loads(ran.out)["files"] == []
+    else:
+        assert "4,096 tokens/s" in ran.out

@@ -151,7 +151,7 @@ def _ended(table: JobTable, number: int) -> Job:
 def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> None:
     """What `find` does with an answer of its own, but for the report, which it has no need of here."""
     from autotune import asking, store
-    from autotune.errors import ConfigError
+    from autotune.errors import ConfigError, StorageError
     from autotune.report import terminal
 
     if job.result is None:
@@ -164,13 +164,23 @@ def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> N
     is_named = job.question["options"].get("study") is not None
     folder = folder or STUDIES / (store.folder_of(job.study) if is_named else job.study)
     answered, notes = asking.answered(job, folder)
-    files = answered.write()
-    if as_json:
-        print_json(answered.result)
-    else:
+    if not as_json:
+        # Before anything is written: what cannot be written does not cost the answer.
         terminal.draw_summary(answered.summary, sys.stdout)
+        sys.stdout.flush()
+    files: list[Path] = []
+    problem = None
+    try:
+        files = answered.write()
+    except StorageError as error:
+        problem = error
+    if as_json:
+        print_json({**answered.result, "files": [str(path) for path in files]})
+    else:
         place = f"{job.study} in {database.shown_url(storage)}"
         report = command_on(job.study, "report", storage)
         terminal.draw_outcome(files, place, sys.stdout, report=report, unsaid=answered.unsaid)
     for words in (*notes, *answered.notes):
         note(words)
+    if problem is not None:
+        raise problem
