@@ -420,6 +420,13 @@ def test_a_database_that_cannot_be_opened(fail: Fail, storage: str, part: str) -
     assert "secret" not in err
 
 
+@pytest.mark.parametrize("command", ["worker", "nightly"])
+def test_no_number_of_minutes_is_no_limit(fail: Fail, command: str) -> None:
+    code, err = fail(command, "--max-minutes", "nan")
+    assert code == 2
+    assert "'nan' is no number of minutes" in err
+
+
 @pytest.mark.parametrize("storage", ["sqlite://", "sqlite:///:memory:"])
 @pytest.mark.parametrize("command", [("jobs", "list"), (*FIND, "--backend", "cpu"), FIND])
 @pytest.mark.usefixtures("answered")
