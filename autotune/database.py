@@ -38,7 +38,11 @@ _DRIVERS_WITH_CONNECT_TIMEOUT = ("psycopg", "psycopg2", "pymysql", "mysqldb")
 _EXPLANATIONS = (
     # part of the driver's message, why, remedy
     ("readonly database", "It cannot be written to", "Make it writable"),
-    ("unable to open", "Its file cannot be opened", "Check its folder and the permissions"),
+    (
+        "unable to open",
+        "Its file cannot be opened",
+        "Check the permissions, also of its folder: SQLite writes there even to read",
+    ),
     (
         "file is not a database",
         "The file is damaged or is not SQLite's; it was left as it is",

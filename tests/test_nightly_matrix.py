@@ -106,6 +106,8 @@ BROKEN = {
     "models: [gpt2]\nhooks: [{on: [regresion], command: [x]}]": 'Did you mean "regression"',
     "models: [gpt2]\nhooks: [{on: [regression]}]": "needs a webhook or a command",
     "models: [gpt2]\nhooks: [{webhook: 'http://example.com/x'}]": "should be https",
+    "models: [gpt2]\nhooks: [{on: [], command: [x]}]": "on: names no event",
+    "models: [gpt2]\nhooks: [{command: [' ', x]}]": "command: its first word, the program, is empty",
     "models: [gpt2]\nhooks: [{command: rm -rf}]": "a list of words; no shell reads it",
 }
 
