@@ -231,3 +231,13 @@ def test_an_answer_whose_files_cannot_be_written_is_printed(
         assert json.loads(ran.out)["files"] == []
     else:
         assert "4,096 tokens/s" in ran.out
+
+
+@pytest.mark.parametrize(("verb", "code"), [("list", 0), ("show", 2), ("cancel", 2)])
+def test_who_looks_for_jobs_in_the_wrong_folder_makes_no_database_there(
+    main: Main, tmp_path: Path, verb: str, code: int
+) -> None:
+    ran = main("jobs", verb, *(["1"] if code else []))
+    assert ran.code == code
+    assert ("There is no database sqlite:///studies/autotune.db" in ran.err) == bool(code)
+    assert list(tmp_path.iterdir()) == []

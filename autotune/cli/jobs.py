@@ -50,8 +50,10 @@ def list_jobs(*, storage: str, as_json: bool) -> None:
     from autotune.jobs import open_jobs
     from autotune.report.jobs import draw_list
 
-    with open_jobs(storage) as table:
-        found = table.listed()
+    found = []
+    if _is_there(storage):
+        with open_jobs(storage) as table:
+            found = table.listed()
     if as_json:
         print_json({"jobs": [job.to_dict() for job in found]})
     elif found:
@@ -75,6 +77,7 @@ def show(*, number: int, storage: str, out: Path | None, as_json: bool) -> None:
     from autotune.jobs import open_jobs
     from autotune.report.jobs import draw_job
 
+    _refuse_missing(storage, number)
     with open_jobs(storage) as table:
         job = table.get(number)
     if out is not None:
@@ -92,12 +95,28 @@ def cancel(*, number: int, storage: str, as_json: bool) -> None:
     """Cancel a job: a worker that runs it stops within seconds. What was measured is kept."""
     from autotune.jobs import open_jobs
 
+    _refuse_missing(storage, number)
     with open_jobs(storage) as table:
         table.cancel(number)
     if as_json:
         print_json({"job": number, "state": "cancelled"})
     else:
         say(f"Job {number} is cancelled.")
+
+
+def _is_there(storage: str) -> bool:
+    """Whether there is a database: who only looks for a job, in the wrong folder maybe, makes none."""
+    file = database.file_of(database.parse_url(storage))
+    return file is None or file.exists()
+
+
+def _refuse_missing(storage: str, number: int) -> None:
+    from autotune.errors import ConfigError
+
+    if not _is_there(storage):
+        raise ConfigError(
+            f"There is no job {number}", why=f"There is no database {database.shown_url(storage)}"
+        )
 
 
 def enqueue(
