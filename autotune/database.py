@@ -38,7 +38,11 @@ _DRIVERS_WITH_CONNECT_TIMEOUT = ("psycopg", "psycopg2", "pymysql", "mysqldb")
 _EXPLANATIONS = (
     # part of the driver's message, why, remedy
     ("readonly database", "It cannot be written to", "Make it writable"),
-    ("unable to open", "Its file cannot be opened", "Check its folder and the permissions"),
+    (
+        "unable to open",
+        "Its file cannot be opened",
+        "Check the permissions, also of its folder: SQLite writes there even to read",
+    ),
     (
         "file is not a database",
         "The file is damaged or is not SQLite's; it was left as it is",
@@ -50,6 +54,11 @@ _EXPLANATIONS = (
         "Restore it from a copy",
     ),
     ("is locked", "Another process is writing to it", "Try again when that has finished"),
+    (
+        "Can't load plugin",
+        "SQLAlchemy knows no database of that name",
+        "Begin it with sqlite:/// or postgresql+psycopg://",
+    ),
     ("Can't reconnect until", "The connection to its server was lost", "Try again when it runs"),
     ("disk is full", "The disk is full; nothing stored is lost", "Free some space and try again"),
 )
@@ -115,6 +124,16 @@ def make_folder(url: URL) -> None:
             why=error.strerror or str(error),
             remedy=f"Check its permissions, {ELSEWHERE}",
         ) from error
+
+
+def refuse_memory(url: URL) -> None:
+    """Raises StorageError for SQLite in memory: whoever opens it has an empty one of their own."""
+    if url.get_backend_name() == "sqlite" and file_of(url) is None:
+        raise StorageError(
+            f"The database {named(url)} cannot be used",
+            why="It is in memory, where nothing stays",
+            remedy="Name a file, such as sqlite:///studies/autotune.db",
+        )
 
 
 def refuse_stranger(url: URL, tables: Collection[str]) -> None:

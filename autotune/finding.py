@@ -177,7 +177,7 @@ def find(
         return Answer(
             found=found,
             study=options.study or name,
-            folder_name=name if options.study is None else store.slug(options.study),
+            folder_name=name if options.study is None else store.folder_of(options.study),
             run=run,
             question=question_of(options),
         )

@@ -19,7 +19,7 @@ from autotune.kv_cache import KvCache, kv_cache
 from autotune.lengths import Lengths
 from autotune.models import ModelSource
 from autotune.rules import Context, broken_rules
-from autotune.space_file import MAX_FILE_BYTES
+from autotune.space_file import MAX_FILE_BYTES, parse_yaml
 from autotune.units import MIB, format_bytes, parse_bytes
 
 NAMED = "named"
@@ -154,10 +154,12 @@ def longest_batch(
 def read_yaml(path: Path) -> object:
     """What is in a file that an option names. Raises ConfigError."""
     try:
-        return yaml.safe_load(files.read_text(path, MAX_FILE_BYTES))
+        return parse_yaml(files.read_text(path, MAX_FILE_BYTES), takes_merges=True)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{path} is not YAML", why=why[:300]) from error
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}: " if mark else ""
+        raise ConfigError(f"{path} is not YAML", why=f"{place}{why}"[:300]) from error
 
 
 def generation(

@@ -62,6 +62,9 @@ class Recommendation:
     configuration, as fast), `unchanged`; or what made it says."""
 
 
+_NEVER = datetime.max.replace(tzinfo=UTC)
+
+
 class RecommendationTable:
     """The recommendations of one database."""
 
@@ -84,12 +87,23 @@ class RecommendationTable:
         newest = found.order_by(self._table.c.made_at.desc(), self._table.c.id.desc()).limit(1)
         return next(iter(self._read(newest)), None)
 
-    def history(self, question_key: str, device: str | None = None) -> list[Recommendation]:
-        """Every answer to the question, oldest first; None: on any device."""
+    def history(
+        self, question_key: str, device: str | None = None, *, now: datetime = _NEVER
+    ) -> list[Recommendation]:
+        """Every answer to the question, oldest first; device None: on any.
+
+        One of after `now`, made while a clock was wrong, stands after what was added before it.
+        """
         query = self._table.select().where(self._table.c.question_key == question_key)
         if device is not None:
             query = query.where(self._table.c.device == device)
-        return self._read(query.order_by(self._table.c.made_at, self._table.c.id))
+        added = self._read(query.order_by(self._table.c.id))
+        last = datetime.min.replace(tzinfo=UTC)
+        times = []
+        for one in added:
+            last = one.made_at if one.made_at <= now else last
+            times.append(last)
+        return [added[place] for place in sorted(range(len(added)), key=times.__getitem__)]
 
     def everything(self) -> list[Recommendation]:
         """All of them, oldest first."""

@@ -117,25 +117,40 @@ def _read(path: Path, shown: str, names: Iterable[str]) -> str:
         raise ConfigError(f"The search space {shown!r} cannot be read", why=why) from error
 
 
-def _parse(text: str, shown: str) -> object:
+def parse_yaml(text: str, *, takes_merges: bool = False) -> object:
+    """What the text says. A key that is given twice is an error: PyYAML would lose the first.
+
+    Raises yaml.YAMLError, ValueError and RecursionError.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
         """Safe: a tag that names a Python object is an error. So are two more things here."""
 
-    def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key, count in Counter(keys).items():
-            problem = f"the key {key[:40]!r} is given {count} times" if count > 1 else ""
-            if key == "<<":  # A merge of merges grows without bound.
-                problem = "merge keys (<<) are not supported"
-            if problem:
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            node: yaml.MappingNode = super().compose_mapping_node(anchor)
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for key, count in Counter(keys).items():
+                problem = f"the key {key[:40]!r} is given {count} times" if count > 1 else ""
+                if key == "<<" and not takes_merges:  # A merge of merges grows without bound.
+                    problem = "merge keys (<<) are not supported"
+                if problem:
+                    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            return node
+
+    def whole(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         return loader.construct_mapping(node, deep=True)
 
-    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    if not takes_merges:  # A mapping within itself cannot be made whole, and is refused so.
+        Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, whole)
+    return yaml.load(text, Loader=Loader)
+
+
+def _parse(text: str, shown: str) -> object:
+    import yaml
+
     try:
-        return yaml.load(text, Loader=Loader)
+        return parse_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}: " if mark else ""

@@ -88,7 +88,7 @@ def open_study(
     everything that the database refuses.
     """
 
-    _check_name(name)
+    check_name(name)
     identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
     with explained(parsed):
@@ -211,7 +211,17 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower())[:60].strip("-.") or "model"
 
 
-def _check_name(name: str) -> None:
+def folder_of(study: str) -> str:
+    """A folder's name for a study that the user has named: two that differ in letters which a slug leaves
+    out, those beyond ASCII, have one each."""
+    made = slug(study)
+    if study.isascii() and any(map(str.isalnum, study)):
+        return made
+    return f"{made}-{hashlib.sha256(study.encode()).hexdigest()[:6]}"
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError for one that no study can have."""
     if not name.strip() or len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise ConfigError(
             f"{name[:40]!r} cannot name a study",

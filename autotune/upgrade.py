@@ -23,6 +23,7 @@ from autotune.database import (
     make_folder,
     named,
     parse_url,
+    refuse_memory,
     refuse_stranger,
 )
 from autotune.errors import StorageError
@@ -49,6 +50,7 @@ def open_engine(url: str) -> Iterator[Engine]:
 
     parsed = parse_url(url)
     with explained(parsed):
+        refuse_memory(parsed)
         make_folder(parsed)
         engine = sqlalchemy.create_engine(parsed, **engine_options(parsed, durable=True))
         try:

@@ -410,6 +410,7 @@ def test_a_read_only_database(
         ("sqlite:////proc/nowhere/x.db", "The folder of the database"),
         ("nonsense", "cannot be read"),
         ("nodriver://user:secret@host/db", "cannot be"),
+        ("postgres://user:secret@host/db", "Begin it with sqlite:/// or postgresql+psycopg://"),
     ],
 )
 def test_a_database_that_cannot_be_opened(fail: Fail, storage: str, part: str) -> None:
@@ -417,6 +418,24 @@ def test_a_database_that_cannot_be_opened(fail: Fail, storage: str, part: str) -
     assert code == 6
     assert part in err
     assert "secret" not in err
+
+
+@pytest.mark.parametrize("command", ["worker", "nightly"])
+def test_no_number_of_minutes_is_no_limit(fail: Fail, command: str) -> None:
+    code, err = fail(command, "--max-minutes", "nan")
+    assert code == 2
+    assert "'nan' is no number of minutes" in err
+
+
+@pytest.mark.parametrize("storage", ["sqlite://", "sqlite:///:memory:"])
+@pytest.mark.parametrize("command", [("jobs", "list"), (*FIND, "--backend", "cpu"), FIND])
+@pytest.mark.usefixtures("answered")
+def test_a_database_in_memory_keeps_nothing(
+    fail: Fail, command: tuple[str, ...], storage: str
+) -> None:
+    code, err = fail(*command, "--storage", storage)
+    assert code == 6
+    assert "It is in memory, where nothing stays" in err
 
 
 @pytest.mark.usefixtures("answered")

@@ -681,6 +681,16 @@ def test_a_study_of_another_workload_is_left_alone(main: Main, asked: list[dict[
     assert "sequence_length was 1024, now 2048" in ran.err
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 300])
+def test_a_name_that_no_study_can_have_is_refused_before_the_search(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path, name: str
+) -> None:
+    ran = main(*FIND, "--study", name)
+    assert (ran.code, ran.out, asked) == (2, "", [])
+    assert "cannot name a study" in ran.err
+    assert not (tmp_path / "studies").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "parts"),
     [

@@ -206,3 +206,38 @@ def test_a_password_is_not_repeated(main: Main, postgres_url: str) -> None:
     assert "secret" not in found.out + found.err
     shown = main("jobs", "show", "1", "--storage", url)
     assert "secret" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize("verb", ["show", "cancel"])
+@pytest.mark.parametrize("number", ["0", "2147483648", "99999999999999999999", "one"])
+def test_a_number_that_no_job_can_have_is_refused(main: Main, verb: str, number: str) -> None:
+    ran = main("jobs", verb, number)
+    assert ran.code == 2
+    assert number in ran.err
+    assert "internal error" not in ran.err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_answer_whose_files_cannot_be_written_is_printed(
+    main: Main, jobs: JobTable, as_json: bool
+) -> None:
+    main(*ASKED)
+    finish(jobs)
+    Path("taken").write_text("a file", encoding="utf-8")
+    ran = main("jobs", "show", "1", "--out", "taken", *(["--json"] if as_json else []))
+    assert ran.code == 6
+    assert "The files cannot be written to taken" in ran.err
+    if as_json:
+        assert json.loads(ran.out)["files"] == []
+    else:
+        assert "4,096 tokens/s" in ran.out
+
+
+@pytest.mark.parametrize(("verb", "code"), [("list", 0), ("show", 2), ("cancel", 2)])
+def test_who_looks_for_jobs_in_the_wrong_folder_makes_no_database_there(
+    main: Main, tmp_path: Path, verb: str, code: int
+) -> None:
+    ran = main("jobs", verb, *(["1"] if code else []))
+    assert ran.code == code
+    assert ("There is no database sqlite:///studies/autotune.db" in ran.err) == bool(code)
+    assert list(tmp_path.iterdir()) == []

@@ -144,10 +144,14 @@ def test_an_address_may_stand_in_the_environment(
     monkeypatch.setenv("NIGHTLY_HOOK", f"http://127.0.0.1:{server.port}/")
     assert tell([hook], ["improved"], DIGEST) == []
     assert server.received == [DIGEST]
-    monkeypatch.delenv("NIGHTLY_HOOK")
+    monkeypatch.setenv("NIGHTLY_HOOK", "hooks.example.com/x")
     (said,) = tell([hook], ["improved"], DIGEST)
     assert "$NIGHTLY_HOOK" in said
     assert "what is in that variable should be an https address" in said
+    monkeypatch.delenv("NIGHTLY_HOOK")
+    (said,) = tell([hook], ["improved"], DIGEST)
+    assert "$NIGHTLY_HOOK" in said
+    assert "that variable is not set" in said
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,9 @@ BROKEN = {
     "models: [gpt2]\nbudgets: [12]": "budgets: 12 should be all or a size such as 12GB",
     "models: [gpt2]\nbudgets: [12G]": "'12G' should be all or a size: The size '12G' has the unknown unit",
     "models: [gpt2, gpt2]": "models: gpt2 is given twice",
+    "models: [gpt2]\nmodels: [gpt3]": "line 1: the key 'models' is given 2 times",
+    "models: [gpt2]\ncells:\n- {priority: 2, priority: 3}": "line 3: the key 'priority' is given 2",
+    "models:\n\t- gpt2": "line 2: found character",
     "models: []": "models: should be a list with something in it",
     "lengths: [5]": "models: is missing",
     "[gpt2]": "the file must be a mapping with `models`, not list",
@@ -103,8 +106,16 @@ BROKEN = {
     "models: [gpt2]\nhooks: [{on: [regresion], command: [x]}]": 'Did you mean "regression"',
     "models: [gpt2]\nhooks: [{on: [regression]}]": "needs a webhook or a command",
     "models: [gpt2]\nhooks: [{webhook: 'http://example.com/x'}]": "should be https",
+    "models: [gpt2]\nhooks: [{on: [], command: [x]}]": "on: names no event",
+    "models: [gpt2]\nhooks: [{command: [' ', x]}]": "command: its first word, the program, is empty",
     "models: [gpt2]\nhooks: [{command: rm -rf}]": "a list of words; no shell reads it",
 }
+
+
+def test_merge_keys_are_read(tmp_path: Path) -> None:
+    text = "models: [a]\ncells: [&x {priority: 2}, {<<: *x, where: {model: a}, effort: quick}]"
+    (cell,) = read(written(tmp_path, text)).cells
+    assert (cell.priority, cell.options.effort) == (2.0, "quick")
 
 
 @pytest.mark.parametrize("text", BROKEN)

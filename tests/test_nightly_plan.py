@@ -76,6 +76,17 @@ def test_what_was_measured_a_moment_ago_is_left_alone() -> None:
     assert found.reason == "measured 2 hours ago"
 
 
+def test_a_night_of_the_future_does_not_put_off_all_others() -> None:
+    """The clock was wrong when it was made: by it, nothing would be measured for years."""
+    found = one([night(2), night(-1500)])
+    assert (found.state, found.measures, found.searches) == ("due", True, True)
+    assert "by this machine's clock" in found.reason
+    # One that was set right by minutes is no such thing.
+    found = one([night(-0.01)])
+    assert (found.state, found.measures) == ("fresh", False)
+    assert found.reason == "measured 0 us ago"
+
+
 def test_a_budget_that_the_card_does_not_have_is_passed_over() -> None:
     (found,) = planned(cell("a", gpu_mem="80GB"), capacity_bytes=24 * 2**30)
     assert (found.state, found.is_chosen) == ("impossible", False)

@@ -56,6 +56,20 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/autotune.db"
 
 
+def test_an_answer_of_the_future_stands_where_it_was_added(url: str) -> None:
+    hours = [0, 24, 40_000, 48, 36]  # the clock was wrong at the third; the last was imported
+    with open_recommendations(url) as table:
+        for each in hours:
+            table.add(recommendation(each))
+        key, now = question_key(QUESTION), NOON + datetime.timedelta(hours=72)
+        kept = [
+            (one.made_at - NOON) // datetime.timedelta(hours=1)
+            for one in table.history(key, now=now)
+        ]
+        assert kept == [0, 24, 40_000, 36, 48]
+        assert table.history(key)[-1].made_at.year == 2031
+
+
 def test_what_was_kept_is_read_back(url: str) -> None:
     predicted = recommendation(
         hours=1, fingerprint=None, evidence="predicted", tokens_per_second=None, spread=None

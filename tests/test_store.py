@@ -253,6 +253,15 @@ def test_names_that_no_study_can_have(url: str, name: str) -> None:
         pass
 
 
+def test_studies_of_different_names_have_folders_of_their_own() -> None:
+    assert store.folder_of("My run_2") == store.slug("My run_2") == "my-run-2"
+    names = ["x", "дом", "家", "家 1", "..."]
+    folders = [store.folder_of(name) for name in names]
+    assert len({*folders}) == len(names)
+    for folder in folders:
+        assert Path("studies", folder).name == folder.strip(".")
+
+
 def test_a_hundred_trials_are_quick(url: str) -> None:
     estimates = [estimate(tokens_per_second=1.0 + i) for i in range(100)]
     # By CPU time: on a busy machine the wall clock says little.

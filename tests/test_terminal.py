@@ -184,6 +184,19 @@ def test_names_of_a_list_are_not_broken(width: int | None, monkeypatch: pytest.M
         assert max(map(len, lines)) <= width
 
 
+def test_a_list_is_not_spelt_downwards_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    headers = ("job>", "state", "model", "card", "budget>", "asked", "by", "worker", "progress")
+    row = ("1", "queued", "m" * 20, "CPU", "50 MB", "2026-11-21 14:55", "me@here", "", "")
+    file = io.StringIO()
+    terminal.draw_table(headers, [row], file, is_list=True)
+    lines = file.getvalue().splitlines()
+    assert len(lines) < 6
+    assert any("queued" in line for line in lines)
+
+
 def test_unsupported_points_are_counted() -> None:
     counts = dataclasses.replace(answers.summary().counts, unsupported=204)
     assert "valid 11,204 > traceable 11,000 >" in drawn(answers.summary(counts=counts))

@@ -26,7 +26,8 @@ _storage = click.option(
     "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the jobs."
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-_number = click.argument("number", type=click.IntRange(1), metavar="NUMBER")
+# What is larger fits into no database's column.
+_number = click.argument("number", type=click.IntRange(1, 2**31 - 1), metavar="NUMBER")
 
 
 @click.group()
@@ -49,8 +50,10 @@ def list_jobs(*, storage: str, as_json: bool) -> None:
     from autotune.jobs import open_jobs
     from autotune.report.jobs import draw_list
 
-    with open_jobs(storage) as table:
-        found = table.listed()
+    found = []
+    if _is_there(storage):
+        with open_jobs(storage) as table:
+            found = table.listed()
     if as_json:
         print_json({"jobs": [job.to_dict() for job in found]})
     elif found:
@@ -74,6 +77,7 @@ def show(*, number: int, storage: str, out: Path | None, as_json: bool) -> None:
     from autotune.jobs import open_jobs
     from autotune.report.jobs import draw_job
 
+    _refuse_missing(storage, number)
     with open_jobs(storage) as table:
         job = table.get(number)
     if out is not None:
@@ -91,12 +95,28 @@ def cancel(*, number: int, storage: str, as_json: bool) -> None:
     """Cancel a job: a worker that runs it stops within seconds. What was measured is kept."""
     from autotune.jobs import open_jobs
 
+    _refuse_missing(storage, number)
     with open_jobs(storage) as table:
         table.cancel(number)
     if as_json:
         print_json({"job": number, "state": "cancelled"})
     else:
         say(f"Job {number} is cancelled.")
+
+
+def _is_there(storage: str) -> bool:
+    """Whether there is a database: who only looks for a job, in the wrong folder maybe, makes none."""
+    file = database.file_of(database.parse_url(storage))
+    return file is None or file.exists()
+
+
+def _refuse_missing(storage: str, number: int) -> None:
+    from autotune.errors import ConfigError
+
+    if not _is_there(storage):
+        raise ConfigError(
+            f"There is no job {number}", why=f"There is no database {database.shown_url(storage)}"
+        )
 
 
 def enqueue(
@@ -150,7 +170,7 @@ def _ended(table: JobTable, number: int) -> Job:
 def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> None:
     """What `find` does with an answer of its own, but for the report, which it has no need of here."""
     from autotune import asking, store
-    from autotune.errors import ConfigError
+    from autotune.errors import ConfigError, StorageError
     from autotune.report import terminal
 
     if job.result is None:
@@ -161,15 +181,25 @@ def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> N
         raise asking.error_of(job.problem, job.exit_code)
     # As `find` calls it: a name of the user's own need not be fit for a folder.
     is_named = job.question["options"].get("study") is not None
-    folder = folder or STUDIES / (store.slug(job.study) if is_named else job.study)
+    folder = folder or STUDIES / (store.folder_of(job.study) if is_named else job.study)
     answered, notes = asking.answered(job, folder)
-    files = answered.write()
-    if as_json:
-        print_json(answered.result)
-    else:
+    if not as_json:
+        # Before anything is written: what cannot be written does not cost the answer.
         terminal.draw_summary(answered.summary, sys.stdout)
+        sys.stdout.flush()
+    files: list[Path] = []
+    problem = None
+    try:
+        files = answered.write()
+    except StorageError as error:
+        problem = error
+    if as_json:
+        print_json({**answered.result, "files": [str(path) for path in files]})
+    else:
         place = f"{job.study} in {database.shown_url(storage)}"
         report = command_on(job.study, "report", storage)
         terminal.draw_outcome(files, place, sys.stdout, report=report, unsaid=answered.unsaid)
     for words in (*notes, *answered.notes):
         note(words)
+    if problem is not None:
+        raise problem

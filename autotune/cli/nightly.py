@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from autotune import database
-from autotune.cli.options import command_line
+from autotune.cli.options import Minutes, command_line
 from autotune.cli.output import note, print_json, say
 from autotune.measurement import BACKENDS
 
@@ -30,7 +30,7 @@ PLATFORMS = ("systemd", "cron", "github")
 )
 @click.option(
     "--max-minutes",
-    type=click.FloatRange(0.1, 10_000),
+    type=Minutes(0.1, 10_000),
     metavar="N",
     help="Time of this night [default: the matrix's time_budget].",
 )

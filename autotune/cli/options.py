@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,18 @@ COUNT = click.IntRange(*RANGES["effective_batch"])
 LENGTH = click.IntRange(*RANGES["seq_len"])
 
 Command = Callable[..., None]
+
+
+class Minutes(click.FloatRange):
+    """A time limit. `nan`, which is in every range, would be none."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        minutes = float(super().convert(value, param, ctx))
+        if math.isnan(minutes):
+            self.fail(f"{value!r} is no number of minutes.", param, ctx)
+        return minutes
 
 
 class KnobType(click.ParamType[Any]):

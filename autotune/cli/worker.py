@@ -8,6 +8,7 @@ from types import FrameType
 import click
 
 from autotune import database
+from autotune.cli.options import Minutes
 from autotune.cli.output import say
 
 BACKENDS = ("auto", "cuda", "cpu")
@@ -30,7 +31,7 @@ IMPORT_SECONDS = 0.05
 @click.option("--once", is_flag=True, help="End after one job, or when none is there.")
 @click.option(
     "--max-minutes",
-    type=click.FloatRange(0, 100_000, min_open=True),
+    type=Minutes(0, 100_000, min_open=True),
     metavar="N",
     help="Stop then, as on SIGTERM [default: never].",
 )

@@ -131,6 +131,8 @@ def _send(hook: Hook, body: bytes) -> None:
     url = hook.webhook
     if _VARIABLE.fullmatch(url):
         url = os.environ.get(url[1:], "")
+        if not url:
+            raise _Failed("that variable is not set", is_final=True)
         if problem := check_url(url) or ("is another variable" if url[:1] == "$" else ""):
             raise _Failed(f"what is in that variable {problem}", is_final=True)
     headers = {"Content-Type": "application/json", "User-Agent": "autotune"}

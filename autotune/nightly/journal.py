@@ -72,7 +72,7 @@ class Journal:
         found = self._cells.get(name, {}).get("speeds", {}).get(_key(config, fingerprint), {})
         try:
             at = datetime.datetime.fromisoformat(found["at"])
-            if (self._now - at).total_seconds() > LIFETIME_SECONDS:
+            if abs((self._now - at).total_seconds()) > LIFETIME_SECONDS:
                 return []
             return [float(speed) for speed in found["speeds"] if speed > 0]
         except (KeyError, TypeError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Sequence
 
 from autotune.database import file_of, parse_url
@@ -23,10 +24,11 @@ def nights(storage: str, cells: Sequence[Cell], device: str | None) -> dict[str,
     if path is not None and not path.exists():
         return {cell.name: [] for cell in cells}
     found: dict[str, list[Night]] = {}
+    now = datetime.datetime.now(datetime.UTC)
     with open_recommendations(storage) as table:
         for cell in cells:
             read = found[cell.name] = []
-            for row in table.history(cell.key, device):
+            for row in table.history(cell.key, device, now=now):
                 # What another version wrote stays, and is no history to this one.
                 with contextlib.suppress(ValueError):
                     if NIGHT in row.result:

@@ -296,6 +296,8 @@ def _hooks(values: Sequence[Any], problems: list[str]) -> Iterator[Hook]:
         # PyYAML reads the key `on` as true, as YAML 1.1 has it.
         given = {("on" if key is True else key): each for key, each in value.items()}
         events = given.get("on", [*EVENTS])
+        if events == []:
+            problems.append(f"{place}.on: names no event, so that nobody is ever told")
         for event in events if isinstance(events, list) else [events]:
             if event not in EVENTS:
                 problems.append(f"{place}.on: {_shown(event)}. {nearest(str(event), EVENTS)}")
@@ -303,6 +305,8 @@ def _hooks(values: Sequence[Any], problems: list[str]) -> Iterator[Hook]:
         words = isinstance(command, list) and all(isinstance(word, str) for word in command)
         if not words:
             problems.append(f"{place}.command: should be a list of words; no shell reads it")
+        elif command and not command[0].strip():
+            problems.append(f"{place}.command: its first word, the program, is empty")
         webhook = given.get("webhook", "")
         if bool(webhook) == bool(command):
             problems.append(f"{place}: needs a webhook or a command, one of the two")

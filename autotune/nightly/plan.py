@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ IMPOSSIBLE = "impossible"
 FATAL = "fatal"
 """Night after night died over it: it waits until everything else is done."""
 MAX_DEATHS = 3
+
+CLOCK_SECONDS = 86_400.0
+"""[judgement] A clock that was set right in between may be off by less."""
+FUTURE = "tuned in the future, by this machine's clock, which was wrong then or is now"
 
 EXPECTED_GAIN = {
     INTERRUPTED: 1.0,
@@ -186,7 +191,7 @@ def _planned(
 ) -> Planned:
     state, reason = _state(cell, nights, matrix, fingerprint_of, now, deaths, capacity_bytes)
     searches = state in _SEARCHES
-    old_seconds = (now - nights[-1].at).total_seconds() if nights else 0.0
+    old_seconds = _age_seconds(nights[-1], now) if nights else 0.0
     measures = bool(nights) and state != IMPOSSIBLE
     if old_seconds < matrix.measure_again_after_seconds and not searches:
         measures = False
@@ -227,12 +232,18 @@ def _state(
     last = searched[-1]
     if changed := changes(last.fingerprint, fingerprint_of(last)):
         return STALE, ", ".join(changed)
-    old_seconds = (now - last.at).total_seconds()
+    old_seconds = _age_seconds(last, now)
     if old_seconds >= matrix.retune_after_seconds:
-        return DUE, f"tuned {_age(old_seconds)} ago"
+        return DUE, FUTURE if old_seconds == math.inf else f"tuned {_age(old_seconds)} ago"
     if nights[-1].kind == drift.SUSPECT:
         return FRESH, "last night was a suspect"
     return FRESH, f"nothing has changed since {last.made_at[:10]}"
+
+
+def _age_seconds(night: Night, now: datetime.datetime) -> float:
+    """Of a night that the clock still has before it nothing is known: it is as old as can be."""
+    seconds = (now - night.at).total_seconds()
+    return seconds if seconds > -CLOCK_SECONDS else math.inf
 
 
 def _age(seconds: float) -> str:

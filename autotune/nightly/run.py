@@ -91,7 +91,8 @@ def night(
             digest.events,
             digest.to_dict(),
             environment={
-                "AUTOTUNE_DIGEST": str((folder / "digest.md").absolute()),
+                # Not an older one, where this one cannot be written.
+                "AUTOTUNE_DIGEST": str((folder / "digest.md").absolute()) if written else "",
                 "AUTOTUNE_CODE": str(digest.exit_code),
             },
         )

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH_COLUMNS = 100
 """Of what is no terminal: rich's own 80 would break lines that a log has room for."""
+LIST_COLUMNS = 8
+"""Of a terminal, per column of a list: with fewer, words are spelt downwards."""
 
 _LABEL_WIDTH = 9
 
@@ -271,6 +273,8 @@ def draw_table(
     if is_list:
         if not (file.isatty() or os.environ.get("COLUMNS")):
             console.width = sum(widths) + 2 * len(widths)
+        # Rather lines which the terminal breaks.
+        console.width = max(console.width, LIST_COLUMNS * len(widths))
         table.columns[0].no_wrap = widths[0] <= console.width // 2
     console.print(table)
 
