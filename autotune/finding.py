@@ -29,6 +29,7 @@ from autotune.measurement import BACKENDS, ProbeSpec
 from autotune.models import ModelSource
 from autotune.optimizers import OPTIMIZERS
 from autotune.options import FindOptions
+from autotune.prober import NotAsAssumed, Prober
 from autotune.probes import open_probes
 from autotune.reading import Brought
 from autotune.recommendations import (
@@ -253,7 +254,7 @@ def _measure(
             open_probes(storage) as table,
         ):
             new_prober = functools.partial(
-                probing.Prober,
+                Prober,
                 server,
                 table,
                 source,
@@ -265,7 +266,7 @@ def _measure(
             try:
                 prober = new_prober(assumed=machine.fingerprint(backend))
                 measured = probing.search(opened, plan, prober, on_probe=heard.on_probe)
-            except probing.NotAsAssumed:
+            except NotAsAssumed:
                 measured = probing.search(opened, plan, new_prober(), on_probe=heard.on_probe)
         answer = dataclasses.replace(
             tune.with_measured(summary, measured),

@@ -13,8 +13,8 @@ from autotune.models import resolve
 from autotune.nightly import drift
 from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Cell, Matrix
+from autotune.prober import Prober
 from autotune.probes import ProbeTable
-from autotune.probing import Prober
 
 NUM_FAILURES = 2
 """In a row: the first may be chance."""

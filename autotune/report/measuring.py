@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from autotune.config import TrainConfig
 from autotune.knobs import describe
 from autotune.measurement import Measurement, ProbeSpec
-from autotune.probing import NUM_CONFIRMATION_WARM_UP_STEPS, OnProbe, OnRun
+from autotune.prober import NUM_CONFIRMATION_WARM_UP_STEPS, OnRun
+from autotune.probing import OnProbe
 from autotune.report import words
 from autotune.report.stderr import Output, output
 from autotune.summary import Counts
