@@ -43,7 +43,7 @@ SET_UP_SECONDS = 120.0
 """A probe's deadline beyond its timed steps: building, warm-up, the last step begun."""
 
 NUM_CONFIRMATION_WARM_UP_STEPS = 10
-"""Beside those that are timed: autotune.worker.probe warms up for 8 at most, and evaluates."""
+"""Beside those that are timed: autotune.worker.training warms up for 8 at most, and evaluates."""
 CHECKPOINT_BYTES_PER_SECOND = 50e6
 """For the deadline: [judgement] a slow network disk."""
 
