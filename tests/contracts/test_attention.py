@@ -12,8 +12,8 @@ from torch.utils.flop_counter import flop_registry
 from autotune.config import ATTENTIONS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
+from autotune.worker import kernel_costs
 from autotune.worker import model as models
-from autotune.worker import tracker
 from autotune.worker.attention import FLASH
 from autotune.worker.cuda import Device, attention_kernel
 from autotune.worker.model import UnsupportedModel
@@ -229,6 +229,6 @@ def test_attentions_work_is_pytorchs_count(kernel: str, value_size: int) -> None
         wanted = counted(*before, query, sized(8, 80, 64), sized(8, 80, value_size), out_val=None)
         for heads in (8, 2):
             given = (*before, query, sized(heads, 80, 64), sized(heads, 80, value_size))
-            assert tracker._count_flops(func, given, {"is_causal": False}, None) == wanted
+            assert kernel_costs.count_flops(func, given, {"is_causal": False}, None) == wanted
             halved = {"is_causal": True}
-            assert tracker._count_flops(func, given, halved, None) == wanted // 2
+            assert kernel_costs.count_flops(func, given, halved, None) == wanted // 2
