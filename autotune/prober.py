@@ -221,13 +221,12 @@ class Prober:
         elif end.exit_code == -signal.SIGKILL or says_out_of_memory(end.stderr_tail):
             # Nobody else kills it: the kernel does when the host's memory runs out.
             outcome, message = "oom", f"{message}: the host's memory, or the driver's, ran out"
-        last_words = end.stderr_tail.strip().rpartition("\n")[2]
         return Measurement(
             config=config,
             spec=spec,
             fingerprint=self.fingerprint_of(config),
             outcome=outcome,
-            message=f"{message} {last_words}".strip()[:500],
+            message=f"{message} {end.last_words}".strip()[:500],
         )
 
 

@@ -19,6 +19,7 @@ from autotune import cli, finding, forkserver, isolate, serving, tracing
 from autotune.forkserver import ForkServer
 from autotune.isolate import WorkerEnd
 from autotune.nightly import run as nightly
+from autotune.orphans import adopt_orphans
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -66,9 +67,9 @@ class Workers:
             return tuple(self.run(verb, request, **rest) for request in requests)
 
         # A server has this process adopt orphans, which elsewhere are init's to reap.
-        adopted = isolate.adopt_orphans(bool(self._servers))
+        adopted = adopt_orphans(bool(self._servers))
         with contextlib.ExitStack() as stack:
-            stack.callback(isolate.adopt_orphans, adopted)
+            stack.callback(adopt_orphans, adopted)
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             for module in (isolate, tracing):
                 patch.setattr(module, "run_many", run_forked)

@@ -62,6 +62,8 @@ ROWS = {
     "fingerprints": 4,
     "forkserver": 4,
     "isolate": 4,
+    "launching": 4,
+    "orphans": 4,
     "machine": 3,
     "migrations": 4,
     "probe_key": 4,
