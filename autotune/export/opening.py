@@ -22,9 +22,9 @@ from autotune.export import (
     train_config,
 )
 from autotune.export.edit import parsed
+from autotune.export.literals import literals
 from autotune.export.mapping import Target
 from autotune.export.parts import OURS, Part, all_of, read_folder, read_part
-from autotune.export.program import literals
 from autotune.export.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.sections import Shape, target_for
 from autotune.export.training_args import installed_fields

@@ -14,7 +14,8 @@ from typing import Any
 from autotune.errors import ConfigError
 from autotune.export import edit, program_edit
 from autotune.export.edit import Change
-from autotune.export.program import Program, parsed
+from autotune.export.literals import Program
+from autotune.export.program import parsed
 from autotune.export.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.train_config import MAX_FILE_BYTES
 from autotune.files import Files
