@@ -17,7 +17,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import inputs, machine, probing, reading, store, studies, tune
+from autotune import (
+    inputs,
+    machine,
+    probing,
+    reading,
+    store,
+    studies,
+    study_names,
+    study_trials,
+    tune,
+)
 from autotune.answer_files import AnswerFiles
 from autotune.config import Workload
 from autotune.dataset import Dataset, time_loaders
@@ -156,7 +166,7 @@ def find(
         )
     # Only a planned card follows from the budget; another one needs a study of its own.
     is_planned = not gpu_reason.startswith((inputs.NAMED, inputs.FOUND, inputs.ON_CPU))
-    name = store.default_study_name(workload, gpu=None if is_planned else card.name)
+    name = study_names.default_study_name(workload, gpu=None if is_planned else card.name)
     if options.peft is not None:
         name += f"-{hashlib.sha256(options.peft.encode()).hexdigest()[:6]}"
     if measure_on is not None:
@@ -191,7 +201,7 @@ def find(
     return Answer(
         found=found,
         study=options.study or name,
-        folder_name=name if options.study is None else store.slug(options.study),
+        folder_name=name if options.study is None else study_names.slug(options.study),
         run=run,
         question=question_of(options),
     )
@@ -352,7 +362,7 @@ def _record(
     ) as opened:
         # A study of measurements holds nothing else.
         if summary.measured is None:
-            store.record_estimates(
+            study_trials.record_estimates(
                 opened,
                 answer.found.considered,
                 budget_bytes=summary.workload.memory_budget_bytes,

@@ -28,7 +28,7 @@ from autotune.pruner import SpeedPruner
 from autotune.results import Estimate
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.seen import Seen
-from autotune.store import parameter_distributions
+from autotune.study_trials import parameter_distributions
 from autotune.summary import Measured
 from autotune.trial_history import key_of
 from autotune.trials import ended, watched

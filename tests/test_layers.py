@@ -72,6 +72,8 @@ ROWS = {
     "schema": 4,
     "store": 4,
     "studies": 4,
+    "study_names": 4,
+    "study_trials": 4,
     "trace_table": 4,
     "transfer": 4,
     "upgrade": 4,

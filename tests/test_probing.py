@@ -25,7 +25,8 @@ from autotune.prober import SET_UP_SECONDS, NotAsAssumed, Prober
 from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Plan, search
 from autotune.results import Estimate
-from autotune.store import CONSTRAINT, open_study
+from autotune.store import open_study
+from autotune.study_trials import CONSTRAINT
 from autotune.summary import Measured
 
 BUDGET_BYTES = 10**9

@@ -17,7 +17,7 @@ from autotune.models import resolve
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.pruner import SpeedPruner
-from autotune.store import CONSTRAINT
+from autotune.study_trials import CONSTRAINT
 from autotune.trials import tell, watched
 from autotune.units import MIB
 
