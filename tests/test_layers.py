@@ -51,6 +51,7 @@ ROWS = {
     "needs": 3,
     "options": 3,
     "traces": 3,
+    "sharded_step": 3,
     "shards": 3,
     "parallel": 3,
     "export": 3,
