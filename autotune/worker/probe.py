@@ -2,9 +2,9 @@
 
 The real transformers.Trainer, or TRL's SFTTrainer, runs with the arguments that are exported
 (autotune.worker.training), on token ids at random and weights at random, until it has been timed well
-enough (autotune.worker.watch). However many micro-batches the configuration accumulates, two are run: the
-others cost what the second does (autotune.worker.steps). A confirmation (ProbeSpec.confirm_steps) runs all
-of them, and evaluates and saves a checkpoint.
+enough (autotune.worker.probe_callback). However many micro-batches the configuration accumulates, two are
+run: the others cost what the second does (autotune.worker.steps). A confirmation (ProbeSpec.confirm_steps)
+runs all of them, and evaluates and saves a checkpoint.
 
 Not yet run on a GPU: everything that says CUDA.
 """
@@ -32,9 +32,9 @@ from autotune.worker.checks import Invalid, NotFinite
 from autotune.worker.compiling import cold_caches
 from autotune.worker.fingerprint import fingerprint
 from autotune.worker.memory import device_memory
+from autotune.worker.probe_callback import OnProgress, ProbeCallback, StopReason
 from autotune.worker.steps import summarize
 from autotune.worker.training import build_trainer, evaluation_rows, is_out_of_memory
-from autotune.worker.watch import OnProgress, StopReason, Watch
 
 
 def probe(
@@ -55,7 +55,6 @@ def probe(
     """
     began = time.perf_counter()
     compute_dtype = getattr(torch, PRECISIONS[config.precision].compute_dtype)
-    figures: dict[str, Any]
     if spec.backend == "cpu":
         # Threads that wait for each other are as slow as the one whose core another process has.
         torch.set_num_threads(1)
@@ -66,21 +65,12 @@ def probe(
             compute_dtype,
             is_compiled=config.is_compiled,
         ) as memory:
-            watch = Watch(config, spec, memory, on_progress, stop_reason)
-            figures = _run(model_config, watch, folder)
-    except (Invalid, models.UnsupportedModel) as error:
-        is_finite = False if isinstance(error, NotFinite) else None
-        figures = {"outcome": "invalid", "message": str(error), "loss_is_finite": is_finite}
-    except confirm.FullDisk as error:
-        figures = {"outcome": "full_disk", "message": str(error)}
+            callback = ProbeCallback(config, spec, memory, on_progress, stop_reason)
+            figures = _run(model_config, callback, folder)
     except Exception as error:
-        if not is_out_of_memory(error):
+        figures = _figures_of(error)
+        if not figures:
             raise
-        figures = {
-            "outcome": "oom",
-            "message": models.first_line(error),
-            "excess_bytes": excess_bytes(str(error)),
-        }
     return Measurement(
         config=config,
         spec=spec,
@@ -90,9 +80,27 @@ def probe(
     )
 
 
-def _run(model_config: dict[str, Any], watch: Watch, folder: str | None) -> dict[str, Any]:
+def _figures_of(error: Exception) -> dict[str, Any]:
+    """Fields of the Measurement of a run that ended so; none for what is no outcome of a probe."""
+    if isinstance(error, (Invalid, models.UnsupportedModel)):
+        is_finite = False if isinstance(error, NotFinite) else None
+        return {"outcome": "invalid", "message": str(error), "loss_is_finite": is_finite}
+    if isinstance(error, confirm.FullDisk):
+        return {"outcome": "full_disk", "message": str(error)}
+    if is_out_of_memory(error):
+        return {
+            "outcome": "oom",
+            "message": models.first_line(error),
+            "excess_bytes": excess_bytes(str(error)),
+        }
+    return {}
+
+
+def _run(
+    model_config: dict[str, Any], callback: ProbeCallback, folder: str | None
+) -> dict[str, Any]:
     """Fields of the Measurement of a run that came to its end."""
-    config, spec, memory = watch.config, watch.spec, watch.memory
+    config, spec, memory = callback.config, callback.spec, callback.memory
     checks.require(checks.check_backend(config, spec.backend))
     torch.manual_seed(0)
     os.environ.update(environment(config))
@@ -104,14 +112,14 @@ def _run(model_config: dict[str, Any], watch: Watch, folder: str | None) -> dict
         caches = cold_caches(output_folder) if config.is_compiled else contextlib.nullcontext()
         with caches:
             trainer = build_trainer(model, hf_config, config, spec, output_folder)
-            watch.train(trainer, evaluation_rows(hf_config, config, spec))
-    peaks = memory.peaks(watch.innermost_optimizer())
-    timings = summarize(watch.steps)
+            callback.train(trainer, evaluation_rows(hf_config, config, spec))
+    peaks = memory.peaks(callback.innermost_optimizer())
+    timings = summarize(callback.steps)
     return {
-        "outcome": "slow" if watch.stopped else "ok",
-        "message": watch.stopped,
+        "outcome": "slow" if callback.stopped else "ok",
+        "message": callback.stopped,
         **dataclasses.asdict(timings),
         **dataclasses.asdict(peaks),
-        "cold_start_seconds": watch.cold_start_seconds(),
+        "cold_start_seconds": callback.cold_start_seconds(),
         "loss_is_finite": True,
     }

@@ -47,7 +47,7 @@ OnProgress = Callable[[dict[str, Any]], None]
 StopReason = Callable[[], str]
 
 
-class Watch(TrainerCallback):
+class ProbeCallback(TrainerCallback):
     """Follows the Trainer: checks, warm-up, timing, and when it is enough."""
 
     def __init__(
