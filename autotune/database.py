@@ -50,6 +50,7 @@ _EXPLANATIONS = (
         "Restore it from a copy",
     ),
     ("is locked", "Another process is writing to it", "Try again when that has finished"),
+    ("Can't reconnect until", "The connection to its server was lost", "Try again when it runs"),
     ("disk is full", "The disk is full; nothing stored is lost", "Free some space and try again"),
 )
 ELSEWHERE = "or choose another database with --storage"

@@ -87,6 +87,14 @@ class Answer:
         return self.found.summary
 
 
+class NotMeasuredError(StorageError):
+    """The database failed what was to be measured; the answer by the prediction is not lost by it."""
+
+    def __init__(self, error: StorageError, predicted: Answer) -> None:
+        self.predicted = predicted
+        super().__init__(error.what, error.why, error.remedy)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivered:
     """What was written of an answer."""
@@ -121,7 +129,8 @@ def find(
 
     Probes are kept in the database `storage`, where later searches find them; a prediction leaves it
     alone. `command` is what the study keeps of how it was made. `brought` has come with the question from
-    another machine. `server` runs the probes; None: one of their own.
+    another machine. `server` runs the probes; None: one of their own. Raises NotMeasuredError where the
+    database fails what is to be measured.
     """
     if (options.num_gpus or 1) > 1 and options.backend in BACKENDS:
         raise ConfigError(
@@ -169,27 +178,17 @@ def find(
     name = study_names.default_study_name(workload, gpu=None if is_planned else card.name)
     if options.peft is not None:
         name += f"-{hashlib.sha256(options.peft.encode()).hexdigest()[:6]}"
-    if measure_on is not None:
-        measured_name = f"{name}-measured"
-        try:
-            found = _measure(
-                found,
-                source,
-                options,
-                data=data,
-                backend=measure_on,
-                study=options.study or measured_name,
-                storage=storage,
-                command=command,
-                listener=listener,
-                server=server,
-            )
-            name = measured_name
-        except (HardwareError, WorkerError) as error:
-            if options.backend != "auto":
-                raise
-            listener.note(f"nothing could be measured, so the answer is predicted. {error}")
-    else:
+
+    def answered(found: Found, name: str) -> Answer:
+        return Answer(
+            found=found,
+            study=options.study or name,
+            folder_name=name if options.study is None else study_names.slug(options.study),
+            run=run,
+            question=question_of(options),
+        )
+
+    if measure_on is None:
         for option, value in (
             ("--confirm-steps", options.confirm_steps),
             ("--train-steps", options.train_steps),
@@ -198,13 +197,29 @@ def find(
                 listener.note(
                     f"{option} says nothing to a prediction: --backend cuda or cpu measures."
                 )
-    return Answer(
-        found=found,
-        study=options.study or name,
-        folder_name=name if options.study is None else study_names.slug(options.study),
-        run=run,
-        question=question_of(options),
-    )
+        return answered(found, name)
+    measured_name = f"{name}-measured"
+    try:
+        measured = _measure(
+            found,
+            source,
+            options,
+            data=data,
+            backend=measure_on,
+            study=options.study or measured_name,
+            storage=storage,
+            command=command,
+            listener=listener,
+            server=server,
+        )
+    except StorageError as error:
+        raise NotMeasuredError(error, answered(found, name)) from error
+    except (HardwareError, WorkerError) as error:
+        if options.backend != "auto":
+            raise
+        listener.note(f"nothing could be measured, so the answer is predicted. {error}")
+        return answered(found, name)
+    return answered(measured, measured_name)
 
 
 def _measure(

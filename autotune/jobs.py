@@ -18,10 +18,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Iterator, Mapping
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autotune import store
 from autotune.errors import ConfigError
@@ -30,10 +32,14 @@ from autotune.upgrade import open_engine
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Engine, Row, Select
 
+T = TypeVar("T")
+
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
 MAX_CLAIMS = 3
 """[judgement] Workers are lost by chance; a job that so many did not survive is what killed them."""
 PROGRESS_CHARS = 200
+AGAIN_SECONDS = 1.0
+"""Between two questions to a database that is away."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +203,24 @@ class JobTable:
             values = {"heartbeat_at": _now(connection), "progress": progress[:PROGRESS_CHARS]}
             return self._update(connection, number, worker, values)
 
+    def patiently(self, ask: Callable[[], T], say: Callable[[str], None]) -> T:
+        """What `ask` answers, once the database does: it may restart meanwhile, which is said.
+
+        Raises what it is refused with after GRACE_SECONDS, and at once what no waiting mends.
+        """
+        began = None
+        while True:
+            try:
+                return ask()
+            except Exception as error:
+                now = time.monotonic()
+                began = began or now
+                if not may_pass(error) or now - began > store.GRACE_SECONDS:
+                    raise
+                if began == now:
+                    say(f"The database is away; waiting for it, at most {store.GRACE_SECONDS} s.")
+                time.sleep(AGAIN_SECONDS)
+
     def is_running(self, number: int) -> bool:
         with self._engine.connect() as connection:
             state = self._table.c.state
@@ -263,6 +287,19 @@ class JobTable:
 
         ended = {"state": state, "problem": problem, "exit_code": exit_code}
         return {**ended, "ended_at": utc_now(), "progress": ""}
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether a database that refused with it may be there again in a moment: it restarts, or is locked."""
+    import sqlalchemy
+
+    while error is not None:
+        if isinstance(error, sqlalchemy.exc.PendingRollbackError):
+            return True  # Of a connection that was lost before.
+        if isinstance(error, sqlalchemy.exc.OperationalError):
+            return not isinstance(error.orig, sqlite3.Error) or "is locked" in str(error.orig)
+        error = error.__cause__
+    return False
 
 
 def _now(connection: Connection) -> datetime.datetime:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -29,7 +30,7 @@ from autotune.config import TrainConfig
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.forkserver import ForkServer
 from autotune.isolate import private_folder
-from autotune.jobs import Job, JobTable, Machine, open_jobs
+from autotune.jobs import Job, JobTable, Machine, may_pass, open_jobs
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.report.measuring import Measuring
 from autotune.report.progress import SILENT, Listener
@@ -37,6 +38,8 @@ from autotune.summary import Counts
 
 IDLE_SECONDS = 2.0
 """Between two looks into an empty queue."""
+MAX_LOST = 3
+"""Jobs in a row that a database which comes and goes breaks off: then it is no chance any more."""
 
 Log = Callable[[str], None]
 
@@ -88,11 +91,10 @@ def serve(
     be able to measure; the job is given back then.
     """
     joined: set[int] = set()
+    num_lost = 0
     with open_jobs(url) as jobs:
         while True:
-            job = jobs.claim(at.machine)
-            is_own = job is not None
-            job = job or jobs.to_join(at.machine, leave_out=joined)
+            job, is_own = jobs.patiently(lambda: _next(jobs, at.machine, joined), log)
             if job is not None:
                 log(f"job {job.number}: {'taken' if is_own else 'helping'}, {job.command}")
                 work = _Work(url, at, jobs, job, is_own=is_own, log=log)
@@ -102,15 +104,26 @@ def serve(
                     heard()
                     work.give_back()
                     raise
-                except (StorageError, HardwareError):
+                except (StorageError, HardwareError, sqlalchemy.exc.SQLAlchemyError) as error:
                     # Nothing is wrong with the question: somebody else may have it.
-                    work.give_back()
-                    raise
+                    num_lost += 1
+                    goes_on = not once and num_lost < MAX_LOST and may_pass(error)
+                    work.give_back(waits=goes_on)
+                    if not goes_on:
+                        raise
+                    continue
+                num_lost = 0
                 joined.add(job.number)
             if once:
                 return
             if job is None:
                 time.sleep(IDLE_SECONDS)
+
+
+def _next(jobs: JobTable, machine: Machine, joined: set[int]) -> tuple[Job | None, bool]:
+    """A job, and whether it is this machine's own rather than one to help with."""
+    job = jobs.claim(machine)
+    return (job, True) if job else (jobs.to_join(machine, leave_out=joined), False)
 
 
 class _Work:
@@ -128,11 +141,13 @@ class _Work:
         self._progress = "predicting"
         self._has_ended = threading.Event()
 
-    def give_back(self) -> None:
+    def give_back(self, *, waits: bool = False) -> None:
+        """`waits` for a database that is away."""
         number = self._job.number
+        give = functools.partial(self._jobs.give_back, number, self._at.machine.worker)
         if self._is_own:
             with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
-                self._jobs.give_back(number, self._at.machine.worker)
+                self._jobs.patiently(give, self._log) if waits else give()
         self._log(f"job {number}: given back, what was measured is kept")
 
     def run(self) -> None:

@@ -97,7 +97,11 @@ def take_turn(
         except (ValueError, AssertionError, optuna.exceptions.UpdateFinishedTrialError):
             # Optuna's own, of a trial that somebody else has told (optuna 5.0, study/_optimize.py).
             if raised is not None:
-                raise raised from None
+                raise raised from raised.__cause__
+        except UnboundLocalError as error:
+            # Optuna's, of a database that fails when the trial is told (the same place): what it said.
+            said = raised or error.__context__ or error
+            raise said from said.__cause__
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import sqlalchemy
 
+from autotune.database import explained, parse_url
 from autotune.errors import ConfigError, StorageError
-from autotune.jobs import MAX_CLAIMS, Job, JobTable, Machine, Wanted, open_jobs
+from autotune.jobs import MAX_CLAIMS, Job, JobTable, Machine, Wanted, may_pass, open_jobs
 
 QUESTION = {"schema_version": 1, "options": {"model": "gpt2"}, "model": {}, "space": None}
 CARD = "NVIDIA GeForce RTX 4090"
@@ -184,3 +186,60 @@ def test_a_database_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "x.db").write_text("no database at all, " * 10)
     with pytest.raises(StorageError, match="damaged"), open_jobs(f"sqlite:///{tmp_path}/x.db"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("error", "is_waited_for"),
+    [
+        (sqlite3.OperationalError("database is locked"), True),
+        (sqlite3.OperationalError("attempt to write a readonly database"), False),
+        (OSError("server closed the connection unexpectedly"), True),
+    ],
+)
+def test_who_asks_a_database_that_is_away_waits_and_not_for_ever(
+    jobs: JobTable, monkeypatch: pytest.MonkeyPatch, error: Exception, is_waited_for: bool
+) -> None:
+    monkeypatch.setattr("autotune.jobs.AGAIN_SECONDS", 0.01)
+    refused = sqlalchemy.exc.OperationalError("select", {}, error)
+    answers: list[Exception | int] = [refused, refused, 7]
+    said: list[str] = []
+
+    def ask() -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    if not is_waited_for:
+        with pytest.raises(sqlalchemy.exc.OperationalError):
+            jobs.patiently(ask, said.append)
+        assert said == []
+        return
+    assert jobs.patiently(ask, said.append) == 7
+    assert said == ["The database is away; waiting for it, at most 60 s."]
+    monkeypatch.setattr("autotune.store.GRACE_SECONDS", -1)
+    answers = [refused]
+    with pytest.raises(sqlalchemy.exc.OperationalError):
+        jobs.patiently(ask, said.append)
+
+
+def test_a_connection_that_was_lost_may_come_back(postgres_url: str) -> None:
+    engines = [sqlalchemy.create_engine(postgres_url) for _ in range(2)]
+    others = "from pg_stat_activity where datname = current_database() and pid != pg_backend_pid()"
+    try:
+        with (
+            pytest.raises(StorageError, match="The connection to its server was lost") as said,
+            explained(parse_url(postgres_url)),
+            engines[0].begin() as connection,
+        ):
+            connection.exec_driver_sql("select 1")
+            with engines[1].connect() as other:
+                other.exec_driver_sql(f"select pg_terminate_backend(pid) {others}")
+            # As Optuna does where it takes the first error for a query with too many variables.
+            with pytest.raises(sqlalchemy.exc.OperationalError):
+                connection.exec_driver_sql("select 2")
+            connection.exec_driver_sql("select 3")
+    finally:
+        for engine in engines:
+            engine.dispose()
+    assert may_pass(said.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
 import itertools
 import json
 import time
@@ -20,7 +21,7 @@ from autotune.config import TrainConfig
 from autotune.errors import HardwareError, NothingFitsError
 from autotune.isolate import WorkerEnd
 from autotune.measurement import Fingerprint, Measurement, ProbeSpec
-from autotune.nightly import drift, ledger, run
+from autotune.nightly import draw, drift, ledger, run
 from autotune.nightly.cell import CellNight, Place, TimeIsUp, _limited
 from autotune.nightly.digest import Digest, Done
 from autotune.nightly.history import Night
@@ -266,6 +267,26 @@ def test_a_cell_that_fails_says_why_and_can_be_tried_again(tonight: Tonight) -> 
     assert json.loads(Path("studies/here/nightly.json").read_text("utf-8")) == {"begun": {}}
 
 
+def test_a_regression_that_cannot_be_written_is_one_all_the_same(tonight: Tonight) -> None:
+    taken = Path("studies/nvidia-geforce-rtx-4090/recommendations")
+    taken.parent.mkdir(parents=True)
+    taken.write_text("a file", encoding="utf-8")
+    slow = tuple(900.0 * each for each in WOBBLE[:3])
+    suspect = night(
+        1.0, slow, kind=drift.SUSPECT, has_searched=False, config=STANDING, fingerprint=HERE
+    )
+    done = tonight(Machine({STANDING: 900.0}), [*steady(1000.0), suspect])
+    # It is in the database, where the next night takes it for the level: this night alone can tell of it.
+    (kept,) = ledger.nights("sqlite:///studies/a.db", [CELL], HERE.device)[CELL.name]
+    assert kept == done.night
+    assert (done.kind, done.exit_code) == ("regression", 6)
+    assert "cannot be written" in done.problem
+    assert done.problem in draw.done_line(done)
+    assert "cannot be written" in draw.markdown(digest(done))
+    assert done.problem in html.unescape(draw.html(digest(done)))
+    assert digest(done).events == ["regression", "failure"]
+
+
 def digest(*done: Done, **changes: Any) -> Digest:
     values: dict[str, Any] = {
         "made_at": NOW.isoformat(),
@@ -344,6 +365,49 @@ def test_a_machine_that_cannot_measure_is_told_of(
     told = json.loads(Path("told.json").read_text("utf-8"))
     assert (told["events"], told["exit_code"]) == (["failure"], 3)
     assert "cannot use the GPU" in told["headline"]
+
+
+def test_what_an_interrupted_night_found_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = digest(done_as(drift.REGRESSION), is_interrupted=True)
+    monkeypatch.setattr(run, "_run", lambda *_, **__: found)
+    asked = matrix(CELL, hooks=(Hook(on=("regression",), command=("tee", "told.json")),))
+    place = Place(storage="sqlite:///studies/a.db", out=Path("studies"), backend="cuda")
+    assert run.night(asked, place, budget_seconds=60.0).digest.exit_code == 130
+    told = json.loads(Path("told.json").read_text("utf-8"))
+    assert (told["events"], told["interrupted"]) == (["regression"], True)
+
+
+@pytest.mark.parametrize(("kind", "code"), [(drift.REGRESSION, 7), (drift.IMPROVEMENT, 6)])
+def test_a_digest_that_cannot_be_written_is_told_and_not_lost(
+    kind: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("studies").mkdir()
+    Path("studies/m").write_text("a file", encoding="utf-8")
+    monkeypatch.setattr(run, "_run", lambda *_, **__: digest(done_as(kind)))
+    failing = Hook(on=("failure",), command=("false",), tries=1)
+    asked = matrix(CELL, hooks=(Hook(command=("tee", "told.json")), failing))
+    place = Place(storage="sqlite:///studies/a.db", out=Path("studies"), backend="cuda")
+    delivered = run.night(asked, place, budget_seconds=60.0)
+    assert (delivered.digest.exit_code, delivered.files) == (code, [])
+    unwritten, untold = delivered.digest.notes
+    assert "cannot be written" in unwritten
+    assert "was not told" in untold
+    told = json.loads(Path("told.json").read_text("utf-8"))
+    assert (told["exit_code"], told["notes"]) == (code, [unwritten])
+    assert "failure" in told["events"]
+
+
+def test_a_night_that_ended_nothing_had_something_to_do() -> None:
+    planned = done_as("new").planned
+    assert (
+        digest(left=(planned,), is_interrupted=True).headline == "no cell has ended (interrupted)"
+    )
+    idle = dataclasses.replace(planned, measures=False, searches=False)
+    assert digest(left=(idle,)).headline == "nothing to do"
 
 
 def test_nights_are_kept_by_postgresql_as_they_were(postgres_url: str) -> None:

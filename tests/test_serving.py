@@ -21,6 +21,7 @@ from here import Workers, command
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from autotune import asking, cli, finding, fingerprints, gpus, schema, serving, store
+from autotune import jobs as module
 from autotune.errors import HardwareError, NothingFitsError, StorageError
 from autotune.finding import Answer
 from autotune.jobs import JobTable, Machine, open_jobs
@@ -138,6 +139,68 @@ def test_what_says_nothing_of_the_question_gives_the_job_back(
         worked(url, once=False)
     job = jobs.get(number)
     assert (job.state, job.worker, job.num_claims) == ("queued", "", 0)
+
+
+def cut_off(url: str) -> None:
+    """End every connection to that database, as a server that restarts does."""
+    engine = sqlalchemy.create_engine(url)
+    try:
+        with engine.connect() as connection:
+            connection.exec_driver_sql(
+                "select pg_terminate_backend(pid) from pg_stat_activity "
+                "where datname = current_database() and pid != pg_backend_pid()"
+            )
+    finally:
+        engine.dispose()
+
+
+def test_a_database_that_restarts_costs_a_worker_neither_its_job_nor_its_life(
+    postgres_url: str, finds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AGAIN_SECONDS", 0.01)
+    searched: list[str] = []
+
+    def search(*_: Any) -> None:
+        searched.append("again")
+        if len(searched) < 3:
+            with open_jobs(postgres_url) as table:
+                table.get(1)
+                cut_off(postgres_url)
+                table.get(1)
+        if len(searched) == 4:
+            raise KeyboardInterrupt
+
+    finds(search)
+    said: list[str] = []
+    with open_jobs(postgres_url) as jobs:
+        add(jobs), add(jobs)
+    with pytest.raises(KeyboardInterrupt):
+        serve(postgres_url, HERE, once=False, log=said.append)
+    assert said.count("job 1: given back, what was measured is kept") == 2
+    with open_jobs(postgres_url) as jobs:
+        assert [(job.state, job.num_claims) for job in jobs.listed()] == [
+            ("done", 1),
+            ("queued", 0),
+        ]
+
+
+def test_a_database_that_keeps_failing_ends_the_worker(
+    url: str, jobs: JobTable, finds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "GRACE_SECONDS", 0)
+    searched: list[str] = []
+
+    def search(*_: Any) -> None:
+        searched.append("again")
+        away = sqlalchemy.exc.OperationalError("select", {}, OSError("connection refused"))
+        raise StorageError("It is away") from away
+
+    finds(search)
+    add(jobs)
+    with pytest.raises(StorageError):
+        worked(url, once=False)
+    assert len(searched) == 3
+    assert jobs.get(1).state == "queued"
 
 
 @pytest.mark.parametrize("is_own", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from optuna.trial import TrialState
 
 from autotune import owners, turns
 from autotune.config import Workload
+from autotune.errors import StorageError
 from autotune.store import open_study
 from autotune.trial_history import INTERRUPTED, OWNER
 from autotune.trials import Failed
@@ -103,6 +105,23 @@ def test_an_outcome_without_a_value_ends_the_trial_and_not_the_search(
     assert turn(study, run)
     assert state_of(study) == (state, None)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_database_that_fails_meanwhile_says_so(url: str, is_interrupted: bool) -> None:
+    def run(*_: object) -> float:
+        with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database:
+            database.execute("drop table trials")
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return 7.0
+
+    with (
+        pytest.raises(KeyboardInterrupt if is_interrupted else StorageError) as said,
+        open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study,
+    ):
+        turn(study, run)
+    assert is_interrupted or "no such table: trials" in str(said.value)
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError, SystemExit])

@@ -154,9 +154,21 @@ def find(
             as_json=as_json,
         )
         return
-    answer = finding.find(
-        FindOptions(**typed), storage=storage, command=command, listener=on_stderr(quiet=as_json)
-    )
+    try:
+        answer = finding.find(
+            FindOptions(**typed),
+            storage=storage,
+            command=command,
+            listener=on_stderr(quiet=as_json),
+        )
+    except finding.NotMeasuredError as error:
+        # Files are left alone: those in the folder may be of an answer that was measured.
+        if as_json:
+            print_json(finding.deliver(error.predicted, folder=None, storage=None).result)
+        else:
+            terminal.draw_summary(error.predicted.summary, sys.stdout)
+        sys.stdout.flush()
+        raise
     if not as_json:
         # Before anything is written: what cannot be written does not cost the answer.
         terminal.draw_summary(answer.summary, sys.stdout)

@@ -23,7 +23,7 @@ from typing import Any
 
 from autotune import finding
 from autotune.config import TrainConfig
-from autotune.errors import AutotuneError, WorkerError
+from autotune.errors import AutotuneError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.knobs import describe
 from autotune.measurement import Measurement
@@ -96,9 +96,7 @@ class CellNight:
                 )
                 night = self._tonight()
             night = dataclasses.replace(night, elapsed_seconds=time.monotonic() - began)
-            self._keep(night)
-            self._journal.end(self._cell.name)
-            relative = self._relative(night) if night.kind == NEW else None
+            ledger.keep(self._place.storage, self._cell, night)
         except (KeyboardInterrupt, TimeIsUp):
             self._journal.pause(self._cell.name)
             raise
@@ -109,7 +107,23 @@ class CellNight:
             return Done(
                 planned=self._planned, night=None, problem=str(error), exit_code=error.exit_code
             )
-        return Done(planned=self._planned, night=night, relative=relative)
+        # What is in the database is judged and over: a file that cannot be written costs no regression.
+        problem, exit_code, relative = "", 0, None
+        try:
+            self._write(night)
+            self._journal.end(self._cell.name)
+            relative = self._relative(night) if night.kind == NEW else None
+        except StorageError as error:
+            problem, exit_code = str(error), error.exit_code
+            with contextlib.suppress(StorageError):
+                self._journal.end(self._cell.name)
+        return Done(
+            planned=self._planned,
+            night=night,
+            problem=problem,
+            exit_code=exit_code,
+            relative=relative,
+        )
 
     def _tonight(self) -> Night:
         standing = self._planned.standing
@@ -253,9 +267,8 @@ class CellNight:
         for problem in delivered.problems:
             raise problem
 
-    def _keep(self, night: Night) -> None:
-        """In the database, then in the machine's folder."""
-        ledger.keep(self._place.storage, self._cell, night)
+    def _write(self, night: Night) -> None:
+        """Into the machine's folder."""
         files.write(
             files.machine_folder(self._place.out, night.fingerprint.device),
             self._cell.name,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.errors import EXIT_IMPROVED, EXIT_INTERRUPTED, EXIT_REGRESSION
+from autotune.errors import EXIT_IMPROVED, EXIT_INTERRUPTED, EXIT_REGRESSION, StorageError
 from autotune.knobs import describe
 from autotune.measurement import Fingerprint
 from autotune.nightly import drift
@@ -80,6 +80,8 @@ class Digest:
     """That there was no time for, or nothing to do."""
     elapsed_seconds: float
     is_interrupted: bool = False
+    is_unwritten: bool = False
+    """It is in no file; the notes say why."""
     notes: tuple[str, ...] = ()
 
     def of_kind(self, *kinds: str) -> list[Done]:
@@ -91,7 +93,7 @@ class Digest:
         happened = (
             bool(self.of_kind(drift.REGRESSION)),
             bool(self.of_kind(drift.IMPROVEMENT)),
-            any(each.exit_code for each in self.done),
+            self._failure != 0,
         )
         return [event for event, is_so in zip(EVENTS, happened, strict=True) if is_so]
 
@@ -102,8 +104,12 @@ class Digest:
             return EXIT_INTERRUPTED
         if self.of_kind(drift.REGRESSION):
             return EXIT_REGRESSION
+        return self._failure or (EXIT_IMPROVED if self.of_kind(drift.IMPROVEMENT) else 0)
+
+    @property
+    def _failure(self) -> int:
         failed = next((each.exit_code for each in self.done if each.exit_code), 0)
-        return failed or (EXIT_IMPROVED if self.of_kind(drift.IMPROVEMENT) else 0)
+        return failed or (StorageError.exit_code if self.is_unwritten else 0)
 
     @property
     def headline(self) -> str:
@@ -112,7 +118,10 @@ class Digest:
         counts = [(len(self.of_kind(kind)), kind) for kind in order]
         said = ", ".join(f"{count} {kind}" for count, kind in counts if count)
         noun = "cell" if len(self.done) == 1 else "cells"
-        words = f"{len(self.done)} {noun}: {said}" if self.done else "nothing to do"
+        nothing = (
+            "no cell has ended" if any(each.has_work for each in self.left) else "nothing to do"
+        )
+        words = f"{len(self.done)} {noun}: {said}" if self.done else nothing
         return f"{words} (interrupted)" if self.is_interrupted else words
 
     def to_dict(self) -> dict[str, Any]:

@@ -69,7 +69,10 @@ def done_line(done: Done) -> str:
         return f"{done.planned.cell.name}: failed. {done.problem}"
     night = done.night
     change = f" {percent(night.change)}" if night.change is not None else ""
-    return f"{done.planned.cell.name}: {night.kind}{change}, {_speed(night)}; {night.reason}"
+    problem = f". {done.problem}" if done.problem else ""
+    return (
+        f"{done.planned.cell.name}: {night.kind}{change}, {_speed(night)}; {night.reason}{problem}"
+    )
 
 
 def digest_text(digest: Digest, files: Sequence[Path]) -> str:
@@ -201,7 +204,9 @@ def _row(done: Done) -> tuple[str, ...]:
         percent(night.change),
         interval(night),
         _memory(night),
-        f"{night.reason} ({done.planned.state}: {done.planned.reason})",
+        f"{night.reason} ({done.planned.state}: {done.planned.reason}). {done.problem}".rstrip(
+            ". "
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune import gpus, inputs, machine, needs, nvml
-from autotune.errors import AutotuneError, HardwareError
+from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.fingerprints import fingerprint_here
 from autotune.forkserver import ForkServer
 from autotune.measurement import Fingerprint
@@ -84,9 +84,10 @@ def night(
             raise
         folder = place.out / digest.machine
         # A hook may read the digest, and the digest says which hook failed: it is written twice then.
-        written = _write(folder, digest)
+        digest, written = _written(folder, digest)
+        # Of an interrupted night as well: what it found is the level that the next one starts from.
         told = hooks.tell(
-            () if digest.is_interrupted else matrix.hooks,
+            matrix.hooks,
             digest.events,
             digest.to_dict(),
             environment={
@@ -95,16 +96,22 @@ def night(
             },
         )
         if told:
-            digest = dataclasses.replace(digest, notes=(*digest.notes, *told))
-            _write(folder, digest)
+            digest, written = _written(
+                folder, dataclasses.replace(digest, notes=(*digest.notes, *told))
+            )
         return Delivered(digest=digest, files=written)
 
 
-def _write(folder: Path, digest: Digest) -> list[Path]:
+def _written(folder: Path, digest: Digest) -> tuple[Digest, list[Path]]:
+    """Its files; where there is no writing them that is a note, and the night is not lost by it."""
     texts = {"digest.md": draw.markdown(digest), "digest.html": draw.html(digest)}
-    for name, text in texts.items():
-        write(folder / name, text)
-    return [folder / name for name in texts]
+    try:
+        for name, text in texts.items():
+            write(folder / name, text)
+    except StorageError as error:
+        notes = dict.fromkeys((*digest.notes, str(error)))
+        return dataclasses.replace(digest, notes=tuple(notes), is_unwritten=True), []
+    return digest, [folder / name for name in texts]
 
 
 def _prepared(

@@ -168,6 +168,28 @@ def test_a_budget_that_nothing_fits_is_exit_4(folder: Path, answer: dict[str, An
     assert not ran.stdout
 
 
+@pytest.mark.usefixtures("forked_workers")
+def test_a_database_that_fails_costs_the_measurement_and_not_the_prediction(
+    folder: Path, answer: dict[str, Any]
+) -> None:
+    (folder / "broken.db").write_bytes(b"no database " * 1000)
+    kept = (folder / "out" / "result.json").read_bytes()
+    asked = [*arguments("30MB"), "--storage", "sqlite:///broken.db"]
+    ran = here.command(*asked, cwd=folder)
+    assert ran.returncode == 6
+    assert "The file is damaged" in ran.stderr
+    predicted = json.loads(ran.stdout)
+    assert (predicted["evidence"], predicted["files"]) == ("predicted", [])
+    # The folder holds an answer that was measured.
+    assert (folder / "out" / "result.json").read_bytes() == kept
+
+    asked.remove("--json")
+    ran = here.command(*asked, cwd=folder)
+    assert ran.returncode == 6
+    assert "PREDICTED, not measured" in ran.stdout
+    assert "written" not in ran.stdout
+
+
 def test_killed_at_any_moment_nothing_is_left_and_the_command_goes_on(folder: Path) -> None:
     for seconds in (4.0, 6.0):
         process = start(folder, "29MB")
