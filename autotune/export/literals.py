@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,13 +158,6 @@ def name_of(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def literals(content: Mapping[str, Any]) -> Iterator[tuple[str, NotLiteral]]:
-    """Keys whose value only running the program would tell."""
-    for key, value in content.items():
-        if isinstance(value, NotLiteral):
-            yield key, value
 
 
 def _plain(value: Any) -> Any:
