@@ -227,17 +227,22 @@ class JobTable:
             query = self._table.select().with_only_columns(state)
             return connection.execute(query.where(self._table.c.id == number)).scalar() == RUNNING
 
-    def give_back(self, number: int, worker: str) -> None:
-        """Of a worker that stops: the next one takes it at once."""
+    def give_back(self, worker: str) -> list[int]:
+        """What a worker holds that stops, so that the next one takes it at once; the jobs' numbers."""
+        table = self._table
+        is_held = (table.c.worker == worker) & (table.c.state == RUNNING)
         values = {
             "state": QUEUED,
             "worker": "",
             "fingerprint": "",
             "heartbeat_at": None,
-            "num_claims": self._table.c.num_claims - 1,
+            "num_claims": table.c.num_claims - 1,
         }
         with self._engine.begin() as connection:
-            self._update(connection, number, worker, values)
+            held = connection.execute(table.select().with_only_columns(table.c.id).where(is_held))
+            numbers = list(held.scalars())
+            connection.execute(table.update().where(is_held).values(values))
+        return numbers
 
     def finish(
         self, number: int, worker: str, *, study: str, result: Mapping[str, Any], problem: str

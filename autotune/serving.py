@@ -86,38 +86,52 @@ def serve(
 ) -> None:
     """Answer jobs until KeyboardInterrupt; `once`: until one is answered, or there is none.
 
-    `heard` is called when a KeyboardInterrupt has reached the job, before that is given back.
+    `heard` is called when a KeyboardInterrupt has arrived, before a job is given back for it.
     Only in the main thread. Raises StorageError, and HardwareError where the machine turns out not to
     be able to measure; the job is given back then.
     """
+    with open_jobs(url) as jobs:
+        try:
+            _serve(url, at, jobs, once=once, log=log)
+        except KeyboardInterrupt:
+            heard()
+            # Also one that had only just been taken.
+            _give_back(jobs, at.machine, log)
+            raise
+
+
+def _serve(url: str, at: Here, jobs: JobTable, *, once: bool, log: Log) -> None:
     joined: set[int] = set()
     num_lost = 0
-    with open_jobs(url) as jobs:
-        while True:
-            job, is_own = jobs.patiently(lambda: _next(jobs, at.machine, joined), log)
-            if job is not None:
-                log(f"job {job.number}: {'taken' if is_own else 'helping'}, {job.command}")
-                work = _Work(url, at, jobs, job, is_own=is_own, log=log)
-                try:
-                    work.run()
-                except KeyboardInterrupt:
-                    heard()
-                    work.give_back()
+    while True:
+        job, is_own = jobs.patiently(lambda: _next(jobs, at.machine, joined), log)
+        if job is not None:
+            log(f"job {job.number}: {'taken' if is_own else 'helping'}, {job.command}")
+            work = _Work(url, at, jobs, job, is_own=is_own, log=log)
+            try:
+                work.run()
+            except (StorageError, HardwareError, sqlalchemy.exc.SQLAlchemyError) as error:
+                # Nothing is wrong with the question: somebody else may have it.
+                num_lost += 1
+                goes_on = not once and num_lost < MAX_LOST and may_pass(error)
+                _give_back(jobs, at.machine, log, waits=goes_on)
+                if not goes_on:
                     raise
-                except (StorageError, HardwareError, sqlalchemy.exc.SQLAlchemyError) as error:
-                    # Nothing is wrong with the question: somebody else may have it.
-                    num_lost += 1
-                    goes_on = not once and num_lost < MAX_LOST and may_pass(error)
-                    work.give_back(waits=goes_on)
-                    if not goes_on:
-                        raise
-                    continue
-                num_lost = 0
-                joined.add(job.number)
-            if once:
-                return
-            if job is None:
-                time.sleep(IDLE_SECONDS)
+                continue
+            num_lost = 0
+            joined.add(job.number)
+        if once:
+            return
+        if job is None:
+            time.sleep(IDLE_SECONDS)
+
+
+def _give_back(jobs: JobTable, machine: Machine, log: Log, *, waits: bool = False) -> None:
+    """The job that this worker holds, if any; `waits` for a database that is away."""
+    give = functools.partial(jobs.give_back, machine.worker)
+    with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
+        for number in jobs.patiently(give, log) if waits else give():
+            log(f"job {number}: given back, what was measured is kept")
 
 
 def _next(jobs: JobTable, machine: Machine, joined: set[int]) -> tuple[Job | None, bool]:
@@ -140,15 +154,6 @@ class _Work:
         self._log = log
         self._progress = "predicting"
         self._has_ended = threading.Event()
-
-    def give_back(self, *, waits: bool = False) -> None:
-        """`waits` for a database that is away."""
-        number = self._job.number
-        give = functools.partial(self._jobs.give_back, number, self._at.machine.worker)
-        if self._is_own:
-            with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
-                self._jobs.patiently(give, self._log) if waits else give()
-        self._log(f"job {number}: given back, what was measured is kept")
 
     def run(self) -> None:
         """Raises KeyboardInterrupt, StorageError and HardwareError; what else goes wrong is the answer."""

@@ -107,7 +107,7 @@ def test_what_a_silent_worker_has_is_taken_over(jobs: JobTable) -> None:
     assert not jobs.beat(number, "one", "still here")
     assert not jobs.finish(number, "one", study="s", result={}, problem="")
     assert not jobs.fail(number, "one", problem="no", exit_code=5)
-    jobs.give_back(number, "one")
+    assert jobs.give_back("one") == []
     assert (jobs.get(number).state, jobs.get(number).worker) == ("running", "other")
     assert jobs.beat(number, "other", "3 of 20 probes")
     assert jobs.get(number).progress == "3 of 20 probes"
@@ -128,7 +128,7 @@ def test_a_job_that_is_given_back_is_free_at_once_and_as_often_as_one_likes(jobs
     number = add(jobs)
     for _ in range(MAX_CLAIMS + 1):
         assert claimed(jobs).num_claims == 1
-        jobs.give_back(number, "one")
+        assert jobs.give_back("one") == [number]
     assert jobs.get(number).heartbeat_at is None
 
 

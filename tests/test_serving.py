@@ -141,6 +141,57 @@ def test_what_says_nothing_of_the_question_gives_the_job_back(
     assert (job.state, job.worker, job.num_claims) == ("queued", "", 0)
 
 
+def test_a_job_that_had_only_just_been_taken_goes_back_too(
+    url: str, jobs: JobTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = add(jobs)
+    claim = JobTable.claim
+
+    def claim_and_stop(table: JobTable, machine: Machine) -> None:
+        assert claim(table, machine) is not None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(JobTable, "claim", claim_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        worked(url)
+    assert jobs.get(number).state == "queued"
+
+
+STOPPED_WHILE_IMPORTING = """
+import signal
+import sys
+from autotune.cli import worker
+
+signal.signal(signal.SIGTERM, worker._stop)
+try:
+    import slow
+    signal.pause()
+except KeyboardInterrupt:
+    sys.exit("slow.text was " + getattr(sys.modules.get("slow"), "text", "not imported"))
+"""
+SLOW = """
+import os
+import signal
+
+exec("os.kill(os.getpid(), signal.SIGTERM); text = 'imported'")
+"""
+
+
+def test_a_signal_while_something_is_imported_waits(tmp_path: Path) -> None:
+    """CPython ends by SIGINT where a KeyboardInterrupt passed through exec, whatever caught it."""
+    (tmp_path / "main.py").write_text(STOPPED_WHILE_IMPORTING)
+    (tmp_path / "slow.py").write_text(SLOW)
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "main.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr.strip()) == (1, "slow.text was imported")
+
+
 def cut_off(url: str) -> None:
     """End every connection to that database, as a server that restarts does."""
     engine = sqlalchemy.create_engine(url)

@@ -13,6 +13,8 @@ from autotune.cli.output import say
 BACKENDS = ("auto", "cuda", "cpu")
 AGAIN_SECONDS = 4.0
 """Longer than a probe takes to end, so that it is seldom needed."""
+IMPORT_SECONDS = 0.05
+"""Until it is asked again whether an import has ended."""
 
 
 @click.command()
@@ -61,12 +63,28 @@ def worker(*, storage: str, backend: str, once: bool, max_minutes: float | None)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """Once is enough; but what is raised in a destructor is lost, so again until somebody heard it."""
+    """Once is enough; but what is raised in a destructor is lost, so again until somebody heard it.
+
+    Not in the middle of an import: a KeyboardInterrupt that passes through exec() of a text, as
+    dataclasses' does, makes the interpreter end by SIGINT although it was caught (CPython 3.11,
+    Python/pythonrun.c, run_eval_code_obj; Modules/main.c, exit_sigint).
+    """
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, _stop)
+    if _is_importing(frame):
+        signal.setitimer(signal.ITIMER_REAL, IMPORT_SECONDS)
+        return
     signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
     raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _heard() -> None:
