@@ -20,7 +20,6 @@ from typing import Any
 from autotune import (
     inputs,
     machine,
-    probing,
     reading,
     store,
     studies,
@@ -39,7 +38,6 @@ from autotune.measurement import BACKENDS, ProbeSpec
 from autotune.models import ModelSource
 from autotune.optimizers import OPTIMIZERS
 from autotune.options import FindOptions
-from autotune.prober import NotAsAssumed, Prober
 from autotune.probes import open_probes
 from autotune.reading import Brought
 from autotune.recommendations import (
@@ -236,6 +234,10 @@ def _measure(
     server: ForkServer | None,
 ) -> Found:
     """Probe the candidates, confirm the winner. Nothing measured is ever lost."""
+    # Optuna's samplers come with them, which a prediction does without.
+    from autotune import probing
+    from autotune.prober import NotAsAssumed, Prober
+
     summary = found.summary
     workload = summary.workload
     confirm_steps, train_steps = options.confirm_steps, options.train_steps

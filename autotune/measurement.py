@@ -22,6 +22,9 @@ no room for a confirmation's checkpoint."""
 BACKENDS = ("cuda", "cpu")
 """Where a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
 
+NUM_CONFIRMATION_WARM_UP_STEPS = 10
+"""Beside those that are timed: autotune.worker.training warms up for 8 at most, and evaluates."""
+
 STOP_FILE = "stop"
 """Name of the file in a probe's folder that ends its timing (outcome slow); its text says why."""
 

@@ -22,6 +22,7 @@ from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
 from autotune.logged_runs import log_run
 from autotune.measurement import (
+    NUM_CONFIRMATION_WARM_UP_STEPS,
     STOP_FILE,
     Fingerprint,
     Measurement,
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 SET_UP_SECONDS = 120.0
 """A probe's deadline beyond its timed steps: building, warm-up, the last step begun."""
 
-NUM_CONFIRMATION_WARM_UP_STEPS = 10
-"""Beside those that are timed: autotune.worker.training warms up for 8 at most, and evaluates."""
 CHECKPOINT_BYTES_PER_SECOND = 50e6
 """For the deadline: [judgement] a slow network disk."""
 
