@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from autotune import cli, finding, forkserver, isolate, serving, tracing
+from autotune import cli, forkserver, isolate, measure, serving, tracing
 from autotune.forkserver import ForkServer
 from autotune.isolate import WorkerEnd
 from autotune.nightly import run as nightly
@@ -73,7 +73,7 @@ class Workers:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             for module in (isolate, tracing):
                 patch.setattr(module, "run_many", run_forked)
-            for module in (forkserver, finding, serving, nightly):
+            for module in (forkserver, measure, serving, nightly):
                 patch.setattr(module, "ForkServer", lambda: contextlib.nullcontext(self))
             yield
 

@@ -107,6 +107,7 @@ ROWS = {
     "answer_files": 6,
     "asking": 6,
     "finding": 6,
+    "measure": 6,
     "serving": 6,
     "inputs": 6,
     "reading": 6,
