@@ -78,7 +78,7 @@ class Pricer:
         """By what else changes a trace."""
         self._refused: dict[tuple[object, ...], set[TraceSpec]] = {}
         self._estimators: dict[tuple[object, ...], Estimator] = {}
-        self._refusal: ConfigError | None = None
+        self._refusals: dict[tuple[object, ...], ConfigError] = {}
         self._num_tried = 0
 
     @property
@@ -108,11 +108,16 @@ class Pricer:
                     return estimate
         return None
 
+    def refusal(self, case: Case) -> ConfigError | None:
+        """Why the model cannot be traced there at all; None where it can, or was not asked to be."""
+        key = self._key(case)
+        return None if self._traces.get(key) else self._refusals.get(key)
+
     def smallest(self, case: Case) -> Estimate:
         """What needs least. Raises ConfigError where there is nothing to price."""
         estimator, configs = self._thriftiest(case, self._ladders(case, prune=False))
         if not configs:
-            raise self._refusal or self._no_configuration(case)
+            raise self.refusal(case) or self._no_configuration(case)
         return estimator.estimate(configs[0])
 
     def peak_bytes(self, case: Case, config: TrainConfig) -> int:
@@ -269,7 +274,7 @@ class Pricer:
                     server=self._server,
                 )
             except ConfigError as error:
-                self._refusal = error
+                self._refusals[key] = error
             refused |= missing - traces.keys()
         # What an estimator has priced stays priced when traces are added.
         estimator = self._estimators.get((*key, case.gpu.name))

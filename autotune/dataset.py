@@ -49,7 +49,7 @@ def read_lengths(
         raise ConfigError(
             f"The dataset {dataset} cannot be read",
             why=answer["problem"],
-            remedy="--text-field names the text of a .jsonl, --tokenizer a folder with the tokenizer",
+            remedy=answer["remedy"],
         )
     return Lengths.of(
         dict(answer["counts"]),

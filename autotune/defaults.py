@@ -19,6 +19,8 @@ PRECISION_OF = {
 }
 """By whether the card has bfloat16, and whether all weights train. The weights keep the checkpoint's
 bfloat16 (`bf16` left False); a card without units for it gets what its owner would choose, fp16."""
+FLOAT32_PRECISION = "fp32"
+"""Of a float32 checkpoint, whose weights keep that on every card; quantised ones are no longer float32."""
 
 
 def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfig:
@@ -27,12 +29,15 @@ def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfi
     An adapter has what KNOBS says of its method.
     """
     method = workload.methods[0]
+    is_float32 = model.is_float32 and KNOBS["quantization"].default_for(method) == "none"
     return TrainConfig(
         method=method,
         micro_batch_size=1,
         gradient_accumulation_steps=max(1, workload.effective_batch_size // workload.num_gpus),
         sequence_length=workload.sequence_length,
-        precision=PRECISION_OF[gpu.has_bfloat16, method == "full"],
+        precision=FLOAT32_PRECISION
+        if is_float32
+        else PRECISION_OF[gpu.has_bfloat16, method == "full"],
         optimizer=OPTIMIZER,
         attention="sdpa" if "sdpa" in model.attentions else model.attentions[0],
         batching=usual_batching(workload.task),

@@ -10,21 +10,14 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import (
-    inputs,
-    reading,
-    store,
-    studies,
-    study_names,
-    study_trials,
-    tune,
-)
+from autotune import inputs, reading, space, store, studies, study_names, study_trials, tune
 from autotune.answer_files import AnswerFiles
 from autotune.dataset import Dataset
 from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageError, WorkerError
@@ -164,8 +157,12 @@ def find(
     # Only a planned card follows from the budget; another one needs a study of its own.
     is_planned = not gpu_reason.startswith((inputs.NAMED, inputs.FOUND, inputs.ON_CPU))
     name = study_names.default_study_name(workload, gpu=None if is_planned else card.name)
+    own_values = space.unlisted(taken.space, workload.methods)
     if options.peft is not None:
+        own_values.pop("peft", None)
         name += f"-{hashlib.sha256(options.peft.encode()).hexdigest()[:6]}"
+    if own_values:
+        name += f"-{hashlib.sha256(json.dumps(own_values).encode()).hexdigest()[:6]}"
 
     def answered(found: Found, name: str) -> Answer:
         return Answer(
@@ -287,6 +284,9 @@ def _record(
             )
         opened.set_user_attr(studies.RESULT, result)
         opened.set_user_attr(studies.DETAILS, answer.found.details(summary).to_dict())
+        # A study may have been begun by another command: its latest answer is this one's.
+        opened.set_user_attr(studies.COMMAND, command)
+        opened.set_user_attr(studies.VERSIONS, _versions())
         trials = opened.get_trials(deepcopy=False) if draws else []
         if not 0 < len(trials) <= MAX_TRIALS_OF_PAGE:
             return None

@@ -121,6 +121,16 @@ def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
     return limit
 
 
+def check_length(task: str, length: int) -> None:
+    """Raise ConfigError where a sample is too short to learn from (its loss would be NaN)."""
+    if task == "causal-lm" and length < 2:
+        raise ConfigError(
+            "A sequence of one token trains nothing",
+            why="A language model learns to predict the next token, and there is none",
+            remedy="Give --seq-len 2 or more",
+        )
+
+
 def read_lengths(
     dataset: Path, source: ModelSource, length: int, *, text_field: str, tokenizer: str | None
 ) -> Lengths:

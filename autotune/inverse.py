@@ -78,6 +78,8 @@ class Answer:
     """None where it is not memory that ends it."""
     limit: str
     """What ends it there: `memory`, or a clause."""
+    left_out: Mapping[str, str] = field(hash=False)
+    """Values beyond it that cannot be priced, and why: one of them may be the true answer."""
     multiple_of: int
     """Steps in which values were looked for."""
     num_traces: int
@@ -105,6 +107,7 @@ class Answer:
             if self.accumulated is None
             else self.accumulated.to_dict(budget_bytes),
             "beyond": None if self.beyond is None else self.beyond.to_dict(),
+            "left_out": dict(self.left_out),
             "num_traces": self.num_traces,
             "elapsed_seconds": self.elapsed_seconds,
         }
@@ -121,7 +124,8 @@ def answer(
     started = time.monotonic()
     server.start("trace")
     pricer = Pricer(asked, server, progress)
-    case, beyond, limit = QUESTIONS[what](asked, pricer)
+    found = QUESTIONS[what](asked, pricer)
+    case = found.case
     best, accumulated = pricer.best(case)
     return Answer(
         what=what,
@@ -134,16 +138,24 @@ def answer(
         fixed=asked.fixed,
         best=best,
         accumulated=accumulated,
-        beyond=beyond,
-        limit=limit,
+        beyond=found.beyond,
+        limit=found.limit,
+        left_out=found.left_out,
         multiple_of=asked.multiple_of if what == "sequence-length" else 1,
         num_traces=pricer.num_traces,
         elapsed_seconds=time.monotonic() - started,
     )
 
 
-Found = tuple[Case, Beyond | None, str]
-"""The answer's case, the next one, and what ends it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The answer's case, the next one, and what ends it."""
+
+    case: Case
+    beyond: Beyond | None
+    limit: str
+    left_out: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Values that cannot be priced, and why."""
 
 
 def _longest(asked: Asked, pricer: Pricer) -> Found:
@@ -289,22 +301,39 @@ def _largest(at: Callable[[int], Case], high: int, why: str, pricer: Pricer) -> 
         found = pricer.fitting(at(number + 1))
         number += found is not None
     if number == high:
-        return at(number), None, why
-    return at(number), _beyond(at(number + 1), pricer), "memory"
+        return Found(case=at(number), beyond=None, limit=why)
+    beyond = _beyond(at(number + 1), pricer)
+    return Found(case=at(number), beyond=beyond, limit="memory")
 
 
 def _first(cases: Sequence[Case], why: str, pricer: Pricer) -> Found:
     """The first of them that fits; the last before it that could have does not."""
-    refused: Case | None = None
+    too_large: list[Case] = []
+    left_out: dict[str, str] = {}
     for case in cases:
         if not pricer.is_possible(case):
             continue
         if pricer.fitting(case) is not None:
-            if refused is None:
-                return case, None, why
-            return case, _beyond(refused, pricer), "memory"
-        refused = case
-    raise _nothing_fits(refused or cases[-1], pricer)
+            beyond = _nearest_beyond(too_large, pricer, left_out)
+            limit = why if beyond is None else "memory"
+            return Found(case=case, beyond=beyond, limit=limit, left_out=left_out)
+        if error := pricer.refusal(case):
+            left_out[str(case.value)] = error.why
+        else:
+            too_large.append(case)
+    raise _nothing_fits(too_large[-1] if too_large else cases[-1], pricer)
+
+
+def _nearest_beyond(
+    too_large: Sequence[Case], pricer: Pricer, left_out: dict[str, str]
+) -> Beyond | None:
+    """Of the last that can be priced; what cannot is added to `left_out`."""
+    for case in reversed(too_large):
+        try:
+            return _beyond(case, pricer)
+        except ConfigError as error:
+            left_out[str(case.value)] = error.why
+    return None
 
 
 def _beyond(case: Case, pricer: Pricer) -> Beyond:

@@ -137,7 +137,8 @@ KNOBS: dict[str, Knob] = {
             # issue 685).
             needs={name: "torchao" for name, row in PRECISIONS.items() if row.fp8},
             flag="--precision",
-            summary="[default: bf16-true, bf16-autocast with an adapter, fp16 on old cards]",
+            summary="[default: bf16-true, bf16-autocast with an adapter, fp16 on old cards, fp32 where the "
+            "checkpoint is float32]",
         ),
         Knob(
             name="optimizer",

@@ -55,6 +55,10 @@ _WITHOUT_SDPA = frozenset({"gemma2", "gemma4", "gpt_oss", "t5gemma", "vaultgemma
 # The same for flex_attention, `_supports_flex_attn = False`.
 _WITHOUT_FLEX = frozenset({"falcon", "gemma4", "gpt2", "gpt_bigcode", "stablelm"})
 
+# Whose checkpoints are float32 where the configuration does not say: it has the dtype since
+# huggingface/transformers PR 12316 (2021), and the models of these that lack it are older.
+_FLOAT32_WHEN_UNSAID = _ENCODERS | _ENCODER_DECODERS | {"gpt2", "gpt_neo"}
+
 # Rows before the first position, by model_type: roberta's positions start after its padding index
 # (transformers 5.23 models/roberta/modeling_roberta.py, create_position_ids_from_input_ids).
 _LEARNED_POSITIONS = {
@@ -110,6 +114,15 @@ class ModelSource:
         if architecture.endswith("ForMaskedLM") or model_type in _ENCODERS:
             return "masked-lm"
         return "causal-lm"
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether `from_pretrained` gives float32 weights (dtype="auto", transformers 5.23): as the
+        configuration says, else as such checkpoints are."""
+        said = self.config.get("dtype") or self.config.get("torch_dtype")
+        if said is None:
+            return self.config["model_type"] in _FLOAT32_WHEN_UNSAID
+        return bool(said == "float32")
 
     @property
     def attentions(self) -> tuple[str, ...]:

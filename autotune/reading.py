@@ -71,6 +71,7 @@ def read(
     num_gpus = num_gpus or 1
     task = options.task or source.task
     length = _possible_length(source, length, note)
+    inputs.check_length(task, length)
     lengths = brought.lengths
     if options.dataset is not None:
         lengths = lengths or inputs.read_lengths(

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,19 @@ def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:
         return {"parallelism": kept or _PARALLELISMS_OF_TORCH}
 
     return with_domains(space, left)
+
+
+def unlisted(space: SearchSpace, methods: Collection[str]) -> dict[str, list[Any]]:
+    """Values of these methods that are none of their setting's usual ones, in order.
+
+    A study's choices are fixed by its first trial: such values need a study of their own.
+    """
+    found: dict[str, set[Any]] = {}
+    for section in space.methods:
+        for name, domain in section.domains.items():
+            if section.method in methods and KNOBS[name].choices:
+                found.setdefault(name, set()).update({*domain} - {None, *KNOBS[name].choices})
+    return {name: sorted(values) for name, values in sorted(found.items()) if values}
 
 
 def with_peft(space: SearchSpace, peft: str) -> SearchSpace:

@@ -27,6 +27,9 @@ RESULT = "result"
 DETAILS = "details"
 """User attribute of a study: what a report draws beside it, Details.to_dict."""
 
+COMMAND, VERSIONS = "command", "versions"
+"""User attributes of a study: what made its latest answer; until there is one, what began it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredAnswer:
@@ -37,7 +40,7 @@ class StoredAnswer:
     result: dict[str, Any]
     """The object of `find --json`."""
     command: str
-    """That made the study."""
+    """That made the answer."""
     versions: dict[str, str]
     """Of the libraries that were installed then."""
     details: Details | None = None
@@ -58,7 +61,7 @@ def answer_of(study: optuna.Study) -> StoredAnswer:
         raise ConfigError(
             f'The study "{name}" holds no answer',
             why="The search that made it has not ended, or an older autotune made it",
-            remedy=f"Run its command again: {attributes.get('command') or 'autotune find'}",
+            remedy=f"Run its command again: {attributes.get(COMMAND) or 'autotune find'}",
         )
     try:
         summary = summary_from_dict(result)
@@ -68,14 +71,14 @@ def answer_of(study: optuna.Study) -> StoredAnswer:
         raise StorageError(
             f'The answer of the study "{name}" cannot be read',
             why=str(error),
-            remedy=f"Run its command again: {attributes.get('command') or 'autotune find'}",
+            remedy=f"Run its command again: {attributes.get(COMMAND) or 'autotune find'}",
         ) from error
     return StoredAnswer(
         study=name,
         summary=summary,
         result=result,
-        command=str(attributes.get("command", "")),
-        versions=dict(attributes.get("versions", {})),
+        command=str(attributes.get(COMMAND, "")),
+        versions=dict(attributes.get(VERSIONS, {})),
         details=details,
     )
 

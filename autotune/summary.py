@@ -197,6 +197,8 @@ class Summary:
     counts: Counts
     invalid_by_rule: dict[str, int]
     elapsed_seconds: float
+    classes_outside: tuple[str, ...] = ()
+    """Those that no point of the space belongs to, whatever fits."""
     left_out: tuple[str, ...] = ()
     """Values of the space whose library is not installed, and how to install it."""
     measured: Measured | None = None
@@ -268,6 +270,7 @@ class Summary:
             ],
             "counts": dataclasses.asdict(self.counts),
             "invalid_by_rule": self.invalid_by_rule,
+            "classes_outside": list(self.classes_outside),
             "left_out": list(self.left_out),
             "base_name": self.base_name,
             "loader": None if self.loader is None else self.loader.to_dict(),
@@ -311,6 +314,9 @@ def summary_from_dict(values: Any) -> Summary:
         fields["best_by_class"] = {k: estimate_from_dict(v) for k, v in by_class.items()}
         fields["tied"] = tuple(map(estimate_from_dict, _list(fields, "tied")))
         fields["left_out"] = tuple(_list(fields, "left_out"))
+        # Older answers did not tell them from those of which nothing fits.
+        if "classes_outside" in fields:
+            fields["classes_outside"] = tuple(_list(fields, "classes_outside"))
         changes = [_change(values) for values in _list(fields, "changes")]
         fields["changes"] = tuple(c for c in changes if c.setting != MORE_MEMORY)
         fields["more_memory"] = next((c for c in changes if c.setting == MORE_MEMORY), None)

@@ -29,12 +29,23 @@ def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
 def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
     """Orders configurations by what they give up against the base, least first; headroom aside."""
     family = OPTIMIZERS[config.optimizer].family
+    level = LEVEL[tradeoff_class(config, base)]
     return (
-        LEVEL[tradeoff_class(config, base)],
+        level,
         family != OPTIMIZERS[base.optimizer].family,
         config.quantization != "none",
         -(config.lora_rank or 0),
+        _num_changes(config, base, level),
     )
+
+
+def _num_changes(config: TrainConfig, base: TrainConfig, level: int) -> int:
+    """Settings that give up as much as the whole: 8-bit state besides other weights are two."""
+    costs = [
+        _optimizer_level(config.optimizer, base.optimizer),
+        *(c for name, c in _COSTLY_SETTINGS if getattr(config, name) != getattr(base, name)),
+    ]
+    return costs.count(level) if level else 0
 
 
 @functools.cache

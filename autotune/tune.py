@@ -24,6 +24,7 @@ from autotune.knobs import KNOBS, describe
 from autotune.measurement import NOISE
 from autotune.models import ModelSource
 from autotune.needs import NOT_PREDICTED, predictable
+from autotune.report.words import unquantized
 from autotune.results import Estimate, TraceSpec
 from autotune.rules import Context, broken_rules
 from autotune.space import (
@@ -170,7 +171,11 @@ def find(
         answer = candidates.best(candidates.at_most(chosen))
     widened = allow is None and chosen == "recipe"
     if answer is None:
-        raise _nothing_fits(estimator, supported, candidates, workload, chosen, best_by_class)
+        allowed = list(filter(candidates.at_most(chosen), supported))
+        if not allowed:
+            wanted = list(filter(candidates.at_most(chosen), points.configs))
+            raise _none_of_class(chosen, wanted, reference, model, workload, best_by_class)
+        raise _nothing_fits(estimator, allowed, workload, best_by_class)
     best, *tied = answer
     progress("replayed", candidates.num_replayed, candidates.num_possible)
     summary = Summary(
@@ -201,6 +206,11 @@ def find(
             replayed=candidates.num_replayed,
         ),
         invalid_by_rule=points.invalid,
+        classes_outside=tuple(
+            name
+            for name in TRADEOFF_CLASSES
+            if not any(map(candidates.exactly(name), points.configs))
+        ),
         left_out=left_out,
         elapsed_seconds=time.monotonic() - started,
         base_name=TRAINER_DEFAULTS if base is None else USERS_BASE,
@@ -335,32 +345,60 @@ def _more_memory(
     return Change(setting=MORE_MEMORY, value=budget, estimate=fastest, fits=True)
 
 
+def _none_of_class(
+    allow: str,
+    wanted: Sequence[TrainConfig],
+    base: TrainConfig,
+    model: ModelSource,
+    workload: Workload,
+    best_by_class: dict[str, Estimate],
+) -> NothingFitsError:
+    """Where not one of them could be priced: none in the space, none that fits, none that runs."""
+    if not wanted:
+        return NothingFitsError(
+            f"No configuration of the class {allow} is in the space",
+            why=f"The base is {describe(base)}",
+            remedy="Raise --allow, or name a --space with the base's settings (autotune spaces)",
+        )
+    budget = format_bytes(workload.memory_budget_bytes)
+    why, count = "The model cannot be trained so", model.num_parameters_known
+    if count is not None:
+        smallest = min(wanted, key=lambda config: least_bytes(config, count))
+        if (least := least_bytes(smallest, count)) > workload.memory_budget_bytes:
+            parts = "weights and gradients" if smallest.method == "full" else "weights"
+            why = f"The {parts} alone of {describe(smallest)} take {format_bytes(least)}"
+    return NothingFitsError(
+        f"Nothing of the class {allow} fits into {budget}",
+        why=why,
+        remedy=_higher_class(best_by_class) or "Raise --allow",
+    )
+
+
+def _higher_class(best_by_class: dict[str, Estimate]) -> str:
+    """What would fit if more were given up; empty where nothing would."""
+    for name, other in best_by_class.items():
+        return (
+            f"--allow {name}: {describe(other.config)} is predicted to need "
+            f"{format_bytes(other.peak_device_bytes)}"
+        )
+    return ""
+
+
 def _nothing_fits(
     estimator: Estimator,
-    configs: Sequence[TrainConfig],
-    candidates: Candidates,
+    allowed: Sequence[TrainConfig],
     workload: Workload,
-    allow: str,
     best_by_class: dict[str, Estimate],
 ) -> NothingFitsError:
     """The smallest configuration, and the one change that lowers it most."""
     budget = format_bytes(estimator.memory_budget_bytes)
-    allowed = list(filter(candidates.at_most(allow), configs))
-    if not allowed:
-        return NothingFitsError(
-            f"No configuration of the class {allow} is in the space", remedy="Raise --allow"
-        )
     smallest = estimator.estimate(min(allowed, key=estimator.floor_bytes))
     why = (
-        f"the smallest, {describe(smallest.config)}, is predicted to need "
+        f"The smallest, {describe(smallest.config)}, is predicted to need "
         f"{format_bytes(smallest.peak_device_bytes)}"
     )
     if best_by_class:
-        name, other = next(iter(best_by_class.items()))
-        remedy = (
-            f"--allow {name}: {describe(other.config)} is predicted to need "
-            f"{format_bytes(other.peak_device_bytes)}"
-        )
+        remedy = _higher_class(best_by_class)
     elif "qlora" not in workload.methods:
         remedy = "--method qlora lowers it most: the weights take 4 bits instead of 16 or 32"
     else:
@@ -380,5 +418,5 @@ def _lower_most(smallest: Estimate, workload: Workload) -> str:
         )
     return (
         "A smaller model lowers it most: the weights alone take "
-        f"{format_bytes(parts.parameters_bytes)}"
+        f"{format_bytes(parts.parameters_bytes)}. {unquantized(smallest)}"
     )

@@ -94,6 +94,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--method", "qlroa"), 2, ("--method", "'full', 'lora', 'qlora'")),
         (("--allow", "all"), 2, ("--allow",)),
         (("--seq-len", "0"), 2, ("--seq-len",)),
+        (("--seq-len", "1"), 2, ("one token trains nothing", "--seq-len 2 or more")),
         (("--effective-batch", "-1"), 2, ("--effective-batch",)),
         (("--num-gpus", "3"), 2, ("3 GPUs cannot share", "--effective-batch 33")),
         (("--num-gpus", "2", "--backend", "cpu"), 2, ("Probes run on one GPU",)),
@@ -548,7 +549,7 @@ def test_nothing_fits_names_the_smallest_and_the_way_out(fail: Fail, tmp_path: P
     code, err = fail("find", *arguments, "--space", "space.yaml", "--method", "full")
     assert code == 4
     assert "Nothing fits into 0.47 GiB" in err
-    assert "the smallest, full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 32" in err
+    assert "The smallest, full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 32" in err
     assert "--method qlora" in err
     assert not (tmp_path / "studies").exists()
 

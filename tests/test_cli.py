@@ -283,6 +283,25 @@ def test_a_peft_config_of_a_file(main: Main, asked: list[dict[str, Any]], tmp_pa
     assert any(name.startswith("qwen2.5-1.5b-12gb-peft-") for name in names)
 
 
+def test_targets_of_a_base_have_a_study_that_holds_them(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    for number, targets in enumerate(("q_proj", "q_proj,v_proj")):
+        base = tmp_path / f"{number}.yaml"
+        names = "".join(f"  - {name}\n" for name in targets.split(","))
+        base.write_text(
+            "base_model: Qwen/Qwen2.5-1.5B\nadapter: lora\nlora_r: 8\nlora_alpha: 16\n"
+            f"lora_target_modules:\n{names}sequence_len: 1024\nmicro_batch_size: 1\n"
+            "gradient_accumulation_steps: 32\nbf16: true\noptimizer: adamw_torch\n"
+        )
+        assert main(*FIND, "--base", str(base)).code == 0
+    assert main(*FIND).code == 0
+    assert len(asked) == 3
+    names = {path.name for path in (tmp_path / "studies").iterdir() if path.is_dir()}
+    assert len(names) == 3
+    assert "qwen2.5-1.5b-12gb" in names
+
+
 def test_the_efforts_are_those_of_the_search() -> None:
     assert tuple(tune.EFFORTS) == EFFORTS
 

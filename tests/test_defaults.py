@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import tiny_model
 
 from autotune.defaults import default_base
 from autotune.gpus import find_gpu
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said", "is_float32"),
+    [
+        # from_pretrained takes what the configuration says, in either spelling.
+        ("llama", {"torch_dtype": "float32"}, True),
+        ("llama", {"dtype": "float32"}, True),
+        ("llama", {"torch_dtype": "bfloat16"}, False),
+        ("llama", {}, False),
+        # Of models older than the key: their weights are float32.
+        ("bert", {}, True),
+        ("t5", {"torch_dtype": None}, True),
+        ("gpt2", {}, True),
+        ("modernbert", {"torch_dtype": "bfloat16"}, False),
+    ],
+)
+def test_a_float32_checkpoint_trains_in_float32_by_default(
+    model_type: str, said: dict[str, str], is_float32: bool
+) -> None:
+    config = {"model_type": model_type, **said}
+    model = dataclasses.replace(tiny_model.MODEL, config=config)
+    for card, otherwise in (("rtx-4070", "bf16-true"), ("t4", "fp16-mixed")):
+        base = default_base(tiny_model.workload(1, ("full",)), find_gpu(card), model)
+        assert base.precision == ("fp32" if is_float32 else otherwise)
+    quantised = default_base(tiny_model.workload(1, ("qlora",)), find_gpu("t4"), model)
+    assert quantised.precision == "fp16-autocast"
 
 
 @pytest.mark.parametrize(

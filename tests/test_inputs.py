@@ -84,6 +84,13 @@ def source(**config: Any) -> ModelSource:
     )
 
 
+def test_the_shortest_sample_has_a_next_token() -> None:
+    with pytest.raises(ConfigError, match="one token"):
+        inputs.check_length("causal-lm", 1)
+    inputs.check_length("causal-lm", 2)
+    inputs.check_length("masked-lm", 1)
+
+
 @pytest.mark.parametrize(
     ("config", "limit"),
     [

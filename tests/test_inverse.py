@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune import cases, inverse, models
+from autotune import cases, inverse, models, space_file
 from autotune.cases import Asked, thrift
 from autotune.config import METHODS, TrainConfig
 from autotune.errors import ConfigError, NothingFitsError
@@ -19,6 +20,7 @@ from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu, catalogue, find_gpu
 from autotune.models import ModelSource
+from autotune.report import limits
 from autotune.results import Estimate, TraceSpec
 from autotune.traces import Trace
 from autotune.tracing import trace_all
@@ -324,6 +326,34 @@ def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(
 def test_nothing_fits_says_what_needs_least(server: ForkServer) -> None:
     with pytest.raises(NothingFitsError, match=r"not even 512.*QLoRA r=8.*predicted to need"):
         inverse.answer("sequence-length", asked(budget_bytes=700_000_000), server)
+
+
+def test_a_model_that_cannot_be_traced_does_not_end_the_search(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss's experts compute in bfloat16 alone, which this card has not."""
+    few = [row for row in models.catalogue() if row.short_name in ("gpt-oss-20b", "SmolLM2-135M")]
+    ask = asked(
+        source=None,
+        gpu=find_gpu("t4"),
+        budget_bytes=find_gpu("t4").capacity_bytes,
+        methods=("qlora",),
+        space=space_file.load("quick"),
+    )
+    monkeypatch.setattr(models, "catalogue", lambda: tuple(few))
+    found = inverse.answer("model", ask, server)
+    assert found.value == "HuggingFaceTB/SmolLM2-135M"
+    assert found.beyond is None
+    assert found.limit != "memory"
+    assert list(found.left_out) == ["openai/gpt-oss-20b"]
+    shown = io.StringIO()
+    limits.draw_answer(found, "", shown)
+    text = " ".join(shown.getvalue().split())
+    assert "left out openai/gpt-oss-20b: its training step cannot be run" in text
+
+    monkeypatch.setattr(models, "catalogue", lambda: (few[-1],))
+    with pytest.raises(ConfigError, match="gpt-oss-20b cannot be traced"):
+        inverse.answer("model", ask, server)
 
 
 def test_settings_that_exclude_each_other_are_refused(server: ForkServer) -> None:

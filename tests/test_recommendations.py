@@ -11,7 +11,7 @@ import answers
 import pytest
 import sqlalchemy
 
-from autotune import cli, finding
+from autotune import cli, finding, studies
 from autotune.measurement import Fingerprint
 from autotune.options import FindOptions
 from autotune.recommendations import (
@@ -144,6 +144,17 @@ def test_every_answer_that_is_delivered_is_kept(url: str) -> None:
         assert [one.reason for one in history] == ["first", "unchanged", "because"]
         assert history[0].tokens_per_second == summary.tokens_per_second
         assert history[0].result["best"]["config"] == history[0].config
+
+
+def test_a_study_says_what_made_its_latest_answer(url: str) -> None:
+    for command, speed in (("autotune find --space quick", 1.0), ("autotune find", 2.0)):
+        best = answers.estimate(step_seconds=speed)
+        answer = finding.Answer(found=answers.found(best=best), study="s", folder_name="s")
+        finding.deliver(answer, folder=None, storage=url, command=command)
+        stored = studies.load(url, "s")
+        assert stored.command == command
+        assert stored.summary.best == best
+        assert stored.versions["torch"]
 
 
 def test_a_password_is_kept_nowhere(postgres_url: str, capsys: pytest.CaptureFixture[str]) -> None:

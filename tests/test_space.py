@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from autotune.config import Workload
+from autotune.config import METHODS, Workload
 from autotune.optimizers import OPTIMIZERS
 from autotune.space import (
     MethodSpace,
     SearchSpace,
     enumerate_configs,
     for_gpus,
+    unlisted,
     with_attentions,
 )
 
@@ -51,6 +52,17 @@ def test_micro_batch_times_accumulation_is_the_effective_batch() -> None:
     assert splits == [(1, 12), (2, 6), (3, 4), (4, 3), (12, 1)]
     assert result.num_enumerated == 6
     assert result.invalid == {"micro-batch-divides": 1}
+
+
+def test_values_that_a_study_has_no_choice_for() -> None:
+    own = space(
+        section(method="lora", lora_rank=(12,), lora_targets=("b,c", "attention", "a")),
+        section(neftune_noise_alpha=(0.0, 7.5)),
+    )
+    assert unlisted(own, METHODS) == {"lora_targets": ["a", "b,c"], "neftune_noise_alpha": [7.5]}
+    assert unlisted(own, ("full",)) == {"neftune_noise_alpha": [7.5]}
+    # A rank is a number: its range grows with the study.
+    assert unlisted(own, ("qlora",)) == unlisted(space(section()), METHODS) == {}
 
 
 def test_every_valid_combination_comes_once() -> None:

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
             answers.WORKLOAD, extra_arguments='{"seed": 7, "learning_rate": 0.001}'
         )
     },
+    "classes that the space has not": {"classes_outside": ("exact", "numerics")},
     "several GPUs": {
         "workload": dataclasses.replace(answers.WORKLOAD, num_gpus=2),
         "best": answers.estimate(per_gpu=PER_GPU),

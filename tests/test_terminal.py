@@ -18,6 +18,7 @@ from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
 from autotune.results import (
     Estimate,
+    ParameterCount,
     PerGpu,
     StateBytes,
 )
@@ -152,6 +153,37 @@ def test_a_widened_answer_and_empty_classes_are_said() -> None:
     assert "1.50 B parameters" in shown
 
 
+def test_a_class_that_is_not_in_the_space_is_not_said_not_to_fit() -> None:
+    recipe = answers.estimate(answers.ADAPTER)
+    summary = answers.summary(
+        best=recipe,
+        best_class="recipe",
+        widened=True,
+        best_by_class={"recipe": recipe},
+        classes_outside=("exact", "numerics"),
+    )
+    shown = one_line(drawn(summary))
+    assert "The space has no lower class, so another recipe was allowed." in shown
+    assert "exact none in this space numerics none in this space recipe the answer" in shown
+    assert "fits" not in words.widened(summary)
+
+
+@pytest.mark.parametrize("width", [None, 80])
+def test_names_of_a_list_are_not_broken(width: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+    names = ["n" * 38, "b\N{CJK UNIFIED IDEOGRAPH-4E00}"]
+    rows = [(name, "m" * 60, "1") for name in names]
+    file = io.StringIO()
+    terminal.draw_table(("study", "model", "trials>"), rows, file, is_list=True)
+    lines = file.getvalue().splitlines()
+    assert [sum(line.startswith(name) for line in lines) for name in names] == [1, 1]
+    if width is None:
+        assert [line.split() for line in lines[1:]] == [list(row) for row in rows]
+    else:
+        assert max(map(len, lines)) <= width
+
+
 def test_unsupported_points_are_counted() -> None:
     counts = dataclasses.replace(answers.summary().counts, unsupported=204)
     assert "valid 11,204 > traceable 11,000 >" in drawn(answers.summary(counts=counts))
@@ -257,6 +289,28 @@ def test_what_fp8_costs_without_torch_compile_is_said() -> None:
     assert "issue 685" in one_line(drawn(answers.summary(best=answers.estimate(config))))
     for other in (answers.CONFIG, dataclasses.replace(config, torch_compile="default")):
         assert "issue 685" not in one_line(everything(answers.estimate(other)))
+
+
+def test_a_mixtures_experts_that_stay_in_16_bits_are_said() -> None:
+    qlora = dataclasses.replace(answers.ADAPTER, method="qlora", quantization="nf4")
+    # 46.7 B weights in 86.5 GiB with an adapter of 13.6 M in float32: 2.0 bytes each.
+    mixture = dataclasses.replace(
+        answers.estimate(qlora),
+        parameters=ParameterCount(total=46_716_000_000, trainable=13_600_000),
+        state=dataclasses.replace(answers.estimate().state, parameters_bytes=int(86.53 * GIB)),
+    )
+    said = "Most weights are not quantised (2.0 bytes each)"
+    assert said in one_line(everything(mixture))
+    assert said in one_line(drawn(answers.summary(best=mixture)))
+    # Llama 3.1 8B: embeddings and head in 16 bits, the rest in 4.
+    dense = dataclasses.replace(
+        mixture,
+        parameters=ParameterCount(total=8_072_000_000, trainable=42_000_000),
+        state=dataclasses.replace(mixture.state, parameters_bytes=int(5.4 * GIB)),
+    )
+    unquantised = dataclasses.replace(mixture, config=answers.ADAPTER)
+    for other in (dense, unquantised):
+        assert "not quantised" not in one_line(everything(other))
 
 
 def test_an_estimate_that_does_not_fit_says_by_how_much() -> None:

@@ -9,7 +9,7 @@ import pytest
 from autotune.config import LOADER_SETTINGS, TRADEOFF_CLASSES, TrainConfig
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS, Optimizer
-from autotune.tradeoffs import tradeoff_class
+from autotune.tradeoffs import gives_up, tradeoff_class
 
 FULL = TrainConfig(
     method="full",
@@ -87,3 +87,17 @@ def test_class_follows_the_users_own_optimizer(name: str, base_name: str, expect
 @pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 def test_a_rows_own_tradeoff_is_its_class_against_adamw_torch(row: Optimizer) -> None:
     assert tradeoff_class(dataclasses.replace(FULL, optimizer=row.name), FULL) == row.tradeoff
+
+
+def test_of_one_class_fewer_settings_give_up_less() -> None:
+    base = dataclasses.replace(FULL, precision="fp32")
+    half = dataclasses.replace(base, precision="bf16-true")
+    both = dataclasses.replace(half, optimizer="adamw_bnb_8bit")
+    assert tradeoff_class(half, base) == tradeoff_class(both, base) == "numerics"
+    assert gives_up(half, base) < gives_up(both, base)
+    # What costs nothing is not counted.
+    faster = dataclasses.replace(half, attention="eager", optimizer="adamw_torch_fused")
+    assert gives_up(faster, base) == gives_up(half, base)
+    # A higher rank comes before either.
+    small, large = (dataclasses.replace(LORA, lora_rank=rank) for rank in (16, 32))
+    assert gives_up(dataclasses.replace(large, lora_dropout=0.1), FULL) < gives_up(small, FULL)

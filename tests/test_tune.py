@@ -50,17 +50,25 @@ def speed(estimate: Estimate) -> float:
     return estimate.tokens_per_second
 
 
-Key = tuple[int, bool, bool, int, int, float]
+Key = tuple[int, bool, bool, int, int, int, float]
 
 
 def giving_up(estimate: Estimate, base: TrainConfig) -> Key:
-    """Least first: class, family of optimizers, quantised base, rank, headroom, speed."""
+    """Least first: class, family of optimizers, quantised base, rank, settings that give it up, headroom,
+    speed."""
     families = [OPTIMIZERS[name].family for name in (estimate.config.optimizer, base.optimizer)]
+    level = tradeoff_class(estimate.config, base)
+    alone = (
+        dataclasses.replace(base, **{field.name: getattr(estimate.config, field.name)})
+        for field in dataclasses.fields(base)
+        if field.name not in ("micro_batch_size", "gradient_accumulation_steps")
+    )
     return (
-        LEVELS[tradeoff_class(estimate.config, base)],
+        LEVELS[level],
         families[0] != families[1],
         estimate.config.quantization != "none",
         -(estimate.config.lora_rank or 0),
+        0 if level == "exact" else sum(tradeoff_class(one, base) == level for one in alone),
         estimate.peak_device_bytes,
         -speed(estimate),
     )
@@ -122,7 +130,7 @@ def traced(traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch) -
 def search(budget_bytes: int, **options: Any) -> Summary:
     methods = options.pop("methods", tiny_model.METHODS)
     return find(
-        tiny_model.MODEL,
+        options.pop("model", tiny_model.MODEL),
         tiny_model.workload(budget_bytes, methods),
         options.pop("space", tiny_model.SPACE),
         options.pop("gpu", tiny_model.gpu()),
@@ -359,6 +367,35 @@ def test_the_class_is_raised_only_where_nothing_else_fits() -> None:
         search(tight, allow="exact")
     assert "--allow recipe" in str(caught.value)
     assert not search(tight, allow="recipe").widened
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_class_that_is_too_large_is_not_said_to_be_missing() -> None:
+    """Its configurations are known not to fit before anything is traced."""
+    of_7b = dataclasses.replace(tiny_model.MODEL, num_parameters_known=2 * 10**9)
+    with pytest.raises(NothingFitsError) as caught:
+        search(4000 * MB, allow="exact", model=of_7b)
+    said = str(caught.value)
+    assert said.startswith(
+        "Nothing of the class exact fits into 3.73 GiB. The weights and gradients"
+    )
+    # 2 x 2 bytes each.
+    assert "take 7.45 GiB. --allow recipe: " in said
+    with pytest.raises(NothingFitsError) as caught:
+        search(4000 * MB, allow="exact", base=dataclasses.replace(BASE, precision="fp32"))
+    said = str(caught.value)
+    assert said.startswith("No configuration of the class exact is in the space. The base is full")
+    assert "fp32" in said
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_class_outside_the_space_is_told_from_one_of_which_nothing_fits() -> None:
+    assert search(1500 * MB).classes_outside == ()
+    # A base in float32, which the space has nothing of.
+    base = dataclasses.replace(search(4000 * MB).base, precision="fp32")
+    summary = search(4000 * MB, base=base)
+    assert summary.classes_outside == ("exact",)
+    assert summary.best_class == "numerics"
 
 
 @pytest.mark.usefixtures("traced")

@@ -71,6 +71,7 @@ def estimate(
     card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
     source = resolve(model)
     length = inputs.possible_length(source, seq_len, is_given=is_given(typed, "seq_len"))
+    inputs.check_length(task or source.task, length)
     lengths = None
     if dataset is not None:
         lengths = inputs.read_lengths(

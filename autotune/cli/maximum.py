@@ -105,6 +105,7 @@ def maximum(
     length = seq_len or 1024
     if source is not None and what != "sequence-length":
         length = inputs.possible_length(source, length, is_given=seq_len is not None)
+        inputs.check_length(task or source.task, length)
     searched, _ = predictable(space_file.load(space_name))
     if settings["peft"] is not None:
         searched = with_peft(searched, settings.pop("peft"))

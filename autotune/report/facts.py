@@ -311,9 +311,11 @@ def reasons(summary: Summary) -> list[str]:
             said.append(f"{words.compilation(found)}.")
         said.append(f"The loader: {words.loader(summary)}.")
     if summary.widened:
-        said.append("Nothing of a lower class fits, so another recipe was allowed.")
+        said.append(words.widened(summary))
     if best.state.optimizer_state_managed_bytes:
         said.append(words.paging(best))
+    if note := words.unquantized(best):
+        said.append(note)
     if summary.tied:
         said.append(f"Tied: {words.tied(summary)}.")
     return [printable(text) for text in said]

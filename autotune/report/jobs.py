@@ -14,7 +14,7 @@ from autotune.summary import summary_from_dict
 def draw_list(jobs: Iterable[Job], file: TextIO) -> None:
     """A row per job."""
     headers = ("job>", "state", "model", "card", "budget>", "asked", "by", "worker", "progress")
-    terminal.draw_table(headers, map(_cells, jobs), file)
+    terminal.draw_table(headers, map(_cells, jobs), file, is_list=True)
 
 
 def _cells(job: Job) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ def draw_answer(answer: Answer, check: str, file: TextIO) -> None:
         ("step", words.step(best)),
         ("memory", words.memory(best, budget_bytes)),
         ("next", _next(answer)),
+        *(("left out", words.printable(f"{v}: {why}")) for v, why in answer.left_out.items()),
         ("note", _accumulating(answer)),
     ]
     if best.state.optimizer_state_managed_bytes:

@@ -17,7 +17,7 @@ _ENDINGS = {"complete": "fit", "pruned": "do not fit"}
 def draw_list(studies: Iterable[ListedStudy], file: TextIO) -> None:
     """A row per study; what is not autotune's is said to be so."""
     headers = ("study", "model", "budget>", "evidence", "tokens/s>", "trials>", "last trial")
-    terminal.draw_table(headers, map(_cells, studies), file)
+    terminal.draw_table(headers, map(_cells, studies), file, is_list=True)
 
 
 def _cells(study: ListedStudy) -> tuple[str, ...]:

@@ -97,12 +97,12 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     if summary.measured is None:
         rows.append(("why", words.why(summary)))
     if summary.widened:
-        rows.append(("", "Nothing of a lower class fits, so another recipe was allowed."))
+        rows.append(("", words.widened(summary)))
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
     rows += [("note", words.bound(text)) for text in needs.unpredicted(best.config)]
-    if note := words.unfused_casts(best.config):
-        rows.append(("note", note))
+    notes = (words.unfused_casts(best.config), words.unquantized(best))
+    rows += [("note", note) for note in notes if note]
     if summary.tied:
         rows.append(("tied", words.tied(summary)))
     _print_rows(console, rows)
@@ -198,8 +198,8 @@ def draw_estimate(
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
-    if note := words.unfused_casts(estimate.config):
-        rows.append(("note", note))
+    notes = (words.unfused_casts(estimate.config), words.unquantized(estimate))
+    rows += [("note", note) for note in notes if note]
     rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
     rows += [("note", words.bound(text)) for text in needs.unpredicted(estimate.config)]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
@@ -253,12 +253,26 @@ def _gpu_cells(card: Gpu) -> tuple[str, ...]:
     )
 
 
-def draw_table(headers: Sequence[str], rows: Iterable[Sequence[str]], file: TextIO) -> None:
-    """A plain table; a column whose header ends in `>` is aligned to the right."""
-    table = _table(*headers)
+def draw_table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], file: TextIO, *, is_list: bool = False
+) -> None:
+    """A plain table; a column whose header ends in `>` is aligned to the right.
+
+    `is_list`: the first column has names that are typed again. A pipe gets a line per row, and a
+    terminal unbroken names, as long as they take half of it at most.
+    """
+    from rich.cells import cell_len
+
+    console, table = console_on(file), _table(*headers)
+    widths = list(map(len, headers))
     for row in rows:
         _add_row(table, row)
-    console_on(file).print(table)
+        widths = [max(w, cell_len(printable(cell))) for w, cell in zip(widths, row, strict=True)]
+    if is_list:
+        if not (file.isatty() or os.environ.get("COLUMNS")):
+            console.width = sum(widths) + 2 * len(widths)
+        table.columns[0].no_wrap = widths[0] <= console.width // 2
+    console.print(table)
 
 
 def console_on(file: TextIO) -> Console:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.config import PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.loading import LoaderTime
 from autotune.measurement import NOISE, Measurement
@@ -17,6 +17,8 @@ LIMITS = "torch.compile, overlapping streams, data loading, evaluation, logging"
 """Of every prediction; autotune.estimate and autotune.roofline name the finer ones."""
 
 MAX_NAME_CHARS = 120
+MOSTLY_QUANTIZED_BYTES = 1.5
+"""Per weight. [judgement] 8-bit codes take 1, 4-bit ones a half, beside embeddings in 16 bits."""
 GLUE = "\N{NO-BREAK SPACE}"
 """Where a line of ours must not break; printed as a space."""
 
@@ -369,17 +371,43 @@ def unfused_casts(config: TrainConfig) -> str:
     )
 
 
+def unquantized(estimate: Estimate) -> str:
+    """Where a quantised base is not much smaller; empty where it is, or nothing was asked for."""
+    count, config = estimate.parameters, estimate.config
+    num_frozen = count.total - count.trainable
+    if config.quantization == "none" or estimate.per_gpu is not None or num_frozen <= 0:
+        return ""
+    # The adapter's own parameters are in float32.
+    bytes_each = (estimate.state.parameters_bytes - 4 * count.trainable) / num_frozen
+    if bytes_each < MOSTLY_QUANTIZED_BYTES:
+        return ""
+    return (
+        f"Most weights are not quantised ({bytes_each:.1f} bytes each): bitsandbytes takes linear layers, "
+        "not embeddings, nor the experts of a mixture, which Transformers keeps in tensors of their own."
+    )
+
+
 def tied(summary: Summary) -> str:
     first = difference(summary.tied[0].config, summary.best.config)
     more = f" and {len(summary.tied) - 1} more" if len(summary.tied) > 1 else ""
     return f"within {100 * NOISE:.0f} %, so no worse: {first}{more}"
 
 
+def widened(summary: Summary) -> str:
+    """Why the answer is of a higher class than was wanted; empty where it is not."""
+    if not summary.widened:
+        return ""
+    lower = TRADEOFF_CLASSES[: TRADEOFF_CLASSES.index(summary.best_class)]
+    is_there = not set(lower) <= set(summary.classes_outside)
+    nothing = "Nothing of a lower class fits" if is_there else "The space has no lower class"
+    return f"{nothing}, so another recipe was allowed."
+
+
 def class_entry(name: str, summary: Summary) -> str:
     """The best of a class, as a row of the table says it."""
     estimate = summary.best_by_class.get(name)
     if estimate is None:
-        return "none fits"
+        return "none in this space" if name in summary.classes_outside else "none fits"
     if estimate.config == summary.best.config:
         return "the answer"
     words = describe(estimate.config)

@@ -18,7 +18,7 @@ examine {}
         {"torch": {"problem": str, ...}}, then allocator, card, bitsandbytes, flash_attention
 lengths {"dataset": path, "text_field": str, "tokenizer": folder or id}
         {"num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
-        {"problem": str}
+        {"problem": str, "remedy": str}
 loader  {"program": text of train.py, "dataset": path, "text_field": str, "tokenizer": folder or id,
          "backend": str, "micro_step_seconds": float, "settings": [{fields of LoaderTime}]}
         one line per setting, until one keeps up with the micro-step: {LoaderTime}; or {"problem": str}
@@ -130,7 +130,7 @@ def _lengths(request: dict[str, Any]) -> Answers:
     try:
         yield count_lengths(request["dataset"], request["text_field"], request["tokenizer"])
     except UnreadableDataset as error:
-        yield {"problem": str(error)}
+        yield {"problem": str(error), "remedy": error.remedy}
 
 
 def _loader(request: dict[str, Any]) -> Answers:

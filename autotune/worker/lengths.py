@@ -17,8 +17,16 @@ NUM_LONGEST = 200
 _AT_ONCE = 1000
 
 
+_NOT_TEXT = (".arrow", ".csv", ".gz", ".json", ".parquet", ".tsv", ".zip", ".zst")
+"""Files that people keep samples in, whose lines are none."""
+
+
 class UnreadableDataset(Exception):
-    """The dataset or the tokenizer cannot be used; the message is for the user."""
+    """The dataset or the tokenizer cannot be used, and what to do; for the user."""
+
+    def __init__(self, why: str, remedy: str = "") -> None:
+        super().__init__(why)
+        self.remedy = remedy
 
 
 def count_lengths(dataset: str, text_field: str, tokenizer: str) -> dict[str, Any]:
@@ -28,7 +36,7 @@ def count_lengths(dataset: str, text_field: str, tokenizer: str) -> dict[str, An
     """
     texts = list(_texts(Path(dataset), text_field))
     if not texts:
-        raise UnreadableDataset(f"{dataset} is empty")
+        raise UnreadableDataset("It is empty")
     num_samples = len(texts)
     longest_texts = heapq.nlargest(NUM_LONGEST, texts, len)
     if num_samples > MAX_TOKENISED:
@@ -37,7 +45,7 @@ def count_lengths(dataset: str, text_field: str, tokenizer: str) -> dict[str, An
     counts = _counted(tokenise, texts)
     counts.pop(0, None)
     if not counts:
-        raise UnreadableDataset(f"{dataset} has no tokens")
+        raise UnreadableDataset("It has no tokens")
     return {
         "num_samples": num_samples,
         "counts": sorted(counts.items()),
@@ -63,29 +71,44 @@ def load_tokenizer(tokenizer: str) -> Any:
         )
     except Exception as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UnreadableDataset(f"no tokenizer in local files for {tokenizer}: {why}") from error
+        raise UnreadableDataset(
+            f"There is no tokenizer in local files for {tokenizer}: {why}",
+            "--tokenizer names a folder that has it",
+        ) from error
 
 
 def _texts(path: Path, text_field: str) -> Iterator[str]:
     """As train.py reads them: objects of a .jsonl, or lines of text."""
+    as_jsonl = (
+        "Write it as .jsonl, with the text in a field (datasets: load_dataset(...).to_json(FILE))"
+    )
+    if path.suffix in _NOT_TEXT and path.exists():
+        raise UnreadableDataset(f"A {path.suffix} is neither .jsonl nor a text per line", as_jsonl)
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _text(line, text_field, number) if path.suffix == ".jsonl" else line
     except OSError as error:
-        raise UnreadableDataset(f"{path}: {error.strerror}") from error
+        remedy = "Name a file" if path.is_dir() else ""
+        raise UnreadableDataset(error.strerror or str(error), remedy) from error
     except UnicodeDecodeError as error:
-        raise UnreadableDataset(f"{path} is not UTF-8 text") from error
+        raise UnreadableDataset("It is not UTF-8 text", as_jsonl) from error
 
 
 def _text(line: str, text_field: str, number: int) -> str:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UnreadableDataset(f"line {number} is not JSON") from error
+        raise UnreadableDataset(
+            f"Line {number} is not JSON", "A .jsonl has an object per line"
+        ) from error
     text = row.get(text_field) if isinstance(row, dict) else None
     if not isinstance(text, str):
         fields = ", ".join(map(str, row))[:100] if isinstance(row, dict) else "no fields"
-        raise UnreadableDataset(f"line {number} has no text in {text_field!r}; it has {fields}")
+        raise UnreadableDataset(
+            f"Line {number} has no text in {text_field!r}; it has {fields}",
+            "--text-field names the field; lists of messages have to be made one text first (the "
+            "tokenizer's apply_chat_template)",
+        )
     return text

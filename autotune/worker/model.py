@@ -97,12 +97,16 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
     dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
     try:
         with torch.device("meta"):
-            model: nn.Module = auto.from_config(
-                config, dtype=dtype, attn_implementation=spec.attention
-            )
+            model: Any = auto.from_config(config, dtype=dtype, attn_implementation=spec.attention)
     except Exception as error:
         raise UnsupportedModel(first_line(error)) from error
-    return model
+    of_text = model.config.get_text_config()
+    if task == "sequence-classification" and of_text.pad_token_id is None:
+        # A decoder asks where a row ends. Trainer gives it the tokenizer's padding token (transformers
+        # 5.23 trainer_utils.py, align_special_tokens); which one it is changes nothing here.
+        of_text.pad_token_id = 0
+    built: nn.Module = model
+    return built
 
 
 def enable_checkpointing(model: Any, spec: TraceSpec) -> None:

@@ -65,12 +65,20 @@ def test_samples_are_counted_as_the_tokenizer_cuts_them(folder: Path, name: str)
     ("name", "content", "changes", "part"),
     [
         ("missing.jsonl", None, {}, "No such file"),
-        ("empty.txt", "\n \n", {}, "is empty"),
-        ("list.jsonl", "[1]", {}, "line 1 has no text in 'text'; it has no fields"),
-        ("field.jsonl", '{"body": "x"}', {}, "it has body"),
-        ("broken.jsonl", "{", {}, "line 1 is not JSON"),
-        ("deep.jsonl", "[" * 100_000, {}, "line 1 is not JSON"),
+        ("empty.txt", "\n \n", {}, "It is empty."),
+        ("list.jsonl", "[1]", {}, "Line 1 has no text in 'text'; it has no fields. --text-field"),
+        ("field.jsonl", '{"body": "x"}', {}, "it has body. --text-field names the field"),
+        ("chat.jsonl", '{"messages": []}', {}, "it has messages. --text-field names"),
+        ("chat.jsonl", '{"messages": []}', {}, "apply_chat_template"),
+        ("broken.jsonl", "{", {}, "Line 1 is not JSON"),
+        ("deep.jsonl", "[" * 100_000, {}, "Line 1 is not JSON"),
+        # Its lines would be taken for texts: header, quotes, labels and all.
+        ("table.csv", "text,label\nword,1\n", {}, "A .csv is neither .jsonl nor a text per line"),
+        ("list.json", '[{"text": "word"}]', {}, "Write it as .jsonl"),
+        ("missing.csv", None, {}, "No such file"),
+        (".", None, {}, "Is a directory. Name a file."),
         ("good.txt", "word", {"tokenizer": "no/such-model"}, "no tokenizer in local files"),
+        ("good.txt", "word", {"tokenizer": "no/such-model"}, "--tokenizer names a folder"),
     ],
 )
 def test_what_cannot_be_read_is_said(

@@ -223,6 +223,7 @@ CASES = {
     "bert classification": Case(
         architecture="bert", task="sequence-classification", precision="fp32", accumulation=1
     ),
+    "llama classification": Case(architecture="llama", task="sequence-classification"),
 }
 
 
@@ -354,6 +355,9 @@ def real_model(case: Case) -> Any:
 
 def collator(case: Case) -> dict[str, Any]:
     """As train.py has them."""
+    if case.task == "sequence-classification":
+        # Its padding token becomes the model's, which a decoder asks for.
+        return {"processing_class": tokenizer()}
     if case.batching == "packed":
         return {}
     if case.batching == "padding-free":

@@ -1,0 +1,90 @@
+"""An answer's files in a folder where an earlier answer's are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import answers
+import pytest
+
+from autotune import bases
+from autotune.answer_files import AnswerFiles
+from autotune.config import TrainConfig
+from autotune.files import Disk
+
+
+def write(config: TrainConfig, folder: Path, base: Path | None = None) -> list[Path]:
+    summary = answers.summary(best=answers.estimate(config))
+    run = None
+    if base is not None:
+        run = bases.read_run(
+            base,
+            seq_len=None,
+            methods=(),
+            num_gpus=1,
+            effective_batch=32,
+            has_bf16=True,
+            usual_length=1024,
+            note=lambda _: None,
+            files=Disk(),
+        )
+    return AnswerFiles.of(summary, folder=folder, run=run).write()
+
+
+def present(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_an_earlier_answer_wrote_does_not_stay_beside_another(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    write(answers.ADAPTER, folder)
+    assert (folder / "exports" / "adapter_config.json").exists()
+    # The folder may have moved since, and others may have put their files there.
+    folder = folder.rename(tmp_path / "b")
+    (folder / "notes.txt").touch()
+    (folder / "exports" / "adapter_config.bak").touch()
+    written = write(answers.CONFIG, folder)
+    assert not (folder / "exports" / "adapter_config.json").exists()
+    others = {folder / "notes.txt", folder / "exports" / "adapter_config.bak"}
+    assert present(folder) == {*written, *others}
+
+
+def test_what_somebody_changed_or_named_stays(tmp_path: Path) -> None:
+    """A trained adapter is saved under the name of what was exported; a list is a file like others."""
+    write(answers.ADAPTER, tmp_path)
+    trained = tmp_path / "exports" / "adapter_config.json"
+    later = (tmp_path / "result.json").stat().st_mtime + 60
+    os.utime(trained, (later, later))
+    theirs = tmp_path / "notes.txt"
+    theirs.touch()
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    result["files"].append(str(theirs))
+    (tmp_path / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    os.utime(tmp_path / "result.json", (later - 60, later - 60))
+    written = write(answers.CONFIG, tmp_path)
+    assert present(tmp_path) == {*written, trained, theirs}
+
+
+def test_the_base_stays_where_the_answer_goes_beside_it(tmp_path: Path) -> None:
+    write(answers.ADAPTER, tmp_path)
+    base = tmp_path / "exports" / "adapter_config.json"
+    before = base.read_text(encoding="utf-8")
+    adapter = dataclasses.replace(answers.ADAPTER, lora_rank=8)
+    written = write(adapter, tmp_path / "exports", base=base)
+    assert base not in written
+    assert base.read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[" * 100_000, "[1]", "{}", '{"files": 1}', '{"files": ["", "/", "..", 3]}']
+)
+def test_a_result_that_lists_nothing_takes_nothing_away(tmp_path: Path, content: str) -> None:
+    theirs = tmp_path / "adapter_config.json"
+    theirs.touch()
+    (tmp_path / "result.json").write_text(content, encoding="utf-8")
+    written = write(answers.CONFIG, tmp_path)
+    assert present(tmp_path) == {*written, theirs}
+    assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["files"]
