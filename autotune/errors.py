@@ -84,7 +84,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     names = sorted(set(known))
     by_folded = {candidate.casefold(): candidate for candidate in names}
-    close = difflib.get_close_matches(name.casefold(), by_folded, n=3, cutoff=0.6)
+    folded_name = name.casefold()
+    # The beginning of a name is what people know of it: adamw, rtx-40.
+    begun = [each for each in by_folded if len(folded_name) > 2 and each.startswith(folded_name)]
+    alike = difflib.get_close_matches(folded_name, by_folded, n=3, cutoff=0.6)
+    close = list(dict.fromkeys([*sorted(begun, key=len), *alike]))[:3]
     if close:
         return "Did you mean " + " or ".join(f'"{by_folded[folded]}"' for folded in close) + "?"
     if not names:

@@ -94,7 +94,7 @@ def read(
         sequence_length=length,
         lengths=lengths,
         effective_batch_size=inputs.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
-        methods=tuple(dict.fromkeys(_methods(options))) or METHODS,
+        methods=_methods(options) or METHODS,
         memory_budget_bytes=budget_bytes,
         num_gpus=num_gpus,
         extra_arguments="{}" if run is None else run.extra_arguments,
@@ -125,7 +125,9 @@ def read_run(
 
 
 def _methods(options: FindOptions) -> tuple[str, ...]:
-    return options.methods if options.peft is None else (*options.methods, "peft")
+    """In the order of METHODS, however they were typed: the first is what the defaults would train."""
+    given = options.methods if options.peft is None else (*options.methods, "peft")
+    return tuple(method for method in METHODS if method in given)
 
 
 def _model_of(options: FindOptions, run: BaseRun | None) -> str:

@@ -67,6 +67,18 @@ def with_attentions(space: SearchSpace, attentions: tuple[str, ...]) -> SearchSp
     return with_domains(space, left)
 
 
+def with_precision_of(base: TrainConfig, space: SearchSpace) -> SearchSpace:
+    """The space with the base's precision among those that it varies for the base's method."""
+
+    def with_base(section: MethodSpace) -> Domains:
+        offered = section.domains.get("precision", ())
+        if section.method != base.method or len(offered) < 2:
+            return {}
+        return {"precision": tuple(dict.fromkeys((*offered, base.precision)))}
+
+    return with_domains(space, with_base)
+
+
 def with_batchings(space: SearchSpace, workload: Workload) -> SearchSpace:
     """The space for what is known of the samples: without their lengths there is nothing to pad."""
     usual = usual_batching(workload.task)

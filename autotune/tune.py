@@ -33,6 +33,7 @@ from autotune.space import (
     for_gpus,
     with_attentions,
     with_batchings,
+    with_precision_of,
 )
 from autotune.summary import (
     MORE_MEMORY,
@@ -115,6 +116,10 @@ def find(
     progress = log.stages(_log, progress)
     num_layers = model.config.get("num_hidden_layers")
     ways_to_compile = compiled.settings_of(space)
+    reference = base or default_base(workload, gpu, model)
+    if base is None and model.is_float32:
+        # What the checkpoint is: no answer is slower than leaving it so.
+        space = with_precision_of(reference, space)
     space, left_out = predictable(
         with_attentions(space, model.attentions), workload.methods, has=has
     )
@@ -134,7 +139,6 @@ def find(
             remedy="Change the methods, the effective batch size or the space",
         )
     progress("space", len(points.configs), points.num_enumerated)
-    reference = base or default_base(workload, gpu, model)
     if reference.method == "peft" and reference.peft is None:
         reference = dataclasses.replace(reference, peft=points.configs[0].peft)
     baselines = [base] if base is not None else larger_micro_batches(reference)

@@ -283,6 +283,17 @@ def test_a_peft_config_of_a_file(main: Main, asked: list[dict[str, Any]], tmp_pa
     assert any(name.startswith("qwen2.5-1.5b-12gb-peft-") for name in names)
 
 
+def test_the_order_of_methods_says_nothing(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The base is the defaults' training by the first: qlora would be called exact, full a recipe."""
+    assert main(*FIND, "--method", "qlora", "--method", "full", "--method", "qlora").code == 0
+    assert main(*FIND, "--method", "full", "--method", "qlora").code == 0
+    assert [each["workload"].methods for each in asked] == [("full", "qlora")] * 2
+    # The same question has one study, which takes both.
+    assert len([path for path in (tmp_path / "studies").iterdir() if path.is_dir()]) == 1
+
+
 def test_targets_of_a_base_have_a_study_that_holds_them(
     main: Main, asked: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -477,7 +488,7 @@ def test_options_reach_the_search(main: Main, asked: list[dict[str, Any]], tmp_p
     more = ("--effort", "quick", "--space", "lora", "--seq-len", "512", "--effective-batch", "8")
     assert main(*FIND, *arguments, *more, "--study", "../my study").code == 0
     call = asked[0]
-    assert call["workload"].methods == ("qlora", "lora")
+    assert call["workload"].methods == ("lora", "qlora")
     assert (call["allow"], call["effort"], call["space"].name) == ("exact", "quick", "lora")
     assert call["workload"].sequence_length == 512
     assert call["workload"].effective_batch_size == 8

@@ -57,6 +57,15 @@ def test_nearest(name: str, expected: str) -> None:
     assert nearest(name, ["b200", "RTX-4070"]) == expected
 
 
+def test_a_name_that_was_begun_is_near() -> None:
+    names = ["adalomo", "adamw_8bit", "adamw_torch", "adamw_torch_fused", "grokadamw"]
+    assert (
+        nearest("AdamW", names)
+        == 'Did you mean "adamw_8bit" or "adamw_torch" or "adamw_torch_fused"?'
+    )
+    assert nearest("grokadam", names) == 'Did you mean "grokadamw"?'
+
+
 def test_nearest_of_many_does_not_list_them_all() -> None:
     text = nearest("zzzz", [f"name{number}" for number in range(100)])
     assert text.endswith("and 92 more.")

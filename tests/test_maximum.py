@@ -54,6 +54,7 @@ def test_estimate_says_the_same_of_the_answer(main: Main) -> None:
 
     autotune, *arguments = shlex.split(answer["check"])
     assert autotune == "autotune"
+    assert arguments[arguments.index("--gpu-mem") + 1] == "1GB"
     code, out, err = main(*arguments, "--json")
     assert code == 0, err
     checked = json.loads(out)

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
+import answers
 import pytest
 
 from autotune.config import METHODS, Workload
@@ -17,6 +18,7 @@ from autotune.space import (
     for_gpus,
     unlisted,
     with_attentions,
+    with_precision_of,
 )
 
 
@@ -167,3 +169,18 @@ def test_a_model_without_sdpa_is_searched_with_what_it_has() -> None:
     assert left(offered("sdpa", "flex_attention"), "eager", "flex_attention") == ("flex_attention",)
     assert left(offered("flex_attention"), "eager", "sdpa") == ("sdpa",)
     assert left(offered("sdpa"), "eager", "sdpa") == ("sdpa",)
+
+
+def test_the_precision_of_the_base_is_searched_where_precision_is_varied() -> None:
+    base = dataclasses.replace(answers.CONFIG, precision="fp32")
+    assert base.method == "full"
+
+    def left(method: str, *precisions: str) -> tuple[str, ...]:
+        varied = space(section(method=method, precision=precisions))
+        return with_precision_of(base, varied).methods[0].domains["precision"]
+
+    assert left("full", "bf16-true", "bf16-mixed") == ("bf16-true", "bf16-mixed", "fp32")
+    assert left("full", "fp32", "bf16-true") == ("fp32", "bf16-true")
+    # What somebody fixed stays, and what another method's base has says nothing.
+    assert left("full", "bf16-true") == ("bf16-true",)
+    assert left("lora", "bf16-autocast", "fp16-autocast") == ("bf16-autocast", "fp16-autocast")

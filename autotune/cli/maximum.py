@@ -117,7 +117,7 @@ def maximum(
         gpu_reason=gpu_reason,
         budget_bytes=budget_bytes,
         sequence_length=length,
-        methods=tuple(dict.fromkeys(methods)) or METHODS,
+        methods=tuple(method for method in METHODS if method in methods) or METHODS,
         accumulation=accumulation,
         fixed={name: value for name, value in settings.items() if value is not None},
         space=searched,

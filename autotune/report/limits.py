@@ -85,7 +85,8 @@ def command(answer: Answer, *, name_card: bool) -> str:
     config = answer.best.config
     parts = ["autotune", "estimate", "--model", answer.model, "--task", answer.task]
     parts += ["--gpu", answer.best.gpu] if name_card else []
-    parts += ["--gpu-mem", f"{answer.memory_budget_bytes}B"]
+    budget_bytes = answer.memory_budget_bytes
+    parts += ["--gpu-mem", words.typed_size(budget_bytes).replace(" ", "") or f"{budget_bytes}B"]
     parts += ["--seq-len", str(config.sequence_length), "--method", config.method]
     parts += ["--accumulation", str(config.gradient_accumulation_steps)]
     return shlex.join([*parts, *as_options(config)])

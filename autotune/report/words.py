@@ -37,15 +37,15 @@ def exact_size(size_bytes: int) -> str:
     """`12 GB = 11.18 GiB`: as it may have been typed, and as everything else is printed."""
     name, unit_bytes = unit_for(size_bytes)
     size = f"{size_bytes / unit_bytes:.2f} {name}"
-    return f"{typed} = {size}" if (typed := _typed(size_bytes)) else size
+    return f"{typed} = {size}" if (typed := typed_size(size_bytes)) else size
 
 
 def short_size(size_bytes: int) -> str:
     """`12 GB` where it was typed so, else `11.18 GiB`."""
-    return _typed(size_bytes) or format_bytes(size_bytes)
+    return typed_size(size_bytes) or format_bytes(size_bytes)
 
 
-def _typed(size_bytes: int) -> str:
+def typed_size(size_bytes: int) -> str:
     """Whole GB, or fewer MB than one has; empty for what is neither."""
     name, unit_bytes = ("GB", 10**9) if size_bytes >= 10**9 else ("MB", 10**6)
     return "" if size_bytes % unit_bytes else f"{size_bytes // unit_bytes} {name}"
@@ -382,8 +382,8 @@ def unquantized(estimate: Estimate) -> str:
     if bytes_each < MOSTLY_QUANTIZED_BYTES:
         return ""
     return (
-        f"Most weights are not quantised ({bytes_each:.1f} bytes each): bitsandbytes takes linear layers, "
-        "not embeddings, nor the experts of a mixture, which Transformers keeps in tensors of their own."
+        f"Most weights are not quantised ({bytes_each:.1f} bytes each): Transformers quantises plain "
+        "linear layers alone, not embeddings, nor a mixture's experts, which are tensors of their own."
     )
 
 
