@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from autotune.config import TrainConfig
-from autotune.export import Exporter, export_paths, mapping
+from autotune.export import Exporter, export_paths, mapping_write
 from autotune.export.edit import Change
 from autotune.export.read import BaseRun, EditedBase, changes, read_base
 from autotune.export.section_rows import in_words
@@ -72,7 +72,7 @@ def searched(
         return space, base
     if not has_lengths:
         base = dataclasses.replace(base, batching=usual_batching(task))
-    return around(space, base, functools.partial(mapping.allows, run.target)), base
+    return around(space, base, functools.partial(mapping_write.allows, run.target)), base
 
 
 def with_edited(
@@ -116,7 +116,7 @@ def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
             notes.append(
                 f"its comments are lost: {part.path.name} has YAML that is not edited in place."
             )
-    unsaid = mapping.unsaid(run.target, answer)
+    unsaid = mapping_write.unsaid(run.target, answer)
     elsewhere = [words for words in unsaid if words.partition(":")[0] in run.target.elsewhere]
     notes += [f"not put into it: {words}." for words in unsaid if words not in elsewhere]
     if elsewhere:

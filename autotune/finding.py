@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -18,19 +17,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import inputs, machine, probing, reading, space, store, studies, tune
+from autotune import inputs, reading, space, store, studies, study_names, study_trials, tune
 from autotune.answer_files import AnswerFiles
-from autotune.config import Workload
-from autotune.dataset import Dataset, time_loaders
+from autotune.dataset import Dataset
 from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageError, WorkerError
 from autotune.export.read import BaseRun
 from autotune.forkserver import ForkServer
-from autotune.loading import LoaderTimes
-from autotune.measurement import BACKENDS, ProbeSpec
-from autotune.models import ModelSource
+from autotune.measurement import BACKENDS
 from autotune.optimizers import OPTIMIZERS
 from autotune.options import FindOptions
-from autotune.probes import open_probes
 from autotune.reading import Brought
 from autotune.recommendations import (
     Recommendation,
@@ -43,13 +38,9 @@ from autotune.report import html
 from autotune.report.data import collect
 from autotune.report.files import write
 from autotune.report.progress import SILENT, Listener
-from autotune.summary import Measured, Summary
+from autotune.summary import Summary
 from autotune.trace_table import TraceTable
 from autotune.tune import Found
-
-PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
-"""Of timed steps per probe, at most."""
-CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
 
 REPORT = "report.html"
 MAX_TRIALS_OF_PAGE = 1000
@@ -165,7 +156,7 @@ def find(
         )
     # Only a planned card follows from the budget; another one needs a study of its own.
     is_planned = not gpu_reason.startswith((inputs.NAMED, inputs.FOUND, inputs.ON_CPU))
-    name = store.default_study_name(workload, gpu=None if is_planned else card.name)
+    name = study_names.default_study_name(workload, gpu=None if is_planned else card.name)
     own_values = space.unlisted(taken.space, workload.methods)
     if options.peft is not None:
         own_values.pop("peft", None)
@@ -177,7 +168,7 @@ def find(
         return Answer(
             found=found,
             study=options.study or name,
-            folder_name=name if options.study is None else store.folder_of(options.study),
+            folder_name=name if options.study is None else study_names.folder_of(options.study),
             run=run,
             question=question_of(options),
         )
@@ -192,17 +183,27 @@ def find(
                     f"{option} says nothing to a prediction: --backend cuda or cpu measures."
                 )
         return answered(found, name)
+    # Optuna's samplers come with it, which a prediction does without.
+    from autotune import measure
+
     measured_name = f"{name}-measured"
     try:
-        measured = _measure(
+        measured = measure.measured(
             found,
             source,
             options,
             data=data,
             backend=measure_on,
-            study=options.study or measured_name,
+            study=store.open_study(
+                storage,
+                options.study or measured_name,
+                workload=found.summary.workload,
+                gpu=found.summary.gpu,
+                command=command,
+                versions=_versions(),
+                has_heartbeats=True,
+            ),
             storage=storage,
-            command=command,
             listener=listener,
             server=server,
         )
@@ -214,101 +215,6 @@ def find(
         listener.note(f"nothing could be measured, so the answer is predicted. {error}")
         return answered(found, name)
     return answered(measured, measured_name)
-
-
-def _measure(
-    found: Found,
-    source: ModelSource,
-    options: FindOptions,
-    *,
-    data: Dataset | None,
-    backend: str,
-    study: str,
-    storage: str,
-    command: str,
-    listener: Listener,
-    server: ForkServer | None,
-) -> Found:
-    """Probe the candidates, confirm the winner. Nothing measured is ever lost."""
-    summary = found.summary
-    workload = summary.workload
-    confirm_steps, train_steps = options.confirm_steps, options.train_steps
-    if train_steps is None and (train_steps := tune.steps_per_epoch(summary)) is not None:
-        listener.note(
-            f"the run is taken to be an epoch of the dataset: --train-steps {train_steps}."
-        )
-    spec = ProbeSpec(
-        task=workload.task,
-        backend=backend,
-        memory_budget_bytes=workload.memory_budget_bytes,
-        max_seconds=PROBE_SECONDS[backend],
-    )
-    max_probes = tune.EFFORTS[options.effort].max_probes
-    if confirm_steps is None:
-        confirm_steps = CONFIRM_STEPS[backend]
-    with (
-        listener.measuring(summary.counts, max_probes, confirm_steps) as heard,
-        ForkServer() if server is None else contextlib.nullcontext(server) as server,
-    ):
-        plan = probing.Plan(
-            pool=[e for e in found.pool() if probing.can_run(e.config, backend)],
-            base=summary.base,
-            baseline=summary.baseline,
-            budget_bytes=workload.memory_budget_bytes,
-            max_probes=max_probes,
-            confirm_steps=confirm_steps,
-            train_steps=train_steps,
-            variants=lambda e: [v for v in found.variants(e) if probing.can_run(v.config, backend)],
-        )
-        with (
-            store.open_study(
-                storage,
-                study,
-                workload=workload,
-                gpu=summary.gpu,
-                command=command,
-                versions=_versions(),
-                has_heartbeats=True,
-            ) as opened,
-            open_probes(storage) as table,
-        ):
-            new_prober = functools.partial(
-                probing.Prober,
-                server,
-                table,
-                source,
-                spec,
-                useful_share=workload.useful_share,
-                on_run=heard.on_run,
-            )
-            # Where everything was measured before, no process is needed that could tell the fingerprint.
-            try:
-                prober = new_prober(assumed=machine.fingerprint(backend))
-                measured = probing.search(opened, plan, prober, on_probe=heard.on_probe)
-            except probing.NotAsAssumed:
-                measured = probing.search(opened, plan, new_prober(), on_probe=heard.on_probe)
-        answer = dataclasses.replace(
-            tune.with_measured(summary, measured),
-            loader=_time_loaders(server, data, workload, measured, listener),
-        )
-    return dataclasses.replace(found, summary=answer)
-
-
-def _time_loaders(
-    server: ForkServer,
-    data: Dataset | None,
-    workload: Workload,
-    measured: Measured,
-    listener: Listener,
-) -> LoaderTimes | None:
-    """None without a dataset here, and where the user has decided; where it fails that costs no answer."""
-    if data is None or workload.sets_loader:
-        return None
-    try:
-        return time_loaders(server, data, workload, measured.best)
-    except WorkerError as error:
-        listener.note(f"the loader was not timed, and its settings stay. {error}")
-        return None
 
 
 def deliver(
@@ -371,7 +277,7 @@ def _record(
     ) as opened:
         # A study of measurements holds nothing else.
         if summary.measured is None:
-            store.record_estimates(
+            study_trials.record_estimates(
                 opened,
                 answer.found.considered,
                 budget_bytes=summary.workload.memory_budget_bytes,

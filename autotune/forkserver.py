@@ -31,8 +31,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from autotune import isolate
+from autotune import isolate, launching
 from autotune.errors import WorkerError
+from autotune.orphans import adopt_orphans
 
 READY_SECONDS = 180.0
 """For the imports: 4 s here, a minute from a cold network disk."""
@@ -73,7 +74,7 @@ class ForkServer:
         self._command = [sys.executable, "-P", "-m", "autotune.worker.server"]
         if command is not None:
             self._command = list(command)
-        self._fresh_command = fresh_command or isolate.worker_command()
+        self._fresh_command = fresh_command or launching.worker_command()
         self._server: _Server | None = None
         self.last_fork: Fork | None = None
         self.unfit_reason = "" if sys.platform == "linux" else "forks are safe on Linux only"
@@ -116,7 +117,7 @@ class ForkServer:
 
     def start(self, verb: str) -> None:
         """Have a server import for jobs of this verb, without waiting for it."""
-        environment = isolate.worker_environment(verb)
+        environment = launching.worker_environment(verb)
         if self._server is not None and not self._server.suits(environment):
             self.close()
         if self._server is None and not self.unfit_reason:
@@ -128,7 +129,7 @@ class ForkServer:
         if server is not None:
             server.close()
 
-    def _launch(self, job: isolate.Job) -> isolate.Process:
+    def _launch(self, job: launching.Job) -> launching.Process:
         self.last_fork = None
         for num_starts_left in reversed(range(MAX_STARTS)):
             self.start(job.verb)
@@ -148,7 +149,7 @@ class ForkServer:
             except BaseException:
                 self.close()
                 raise
-        return isolate.spawn(self._fresh_command, job)
+        return launching.spawn(self._fresh_command, job)
 
 
 class _ServerGone(Exception):
@@ -160,7 +161,7 @@ class _Unfit(Exception):
 
 
 class _Forked:
-    """The server's job, as isolate.Process."""
+    """The server's job, as launching.Process."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server
@@ -189,7 +190,7 @@ class _Server:
         self._is_job_gone = True
         self._rest = b""
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
-        self._adopted_before = isolate.adopt_orphans()
+        self._adopted_before = adopt_orphans()
         try:
             self._process = subprocess.Popen(
                 command,
@@ -202,7 +203,7 @@ class _Server:
             )
         except OSError as error:
             self._printed.close()
-            isolate.adopt_orphans(self._adopted_before)
+            adopt_orphans(self._adopted_before)
             raise WorkerError(
                 "The fork server could not be started", why=f"{command[0]}: {error.strerror}"
             ) from error
@@ -217,7 +218,7 @@ class _Server:
             return False
         return not _has_ended(self.pid)
 
-    def fork(self, job: isolate.Job) -> Fork:
+    def fork(self, job: launching.Job) -> Fork:
         """Start a job. Raises _Unfit or _ServerGone: then it has not begun."""
         assert self._is_job_gone
         self._read_until(lambda: self._is_ready)
@@ -277,7 +278,7 @@ class _Server:
         _reap_group(self.pid)
         self._replies.close()
         self._printed.close()
-        isolate.adopt_orphans(self._adopted_before)
+        adopt_orphans(self._adopted_before)
 
     def _bury_job(self) -> None:
         """Kill and reap the job of a dead server."""
@@ -344,10 +345,8 @@ class _Server:
                 self._is_job_gone = True
 
     def _last_words(self) -> str:
-        size_bytes = self._printed.seek(0, os.SEEK_END)
-        self._printed.seek(max(0, size_bytes - _TAIL_BYTES))
-        printed = self._printed.read().decode("utf-8", errors="replace").strip()
-        return printed.rpartition("\n")[2] or "It ended without a word"
+        printed = isolate.tail(self._printed, _TAIL_BYTES)
+        return isolate.last_line(printed) or "It ended without a word"
 
 
 def _has_ended(pid: int) -> bool:

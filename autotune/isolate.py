@@ -11,7 +11,8 @@ The contract, whole:
 - What the child prints, on stdout or stderr, is kept as text and never parsed.
 - Exit code 0 means that every answer was written.
 - The child leads a process group. The group gets TERM at the deadline and KILL one second later,
-  and whatever is left of it is killed when the child ends. The child calls `die_with_parent`.
+  and whatever is left of it is killed when the child ends. The child calls
+  `autotune.orphans.die_with_parent`.
 
 Needs POSIX process groups. The death of the parent is noticed on Linux only; elsewhere an orphan
 ends when its request is done. Borrowed in outline from pyperf and pyproject-hooks (STYLE.md).
@@ -23,22 +24,20 @@ differs is a Launch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any
 
-from autotune import log
+from autotune import launching, log
 from autotune.errors import WorkerError
+from autotune.launching import Job, Launch, Process
 from autotune.results import SCHEMA_VERSION
 
 _log = log.logger(__name__)
@@ -54,25 +53,6 @@ MAX_LOGGED_LINES = 60
 """Of what a child printed that did not end well: a traceback through Trainer has some 40."""
 MAX_CHILDREN = 2
 """More would compete for the memory of a small machine: importing torch takes 0.3 GiB each."""
-
-PARENT_VARIABLE = "AUTOTUNE_PARENT_PID"
-
-# linux/prctl.h
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_PR_GET_CHILD_SUBREAPER = 37
-
-_COMMON_ENVIRONMENT = {
-    "PYTHONUNBUFFERED": "1",
-    "PYTHONUTF8": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
-_VERB_ENVIRONMENT = {
-    # A trace runs on `meta` and must not create a CUDA context, which takes memory from a real run.
-    # It computes nothing either: threads would only get in the way of the other child.
-    "trace": {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,39 +71,17 @@ class WorkerEnd:
     stderr_tail: str
     """The last MAX_STDERR_BYTES that the child printed."""
 
+    @property
+    def last_words(self) -> str:
+        """The last line that the child printed."""
+        return last_line(self.stderr_tail)
+
     def to_error(self, verb: str) -> WorkerError:
         """The error for a caller that cannot go on without the missing answers."""
-        last_words = self.stderr_tail.strip().rpartition("\n")[2][:500]
+        last_words = self.last_words[:500]
         if self.exit_code == -signal.SIGKILL and self.how == "crashed":
             last_words = last_words or "The kernel kills a process when memory runs out"
         return WorkerError(f"The {verb} process {self.problem}", why=last_words)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What a child is started with: its verb and its three files."""
-
-    verb: str
-    request_path: Path
-    result_path: Path
-    printed_path: Path
-    """Where its stdout and stderr go."""
-
-
-class Process(Protocol):
-    """A started child, leader of a process group. Nothing else can take its id before `reap`."""
-
-    def has_exited(self) -> bool: ...
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the whole group; nothing happens when all of it is gone."""
-
-    def reap(self) -> int:
-        """Wait for the end; the exit code, as subprocess gives it."""
-
-
-Launch = Callable[[Job], Process]
-"""Starts a child. Raises WorkerError when it cannot."""
 
 
 def run(
@@ -157,7 +115,7 @@ def run_many(
     return run_jobs(
         verb,
         requests,
-        launch=functools.partial(spawn, worker_command() if command is None else command),
+        launch=functools.partial(launching.spawn, command or launching.worker_command()),
         deadline_seconds=deadline_seconds,
         on_answer=on_answer,
         max_children=max_children,
@@ -207,56 +165,6 @@ def run_jobs(
     return tuple(ends[index] for index in range(len(requests)))
 
 
-def worker_command() -> list[str]:
-    """`python -m autotune.worker`, without the current folder on its path.
-
-    `-P`, because a `torch.py` beside a downloaded model must not be run in place of torch.
-    """
-    return [sys.executable, "-P", "-m", "autotune.worker"]
-
-
-def worker_environment(verb: str) -> dict[str, str]:
-    """The parent's variables with ours on top; an uninstalled checkout stays importable."""
-    environment = os.environ | _COMMON_ENVIRONMENT | _VERB_ENVIRONMENT.get(verb, {})
-    environment[PARENT_VARIABLE] = str(os.getpid())
-    root = Path(__file__).resolve().parent.parent
-    if root.name not in ("site-packages", "dist-packages"):
-        paths = [environment.get("PYTHONPATH", ""), str(root)]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return environment
-
-
-def die_with_parent(death_signal: int = signal.SIGKILL) -> None:
-    """For a worker's first line: have the kernel send this signal when its parent dies.
-
-    Exits at once when the parent is gone already. Does nothing in a process that `run` did not
-    start, and nothing but that check outside Linux.
-    """
-    expected = os.environ.get(PARENT_VARIABLE)
-    if expected is None:
-        return
-    if sys.platform == "linux":
-        _prctl(_PR_SET_PDEATHSIG, death_signal)
-    if os.getppid() != int(expected):
-        sys.exit("The process that asked for this work is gone.")
-
-
-def adopt_orphans(adopt: bool = True) -> bool:
-    """Whether descendants that lose their parent become this process's children; was it so before?
-
-    Linux only. What is adopted must be reaped: init does so no longer.
-    """
-    before = ctypes.c_int()
-    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
-    _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
-    return bool(before.value)
-
-
-def _prctl(option: int, value: Any) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl {option}")
-
-
 class _Child:
     """A child and its files."""
 
@@ -288,14 +196,13 @@ class _Child:
         self._process = launch(self._job)
         self._started = time.monotonic()
         self._deadline_seconds = deadline_seconds
-        self._deadline = time.monotonic() + deadline_seconds
 
     def is_over(self) -> bool:
         """Whether the child has ended, be it because its deadline has passed."""
         assert self._process is not None
         if self._process.has_exited():
             return True
-        if time.monotonic() < self._deadline:
+        if time.monotonic() < self._started + self._deadline_seconds:
             return False
         self._how = "timeout"
         self._problem = f"did not finish within {self._deadline_seconds:g} s"
@@ -332,13 +239,15 @@ class _Child:
         elif self._how == "ok" and self._rest:
             self._how = "unreadable"
             self._problem = f"ended well, but line {len(self._answers) + 1} is cut off"
+        with self._job.printed_path.open("rb") as printed:
+            stderr_tail = tail(printed, MAX_STDERR_BYTES)
         end = WorkerEnd(
             how=self._how,
             exit_code=exit_code,
             answers=tuple(self._answers),
             num_partial_lines=1 if self._rest else 0,
             problem=self._problem,
-            stderr_tail=_tail(self._job.printed_path),
+            stderr_tail=stderr_tail,
         )
         seconds, verb = time.monotonic() - self._started, self._job.verb
         _log.info("worker %s: %s, %d answers, %.2f s", verb, end.how, len(end.answers), seconds)
@@ -379,50 +288,6 @@ class _Child:
         return self._exit_code
 
 
-class _Spawned:
-    """A child of this process. Not reaped before `reap`: its id stays its own."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def has_exited(self) -> bool:
-        if self._process.returncode is not None:
-            return True
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self._process.pid, options) is not None
-
-    def signal(self, number: int) -> None:
-        if self._process.returncode is not None:
-            return
-        # macOS answers EPERM for a group whose only member is a zombie.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
-
-    def reap(self) -> int:
-        return self._process.wait()
-
-
-def spawn(command: Sequence[str], job: Job) -> Process:
-    """The Launch that starts a fresh process: `command` with the job's two files."""
-    arguments = [*command, str(job.request_path), str(job.result_path)]
-    try:
-        with job.printed_path.open("wb") as printed:
-            process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                env=worker_environment(job.verb),
-                start_new_session=True,
-            )
-    except OSError as error:
-        raise WorkerError(
-            f"The {job.verb} process could not be started",
-            why=f"{arguments[0]}: {error.strerror}",
-        ) from error
-    return _Spawned(process)
-
-
 def private_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder for this user alone, removed at the end of a `with`. Raises WorkerError."""
     try:
@@ -456,8 +321,12 @@ def _describe_exit(exit_code: int) -> str:
         return f"was ended by signal {-exit_code}"
 
 
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        size_bytes = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size_bytes - MAX_STDERR_BYTES))
-        return file.read().decode("utf-8", errors="replace")
+def tail(file: IO[bytes], max_bytes: int) -> str:
+    """The end of what a process printed there."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size_bytes - max_bytes))
+    return file.read().decode("utf-8", errors="replace")
+
+
+def last_line(printed: str) -> str:
+    return printed.strip().rpartition("\n")[2]

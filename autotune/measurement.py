@@ -22,6 +22,13 @@ no room for a confirmation's checkpoint."""
 BACKENDS = ("cuda", "cpu")
 """Where a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
 
+PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
+"""Of timed steps per probe, at most."""
+CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
+
+NUM_CONFIRMATION_WARM_UP_STEPS = 10
+"""Beside those that are timed: autotune.worker.training warms up for 8 at most, and evaluates."""
+
 STOP_FILE = "stop"
 """Name of the file in a probe's folder that ends its timing (outcome slow); its text says why."""
 

@@ -31,21 +31,18 @@ Known limitations
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from autotune.optimizer_steps import TensorSpec
 from autotune.results import TraceSpec
-from autotune.shards import EMBED, TAIL, Shares, Unit
-from autotune.traces import Place, Trace, is_forward
+from autotune.sharded_step import AddedTensors, MicroStep, Size
+from autotune.shards import TAIL, Shares
+from autotune.traces import Trace
 from autotune.traces.running import in_blocks, running
 from autotune.traces.terms import Array
-
-Size = Callable[[int], int]
-"""LoRA rank -> bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +82,7 @@ class RankTrace:
             hidden_size=hidden_size,
             is_one_unit=not has_head,
         )
-        self._extra = _Tensors(len(trace.template))
+        self._extra = AddedTensors(len(trace.template))
         self._own_sizes = functools.cache(self._work_out_sizes)
         self.launches = trace.launches
         self.workspaces = trace.workspaces
@@ -98,11 +95,11 @@ class RankTrace:
             self.first, self.again, self.next = trace.first, trace.again, trace.next
         else:
             workspaces = set(trace.workspaces)
-            first = _MicroStep(self._extra, shares, trace.gradients, adds=False)
+            first = MicroStep(self._extra, shares, trace.gradients, adds=False)
             self.first = first.written(blocks)
             self.gradients = first.gradients
             self.again = [event for event in self.first if event not in workspaces]
-            later = _MicroStep(self._extra, shares, trace.gradients, adds=True)
+            later = MicroStep(self._extra, shares, trace.gradients, adds=True)
             self.next = [event for event in later.written(blocks) if event not in workspaces]
         self._set_up()
 
@@ -205,7 +202,7 @@ class RankTrace:
         if row.name == "ddp":
             # As many as there can be: how many there are follows from the LoRA rank.
             for index in range(sum(p.trainable for p in shares.parameters)):
-                bucket = functools.partial(_ddp_bucket, shares, index)
+                bucket = functools.partial(shares.ddp_bucket_bytes, index=index)
                 self._buffers.append(self._keep("workspace", bucket))
             return
         self._replace_weights()
@@ -219,12 +216,15 @@ class RankTrace:
         for group in shares.groups:
             if row.stage < 3:
                 # The trained weights are views of one flat tensor.
-                whole = functools.partial(_part, shares, group, shares.num_gpus)
+                num_gpus = shares.num_gpus
+                whole = functools.partial(shares.partition_bytes, group=group, num_parts=num_gpus)
                 self._keep("parameter", whole)
             elif not row.offload:
-                self._keep("gradient", functools.partial(_part, shares, group, 1))
+                part = functools.partial(shares.partition_bytes, group=group)
+                self._keep("gradient", part)
             if not row.offload:
-                self._keep("optimizer_state", functools.partial(_master, shares, group))
+                master = functools.partial(shares.master_bytes, group=group)
+                self._keep("optimizer_state", master)
         if not row.offload:
             self.step_buffers.append(self._extra.new("gradient", shares.step_gradient_bytes))
 
@@ -244,180 +244,3 @@ class RankTrace:
 
         for position, parameter in enumerate(shares.parameters):
             self._replaced[parameter.number] = functools.partial(size, position)
-
-
-class _Tensors:
-    """Tensors beside the trace's own."""
-
-    def __init__(self, start: int) -> None:
-        self._start = start
-        self.sizes: list[Size] = []
-        self.categories: list[str] = []
-        self.gathered: set[int] = set()
-
-    def new(self, category: str, size: Size, *, is_gathered: bool = False) -> int:
-        number = self._start + len(self.sizes)
-        self.sizes.append(size)
-        self.categories.append(category)
-        if is_gathered:
-            self.gathered.add(number)
-        return number
-
-
-class _MicroStep:
-    """Writes forward and backward as ZeRO 2 and what is sharded in full run them.
-
-    `adds`: gradients exist already, and what is reduced is added to them.
-    """
-
-    def __init__(
-        self, extra: _Tensors, shares: Shares, whole: Iterable[int], *, adds: bool
-    ) -> None:
-        self.gradients: list[int] = []
-        """The GPU's parts, which outlive the micro-step."""
-        self._extra = extra
-        self._shares = shares
-        self._whole = set(whole)
-        self._keeps = not adds and not shares.row.offload
-        self._gathers = shares.row.stage == 3
-        self._events: list[int] = []
-        self._order: list[Unit] = []
-        """Units as the forward pass uses them."""
-        self._gathered: dict[Unit, int] = {}
-        self._arriving: dict[Unit, int] = {}
-        self._arrived: int | None = None
-        self._reducing: int | None = None
-        self._made: dict[Unit, list[int]] = {}
-
-    def written(self, blocks: Sequence[tuple[str, Place, list[int]]]) -> list[int]:
-        last_forward = max(i for i, (phase, *_) in enumerate(blocks) if is_forward(phase))
-        for index, (phase, place, events) in enumerate(blocks):
-            is_backward = index > last_forward
-            unit = self._unit_in(phase, place)
-            if index == last_forward + 1:
-                self._begin_backward()
-            is_used = phase not in ("batch", "end")
-            if is_used and self._gathers and unit in self._shares.members:
-                self._use(unit, is_backward=is_backward)
-            self._events += events
-            self._made.setdefault(unit, []).extend(e for e in events if e in self._whole)
-            stays = unit == TAIL and (not is_backward or self._shares.tail_stays)
-            if is_used and not stays:
-                self._finish(unit, is_backward=is_backward)
-        for unit in list(self._made):
-            self._reduce(unit)
-        for number in (*self._gathered.values(), *self._arriving.values()):
-            self._free(number)
-        self._free(self._reducing)
-        return self._events
-
-    def _unit_in(self, phase: str, place: Place) -> Unit:
-        if place[1] >= 0:
-            return "layer", place
-        is_embedding = phase.startswith("embed") and not self._shares.tail_stays
-        return EMBED if is_embedding else TAIL
-
-    def _begin_backward(self) -> None:
-        """The last unit's buffer goes (_fsdp_state.py _post_forward); ZeRO 2 makes its gradients."""
-        self._free(self._arrived)
-        self._arrived = None
-        if self._keeps and not self._gathers:
-            for group in self._shares.groups:
-                self.gradients.append(self._new("gradient", _part, self._shares, group, 1))
-
-    def _use(self, unit: Unit, *, is_backward: bool) -> None:
-        """Gather a unit; in the backward pass, have the one before it on the way."""
-        if unit not in self._gathered:
-            self._gather(unit, is_backward=is_backward)
-        if not is_backward:
-            self._order += [unit] if unit not in self._order else []
-        elif unit in self._order and (position := self._order.index(unit)):
-            before = self._order[position - 1]
-            if before not in self._gathered:
-                self._arrive(before, _prefetched)
-
-    def _arrive(self, unit: Unit, size: Callable[..., int]) -> None:
-        if unit not in self._arriving:
-            number = self._new("temporary", size, self._shares, unit, is_gathered=True)
-            self._arriving[unit] = number
-
-    def _gather(self, unit: Unit, *, is_backward: bool) -> None:
-        """The GPUs' shards arrive in one buffer and are copied out of it.
-
-        In FSDP2's forward pass the buffer stays until the next has arrived, so that both overlap.
-        """
-        self._arrive(unit, _gathered)
-        arrived = self._arriving.pop(unit)
-        self._free(self._arrived)
-        self._gathered[unit] = self._new(
-            "parameter", _gathered, self._shares, unit, is_gathered=True
-        )
-        self._arrived = arrived
-        if is_backward or not self._shares.is_torch:
-            self._free(arrived)
-            self._arrived = None
-
-    def _finish(self, unit: Unit, *, is_backward: bool) -> None:
-        """Drop what was gathered; reduce the gradients."""
-        self._free(self._gathered.pop(unit, None))
-        if is_backward:
-            self._reduce(unit)
-
-    def _reduce(self, unit: Unit) -> None:
-        """Whole gradients are copied and freed: into ZeRO's bucket, which is there, or FSDP2's input
-        of a reduce-scatter, which stays until the next."""
-        made = self._made.pop(unit, [])
-        if not made:
-            return
-        if self._shares.is_torch:
-            self._free(self._reducing)
-            self._reducing = self._new("temporary", _reduced, self._shares, unit)
-        for number in made:
-            self._free(number)
-        if self._shares.is_torch:
-            part = self._new("gradient", _gradient_shard, self._shares, unit)
-            if self._keeps:
-                self.gradients.append(part)
-            else:
-                self._free(part)
-
-    def _new(
-        self, category: str, size: Callable[..., int], *about: Any, is_gathered: bool = False
-    ) -> int:
-        bound = functools.partial(size, *about)
-        number = self._extra.new(category, bound, is_gathered=is_gathered)
-        self._events.append(number)
-        return number
-
-    def _free(self, number: int | None) -> None:
-        if number is not None:
-            self._events.append(~number)
-
-
-def _part(shares: Shares, group: int, num_parts: int, rank: int) -> int:
-    """ZeRO's partitions of a group in the dtype that is computed with."""
-    return num_parts * shares.partitions(rank)[group] * shares.compute_bytes
-
-
-def _master(shares: Shares, group: int, rank: int) -> int:
-    return 4 * shares.partitions(rank)[group]
-
-
-def _ddp_bucket(shares: Shares, index: int, rank: int) -> int:
-    return shares.ddp_bucket_bytes(rank, index)
-
-
-def _gathered(shares: Shares, unit: Unit, rank: int) -> int:
-    return shares.gathered_bytes(rank, unit)
-
-
-def _prefetched(shares: Shares, unit: Unit, rank: int) -> int:
-    return shares.prefetched_bytes(rank, unit)
-
-
-def _reduced(shares: Shares, unit: Unit, rank: int) -> int:
-    return shares.reduced_bytes(rank, unit)
-
-
-def _gradient_shard(shares: Shares, unit: Unit, rank: int) -> int:
-    return shares.gradient_shard_bytes(rank, unit)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autotune import bases, compiled, inputs, space_file, store
+from autotune import bases, compiled, inputs, space_file, study_names
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export.read import BaseRun
@@ -56,7 +56,7 @@ def read(
 ) -> Inputs:
     """For a search on that card. Raises ConfigError for what cannot be read or used, WorkerError."""
     if options.study is not None:
-        store.check_name(options.study)  # Before minutes are spent on its answer.
+        study_names.check_name(options.study)  # Before minutes are spent on its answer.
     space = space_file.load(options.space)
     if options.peft is not None:
         space = with_peft(space, options.peft)

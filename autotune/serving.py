@@ -25,7 +25,7 @@ from types import FrameType
 
 import sqlalchemy
 
-from autotune import asking, finding, gpus, inputs, owners, probing, store
+from autotune import asking, finding, fingerprints, gpus, inputs, owners, store
 from autotune.config import TrainConfig
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.forkserver import ForkServer
@@ -70,7 +70,7 @@ def here(backend: str) -> Here:
         card = gpus.cpu_stand_in()
         backend, capacity_bytes = "cpu", card.capacity_bytes // 2
     with ForkServer() as server:
-        fingerprint = probing.digest(probing.fingerprint_here(server, backend))
+        fingerprint = fingerprints.digest(fingerprints.fingerprint_here(server, backend))
     owner = owners.this_process()
     worker = f"{asking.who()} {owner['pid']} {owner['began']}"
     return Here(

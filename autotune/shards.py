@@ -196,6 +196,14 @@ class Shares:
             return parts
         return {group: zero_partition_elements(n, self.num_gpus) for group, n in parts.items()}
 
+    def partition_bytes(self, rank: int, group: int, num_parts: int = 1) -> int:
+        """Of parts of a group in the dtype that is computed with."""
+        return num_parts * self.partitions(rank)[group] * self.compute_bytes
+
+    def master_bytes(self, rank: int, group: int) -> int:
+        """Of the float32 copy of the GPU's part of a group."""
+        return 4 * self.partitions(rank)[group]
+
     def step_gradient_bytes(self, rank: int) -> int:
         """ZeRO's float32 gradients of the group that is being updated."""
         largest = max(self.partitions(rank).values(), default=0)

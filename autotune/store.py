@@ -1,37 +1,19 @@
 """The database: one Optuna study per workload, at one SQLAlchemy URL, open to Optuna's own tools.
 
-A study maximizes tokens per second. A trial is one TrainConfig. Its parameters are what the search
-varies; what the workload fixes (sequence length, accumulation) is in the user attribute `config`.
-
-| a predicted TrainConfig            | trial    | value             | constraint `memory`      |
-|------------------------------------|----------|-------------------|--------------------------|
-| fits                               | COMPLETE | tokens per second | peak - budget, at most 0 |
-| fits, its speed is unknown         | PRUNED   | none              | peak - budget, at most 0 |
-| does not fit                       | PRUNED   | none              | the excess in bytes      |
-
-Nothing stored is ever changed or removed: what is said again in the same numbers is skipped, and
-what is said in other numbers (a newer library predicts otherwise) becomes one more trial.
-Constraints rather than FAIL, because samplers learn from them (DESIGN.md section 2).
+A study holds what one workload and card are answered with: its trials are autotune.study_trials'. Nothing
+stored is ever changed or removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import json
-import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autotune import locks
-from autotune.config import (
-    METHODS,
-    TrainConfig,
-    Workload,
-)
+from autotune import locks, study_names
+from autotune.config import Workload
 from autotune.database import (
     ELSEWHERE,
     engine_options,
@@ -43,27 +25,17 @@ from autotune.database import (
     shown_url,
 )
 from autotune.errors import ConfigError, StorageError, nearest
-from autotune.knobs import KNOBS, Knob
-from autotune.results import SCHEMA_VERSION, Estimate
-from autotune.units import GIB
+from autotune.results import SCHEMA_VERSION
 from autotune.upgrade import refuse_newer
 
 if TYPE_CHECKING:
     import optuna
-    from optuna.distributions import BaseDistribution
-    from optuna.trial import FrozenTrial
     from sqlalchemy import URL
-
-CONSTRAINT = "memory"
-"""Name of the trials' constraint: peak_device_bytes minus the budget."""
-OVER_BUDGET = "over_budget_bytes"
-"""User attribute, the same number: optuna-dashboard 0.21 shows no constraint that has a name."""
 
 HEARTBEAT_SECONDS = 10
 """Between two signs of life of a trial, whole seconds."""
 GRACE_SECONDS = 60
 """Of silence, until others take its process for dead. [judgement] Longer than a database restarts."""
-MAX_NAME_CHARS = 200
 
 
 @contextlib.contextmanager
@@ -88,7 +60,7 @@ def open_study(
     everything that the database refuses.
     """
 
-    check_name(name)
+    study_names.check_name(name)
     identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
     with explained(parsed):
@@ -117,8 +89,8 @@ def existing_study(url: str, name: str) -> Iterator[optuna.Study]:
         names = optuna.get_all_study_names(storage)
         if name not in names:
             raise ConfigError(
-                f"There is no study {name[:MAX_NAME_CHARS]!r} in {shown_url(url)}",
-                remedy=nearest(name[:MAX_NAME_CHARS], names)
+                f"There is no study {name[: study_names.MAX_CHARS]!r} in {shown_url(url)}",
+                remedy=nearest(name[: study_names.MAX_CHARS], names)
                 if names
                 else "Run `autotune find` first",
             )
@@ -144,89 +116,6 @@ def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
         finally:
             storage.remove_session()
             storage.engine.dispose()
-
-
-def record_estimates(
-    study: optuna.Study, estimates: Iterable[Estimate], *, budget_bytes: int
-) -> int:
-    """Add a trial per Estimate that is not in the study yet; return how many were added.
-
-    About 7 ms per trial on SQLite (Optuna writes each in its own transaction): pass hundreds.
-
-    Raises ConfigError when a setting has a value that the study's categories do not know.
-    """
-    stored = study.get_trials(deepcopy=False)
-    known = {_identity(trial.user_attrs) for trial in stored}
-    new = []
-    for estimate in estimates:
-        attributes = _attributes(estimate)
-        if _identity(attributes) not in known:
-            known.add(_identity(attributes))
-            new.append((estimate, attributes))
-    configs = [estimate.config for estimate, _ in new]
-    distributions = _distributions(study.study_name, stored, configs)
-    study.add_trials(
-        _trial(estimate, attributes, distributions, budget_bytes) for estimate, attributes in new
-    )
-    return len(new)
-
-
-def parameter_distributions(
-    study: optuna.Study, configs: Sequence[TrainConfig]
-) -> dict[str, BaseDistribution]:
-    """The domain of each parameter of a study that is to hold these configurations.
-
-    Raises ConfigError when a setting has a value that the study's categories do not know.
-    """
-    return _distributions(study.study_name, study.get_trials(deepcopy=False), configs)
-
-
-def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
-    """A name such as `qwen2.5-1.5b-12gb`, with whatever differs from `find`'s defaults appended.
-
-    `gpu` only where the user named one: two cards of one budget need two studies.
-    """
-    path = Path(workload.model)
-    name = path.parent.name if path.name == "config.json" else path.name
-    parts = [slug(name), _short_size(workload.memory_budget_bytes)]
-    for field, prefix in (("sequence_length", "seq"), ("effective_batch_size", "batch")):
-        if getattr(workload, field) != _default(field):
-            parts.append(f"{prefix}{getattr(workload, field)}")
-    if workload.num_gpus > 1:
-        parts.append(f"{workload.num_gpus}gpus")
-    if workload.task != _default("task"):
-        parts.append(workload.task)
-    if set(workload.methods) != set(METHODS):
-        parts += [method for method in METHODS if method in workload.methods]
-    if workload.lengths is not None:
-        known = json.dumps(dataclasses.asdict(workload.lengths))
-        parts.append(f"data{hashlib.sha256(known.encode()).hexdigest()[:6]}")
-    if gpu is not None:
-        parts.append(slug(gpu))
-    return "-".join(parts)
-
-
-def slug(text: str) -> str:
-    """Lower-case letters, digits, dots and dashes: fit for a file's name. Never empty."""
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower())[:60].strip("-.") or "model"
-
-
-def folder_of(study: str) -> str:
-    """A folder's name for a study that the user has named: two that differ in letters which a slug leaves
-    out, those beyond ASCII, have one each."""
-    made = slug(study)
-    if study.isascii() and any(map(str.isalnum, study)):
-        return made
-    return f"{made}-{hashlib.sha256(study.encode()).hexdigest()[:6]}"
-
-
-def check_name(name: str) -> None:
-    """Raises ConfigError for one that no study can have."""
-    if not name.strip() or len(name) > MAX_NAME_CHARS or not name.isprintable():
-        raise ConfigError(
-            f"{name[:40]!r} cannot name a study",
-            why=f"A name is 1 to {MAX_NAME_CHARS} printable characters",
-        )
 
 
 def open_storage(url: URL, *, has_heartbeats: bool = False) -> optuna.storages.RDBStorage:
@@ -341,98 +230,3 @@ def _check_schema(study: optuna.Study) -> dict[str, Any]:
             remedy="Update autotune, or choose another name with --study",
         )
     return stored
-
-
-def _attributes(estimate: Estimate) -> dict[str, Any]:
-    return {
-        "evidence": "predicted",
-        "config": estimate.config.to_dict(),
-        "tokens_per_second": estimate.tokens_per_second,
-        "peak_device_bytes": estimate.peak_device_bytes,
-    }
-
-
-def _identity(attributes: Mapping[str, Any]) -> str:
-    """Equal for trials that say the same about the same TrainConfig."""
-    return json.dumps(
-        {key: attributes.get(key) for key in ("config", "tokens_per_second", "peak_device_bytes")},
-        sort_keys=True,
-    )
-
-
-def _distributions(
-    study_name: str, stored: Sequence[FrozenTrial], configs: Sequence[TrainConfig]
-) -> dict[str, BaseDistribution]:
-    """The domain of each parameter.
-
-    Optuna allows one list of choices per study and parameter: the stored one stays, so a value
-    outside of it needs a new study.
-    """
-    from optuna.distributions import CategoricalDistribution
-
-    fixed = {
-        name: distribution.choices
-        for trial in stored
-        for name, distribution in trial.distributions.items()
-        if isinstance(distribution, CategoricalDistribution)
-    }
-    distributions: dict[str, BaseDistribution] = {}
-    choices_of = {"method": METHODS, **{name: knob.choices for name, knob in KNOBS.items()}}
-    for name, listed in choices_of.items():
-        used = {getattr(config, name) for config in configs} - {None}
-        if not listed:
-            distributions[name] = _numbers(KNOBS[name], used)
-            continue
-        choices = tuple(fixed.get(name, (*listed, *sorted(used.difference(listed)))))
-        unknown = sorted(used.difference(choices))
-        if unknown:
-            raise ConfigError(
-                f'The study "{study_name}" cannot hold {name} "{unknown[0]}"',
-                why=f"Its choices were fixed by its first trial: {', '.join(map(str, choices))}",
-                remedy="Choose another name with --study",
-            )
-        distributions[name] = CategoricalDistribution(choices)
-    return distributions
-
-
-def _numbers(knob: Knob, used: Collection[int]) -> BaseDistribution:
-    from optuna.distributions import IntDistribution
-
-    assert knob.smallest is not None
-    largest = max(knob.usual_largest, *used, 0)
-    return IntDistribution(knob.smallest, largest, log=knob.is_slope)
-
-
-def _trial(
-    estimate: Estimate,
-    attributes: dict[str, Any],
-    distributions: Mapping[str, BaseDistribution],
-    budget_bytes: int,
-) -> FrozenTrial:
-    import optuna
-
-    settings = {name: getattr(estimate.config, name) for name in distributions}
-    params = {name: value for name, value in settings.items() if value is not None}
-    excess_bytes = estimate.peak_device_bytes - budget_bytes
-    is_complete = excess_bytes <= 0 and estimate.tokens_per_second is not None
-    states = optuna.trial.TrialState
-    return optuna.trial.create_trial(
-        state=states.COMPLETE if is_complete else states.PRUNED,
-        value=estimate.tokens_per_second if is_complete else None,
-        params=params,
-        distributions={name: distributions[name] for name in params},
-        user_attrs={**attributes, OVER_BUDGET: excess_bytes},
-        constraints={CONSTRAINT: float(excess_bytes)},
-    )
-
-
-def _default(field: str) -> object:
-    return next(row.default for row in dataclasses.fields(Workload) if row.name == field)
-
-
-def _short_size(size_bytes: int) -> str:
-    """`12gb`, `24gib`, `11500mb`: the unit in which the size is a whole number, else MiB."""
-    for unit_bytes, unit in ((10**9, "gb"), (GIB, "gib"), (10**6, "mb")):
-        if size_bytes % unit_bytes == 0:
-            return f"{size_bytes // unit_bytes}{unit}"
-    return f"{size_bytes / 2**20:.0f}mib"

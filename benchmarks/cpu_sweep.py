@@ -20,8 +20,8 @@ from autotune.forkserver import ForkServer
 from autotune.gpus import cpu_stand_in
 from autotune.measurement import ProbeSpec
 from autotune.models import resolve
+from autotune.prober import Prober
 from autotune.probes import open_probes
-from autotune.probing import Prober
 from autotune.results import SCHEMA_VERSION, TraceSpec
 from autotune.space import MethodSpace, SearchSpace, enumerate_configs
 from autotune.tracing import trace_all

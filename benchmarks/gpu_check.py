@@ -66,7 +66,7 @@ from autotune.knobs import describe
 from autotune.measurement import BACKENDS, ProbeSpec
 from autotune.models import ModelSource
 from autotune.probe_key import probe_key
-from autotune.probing import Prober
+from autotune.prober import Prober
 from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.rules import Context, broken_rules
 from autotune.space import SearchSpace, enumerate_configs

@@ -29,7 +29,8 @@ from autotune.config import TrainConfig, Workload
 from autotune.measurement import Fingerprint, Measurement, ProbeSpec
 from autotune.probe_key import first_key, probe_key
 from autotune.probes import open_probes
-from autotune.store import open_study, record_estimates
+from autotune.store import open_study
+from autotune.study_trials import record_estimates
 from autotune.transfer.exporting import export
 from autotune.transfer.importing import import_file
 from autotune.upgrade import open_engine

@@ -37,7 +37,8 @@ from transformers.models.llama.modeling_llama import (
 
 from autotune.allocator import replay
 from autotune.units import MIB
-from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
+from autotune.worker.cuda import Device, Workspaces, cuda_choices
+from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.tracker import Tracker
 
 ROOT = Path(__file__).parents[1]

@@ -57,8 +57,9 @@ from autotune.isolate import WorkerEnd
 from autotune.measurement import Measurement
 from autotune.models import ModelSource
 from autotune.probe_key import probe_key
+from autotune.prober import Prober
 from autotune.probes import ProbeTable, open_probes
-from autotune.probing import Plan, Prober, search
+from autotune.probing import Plan, search
 from autotune.recommendations import Recommendation, open_recommendations
 from autotune.results import Estimate
 from autotune.store import open_study

@@ -41,7 +41,7 @@ from autotune.config import TrainConfig
 from autotune.measurement import measurement_from_dict
 from autotune.results import TraceSpec
 from autotune.sampler import Candidate, PredictionSampler
-from autotune.store import CONSTRAINT
+from autotune.study_trials import CONSTRAINT
 from autotune.units import GIB
 
 README = Path(__file__).parents[1] / "studies" / "sampler" / "README.md"

@@ -3,7 +3,7 @@
     python benchmarks/speedups.py --backend cuda             (or: make gpu-check; not yet run on a GPU)
     python benchmarks/speedups.py --backend cpu              (some ten minutes, on an otherwise idle machine)
 
-Three contenders, each a real probe (autotune.probing.Prober):
+Three contenders, each a real probe (autotune.prober.Prober):
 
 defaults  TrainingArguments as they are (transformers 5.23) with auto_find_batch_size: micro-batch 8, after
           each out of memory int(0.9 x) of it (accelerate.utils.find_executable_batch_size): 8, 7, ... 1.
@@ -52,8 +52,8 @@ from autotune.errors import AutotuneError
 from autotune.forkserver import ForkServer
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.models import ModelSource, resolve
+from autotune.prober import Prober
 from autotune.probes import ProbeTable, open_probes
-from autotune.probing import Prober
 from autotune.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]

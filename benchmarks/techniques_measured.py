@@ -28,6 +28,7 @@ from autotune.forkserver import ForkServer
 from autotune.knobs import describe
 from autotune.measurement import BACKENDS, Measurement, ProbeSpec
 from autotune.models import ModelSource, resolve
+from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.tracing import trace_all
@@ -82,7 +83,7 @@ def main() -> None:
         open_probes(f"sqlite:///{folder}/probes.db") as table,
         (FOLDER / f"{options.backend}.jsonl").open("w", encoding="utf-8") as lines,
     ):
-        prober = probing.Prober(server, table, model, spec)
+        prober = Prober(server, table, model, spec)
         is_base = {base for _, base, _ in changes}
         words_of = {base: describe(base) for base in is_base} | {c: w for w, _, c in changes}
         for config, words in words_of.items():

@@ -43,6 +43,7 @@ from autotune.config import TrainConfig, Workload
 from autotune.isolate import WorkerEnd
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.models import resolve
+from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
 
@@ -176,7 +177,7 @@ def work(task: Task) -> None:
         open_probes(task.url) as probes,
     ):
         model = resolve(str(ROOT / "studies" / "cpu-sweep" / "config.json"))
-        probing.search(study, plan, probing.Prober(server, probes, model, SPEC))
+        probing.search(study, plan, Prober(server, probes, model, SPEC))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from pathlib import Path
 import here
 import pytest
 
-from autotune import isolate
+from autotune import launching
 
 # The models of tests are tiny: threads that wait for work would take more time than they save.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,13 +47,13 @@ def _workers_that_know_no_test() -> Iterator[None]:
 
     Without this, a server that tests share would import everything again for each of them.
     """
-    with_test = isolate.worker_environment
+    with_test = launching.worker_environment
 
     def worker_environment(verb: str) -> dict[str, str]:
         return {k: v for k, v in with_test(verb).items() if k != "PYTEST_CURRENT_TEST"}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isolate, "worker_environment", worker_environment)
+        patch.setattr(launching, "worker_environment", worker_environment)
         yield
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from autotune import cli, finding, forkserver, isolate, serving, tracing
+from autotune import cli, forkserver, isolate, measure, serving, tracing
 from autotune.forkserver import ForkServer
 from autotune.isolate import WorkerEnd
 from autotune.nightly import run as nightly
+from autotune.orphans import adopt_orphans
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -66,13 +67,13 @@ class Workers:
             return tuple(self.run(verb, request, **rest) for request in requests)
 
         # A server has this process adopt orphans, which elsewhere are init's to reap.
-        adopted = isolate.adopt_orphans(bool(self._servers))
+        adopted = adopt_orphans(bool(self._servers))
         with contextlib.ExitStack() as stack:
-            stack.callback(isolate.adopt_orphans, adopted)
+            stack.callback(adopt_orphans, adopted)
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             for module in (isolate, tracing):
                 patch.setattr(module, "run_many", run_forked)
-            for module in (forkserver, finding, serving, nightly):
+            for module in (forkserver, measure, serving, nightly):
                 patch.setattr(module, "ForkServer", lambda: contextlib.nullcontext(self))
             yield
 

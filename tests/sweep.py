@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 from autotune.config import TrainConfig
 from autotune.measurement import Measurement, measurement_from_dict
 from autotune.sampler import Candidate, Near, PredictionSampler
-from autotune.store import CONSTRAINT, parameter_distributions
+from autotune.study_trials import CONSTRAINT, parameter_distributions
 
 FILE = Path(__file__).parents[1] / "studies" / "cpu-sweep" / "sweep.jsonl"
 Table = Mapping[TrainConfig, Measurement]

@@ -578,7 +578,9 @@ def test_a_worker_that_talks_nonsense_is_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     nonsense = "import sys; open(sys.argv[2], 'w').write('nonsense\\n')"
-    monkeypatch.setattr("autotune.isolate.worker_command", lambda: [sys.executable, "-c", nonsense])
+    monkeypatch.setattr(
+        "autotune.launching.worker_command", lambda: [sys.executable, "-c", nonsense]
+    )
     code, err = fail("estimate", "--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "64")
     assert code == 5
     assert "that is no JSON object" in err

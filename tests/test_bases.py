@@ -8,7 +8,7 @@ import pytest
 from autotune import bases, space_file
 from autotune.config import TrainConfig, Workload
 from autotune.export import EXPORTERS
-from autotune.export.mapping import unsaid
+from autotune.export.mapping_write import unsaid
 from autotune.export.read import BaseRun, read_base
 from autotune.space import as_in_base, enumerate_configs
 

@@ -17,7 +17,8 @@ import answers
 import pytest
 
 from autotune import studies
-from autotune.store import OVER_BUDGET, open_study, parameter_distributions, record_estimates
+from autotune.store import open_study
+from autotune.study_trials import OVER_BUDGET, parameter_distributions, record_estimates
 from autotune.trials import tell
 
 START_SECONDS = 30.0

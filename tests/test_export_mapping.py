@@ -10,7 +10,9 @@ import yaml
 
 from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.export import axolotl, huggingface, llama_factory
-from autotune.export.mapping import Target, allows, keys_of, read, unsaid
+from autotune.export.mapping import Target
+from autotune.export.mapping_read import read
+from autotune.export.mapping_write import allows, keys_of, unsaid
 from autotune.knobs import KNOBS
 
 TARGETS = (

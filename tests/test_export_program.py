@@ -14,7 +14,7 @@ import pytest
 
 from autotune.config import TrainConfig
 from autotune.errors import ConfigError
-from autotune.export import mapping, program, program_edit
+from autotune.export import mapping_write, program, program_edit
 from autotune.export.edit import Change
 from autotune.export.mapping import NotLiteral
 from autotune.export.read import BaseRun, changes, read_base
@@ -115,12 +115,12 @@ def test_a_script_is_given_back(tmp_path: Path) -> None:
 def test_checkpointing_that_a_function_switches_on_is_not_switched_off(tmp_path: Path) -> None:
     run = read_base(theirs(tmp_path, "qlora"))
     assert run.target is not None
-    assert not mapping.allows(run.target, "qlora", "activation_checkpointing", 0)
-    assert mapping.allows(run.target, "qlora", "activation_checkpointing", 2)
+    assert not mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
+    assert mapping_write.allows(run.target, "qlora", "activation_checkpointing", 2)
     text = run.text.replace("training(model)", "training(model, use_gradient_checkpointing=False)")
     run = read_base(written(tmp_path, text))
     assert run.target is not None
-    assert mapping.allows(run.target, "qlora", "activation_checkpointing", 0)
+    assert mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
 
 
 def test_a_constant_with_two_uses_stays(tmp_path: Path) -> None:

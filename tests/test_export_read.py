@@ -14,7 +14,8 @@ import yaml
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import axolotl, huggingface, llama_factory, train_config
-from autotune.export.mapping import keys_of, read, unsaid
+from autotune.export.mapping_read import read
+from autotune.export.mapping_write import keys_of, unsaid
 from autotune.export.opening import READERS
 from autotune.export.read import BaseRun, EditedBase, read_base
 

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from autotune import forkserver, isolate
+from autotune import forkserver, isolate, launching
 from autotune.errors import WorkerError
 from autotune.forkserver import ForkServer
+from autotune.orphans import PARENT_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -197,8 +198,8 @@ def test_environment_is_the_one_of_the_moment(
     seen = environment(server)
     assert "PYTORCH_ALLOC_CONF" not in seen
     assert server.server_pid != first
-    fresh = isolate.worker_environment("look")
-    del fresh[isolate.PARENT_VARIABLE]
+    fresh = launching.worker_environment("look")
+    del fresh[PARENT_VARIABLE]
     assert {name: seen.get(name) for name in fresh} == fresh
 
 

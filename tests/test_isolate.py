@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from autotune import isolate
+from autotune import isolate, launching, orphans
 from autotune.errors import WorkerError
 from autotune.results import SCHEMA_VERSION
 
@@ -176,7 +176,7 @@ def test_environment(worker: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     end = run(worker("answer(**os.environ)"))
     assert end.answers[0]["CUDA_VISIBLE_DEVICES"] == ""
     assert end.answers[0]["HF_HOME"] == "/somewhere"
-    assert end.answers[0][isolate.PARENT_VARIABLE] == str(os.getpid())
+    assert end.answers[0][orphans.PARENT_VARIABLE] == str(os.getpid())
 
 
 def test_the_real_command_ignores_modules_of_the_current_folder(
@@ -184,7 +184,7 @@ def test_the_real_command_ignores_modules_of_the_current_folder(
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('not the json you want')")
     monkeypatch.chdir(tmp_path)
-    python, *options, module_option, module = isolate.worker_command()
+    python, *options, module_option, module = launching.worker_command()
     assert (python, module_option, module) == (sys.executable, "-m", "autotune.worker")
     end = run([python, *options, "-c", "import autotune.results, json"])
     assert (end.how, end.stderr_tail) == ("ok", "")
@@ -279,7 +279,7 @@ def test_ctrl_c_ends_the_child(worker: Commands, tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 def test_the_child_dies_with_its_parent(worker: Commands, tmp_path: Path) -> None:
     command = worker(
-        "from autotune import isolate\nisolate.die_with_parent()\n"
+        "from autotune import orphans\norphans.die_with_parent()\n"
         "answer(pid=os.getpid())\ntime.sleep(60)"
     )
     parent, child = start_parent(tmp_path, command)
@@ -291,8 +291,8 @@ def test_the_child_dies_with_its_parent(worker: Commands, tmp_path: Path) -> Non
 
 def test_an_orphan_does_not_start(worker: Commands, tmp_path: Path) -> None:
     command = worker(
-        f"os.environ[{isolate.PARENT_VARIABLE!r}] = '1'\n"
-        "from autotune import isolate\nisolate.die_with_parent()\nanswer(n=1)"
+        f"os.environ[{orphans.PARENT_VARIABLE!r}] = '1'\n"
+        "from autotune import orphans\norphans.die_with_parent()\nanswer(n=1)"
     )
     end = run(command)
     assert (end.how, end.answers) == ("crashed", ())
@@ -302,8 +302,8 @@ def test_an_orphan_does_not_start(worker: Commands, tmp_path: Path) -> None:
 def test_die_with_parent_leaves_a_process_of_its_own_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(isolate.PARENT_VARIABLE, raising=False)
-    isolate.die_with_parent()
+    monkeypatch.delenv(orphans.PARENT_VARIABLE, raising=False)
+    orphans.die_with_parent()
 
 
 def test_full_disk(worker: Commands, monkeypatch: pytest.MonkeyPatch) -> None:

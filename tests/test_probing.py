@@ -21,10 +21,12 @@ from autotune.errors import HardwareError, NothingFitsError, StorageError, Worke
 from autotune.isolate import WorkerEnd
 from autotune.measurement import Fingerprint, Measurement, ProbeSpec
 from autotune.models import resolve
+from autotune.prober import SET_UP_SECONDS, NotAsAssumed, Prober
 from autotune.probes import ProbeTable, open_probes
-from autotune.probing import Plan, Prober, search
+from autotune.probing import Plan, search
 from autotune.results import Estimate
-from autotune.store import CONSTRAINT, open_study
+from autotune.store import open_study
+from autotune.study_trials import CONSTRAINT
 from autotune.summary import Measured
 
 BUDGET_BYTES = 10**9
@@ -537,7 +539,7 @@ def test_the_winner_is_confirmed_and_told_by_that(url: str, table: ProbeTable) -
     assert found.speedup == pytest.approx(1.7 / (0.2 * 8**0.5 + 0.2))
     assert found.rejected == ()
     # 7 whole steps of 0.67 s and what comes before and after them.
-    assert server.deadlines_seconds[0] > probing.SET_UP_SECONDS + 7 * 0.67
+    assert server.deadlines_seconds[0] > SET_UP_SECONDS + 7 * 0.67
     assert not server.folders[0].exists()
     record = found.to_dict()
     assert record["confirmed"] is True
@@ -747,7 +749,7 @@ def test_what_is_assumed_of_the_machine_is_asked_before_anything_is_measured(
         prober = Prober(Untold(measured), table, MODEL, SPEC, assumed=assumed)  # type: ignore[arg-type]
         assert told == []
         if assumed == LATER:
-            with pytest.raises(probing.NotAsAssumed):
+            with pytest.raises(NotAsAssumed):
                 prober.measure(with_size(8))
         else:
             assert prober.measure(with_size(8)) == measured(with_size(8))

@@ -9,7 +9,7 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.pruner import SpeedPruner, is_feasible
-from autotune.store import CONSTRAINT
+from autotune.study_trials import CONSTRAINT
 
 
 def study_of(pruner: SpeedPruner) -> optuna.Study:

@@ -15,7 +15,7 @@ import optuna
 import pytest
 from click.testing import CliRunner
 
-from autotune import store, studies
+from autotune import store, studies, study_trials
 from autotune.cli import cli
 from autotune.cli.report import FORMATS
 from autotune.config import TrainConfig
@@ -71,7 +71,7 @@ def summary_of(**changed: Any) -> Summary:
 
 def predicted(*estimates: Estimate, **changed: Any) -> ReportData:
     study = in_memory()
-    store.record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
+    study_trials.record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
     return data.collect(answer(**changed), study.get_trials(deepcopy=False))
 
 
@@ -338,7 +338,9 @@ def stored(tmp_path: Path) -> str:
     with store.open_study(
         url, "qwen-12gb", workload=answers.WORKLOAD, gpu="g", command=found.command
     ) as study:
-        store.record_estimates(study, [answers.estimate()], budget_bytes=answers.BUDGET_BYTES)
+        study_trials.record_estimates(
+            study, [answers.estimate()], budget_bytes=answers.BUDGET_BYTES
+        )
         study.set_user_attr(studies.RESULT, found.result)
         study.set_user_attr(studies.DETAILS, answers.details().to_dict())
     return url

@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from autotune import sampler as module
 from autotune.config import TrainConfig
 from autotune.sampler import Candidate, PredictionSampler, knobs
-from autotune.store import CONSTRAINT
+from autotune.study_trials import CONSTRAINT
 from autotune.trial_history import INTERRUPTED, OWNER
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

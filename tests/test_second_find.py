@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune import finding, forkserver, isolate, machine
+from autotune import finding, forkserver, isolate, launching, machine
 from autotune.errors import NothingFitsError
 from autotune.options import FindOptions
 
@@ -67,7 +67,7 @@ def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("a process was started")
 
-    for module, name in ((isolate, "spawn"), (forkserver, "_Server"), (isolate, "run_jobs")):
+    for module, name in ((launching, "spawn"), (forkserver, "_Server"), (isolate, "run_jobs")):
         monkeypatch.setattr(module, name, refuse)
 
 

@@ -20,7 +20,7 @@ import sqlalchemy
 from here import Workers, command
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from autotune import asking, cli, finding, gpus, probing, schema, serving, store
+from autotune import asking, cli, finding, fingerprints, gpus, schema, serving, store
 from autotune import jobs as module
 from autotune.errors import HardwareError, NothingFitsError, StorageError
 from autotune.finding import Answer
@@ -295,7 +295,9 @@ def test_who_has_no_job_helps_with_one_that_runs(url: str, jobs: JobTable, finds
 
 def test_what_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     card = gpus.find_gpu("rtx-4090")
-    monkeypatch.setattr(probing, "fingerprint_here", lambda *_: answers.measurement().fingerprint)
+    monkeypatch.setattr(
+        fingerprints, "fingerprint_here", lambda *_: answers.measurement().fingerprint
+    )
     monkeypatch.setattr(gpus, "detect", lambda: [card])
     found = serving.here("auto")
     assert (found.backend, found.machine.card) == ("cuda", card.name)

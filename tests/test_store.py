@@ -13,7 +13,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autotune import database, store
+from autotune import database, store, study_names, study_trials
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import AutotuneError, ConfigError, StorageError
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
@@ -74,7 +74,9 @@ def opened(url: str, name: str = "s", **kwargs: Any) -> Iterator[optuna.Study]:
 
 def fill(url: str, estimates: list[Estimate] | None = None) -> int:
     with opened(url) as study:
-        return store.record_estimates(study, estimates or [estimate()], budget_bytes=BUDGET_BYTES)
+        return study_trials.record_estimates(
+            study, estimates or [estimate()], budget_bytes=BUDGET_BYTES
+        )
 
 
 @contextmanager
@@ -131,8 +133,11 @@ def test_what_does_not_fit_is_pruned_with_its_excess(url: str) -> None:
     fill(url, [estimate(peak_device_bytes=14 * 10**9), estimate(FULL)])
     pruned, fits = optuna.load_study(study_name="s", storage=url).trials
     assert (pruned.state, pruned.value) == (TrialState.PRUNED, None)
-    assert pruned.constraints == {store.CONSTRAINT: 2 * 10**9}
-    assert (fits.state, fits.constraints) == (TrialState.COMPLETE, {store.CONSTRAINT: -2 * 10**9})
+    assert pruned.constraints == {study_trials.CONSTRAINT: 2 * 10**9}
+    assert (fits.state, fits.constraints) == (
+        TrialState.COMPLETE,
+        {study_trials.CONSTRAINT: -2 * 10**9},
+    )
 
 
 def test_a_budget_that_is_met_exactly_is_met(url: str) -> None:
@@ -144,7 +149,7 @@ def test_unknown_speed_stays_unknown(url: str) -> None:
     fill(url, [estimate(tokens_per_second=None)])
     (trial,) = optuna.load_study(study_name="s", storage=url).trials
     assert (trial.state, trial.value) == (TrialState.PRUNED, None)
-    assert trial.constraints[store.CONSTRAINT] < 0
+    assert trial.constraints[study_trials.CONSTRAINT] < 0
 
 
 def test_a_sampler_of_optuna_can_go_on(url: str) -> None:
@@ -254,9 +259,9 @@ def test_names_that_no_study_can_have(url: str, name: str) -> None:
 
 
 def test_studies_of_different_names_have_folders_of_their_own() -> None:
-    assert store.folder_of("My run_2") == store.slug("My run_2") == "my-run-2"
+    assert study_names.folder_of("My run_2") == study_names.slug("My run_2") == "my-run-2"
     names = ["x", "дом", "家", "家 1", "..."]
-    folders = [store.folder_of(name) for name in names]
+    folders = [study_names.folder_of(name) for name in names]
     assert len({*folders}) == len(names)
     for folder in folders:
         assert Path("studies", folder).name == folder.strip(".")
@@ -437,12 +442,12 @@ def test_problems_inside_the_block_are_translated(url: str) -> None:
 )
 def test_default_study_name(change: dict[str, Any], gpu: str | None, name: str) -> None:
     workload = dataclasses.replace(WORKLOAD, **change)
-    assert store.default_study_name(workload, gpu=gpu).endswith(name)
+    assert study_names.default_study_name(workload, gpu=gpu).endswith(name)
 
 
 @pytest.mark.parametrize("text", ["", "../../etc", "a" * 500, "\n\0", "Ünïcode", "-rf", "..."])
 def test_a_slug_is_a_safe_file_name(text: str) -> None:
-    made = store.slug(text)
+    made = study_names.slug(text)
     assert 0 < len(made) <= 60
     assert set(made) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-")
     assert made[0] not in ".-"

@@ -18,7 +18,8 @@ from autotune.measurement import Measurement
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
 from autotune.results import Estimate
-from autotune.store import open_study, parameter_distributions, record_estimates
+from autotune.store import open_study
+from autotune.study_trials import parameter_distributions, record_estimates
 from autotune.summary import Summary
 from autotune.trials import tell
 

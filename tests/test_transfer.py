@@ -20,7 +20,8 @@ from autotune.errors import ConfigError, StorageError
 from autotune.probe_key import ProbeKey, probe_key
 from autotune.probes import open_probes
 from autotune.recommendations import open_recommendations
-from autotune.store import open_study, record_estimates
+from autotune.store import open_study
+from autotune.study_trials import record_estimates
 from autotune.transfer.exporting import export
 from autotune.transfer.importing import import_file
 

@@ -169,7 +169,7 @@ def _ended(table: JobTable, number: int) -> Job:
 
 def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> None:
     """What `find` does with an answer of its own, but for the report, which it has no need of here."""
-    from autotune import asking, store
+    from autotune import asking, study_names
     from autotune.errors import ConfigError, StorageError
     from autotune.report import terminal
 
@@ -181,7 +181,7 @@ def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> N
         raise asking.error_of(job.problem, job.exit_code)
     # As `find` calls it: a name of the user's own need not be fit for a folder.
     is_named = job.question["options"].get("study") is not None
-    folder = folder or STUDIES / (store.folder_of(job.study) if is_named else job.study)
+    folder = folder or STUDIES / (study_names.folder_of(job.study) if is_named else job.study)
     answered, notes = asking.answered(job, folder)
     if not as_json:
         # Before anything is written: what cannot be written does not cost the answer.

@@ -22,16 +22,14 @@ from autotune.export.mapping import (
     Row,
     Target,
     choices,
-    keys_of,
     module_names,
     of_alpha,
     of_key,
     of_values,
     said_only,
-    says_method,
     targets_of,
-    unsaid,
 )
+from autotune.export.mapping_write import keys_of, says_method, unsaid
 from autotune.export.text import as_yaml
 from autotune.export.trainer_rows import COMPILE_BACKEND, COMPILE_MODE, PARALLELISM
 from autotune.optimizers import OPTIMIZERS

@@ -22,9 +22,8 @@ from autotune.export import (
     train_config,
 )
 from autotune.export.edit import parsed
-from autotune.export.mapping import Target
+from autotune.export.mapping import NotLiteral, Target
 from autotune.export.parts import OURS, Part, all_of, read_folder, read_part
-from autotune.export.program import literals
 from autotune.export.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.sections import Shape, target_for
 from autotune.export.training_args import installed_fields
@@ -174,10 +173,12 @@ def _open_program(part: Part, method: str) -> Opened:
         )
     target = _fitted(part.path, None, lambda: target_for(shape, content, method))
     read_keys = {*(key for row in target.rows for key in row.keys), *target.renamed}
+    others = (installed_fields() or {}).keys() - read_keys
     left = [
-        f"{key}: {value}" for key, value in literals(content) if key in (installed_fields() or {})
+        f"{key}: {value}"
+        for key, value in content.items()
+        if isinstance(value, NotLiteral) and key in others
     ]
-    left = [words for words in left if words.partition(":")[0] not in read_keys]
     notes = list(program.notes)
     if left:
         notes.append(f"no literal, so that no other file has it: {', '.join(left)}")

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError
-from autotune.export import edit, program_edit
+from autotune.export import edit
 from autotune.export.edit import Change
-from autotune.export.program import Program, parsed
 from autotune.export.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.train_config import MAX_FILE_BYTES
 from autotune.files import Files
+
+if TYPE_CHECKING:
+    from autotune.export.literals import Program
 
 FURTHER_FOLDER = "exports"
 OURS = "train_config.yaml"
@@ -45,6 +47,8 @@ class Part:
 
     def program(self) -> Program:
         """ConfigError where it is none."""
+        from autotune.export.program import parsed
+
         try:
             return parsed(self.text, has_bf16=self.has_bf16)
         except ValueError as error:
@@ -69,6 +73,8 @@ class Part:
         could not be made."""
         ours = [change for change in changes if self.has(change.key)]
         if self.is_program:
+            from autotune.export import program_edit
+
             text, left = program_edit.edited(self.text, ours, has_bf16=self.has_bf16)
             return text, True, left
         cut = [_without(change, self.prefix) for change in ours]

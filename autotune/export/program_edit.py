@@ -13,17 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.export.calls import OF_SFT
 from autotune.export.edit import Change, applied
+from autotune.export.literals import DTYPES, Box, Program, entries_of
 from autotune.export.mapping import NotLiteral
-from autotune.export.program import (
-    DTYPES,
-    OF_RECIPE,
-    OF_SFT,
-    Box,
-    Program,
-    entries_of,
-    parsed,
-)
+from autotune.export.program import OF_RECIPE, parsed
 from autotune.export.section_rows import MODEL, QUANTIZATION, RECIPE
 
 _GAP = re.compile(rb"(?:[ \t\f]|\\\r?\n|#[^\r\n]*|\r\n|\r|\n)*")

@@ -17,18 +17,9 @@ from autotune.defaults import OPTIMIZER, PRECISION_OF
 from autotune.errors import ConfigError
 from autotune.export.edit import Change
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
-from autotune.export.mapping import (
-    NotLiteral,
-    Row,
-    Target,
-    entries,
-    in_current_words,
-    keys_of,
-    notes,
-    read,
-    same,
-    value_at,
-)
+from autotune.export.mapping import NotLiteral, Row, Target, entries, same, value_at
+from autotune.export.mapping_read import in_current_words, notes, read
+from autotune.export.mapping_write import keys_of
 from autotune.export.opening import open_base
 from autotune.export.parts import Part, all_of
 from autotune.export.quantization_config import quantization_fields

@@ -23,15 +23,7 @@ from autotune.config import (
 )
 from autotune.export import unsloth_base
 from autotune.export.huggingface import SFT, TRAINING_ARGUMENTS
-from autotune.export.mapping import (
-    Choice,
-    Row,
-    Target,
-    choices,
-    of_key,
-    of_values,
-    value_at,
-)
+from autotune.export.mapping import Choice, Row, Target, choices, of_key, of_values, value_at
 from autotune.export.section_rows import (
     ADAPTER,
     MODEL,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.config import TrainConfig
-from autotune.export.mapping import Target, unsaid
+from autotune.export.mapping import Target
+from autotune.export.mapping_write import unsaid
 
 
 def as_yaml(

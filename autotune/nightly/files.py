@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.export import write_texts
 from autotune.nightly.history import Night, night_from_dict
-from autotune.store import slug
+from autotune.study_names import slug
 
 FOLDER = "recommendations"
 SCHEMA_VERSION = 1

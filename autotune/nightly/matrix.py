@@ -34,7 +34,7 @@ from autotune.errors import ConfigError, nearest
 from autotune.nightly.hooks import EVENTS, Hook, check_url
 from autotune.options import SEQUENCE_LENGTH, FindOptions
 from autotune.recommendations import question_key, question_of
-from autotune.store import slug
+from autotune.study_names import slug
 from autotune.units import parse_bytes
 
 ALL_OF_THE_CARD = "all"

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 from autotune import inputs
 from autotune.config import TrainConfig
-from autotune.finding import PROBE_SECONDS
 from autotune.forkserver import ForkServer
-from autotune.measurement import Fingerprint, ProbeSpec
+from autotune.measurement import PROBE_SECONDS, Fingerprint, ProbeSpec
 from autotune.models import resolve
 from autotune.nightly import drift
 from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Cell, Matrix
+from autotune.prober import Prober
 from autotune.probes import ProbeTable
-from autotune.probing import Prober
 
 NUM_FAILURES = 2
 """In a row: the first may be chance."""

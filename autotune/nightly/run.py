@@ -16,6 +16,7 @@ from pathlib import Path
 
 from autotune import gpus, inputs, machine, needs, nvml
 from autotune.errors import AutotuneError, HardwareError, StorageError
+from autotune.fingerprints import fingerprint_here
 from autotune.forkserver import ForkServer
 from autotune.measurement import Fingerprint
 from autotune.nightly import draw, drift, files, hooks, ledger
@@ -25,7 +26,6 @@ from autotune.nightly.history import levels
 from autotune.nightly.journal import Journal, locked
 from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Prepared, expected_seconds, plan
-from autotune.probing import fingerprint_here
 from autotune.report.files import write
 
 

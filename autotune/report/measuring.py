@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from autotune.config import TrainConfig
 from autotune.knobs import describe
-from autotune.measurement import Measurement, ProbeSpec
-from autotune.probing import NUM_CONFIRMATION_WARM_UP_STEPS, OnProbe, OnRun
+from autotune.measurement import NUM_CONFIRMATION_WARM_UP_STEPS, Measurement, ProbeSpec
 from autotune.report import words
 from autotune.report.stderr import Output, output
 from autotune.summary import Counts
@@ -28,6 +27,9 @@ from autotune.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from autotune.prober import OnRun
+    from autotune.probing import OnProbe
 
 _REFRESHES_PER_SECOND = 4
 

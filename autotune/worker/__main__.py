@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.config import TrainConfig
-from autotune.isolate import die_with_parent
 from autotune.measurement import STOP_FILE, ProbeSpec
+from autotune.orphans import die_with_parent
 from autotune.results import SCHEMA_VERSION, TraceSpec
 
 Answers = Iterator[dict[str, Any]]

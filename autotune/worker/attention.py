@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from autotune.results import TraceSpec
-from autotune.worker.cuda import flash_attention, hidden_buffers
+from autotune.worker.kernel_buffers import hidden_buffers
+from autotune.worker.sdpa import flash_attention
 from autotune.worker.stand_ins import replaced
 from autotune.worker.tracker import Buffer, HiddenBuffers
 

@@ -28,8 +28,9 @@ from autotune.worker import attention, flex, fp8, liger, quantize, sft
 from autotune.worker import model as models
 from autotune.worker.adapters import RANK
 from autotune.worker.chunks import Chunks
-from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
+from autotune.worker.cuda import Device, Workspaces, cuda_choices
 from autotune.worker.encode import Symbols, encode
+from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.meta_step import MetaStep
 from autotune.worker.model import UnsupportedModel
 from autotune.worker.tracker import TrackedKernel, Tracker

@@ -12,11 +12,12 @@ from torch.utils.flop_counter import flop_registry
 from autotune.config import ATTENTIONS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
+from autotune.worker import kernel_costs
 from autotune.worker import model as models
-from autotune.worker import tracker
 from autotune.worker.attention import FLASH
-from autotune.worker.cuda import Device, attention_kernel
+from autotune.worker.cuda import Device
 from autotune.worker.model import UnsupportedModel
+from autotune.worker.sdpa import attention_kernel
 from autotune.worker.trace import trace_step
 
 ADA = Device(compute_capability=(8, 9), cublas_workspace_bytes=8_519_680)
@@ -177,8 +178,7 @@ def test_a_mask_whose_rows_are_not_aligned_is_copied() -> None:
 def test_heads_of_odd_sizes_with_a_mask(
     capability: tuple[int, int], dtype: torch.dtype, size: int, kernel: str
 ) -> None:
-    device = Device(compute_capability=capability, cublas_workspace_bytes=0)
-    assert attention_kernel(device, dtype, size, size, has_mask=True) == kernel
+    assert attention_kernel(capability, dtype, size, size, has_mask=True) == kernel
 
 
 @pytest.mark.parametrize("config", [LLAMA, ODD_HEADS], ids=["heads of 64", "heads of 60"])
@@ -229,6 +229,6 @@ def test_attentions_work_is_pytorchs_count(kernel: str, value_size: int) -> None
         wanted = counted(*before, query, sized(8, 80, 64), sized(8, 80, value_size), out_val=None)
         for heads in (8, 2):
             given = (*before, query, sized(heads, 80, 64), sized(heads, 80, value_size))
-            assert tracker._count_flops(func, given, {"is_causal": False}, None) == wanted
+            assert kernel_costs.count_flops(func, given, {"is_causal": False}, None) == wanted
             halved = {"is_causal": True}
-            assert tracker._count_flops(func, given, halved, None) == wanted // 2
+            assert kernel_costs.count_flops(func, given, halved, None) == wanted // 2

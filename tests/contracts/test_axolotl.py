@@ -18,7 +18,7 @@ import yaml
 
 from autotune.config import PRECISIONS, TrainConfig, Workload
 from autotune.export import axolotl
-from autotune.export.mapping import read
+from autotune.export.mapping_read import read
 from autotune.export.read import EditedBase, read_base
 
 pytestmark = pytest.mark.slow

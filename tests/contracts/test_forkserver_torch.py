@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from autotune import isolate
+from autotune import isolate, launching
 from autotune.forkserver import ForkServer
 from autotune.gpus import detect
 
@@ -184,7 +184,7 @@ def test_imports_leave_cuda_alone(tmp_path: Path, machine: str, touched: list[st
     script.write_text(ACT)
     acted = subprocess.run(
         [sys.executable, str(script), machine],
-        env=isolate.worker_environment("probe"),
+        env=launching.worker_environment("probe"),
         capture_output=True,
         text=True,
         check=False,

@@ -27,7 +27,8 @@ from autotune.worker import liger
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module
 from autotune.worker.chunks import Chunks
-from autotune.worker.cuda import Device, Workspaces, cuda_choices, hidden_buffers
+from autotune.worker.cuda import Device, Workspaces, cuda_choices
+from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.model import UnsupportedModel
 from autotune.worker.tracker import Tracker
 

@@ -40,7 +40,7 @@ from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.results import Estimate, TraceSpec
 from autotune.traces import Trace
 from autotune.units import GIB, MIB
-from autotune.worker import checks, confirm, memory
+from autotune.worker import checks, confirm, memory, training
 from autotune.worker import model as models
 from autotune.worker import probe as probe_module
 from autotune.worker import trace as trace_module
@@ -436,16 +436,16 @@ def lose_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_bf16(config: TrainConfig, fields: Any) -> dict[str, object]:
         return {**training_arguments(config, fields), "bf16": False}
 
-    training_arguments = probe_module.training_arguments
-    monkeypatch.setattr(probe_module, "training_arguments", without_bf16)
+    training_arguments = training.training_arguments
+    monkeypatch.setattr(training, "training_arguments", without_bf16)
 
 
 def use_another_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_sgd(config: TrainConfig, fields: Any) -> dict[str, object]:
         return {**training_arguments(config, fields), "optim": "sgd"}
 
-    training_arguments = probe_module.training_arguments
-    monkeypatch.setattr(probe_module, "training_arguments", with_sgd)
+    training_arguments = training.training_arguments
+    monkeypatch.setattr(training, "training_arguments", with_sgd)
 
 
 def freeze(model: nn.Module) -> None:

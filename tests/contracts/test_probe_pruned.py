@@ -14,10 +14,10 @@ from autotune.config import TrainConfig
 from autotune.forkserver import ForkServer
 from autotune.measurement import ProbeSpec
 from autotune.models import resolve
+from autotune.prober import Prober
 from autotune.probes import open_probes
-from autotune.probing import Prober
 from autotune.pruner import SpeedPruner
-from autotune.store import CONSTRAINT
+from autotune.study_trials import CONSTRAINT
 from autotune.trials import tell, watched
 from autotune.units import MIB
 

@@ -1,0 +1,229 @@
+"""The calls of a Python program that say how it trains: those of Trainer's, PEFT's, TRL's and Unsloth's
+classes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.export.literals import Program, name_of
+from autotune.export.section_rows import ADAPTER, MODEL, QUANTIZATION
+from autotune.export.sections import Shape
+
+_ARGUMENTS = (
+    "TrainingArguments",
+    "Seq2SeqTrainingArguments",
+    "SFTConfig",
+    "UnslothTrainingArguments",
+)
+_PEFT_TYPES = {
+    "LoraConfig": "LORA",
+    "VeraConfig": "VERA",
+    "MissConfig": "MISS",
+    "OFTConfig": "OFT",
+    "IA3Config": "IA3",
+    "PromptTuningConfig": "PROMPT_TUNING",
+    "PromptEncoderConfig": "P_TUNING",
+    "PrefixTuningConfig": "PREFIX_TUNING",
+    "AdaptionPromptConfig": "ADAPTION_PROMPT",
+    "TrainableTokensConfig": "TRAINABLE_TOKENS",
+    "AdaLoraConfig": "ADALORA",
+    "LoHaConfig": "LOHA",
+    "LoKrConfig": "LOKR",
+    "BOFTConfig": "BOFT",
+    "LNTuningConfig": "LN_TUNING",
+    "HRAConfig": "HRA",
+    "RandLoraConfig": "RANDLORA",
+    "FourierFTConfig": "FOURIERFT",
+}
+"""peft 0.21: class -> peft.PeftType."""
+_UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
+_MODELS = re.compile(r"AutoModel\w*|\w+(ForCausalLM|LMHeadModel|ForMaskedLM|ForConditionalGeneration|"
+                     r"ForSeq2SeqLM|ForSequenceClassification)")  # fmt: skip
+OF_SFT = ("packing", "padding_free", "max_length", "max_seq_length")
+"""Keywords that TrainingArguments have not: SFTConfig's, or those of an older SFTTrainer."""
+_OF_TRAINER = ("max_seq_length", "packing", "neftune_noise_alpha", "model_init_kwargs")
+"""Keywords of an older SFTTrainer that are SFTConfig's."""
+_CHECKPOINTS = {
+    "gradient_checkpointing_enable": "",
+    "prepare_model_for_kbit_training": "use_gradient_checkpointing",
+}
+"""Functions that switch checkpointing on by themselves -> the keyword that keeps them from it."""
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+_NAMES = ("pretrained_model_name_or_path", "model_name")
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the calls say together."""
+
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    """Prefix of a section's keys -> where its calls stand."""
+    switches: list[tuple[str, int]] = field(default_factory=list)
+    """Functions that switch checkpointing on, and where they are called."""
+    is_sft: bool = False
+    has_sft_defaults: bool = False
+    loads_by_name: bool = False
+    is_unsloth: bool = False
+
+
+def find_calls(program: Program, tree: ast.Module) -> None:
+    """Take in what the calls say."""
+    aliases = {
+        alias.asname: alias.name.rpartition(".")[2]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if alias.asname
+    }
+    found = _Found()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            _take_in(program, found, node, aliases)
+    for prefix, places in found.lines.items():
+        if len(places) > 1:
+            what = prefix.removesuffix(":") or "TrainingArguments or SFTConfig"
+            named = ", ".join(map(str, sorted(places)[:5]))
+            program.problems.append(
+                f"{what}: lines {named} each have one: leave the one that trains"
+            )
+    sections = frozenset(prefix or "arguments" for prefix in found.lines)
+    loads_by_name = MODEL not in sections and (
+        found.loads_by_name or "model_init_kwargs" in program.content
+    )
+    program.shape = Shape(
+        name="a Python program",
+        sections=sections,
+        is_sft=found.is_sft or found.has_sft_defaults,
+        has_sft_defaults=found.has_sft_defaults,
+        loads_by_name=loads_by_name,
+        is_unsloth=found.is_unsloth,
+        is_fp8=any(map(_sets_fp8, ast.walk(tree))),
+        keeps_checkpointing=bool(found.switches),
+        is_part=MODEL not in sections and not loads_by_name,
+    )
+    _check_switches(program, found.switches)
+    _check_assignments(program, tree)
+
+
+def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[str, str]) -> None:
+    function = name_of(node.func)
+    function = aliases.get(function, function)
+    owner = name_of(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+    owner = aliases.get(owner, owner)
+    prefix = _section(function, owner)
+    if prefix is not None:
+        found.lines.setdefault(prefix, []).append(node.lineno)
+        program.boxes[prefix] = node
+        _take_call(program, prefix, node, function)
+        found.has_sft_defaults |= function == "SFTConfig"
+        found.is_unsloth |= bool(_UNSLOTH.fullmatch(owner))
+    elif function == "SFTTrainer":
+        found.is_sft = True
+        found.loads_by_name = _take_trainer(program, node)
+    elif function in _CHECKPOINTS and _switches_on(program, node, _CHECKPOINTS[function]):
+        found.switches.append((function, node.lineno))
+    elif function == "HfArgumentParser":
+        program.problems.append(
+            f"line {node.lineno}: HfArgumentParser takes settings from the command line: give the "
+            "file that it reads instead"
+        )
+
+
+def _section(function: str, owner: str) -> str | None:
+    """The prefix of a call's keywords; None for any other call."""
+    if function in _ARGUMENTS:
+        return ""
+    if function in _PEFT_TYPES:
+        return ADAPTER
+    if function == "BitsAndBytesConfig":
+        return QUANTIZATION
+    if function == "get_peft_model" and _UNSLOTH.fullmatch(owner):
+        return ADAPTER
+    is_model = _MODELS.fullmatch(owner) or _UNSLOTH.fullmatch(owner)
+    return MODEL if function == "from_pretrained" and is_model else None
+
+
+def _take_call(program: Program, prefix: str, node: ast.Call, function: str) -> None:
+    keywords: dict[str | None, ast.expr] = {each.arg: each.value for each in node.keywords}
+    program.take(prefix, node)
+    if prefix == MODEL:
+        names = [*node.args[:1], *(keywords[name] for name in _NAMES if name in keywords)]
+        if names:
+            program.content[f"{MODEL}name"] = program.value(names[0])
+    elif len(node.args) > 1 or any(isinstance(each, ast.Starred) for each in node.args):
+        program.problems.append(
+            f"line {node.lineno}: {function} is given values without their names"
+        )
+    if function in _PEFT_TYPES:
+        program.content.setdefault(f"{ADAPTER}peft_type", _PEFT_TYPES[function])
+
+
+def _take_trainer(program: Program, node: ast.Call) -> bool:
+    """Keywords of SFTTrainer that say how it trains. Whether it loads the model itself."""
+    keywords: dict[str | None, ast.expr] = {each.arg: each.value for each in node.keywords}
+    program.take("", node, only=_OF_TRAINER)
+    if not keywords.keys().isdisjoint(_OF_TRAINER):
+        program.boxes |= dict.fromkeys(OF_SFT, node)
+    model = keywords.get("model", node.args[0] if node.args else ast.Constant(None))
+    value = program.value(model)
+    if not isinstance(value, str):
+        return False
+    program.content.setdefault(f"{MODEL}name", value)
+    return True
+
+
+def _switches_on(program: Program, node: ast.Call, keyword: str) -> bool:
+    values = [
+        program.value(each.value) for each in node.keywords if keyword and each.arg == keyword
+    ]
+    return values != [False]
+
+
+def _check_switches(program: Program, switches: list[tuple[str, int]]) -> None:
+    """What checkpoints by itself does so whatever TrainingArguments say."""
+    said = (program.content.get(name) for name in _CHECKPOINTING)
+    is_on = any(value is True for value in said) or program.shape.is_unsloth
+    for function, line in switches:
+        if function == "prepare_model_for_kbit_training":
+            program.notes.append(
+                f"{function} (line {line}) copies what is not quantised to float32, which is not predicted"
+            )
+        if not is_on:
+            program.problems.append(
+                f"line {line}: {function} switches checkpointing on beside TrainingArguments: say "
+                "gradient_checkpointing=True there"
+            )
+
+
+def _check_assignments(program: Program, tree: ast.Module) -> None:
+    """Arguments that are set after they were made."""
+    known = {key for key in program.content if ":" not in key} | {
+        "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16",
+        *_CHECKPOINTING,
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and node.attr in known
+            and "arg" in name_of(node.value).lower()
+        ):
+            program.problems.append(
+                f"line {node.lineno}: {program.source(node)} is set later: say it where it is made"
+            )
+
+
+def _sets_fp8(node: ast.AST) -> bool:
+    """os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8", or a table with it."""
+    if isinstance(node, ast.Dict):
+        pairs: list[tuple[Any, Any]] = list(zip(node.keys, node.values, strict=True))
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        pairs = [(node.targets[0].slice, node.value)]
+    else:
+        return False
+    said = [tuple(getattr(each, "value", None) for each in pair) for pair in pairs]
+    return ("ACCELERATE_MIXED_PRECISION", "fp8") in said

@@ -1,0 +1,175 @@
+"""The literals of a Python program, which is parsed and never run.
+
+A value that is no literal, no name bound once to one, no dtype of torch and no question for bfloat16 is
+a NotLiteral.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.export.mapping import NotLiteral
+from autotune.export.sections import Shape
+
+DTYPES = {name: name for name in ("bfloat16", "float16", "float32", "uint8", "float64", "int8")} | {
+    "half": "float16",
+    "float": "float32",
+}
+_ASKS_BF16 = ("is_bf16_supported", "is_bfloat16_supported")
+
+Box = ast.Call | ast.Dict
+
+
+@dataclass(slots=True)
+class Program:
+    """What was found. `boxes` are where a section's keywords stand: a call, or a dict display."""
+
+    text: bytes
+    shape: Shape
+    content: dict[str, Any] = field(default_factory=dict)
+    boxes: dict[str, Box] = field(default_factory=dict)
+    homes: dict[str, Box] = field(default_factory=dict)
+    """Where a key stands."""
+    names: dict[str, ast.expr] = field(default_factory=dict)
+    """Bound once in the module, to a literal."""
+    num_uses: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """Byte at which each line starts."""
+    has_bf16: bool = True
+
+    def span(self, node: Any) -> tuple[int, int]:
+        """Bytes of a node."""
+        return (
+            self.starts[node.lineno - 1] + node.col_offset,
+            self.starts[node.end_lineno - 1] + node.end_col_offset,
+        )
+
+    def source(self, node: ast.expr) -> str:
+        start, end = self.span(node)
+        text = " ".join(self.text[start : min(end, start + 200)].decode("utf-8", "replace").split())
+        return ascii(text)[1:-1][:60]
+
+    def value(self, node: ast.expr) -> Any:
+        """Of an expression."""
+        node = self.bound(node)
+        if (entries := entries_of(node)) is not None and None not in entries:
+            return {name: self.value(value) for name, value in entries.items()}
+        try:
+            return _plain(ast.literal_eval(node))
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            pass
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in DTYPES
+            and name_of(node.value) == "torch"
+        ):
+            return DTYPES[node.attr]
+        is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+        asked = node.operand if isinstance(node, ast.UnaryOp) and is_not else node
+        if isinstance(asked, ast.Call) and name_of(asked.func) in _ASKS_BF16:
+            return self.has_bf16 is not is_not
+        return NotLiteral(self.source(node), node.lineno)
+
+    def bound(self, node: ast.expr) -> ast.expr:
+        return self.names.get(node.id, node) if isinstance(node, ast.Name) else node
+
+    def take(self, prefix: str, box: Box, *, only: Sequence[str] = ()) -> None:
+        """The values of a call's keywords or of a display's entries."""
+        if isinstance(box, ast.Call):
+            entries = [(keyword.arg, keyword.value) for keyword in box.keywords]
+        else:
+            names = (getattr(key, "value", None) for key in box.keys)
+            entries = list(zip(names, box.values, strict=True))
+        for name, node in entries:
+            if only and name not in only:
+                continue
+            if name is not None:
+                self.content[f"{prefix}{name}"] = self.value(node)
+                self.homes[f"{prefix}{name}"] = box
+                continue
+            spread = self.bound(node)
+            if entries_of(spread) is None:
+                self.problems.append(
+                    f"line {node.lineno}: what **{self.source(node)} spreads is no literal: write it out"
+                )
+                continue
+            assert isinstance(spread, (ast.Call, ast.Dict))
+            self.take(prefix, spread)
+
+
+def bind(program: Program, tree: ast.Module) -> None:
+    """Names of the module that mean one literal wherever they stand, and how often each name is used."""
+    num_bindings: Counter[str] = Counter()
+    changed: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            counter = program.num_uses if isinstance(node.ctx, ast.Load) else num_bindings
+            counter[node.id] += 1
+        for attribute in ("name", "arg", "asname", "rest"):
+            name = getattr(node, attribute, None)
+            if isinstance(name, str) and not isinstance(node, ast.keyword):
+                num_bindings[name] += 1
+        # A list or dict whose items are set, or that has a method called, may have changed.
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            changed.add(name_of(node.value))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changed.add(name_of(node.func.value))
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                pass
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                pass
+            case _:
+                continue
+        if num_bindings[name] == 1 and _is_followed(value, may_have_changed=name in changed):
+            program.names[name] = value
+
+
+def _is_followed(value: ast.expr, *, may_have_changed: bool) -> bool:
+    """Whether a name stands for its value: not for another name, nor for a call but dict(...)."""
+    if isinstance(value, ast.Name):
+        return False
+    if isinstance(value, ast.Call) and entries_of(value) is None:
+        return False
+    return not (may_have_changed and isinstance(value, ast.Dict | ast.List | ast.Set | ast.Call))
+
+
+def entries_of(node: ast.expr) -> dict[str | None, ast.expr] | None:
+    """Of a dict display with names for keys, or of dict(...). A None key stands for what ** spreads."""
+    if isinstance(node, ast.Dict):
+        names = [getattr(key, "value", None) for key in node.keys]
+        is_named = all(key is None or isinstance(name, str)
+                       for key, name in zip(node.keys, names, strict=True))  # fmt: skip
+        return dict(zip(names, node.values, strict=True)) if is_named else None
+    if isinstance(node, ast.Call) and name_of(node.func) == "dict" and not node.args:
+        return {keyword.arg: keyword.value for keyword in node.keywords}
+    return None
+
+
+def name_of(node: ast.expr) -> str:
+    """The last part of what is named."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it. ValueError for what it has not."""
+    if isinstance(value, (set, tuple)):
+        value = sorted(value) if isinstance(value, set) else list(value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, str):
+        value.encode("utf-8")  # half of a surrogate pair is no text
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError

@@ -1,0 +1,108 @@
+"""A prediction's candidates measured on this machine, and the data loader timed with the winner."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from autotune import machine, probing, tune
+from autotune.config import Workload
+from autotune.dataset import Dataset, time_loaders
+from autotune.errors import WorkerError
+from autotune.forkserver import ForkServer
+from autotune.loading import LoaderTimes
+from autotune.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
+from autotune.models import ModelSource
+from autotune.options import FindOptions
+from autotune.prober import NotAsAssumed, Prober
+from autotune.probes import open_probes
+from autotune.report.progress import Listener
+from autotune.summary import Measured
+from autotune.tune import Found
+
+if TYPE_CHECKING:
+    import optuna
+
+
+def measured(
+    found: Found,
+    source: ModelSource,
+    options: FindOptions,
+    *,
+    data: Dataset | None,
+    backend: str,
+    study: AbstractContextManager[optuna.Study],
+    storage: str,
+    listener: Listener,
+    server: ForkServer | None,
+) -> Found:
+    """Probe the candidates, confirm the winner. Nothing measured is ever lost."""
+    summary = found.summary
+    workload = summary.workload
+    confirm_steps, train_steps = options.confirm_steps, options.train_steps
+    if train_steps is None and (train_steps := tune.steps_per_epoch(summary)) is not None:
+        listener.note(
+            f"the run is taken to be an epoch of the dataset: --train-steps {train_steps}."
+        )
+    spec = ProbeSpec(
+        task=workload.task,
+        backend=backend,
+        memory_budget_bytes=workload.memory_budget_bytes,
+        max_seconds=PROBE_SECONDS[backend],
+    )
+    max_probes = tune.EFFORTS[options.effort].max_probes
+    if confirm_steps is None:
+        confirm_steps = CONFIRM_STEPS[backend]
+    with (
+        listener.measuring(summary.counts, max_probes, confirm_steps) as heard,
+        ForkServer() if server is None else contextlib.nullcontext(server) as server,
+    ):
+        plan = probing.Plan(
+            pool=[e for e in found.pool() if probing.can_run(e.config, backend)],
+            base=summary.base,
+            baseline=summary.baseline,
+            budget_bytes=workload.memory_budget_bytes,
+            max_probes=max_probes,
+            confirm_steps=confirm_steps,
+            train_steps=train_steps,
+            variants=lambda e: [v for v in found.variants(e) if probing.can_run(v.config, backend)],
+        )
+        with study as opened, open_probes(storage) as table:
+            new_prober = functools.partial(
+                Prober,
+                server,
+                table,
+                source,
+                spec,
+                useful_share=workload.useful_share,
+                on_run=heard.on_run,
+            )
+            # Where everything was measured before, no process is needed that could tell the fingerprint.
+            try:
+                prober = new_prober(assumed=machine.fingerprint(backend))
+                answer = probing.search(opened, plan, prober, on_probe=heard.on_probe)
+            except NotAsAssumed:
+                answer = probing.search(opened, plan, new_prober(), on_probe=heard.on_probe)
+        loader = _time_loaders(server, data, workload, answer, listener)
+    summary = dataclasses.replace(tune.with_measured(summary, answer), loader=loader)
+    return dataclasses.replace(found, summary=summary)
+
+
+def _time_loaders(
+    server: ForkServer,
+    data: Dataset | None,
+    workload: Workload,
+    measured: Measured,
+    listener: Listener,
+) -> LoaderTimes | None:
+    """None without a dataset here, and where the user has decided; where it fails that costs no answer."""
+    if data is None or workload.sets_loader:
+        return None
+    try:
+        return time_loaders(server, data, workload, measured.best)
+    except WorkerError as error:
+        listener.note(f"the loader was not timed, and its settings stay. {error}")
+        return None

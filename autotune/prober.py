@@ -1,0 +1,268 @@
+"""One configuration measured for real, each in a process of its own, and remembered.
+
+What the table of probes has for this fingerprint is not run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autotune import compiled, needs
+from autotune.config import TrainConfig
+from autotune.fingerprints import digest, fingerprint_here
+from autotune.forkserver import ForkServer
+from autotune.isolate import Answer, WorkerEnd, private_folder
+from autotune.logged_runs import log_run
+from autotune.measurement import (
+    NUM_CONFIRMATION_WARM_UP_STEPS,
+    STOP_FILE,
+    Fingerprint,
+    Measurement,
+    ProbeSpec,
+    measurement_from_dict,
+)
+from autotune.models import ModelSource
+from autotune.out_of_memory import says_out_of_memory
+from autotune.probe_key import ProbeKey, probe_key
+from autotune.probes import ProbeTable
+from autotune.results import Estimate
+from autotune.sampler import Near
+from autotune.trials import Watch
+
+if TYPE_CHECKING:
+    import optuna
+
+SET_UP_SECONDS = 120.0
+"""A probe's deadline beyond its timed steps: building, warm-up, the last step begun."""
+
+CHECKPOINT_BYTES_PER_SECOND = 50e6
+"""For the deadline: [judgement] a slow network disk."""
+
+OnRun = Callable[[TrainConfig, ProbeSpec], None]
+"""What is about to run: a probe, the base's, or a confirmation. Not called for what is known."""
+
+
+class NotAsAssumed(Exception):
+    """The fingerprint of measurements is another one here: begin again without assuming one."""
+
+
+class Prober:
+    """Measures configurations of one model."""
+
+    def __init__(
+        self,
+        server: ForkServer,
+        table: ProbeTable,
+        model: ModelSource,
+        spec: ProbeSpec,
+        *,
+        useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
+        on_run: OnRun = lambda *_: None,
+        assumed: Fingerprint | None = None,
+    ) -> None:
+        """`assumed`: what the fingerprint here must be, as far as is known before a process has told it;
+        NotAsAssumed is raised when the first one, started to measure something, tells another.
+        """
+        self._server = server
+        self._table = table
+        self._model = model
+        self._useful_share = useful_share
+        self._on_run = on_run
+        self.spec = spec
+        self._is_assumed = assumed is not None
+        self._fingerprint = assumed or fingerprint_here(server, spec.backend)
+        self.here = digest(self._fingerprint)
+        self.num_run = 0
+        """Probes; confirmations are counted nowhere."""
+        self.num_reused = 0
+        self.near_seen: dict[TrainConfig, Measurement] = {}
+        """Of the same device with another driver or other libraries, which helped the order."""
+
+    def measure(
+        self, config: TrainConfig, *, watch: Watch | None = None, slow_below: float = 0.0
+    ) -> Measurement:
+        """The table's measurement, or a new one, which is in the table when this returns.
+
+        `watch` is called with each timed step of a new one, and may end it. `slow_below`: tokens per
+        second; the table answers with what was stopped part-way, too, where it was slower.
+        """
+        share = self._useful_share(config)
+        measurement = self._find(config, self.spec, slow_below=slow_below / share)
+        if measurement is not None:
+            log_run(measurement, "known probe")
+            self.num_reused += 1
+            speed = measurement.tokens_per_second
+            if measurement.outcome == "slow" and watch is not None and speed is not None:
+                # What a trial that is stopped leaves to learn from.
+                watch(measurement.num_steps, share * speed)
+        else:
+            self.num_run += 1
+            measurement = self.again(config, watch=watch)
+        return dataclasses.replace(measurement, useful_share=share)
+
+    def again(self, config: TrainConfig, *, watch: Watch | None = None) -> Measurement:
+        """A new measurement, whatever the table knows; it is in the table when this returns."""
+        deadline_seconds = _set_up_seconds(config) + 3 * self.spec.max_seconds
+        return self._run(config, self.spec, deadline_seconds=deadline_seconds, watch=watch)
+
+    def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
+        """The table's confirmation of what a probe measured, or a new one."""
+        spec = dataclasses.replace(self.spec, confirm_steps=num_steps)
+        measurement = self._find(best.config, spec)
+        if measurement is None:
+            assert best.step_seconds is not None
+            state = predicted.state
+            written_bytes = state.parameters_bytes + state.optimizer_state_bytes
+            deadline_seconds = (
+                _set_up_seconds(best.config)
+                + 3 * (num_steps + NUM_CONFIRMATION_WARM_UP_STEPS) * best.step_seconds
+                + written_bytes / CHECKPOINT_BYTES_PER_SECOND
+            )
+            measurement = self._run(best.config, spec, deadline_seconds=deadline_seconds)
+        return dataclasses.replace(measurement, useful_share=best.useful_share)
+
+    def turn(self, study: optuna.Study) -> AbstractContextManager[None]:
+        """Within it nobody else asks the study for a trial (autotune.turns)."""
+        return self._table.exclusive("ask", study.study_name)
+
+    def alone(self, study: optuna.Study) -> AbstractContextManager[None]:
+        """For what is measured beside the trials of the study: whoever comes second finds it known."""
+        return self._table.exclusive("measure", study.study_name)
+
+    def fingerprint_of(self, config: TrainConfig) -> Fingerprint:
+        """What a measurement of the configuration would have, made here and now."""
+        return needs.fingerprint_for(config, self._fingerprint)
+
+    def near(self, configs: Iterable[TrainConfig]) -> dict[TrainConfig, Near]:
+        """What was measured of them on the same device with another driver or other libraries."""
+        found = self._table.near({self._key(config, self.spec): config for config in configs})
+        self.near_seen |= found
+        return {
+            config: _near(dataclasses.replace(seen, useful_share=self._useful_share(config)))
+            for config, seen in found.items()
+        }
+
+    @property
+    def near_versions(self) -> tuple[str, ...]:
+        """What those measurements were made with that is not here."""
+        others = {
+            version for seen in self.near_seen.values() for version in _parts(seen.fingerprint)
+        }
+        return tuple(sorted(others - set(_parts(self._fingerprint))))
+
+    def _key(self, config: TrainConfig, spec: ProbeSpec) -> ProbeKey:
+        return probe_key(self._model.config, config, spec, self.fingerprint_of(config))
+
+    def _find(
+        self, config: TrainConfig, spec: ProbeSpec, *, slow_below: float = 0.0
+    ) -> Measurement | None:
+        key = self._key(config, spec)
+        return self._table.find(key, spec.memory_budget_bytes, slow_below=slow_below)
+
+    def _run(
+        self,
+        config: TrainConfig,
+        spec: ProbeSpec,
+        *,
+        deadline_seconds: float,
+        watch: Watch | None = None,
+    ) -> Measurement:
+        """Measure in a process of its own; in the table when this returns."""
+        here = self._fingerprint
+        if self._is_assumed and fingerprint_here(self._server, spec.backend) != here:
+            raise NotAsAssumed
+        self._is_assumed = False
+        self._on_run(config, spec)
+        # The folder is made here, so that a checkpoint in it goes however the probe ends.
+        with private_folder() as folder:
+            request = {
+                "config": self._model.config,
+                "train_config": config.to_dict(),
+                "spec": dataclasses.asdict(spec),
+                "folder": folder,
+            }
+            on_answer = None
+            if watch is not None:
+                share = self._useful_share(config)
+                on_answer = functools.partial(_follow, watch, Path(folder), share)
+            end = self._server.run(
+                "probe", request, deadline_seconds=deadline_seconds, on_answer=on_answer
+            )
+        measurement = self._read(end, config, spec)
+        log_run(measurement, "confirmation" if spec.confirm_steps else "probe")
+        tail = "" if measurement.outcome == "ok" else end.stderr_tail
+        key = self._key(config, spec)
+        self._table.add(key, measurement, model=self._model.name, stderr_tail=tail)
+        return measurement
+
+    def _read(self, end: WorkerEnd, config: TrainConfig, spec: ProbeSpec) -> Measurement:
+        """What the probe said, or how it ended without saying."""
+        outcome, message = "crashed", end.problem or "it ended without a measurement"
+        if end.how == "ok" and end.answers:
+            try:
+                measurement = measurement_from_dict(end.answers[-1].get("measurement"))
+            except ValueError as error:
+                message = str(error)
+            else:
+                if (measurement.config, measurement.spec) == (config, spec):
+                    return measurement
+                message = "it measured something else than it was asked for"
+        if end.how == "timeout":
+            outcome = "timeout"
+        elif end.exit_code == -signal.SIGKILL or says_out_of_memory(end.stderr_tail):
+            # Nobody else kills it: the kernel does when the host's memory runs out.
+            outcome, message = "oom", f"{message}: the host's memory, or the driver's, ran out"
+        return Measurement(
+            config=config,
+            spec=spec,
+            fingerprint=self.fingerprint_of(config),
+            outcome=outcome,
+            message=f"{message} {end.last_words}".strip()[:500],
+        )
+
+
+def _set_up_seconds(config: TrainConfig) -> float:
+    return SET_UP_SECONDS + (compiled.COMPILE_SECONDS if config.is_compiled else 0.0)
+
+
+def _near(seen: Measurement) -> Near:
+    over_bytes = seen.over_budget_bytes
+    if over_bytes is not None and (seen.outcome == "oom" or seen.num_alloc_retries):
+        least_bytes = seen.spec.memory_budget_bytes + over_bytes
+        return Near(tokens_per_second=None, peak_device_bytes=None, least_bytes=least_bytes)
+    return Near(
+        tokens_per_second=seen.tokens_per_second,
+        peak_device_bytes=seen.peak_device_bytes,
+        least_bytes=None,
+    )
+
+
+def _parts(fingerprint: Fingerprint) -> Iterator[str]:
+    """In words, what two measurements of one card may differ in."""
+    yield from (f"{name} {version}" for name, version in fingerprint.versions)
+    named = {"driver": fingerprint.driver, "CUDA": fingerprint.cuda}
+    yield from (f"{name} {version}" for name, version in named.items() if version)
+    yield f"PYTORCH_ALLOC_CONF {fingerprint.allocator or 'unset'}"
+
+
+def _follow(watch: Watch, folder: Path, useful_share: float, answer: Answer) -> None:
+    """Show a step to the watch; leave the probe, which counts every token, the word to stop."""
+    step, speed = answer.get("step"), answer.get("tokens_per_second_at_most")
+    if type(step) is not int or type(speed) is not float or not 0 < speed < math.inf:
+        return  # The last line; or nonsense, which says nothing of the speed.
+    reason = watch(step, useful_share * speed)
+    if reason:
+        written = folder / f"{STOP_FILE}.new"
+        # A full disk: the probe takes its time, and that is all.
+        with contextlib.suppress(OSError):
+            written.write_text(reason, encoding="utf-8")
+            # Renamed into place, so that the probe reads all of it or nothing.
+            written.replace(written.with_name(STOP_FILE))

@@ -1,0 +1,159 @@
+"""A micro-step as ZeRO 2 and what is sharded in full run it: weights gathered, gradients reduced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+from autotune.shards import EMBED, TAIL, Shares, Unit
+from autotune.traces import Place, is_forward
+
+Size = Callable[[int], int]
+"""LoRA rank -> bytes."""
+
+
+class AddedTensors:
+    """Tensors beside the trace's own, numbered on from those."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self.sizes: list[Size] = []
+        self.categories: list[str] = []
+        self.gathered: set[int] = set()
+
+    def new(self, category: str, size: Size, *, is_gathered: bool = False) -> int:
+        number = self._start + len(self.sizes)
+        self.sizes.append(size)
+        self.categories.append(category)
+        if is_gathered:
+            self.gathered.add(number)
+        return number
+
+
+class MicroStep:
+    """Writes forward and backward as ZeRO 2 and what is sharded in full run them.
+
+    `adds`: gradients exist already, and what is reduced is added to them.
+    """
+
+    def __init__(
+        self, extra: AddedTensors, shares: Shares, whole: Iterable[int], *, adds: bool
+    ) -> None:
+        self.gradients: list[int] = []
+        """The GPU's parts, which outlive the micro-step."""
+        self._extra = extra
+        self._shares = shares
+        self._whole = set(whole)
+        self._keeps = not adds and not shares.row.offload
+        self._gathers = shares.row.stage == 3
+        self._events: list[int] = []
+        self._order: list[Unit] = []
+        """Units as the forward pass uses them."""
+        self._gathered: dict[Unit, int] = {}
+        self._arriving: dict[Unit, int] = {}
+        self._arrived: int | None = None
+        self._reducing: int | None = None
+        self._made: dict[Unit, list[int]] = {}
+
+    def written(self, blocks: Sequence[tuple[str, Place, list[int]]]) -> list[int]:
+        last_forward = max(i for i, (phase, *_) in enumerate(blocks) if is_forward(phase))
+        for index, (phase, place, events) in enumerate(blocks):
+            is_backward = index > last_forward
+            unit = self._unit_in(phase, place)
+            if index == last_forward + 1:
+                self._begin_backward()
+            is_used = phase not in ("batch", "end")
+            if is_used and self._gathers and unit in self._shares.members:
+                self._use(unit, is_backward=is_backward)
+            self._events += events
+            self._made.setdefault(unit, []).extend(e for e in events if e in self._whole)
+            stays = unit == TAIL and (not is_backward or self._shares.tail_stays)
+            if is_used and not stays:
+                self._finish(unit, is_backward=is_backward)
+        for unit in list(self._made):
+            self._reduce(unit)
+        for number in (*self._gathered.values(), *self._arriving.values()):
+            self._free(number)
+        self._free(self._reducing)
+        return self._events
+
+    def _unit_in(self, phase: str, place: Place) -> Unit:
+        if place[1] >= 0:
+            return "layer", place
+        is_embedding = phase.startswith("embed") and not self._shares.tail_stays
+        return EMBED if is_embedding else TAIL
+
+    def _begin_backward(self) -> None:
+        """The last unit's buffer goes (_fsdp_state.py _post_forward); ZeRO 2 makes its gradients."""
+        self._free(self._arrived)
+        self._arrived = None
+        if self._keeps and not self._gathers:
+            for group in self._shares.groups:
+                part = functools.partial(self._shares.partition_bytes, group=group)
+                self.gradients.append(self._new("gradient", part))
+
+    def _use(self, unit: Unit, *, is_backward: bool) -> None:
+        """Gather a unit; in the backward pass, have the one before it on the way."""
+        if unit not in self._gathered:
+            self._gather(unit, is_backward=is_backward)
+        if not is_backward:
+            self._order += [unit] if unit not in self._order else []
+        elif unit in self._order and (position := self._order.index(unit)):
+            before = self._order[position - 1]
+            if before not in self._gathered:
+                self._arrive(before, self._shares.prefetched_bytes)
+
+    def _arrive(self, unit: Unit, size: Callable[..., int]) -> None:
+        if unit not in self._arriving:
+            size = functools.partial(size, unit=unit)
+            self._arriving[unit] = self._new("temporary", size, is_gathered=True)
+
+    def _gather(self, unit: Unit, *, is_backward: bool) -> None:
+        """The GPUs' shards arrive in one buffer and are copied out of it.
+
+        In FSDP2's forward pass the buffer stays until the next has arrived, so that both overlap.
+        """
+        self._arrive(unit, self._shares.gathered_bytes)
+        arrived = self._arriving.pop(unit)
+        self._free(self._arrived)
+        size = functools.partial(self._shares.gathered_bytes, unit=unit)
+        self._gathered[unit] = self._new("parameter", size, is_gathered=True)
+        self._arrived = arrived
+        if is_backward or not self._shares.is_torch:
+            self._free(arrived)
+            self._arrived = None
+
+    def _finish(self, unit: Unit, *, is_backward: bool) -> None:
+        """Drop what was gathered; reduce the gradients."""
+        self._free(self._gathered.pop(unit, None))
+        if is_backward:
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        """Whole gradients are copied and freed: into ZeRO's bucket, which is there, or FSDP2's input
+        of a reduce-scatter, which stays until the next."""
+        made = self._made.pop(unit, [])
+        if not made:
+            return
+        if self._shares.is_torch:
+            self._free(self._reducing)
+            reduced = functools.partial(self._shares.reduced_bytes, unit=unit)
+            self._reducing = self._new("temporary", reduced)
+        for number in made:
+            self._free(number)
+        if self._shares.is_torch:
+            shard = functools.partial(self._shares.gradient_shard_bytes, unit=unit)
+            part = self._new("gradient", shard)
+            if self._keeps:
+                self.gradients.append(part)
+            else:
+                self._free(part)
+
+    def _new(self, category: str, size: Size, *, is_gathered: bool = False) -> int:
+        number = self._extra.new(category, size, is_gathered=is_gathered)
+        self._events.append(number)
+        return number
+
+    def _free(self, number: int | None) -> None:
+        if number is not None:
+            self._events.append(~number)

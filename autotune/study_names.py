@@ -1,0 +1,75 @@
+"""What a study may be called, and what it and the folder of its answer are called by default."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from autotune.config import METHODS, Workload
+from autotune.errors import ConfigError
+from autotune.units import GIB
+
+MAX_CHARS = 200
+
+
+def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
+    """A name such as `qwen2.5-1.5b-12gb`, with whatever differs from `find`'s defaults appended.
+
+    `gpu` only where the user named one: two cards of one budget need two studies.
+    """
+    path = Path(workload.model)
+    name = path.parent.name if path.name == "config.json" else path.name
+    parts = [slug(name), _short_size(workload.memory_budget_bytes)]
+    for field, prefix in (("sequence_length", "seq"), ("effective_batch_size", "batch")):
+        if getattr(workload, field) != _default(field):
+            parts.append(f"{prefix}{getattr(workload, field)}")
+    if workload.num_gpus > 1:
+        parts.append(f"{workload.num_gpus}gpus")
+    if workload.task != _default("task"):
+        parts.append(workload.task)
+    if set(workload.methods) != set(METHODS):
+        parts += [method for method in METHODS if method in workload.methods]
+    if workload.lengths is not None:
+        known = json.dumps(dataclasses.asdict(workload.lengths))
+        parts.append(f"data{hashlib.sha256(known.encode()).hexdigest()[:6]}")
+    if gpu is not None:
+        parts.append(slug(gpu))
+    return "-".join(parts)
+
+
+def slug(text: str) -> str:
+    """Lower-case letters, digits, dots and dashes: fit for a file's name. Never empty."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower())[:60].strip("-.") or "model"
+
+
+def folder_of(study: str) -> str:
+    """A folder's name for a study that the user has named: two that differ in letters which a slug leaves
+    out, those beyond ASCII, have one each."""
+    made = slug(study)
+    if study.isascii() and any(map(str.isalnum, study)):
+        return made
+    return f"{made}-{hashlib.sha256(study.encode()).hexdigest()[:6]}"
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError for one that no study can have."""
+    if not name.strip() or len(name) > MAX_CHARS or not name.isprintable():
+        raise ConfigError(
+            f"{name[:40]!r} cannot name a study",
+            why=f"A name is 1 to {MAX_CHARS} printable characters",
+        )
+
+
+def _short_size(size_bytes: int) -> str:
+    """`12gb`, `24gib`, `11500mb`: the unit in which the size is a whole number, else MiB."""
+    for unit_bytes, unit in ((10**9, "gb"), (GIB, "gib"), (10**6, "mb")):
+        if size_bytes % unit_bytes == 0:
+            return f"{size_bytes // unit_bytes}{unit}"
+    return f"{size_bytes / 2**20:.0f}mib"
+
+
+def _default(field: str) -> object:
+    return next(row.default for row in dataclasses.fields(Workload) if row.name == field)

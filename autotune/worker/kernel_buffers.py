@@ -1,0 +1,92 @@
+"""Buffers that CUDA kernels allocate and free inside one call.
+
+Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
+aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu and SoftMax.cu.
+
+Not modelled: cuDNN attention's own workspace (no closed form: taken to be flash attention's),
+cub's temporary storage (in an embedding's backward it is free again before the partial sums are made).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autotune.worker.tracker import Buffer
+
+aten = torch.ops.aten
+
+
+def _ceil_to(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _flash_backward_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
+    """dq_accum and softmax_d in fp32; dK and dV for every query head when heads are grouped."""
+    batch, heads, length, size = q.shape
+    rounded_size = _ceil_to(size, 32 if size <= 128 else 64)
+    rounded_length = _ceil_to(length, 128)
+    buffers = [
+        batch * heads * rounded_length * 4,
+        batch * heads * rounded_length * rounded_size * 4,
+    ]
+    if k.shape[1] != heads:
+        buffers += 2 * [batch * k.shape[2] * heads * size * q.element_size()]
+    return tuple(buffers)
+
+
+def _efficient_backward_buffers(q: torch.Tensor) -> tuple[int, ...]:
+    """The fp32 accumulator of dQ in global memory."""
+    batch, heads, length, size = q.shape
+    return (batch * heads * _ceil_to(length * size, 4) * 4,)
+
+
+EMBEDDING_SORT_THRESHOLD = 3072
+"""Up to so many indices the backward of an embedding needs no buffer (Embedding.cu)."""
+
+
+def _embedding_backward_buffers(
+    gradient: torch.Tensor, indices: torch.Tensor, rows: int
+) -> tuple[Buffer, ...]:
+    """What is alive together when the partial sums are made (EmbeddingBackwardKernel.cu).
+
+    Per index: the sorted ones, where they stood, where segments start. Per segment, of which there
+    are at most `rows`: its number of partial sums and their offset. Two counters. Per partial sum:
+    where it starts, and the sum.
+    """
+    tokens = indices.numel()
+    if tokens <= EMBEDDING_SORT_THRESHOLD:
+        return ()
+    accumulate_bytes = max(gradient.element_size(), 4)
+    segments = min(tokens, rows)
+    partials = tokens // 10 + segments
+
+    def per_partial(row_bytes: int) -> Buffer:
+        return Buffer(partials * row_bytes, rule=("embedding", tokens, rows, row_bytes))
+
+    return (
+        *(Buffer(tokens * 8) for _ in range(3)),
+        *(Buffer(segments * 8) for _ in range(2)),
+        *(Buffer(8) for _ in range(2)),
+        per_partial(8),
+        per_partial(accumulate_bytes * gradient.shape[-1]),
+    )
+
+
+def hidden_buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, ...]:
+    """Buffers that the CUDA kernel of `func` allocates and frees inside the call."""
+    if func is aten.embedding_dense_backward.default:
+        return _embedding_backward_buffers(args[0], args[1], args[2])
+    if func is aten._index_put_impl_.default and len(args) > 3 and args[3]:
+        # Adding goes by sorted places (index_put_with_sort_kernel): linear, sorted, original, range.
+        return 4 * (Buffer(8 * max(index.numel() for index in args[1])),)
+    if func is aten._softmax_backward_data.default:  # SoftMax.cu: `tmp = grad * output`
+        return (Buffer(args[0].numel() * args[0].element_size()),)
+    if func is aten._scaled_dot_product_flash_attention_backward.default:
+        return tuple(Buffer(size) for size in _flash_backward_buffers(args[1], args[2]))
+    if func is aten._scaled_dot_product_cudnn_attention_backward.default:
+        return tuple(Buffer(size) for size in _flash_backward_buffers(args[1], args[1]))
+    if func is aten._scaled_dot_product_efficient_attention_backward.default:
+        return tuple(Buffer(size) for size in _efficient_backward_buffers(args[1]))
+    return ()

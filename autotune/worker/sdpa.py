@@ -1,0 +1,139 @@
+"""scaled_dot_product_attention by the kernel that a CUDA device would run.
+
+Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+aten/src/ATen/native/transformers/attention.cpp.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from autotune.worker.autocast import HALF
+
+aten = torch.ops.aten
+
+
+def attention(
+    compute_capability: tuple[int, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """scaled_dot_product_attention by the kernel that the card would run."""
+    size = query.shape[-1]
+    kernel = attention_kernel(
+        compute_capability, query.dtype, size, value.shape[-1], attn_mask is not None
+    )
+    if kernel == "flash":
+        return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    if kernel == "math":
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    bias = _additive_mask(attn_mask, query, aligned=kernel == "efficient")
+    if kernel == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(
+            query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def attention_kernel(
+    compute_capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_size: int,
+    value_head_size: int,
+    has_mask: bool,
+) -> str:
+    """cudnn, flash, efficient or math: the first of PyTorch's order that can train with these inputs."""
+    half = dtype in HALF and compute_capability >= (8, 0)
+    same = head_size == value_head_size
+    if (
+        half
+        and same
+        and compute_capability in ((9, 0), (10, 0))
+        and head_size % 8 == 0
+        and head_size <= 128
+    ):
+        return "cudnn"
+    small_card = compute_capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+    flash_size = head_size <= 256 and not (small_card and 192 < head_size <= 224)
+    if half and same and not has_mask and flash_size:
+        return "flash"
+    if dtype in (torch.float16, torch.float32) or half:
+        step = _efficient_alignment(compute_capability, dtype)
+        if head_size % step == 0 and value_head_size % step == 0:
+            return "efficient"
+    return "math"
+
+
+def _efficient_alignment(compute_capability: tuple[int, int], dtype: torch.dtype) -> int:
+    """What the sizes of heads must be multiples of (minimum_gemm_alignment)."""
+    on_tensor_cores = compute_capability >= (8, 0) or (
+        compute_capability >= (7, 0) and dtype in HALF
+    )
+    if not on_tensor_cores:
+        return 1
+    return 8 if dtype in HALF else 4
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+) -> torch.Tensor:
+    """Of (batch, heads, length, size); heads are padded to a multiple of eight."""
+    size = query.shape[-1]
+    padding = -size % 8
+    if padding:
+        query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
+        scale = scale if scale is not None else size**-0.5
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return out[..., :size] if padding else out
+
+
+MASK_ALIGNMENT = 8
+"""Elements. Memory-efficient attention wants a mask's rows to begin at multiples of it, and copies a
+mask whose rows do not (attention.cpp, preprocess_mask)."""
+
+
+def _additive_mask(
+    mask: torch.Tensor | None, query: torch.Tensor, *, aligned: bool
+) -> torch.Tensor | None:
+    """A boolean mask becomes one that is added, in the query's dtype, expanded to every head.
+
+    Each layer makes its own, and keeps it for its backward pass.
+    """
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        mask = torch.where(mask, zero, float("-inf"))
+    if aligned and any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
+        length = mask.shape[-1]
+        mask = F.pad(mask, (0, MASK_ALIGNMENT - length % MASK_ALIGNMENT))[..., :length]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], mask.shape[-1])
