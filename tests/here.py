@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,19 +22,33 @@ from autotune.isolate import WorkerEnd
 from autotune.nightly import run as nightly
 from autotune.orphans import adopt_orphans
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`autotune ARGUMENTS`, run in that folder."""
+    """`autotune ARGUMENTS`, run in that folder. What a process takes to its grave is put back."""
     out, err = io.StringIO(), io.StringIO()
     with (
         contextlib.chdir(cwd),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
+        _signals_put_back(),
         pytest.raises(SystemExit) as ended,
     ):
         cli.main(arguments)
     code = int(ended.value.code or 0)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def _signals_put_back() -> Iterator[None]:
+    before = {each: signal.getsignal(each) for each in SIGNALS}
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 class Workers:
