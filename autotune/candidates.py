@@ -138,10 +138,16 @@ class Candidates:
         ]
         return sorted(others, key=lambda e: (-speed_of(e), repr(e.config)))[:10]
 
-    def pool(self, wanted: Callable[[TrainConfig], bool], limit: int) -> tuple[Estimate, ...]:
-        """The fastest whose live tensors fit, estimated in full, whether they fit or not."""
+    def pool(
+        self, wanted: Callable[[TrainConfig], bool], limit: int, *, always: TrainConfig | None
+    ) -> tuple[Estimate, ...]:
+        """The fastest whose live tensors fit, estimated in full, whether they fit or not.
+
+        `always`: is among them, however slow, where it is one of those that are wanted.
+        """
         configs = [config for _, config in self._ranked if wanted(config)]
-        return tuple(map(self.estimate, configs[:limit]))
+        late = [config for config in configs[limit:] if config == always]
+        return tuple(map(self.estimate, configs[:limit] + late))
 
     def considered(self, limit: int) -> tuple[Estimate, ...]:
         """What was replayed, what fits first, fastest first."""

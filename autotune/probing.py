@@ -10,6 +10,9 @@ The winner then runs again, longer, with an evaluation and a checkpoint. Where i
 the same rule takes its place; where it is slower than another's probe, the faster one of the two after
 that one's confirmation. A disk without room for the checkpoint is not held against it: the winner
 stays, not confirmed.
+
+The base is measured first. Where it is a candidate it is the first trial, which costs no second probe, and
+no answer is slower: what is confirmed to be slower than the base's probe is held against its confirmation.
 """
 
 from __future__ import annotations
@@ -33,7 +36,14 @@ from autotune.summary import Measured
 from autotune.trial_history import key_of
 from autotune.trials import ended, watched
 from autotune.turns import Asked, take_turn
-from autotune.winner import MAX_CONFIRMATIONS, Final, final, none_confirmed, nothing_fits
+from autotune.winner import (
+    MAX_CONFIRMATIONS,
+    Final,
+    final,
+    none_confirmed,
+    nothing_fits,
+    run_speed,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -98,6 +108,8 @@ class _Search:
         """Of all candidates, the compiled ones that have joined them too."""
         self._rejected: list[Measurement] = []
         """What failed its confirmation."""
+        self._confirmed: dict[TrainConfig, Measurement] = {}
+        """Every confirmation of this search, whatever came of it."""
 
     def _measure_base(self, config: TrainConfig) -> Measurement:
         with self._prober.alone(self._study):
@@ -118,7 +130,7 @@ class _Search:
                 fitting, rivals, plan.base, rejected, confirm, train_steps=plan.train_steps
             )
             if found is not None:
-                return self._measured(found, known)
+                return self._measured(self._no_slower_than_base(found), known)
         if rejected:
             raise none_confirmed(rejected)
         raise nothing_fits(known, plan.budget_bytes)
@@ -153,14 +165,39 @@ class _Search:
     def _confirm(self, best: Measurement) -> Measurement:
         with self._prober.alone(self._study):
             predicted = self._predicted[best.config]
-            return self._prober.confirm(best, predicted, self._plan.confirm_steps)
+            confirmation = self._prober.confirm(best, predicted, self._plan.confirm_steps)
+        self._confirmed[best.config] = confirmation
+        return confirmation
+
+    def _no_slower_than_base(self, found: Final) -> Final:
+        """The base instead, where it is confirmed to be faster: others may have been confirmed before it."""
+        base, confirmation = self._baseline, found.confirmation
+        if base is None or not base.fits or base.config not in self._predicted:
+            return found
+        if confirmation is None or not confirmation.fits or base.config in self._confirmed:
+            return found
+        least_speed = run_speed(confirmation, self._plan.train_steps) / (1 - NOISE)
+        if run_speed(base, self._plan.train_steps) <= least_speed:
+            return found
+        seen = self._confirm(base)
+        if not seen.fits or run_speed(seen, self._plan.train_steps) <= least_speed:
+            return found
+        return Final(best=base, num_tied=0, confirmation=seen)
+
+    def _base_told(self, found: Final) -> Measurement | None:
+        """The base as it is set beside the winner: whole steps beside whole steps, where there are any."""
+        base = self._baseline
+        if base is None or found.confirmation is None or not found.confirmation.fits:
+            return base
+        confirmed = self._confirmed.get(base.config, base)
+        return confirmed if confirmed.fits else base
 
     def _measured(self, found: Final, known: Sequence[Measurement]) -> Measured:
         prober = self._prober
         return Measured(
             best=found.best,
             predicted=self._predicted[found.best.config],
-            baseline=self._baseline,
+            baseline=self._base_told(found),
             num_run=prober.num_run,
             num_reused=prober.num_reused,
             num_near=len(prober.near_seen),
@@ -188,9 +225,12 @@ class _Search:
         study.pruner = pruner = SpeedPruner(noise=NOISE, leave_out=seen.left_out)
         predicted, sampler = self._sampler(left, distributions)
         study.sampler = sampler
+        base = self._base_params(predicted)
 
         def propose() -> Asked | None:
             seen.look()
+            if base is not None and not seen.known([base[0]]):
+                return Asked(params=base[1], distributions={n: distributions[n] for n in base[1]})
             if seen.num_begun >= max_probes or sampler.should_stop(study):
                 return None
             proposed = sampler.propose(study)
@@ -219,6 +259,16 @@ class _Search:
                 time.sleep(POLL_SECONDS)
             else:
                 return
+
+    def _base_params(
+        self, predicted: Mapping[frozenset[Any], Estimate]
+    ) -> tuple[TrainConfig, dict[str, Any]] | None:
+        """The base and its trial's parameters; None where it is no candidate, or does not fit."""
+        base = self._baseline
+        if base is None or not base.fits:
+            return None
+        found = (key for key, estimate in predicted.items() if estimate.config == base.config)
+        return next(((base.config, dict(key)) for key in found), None)
 
     def _sampler(
         self, pool: Sequence[Estimate], distributions: Mapping[str, BaseDistribution]

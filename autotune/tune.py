@@ -80,7 +80,8 @@ class Found:
     summary: Summary
     considered: tuple[Estimate, ...]
     pool: Callable[[], tuple[Estimate, ...]]
-    """Makes the candidates for probes, fastest first; costs a replay each."""
+    """Makes the candidates for probes, fastest first, the base at the end if not before; costs a replay
+    each."""
     details: Callable[[Summary], Details]
     """What a report draws of an answer of this search: ten replays or so."""
     variants: Callable[[Estimate], Sequence[Estimate]] = lambda _: ()
@@ -222,7 +223,11 @@ def find(
     return Found(
         summary=summary,
         considered=candidates.considered(EFFORTS[effort].num_recorded),
-        pool=lambda: candidates.pool(candidates.at_most(chosen), POOL_SIZE),
+        pool=lambda: candidates.pool(
+            candidates.at_most(chosen),
+            POOL_SIZE,
+            always=None if summary.baseline is None else summary.baseline.config,
+        ),
         details=functools.partial(
             _details, estimator, baselines[-1], _context(workload, gpu), candidates.priced
         ),

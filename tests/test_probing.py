@@ -680,6 +680,54 @@ def test_a_winner_that_disappoints_stays_where_none_is_better(
     assert found.is_confirmed
 
 
+def test_no_answer_is_slower_than_the_base_that_was_measured(url: str, table: ProbeTable) -> None:
+    def answer(config: TrainConfig) -> Measurement:
+        is_base = config == BASE
+        return measured(config, **({"micro_step_seconds": 0.001} if is_base else {}))
+
+    server = Server(answer, confirm=answer)
+    found = run(url, table, server, baseline=True, max_probes=2, confirm_steps=3)
+    assert found.best.config == BASE
+    assert found.speedup == pytest.approx(1.0)
+    assert server.probed.count(1) == 1
+    speeds = [trial.value for trial in trials(url) if trial.value is not None]
+    assert max(speeds) == pytest.approx(found.best.tokens_per_second)
+
+
+@pytest.mark.usefixtures("all_probed")
+def test_the_base_is_confirmed_too_where_all_others_turn_out_slower(
+    url: str, table: ProbeTable
+) -> None:
+    """Three are, and the base is the slowest of the probes."""
+
+    def confirm(config: TrainConfig) -> Measurement:
+        seconds = 0.11 if config == BASE else 1.0 * config.micro_batch_size
+        return measured(config, micro_step_seconds=seconds)
+
+    server = Server(slow_sizes, confirm)
+    found = run(url, table, server, baseline=True, confirm_steps=7)
+    assert server.confirmed == [8, 4, 2, 1]
+    assert found.best.config == BASE
+    # Whole steps beside whole steps.
+    assert found.baseline == found.confirmation
+    assert found.speedup == 1.0
+
+
+@pytest.mark.usefixtures("all_probed")
+def test_a_base_that_turns_out_slower_as_well_is_told_as_it_was_confirmed(
+    url: str, table: ProbeTable
+) -> None:
+    def confirm(config: TrainConfig) -> Measurement:
+        return measured(config, micro_step_seconds=1.0 * config.micro_batch_size**0.9)
+
+    server = Server(slow_sizes, confirm)
+    found = run(url, table, server, baseline=True, confirm_steps=7)
+    assert server.confirmed == [8, 4, 2, 1]
+    assert found.best.config == with_size(8)
+    assert found.speedup is not None
+    assert found.speedup > 1
+
+
 def test_the_search_goes_on_without_what_was_refused(url: str, table: ProbeTable) -> None:
     """Nothing comes near 8, so nothing else was probed: but 8 fails when it is confirmed."""
     slowly = {8: 1.0, 4: 30.0, 2: 40.0, 1: 50.0}
