@@ -143,12 +143,14 @@ class _Search:
         """Probe the candidates, then compiled variants of the best; all that is known of them."""
         seen, predicted = self._seen, self._predicted
         seen.refuse(self._refused)
+        seen.choose_from(set(predicted))
         self._probe(list(predicted.values()), self._plan.max_probes)
         known = seen.known(predicted)
         added = self._variants(known)
         if not added:
             return known
         predicted.update({estimate.config: estimate for estimate in added})
+        seen.choose_from(set(predicted))
         # Beside what is measured: the others were not worth a probe, or there was no time.
         beside = [predicted[m.config] for m in known] + added
         self._probe(beside, seen.num_begun + len(added))

@@ -33,12 +33,15 @@ class Seen:
         self._here = here
         self._read: set[int] = set()
         self._from_here: dict[int, Measurement] = {}
-        self._num_told = 0
+        self._told: set[int] = set()
+        self._candidates: Collection[TrainConfig] | None = None
+        """None: all."""
         self._refused: set[TrainConfig] = set()
         self.own: list[Measurement] = []
         """Made or looked up by this search, in the order of time."""
         self.left_out: set[int] = set()
-        """Numbers of trials that say nothing to this search: measured elsewhere, or refused since."""
+        """Numbers of trials that say nothing to this search: measured elsewhere, of no candidate, or refused
+        since."""
         self.num_running = 0
         """Trials that run at this moment, on machines like this one."""
 
@@ -54,15 +57,39 @@ class Seen:
                 self._take_in(trial)
                 self._read.add(trial.number)
 
+    def choose_from(self, configs: Collection[TrainConfig]) -> None:
+        """From now on these are the candidates.
+
+        What else the study holds, of another space or another --allow, is nothing that the answer
+        could be: it is not to be beaten, and no probe of this search.
+        """
+        self._candidates = configs
+        self._sort()
+
     def refuse(self, configs: Collection[TrainConfig]) -> None:
         """From now on, what was measured of these says nothing."""
         self._refused.update(configs)
-        self.left_out.update(n for n, m in self._from_here.items() if m.config in self._refused)
+        self._sort()
+
+    def _sort(self) -> None:
+        for number, measurement in self._from_here.items():
+            if self._is_chosen_from(measurement):
+                self.left_out.discard(number)
+            else:
+                self.left_out.add(number)
+
+    def _is_candidate(self, measurement: Measurement) -> bool:
+        return self._candidates is None or measurement.config in self._candidates
+
+    def _is_chosen_from(self, measurement: Measurement) -> bool:
+        return self._is_candidate(measurement) and measurement.config not in self._refused
 
     @property
     def num_begun(self) -> int:
-        """Trials on machines like this one that have been told what was measured, or will be."""
-        return self._num_told + self.num_running
+        """Trials on machines like this one: all that run, and of candidates those that have been told what
+        was measured."""
+        told = sum(self._is_candidate(self._from_here[number]) for number in self._told)
+        return told + self.num_running
 
     def known(self, configs: Collection[TrainConfig]) -> list[Measurement]:
         """What was measured here of these, now or before. Of what was tried twice, the second try."""
@@ -70,9 +97,9 @@ class Seen:
         return list((found | {m.config: m for m in self.own}).values())
 
     def fastest(self) -> Measurement | None:
-        """Of all that fit and are not refused."""
+        """Of all candidates that fit and are not refused."""
         measured = [*self._from_here.values(), *self.own]
-        fitting = (m for m in measured if m.fits and m.config not in self._refused)
+        fitting = (m for m in measured if m.fits and self._is_chosen_from(m))
         return max(fitting, key=run_speed, default=None)
 
     def _take_in(self, trial: FrozenTrial) -> None:
@@ -93,6 +120,7 @@ class Seen:
             return
         self._from_here[trial.number] = seen
         # Killed between measuring and telling: known, and proposed again, which costs no probe.
-        self._num_told += trial.state != TrialState.FAIL or seen.over_budget_bytes is None
-        if seen.config in self._refused:
+        if trial.state != TrialState.FAIL or seen.over_budget_bytes is None:
+            self._told.add(trial.number)
+        if not self._is_chosen_from(seen):
             self.left_out.add(trial.number)

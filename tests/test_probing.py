@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import signal
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +181,10 @@ def run(
     max_probes: int = 10,
     baseline: bool = False,
     confirm_steps: int = 0,
+    sizes: Sequence[int] = SIZES,
 ) -> Measured:
     plan = Plan(
-        pool=[predicted(size) for size in SIZES],
+        pool=[predicted(size) for size in sizes],
         base=BASE,
         baseline=predicted(1) if baseline else None,
         budget_bytes=BUDGET_BYTES,
@@ -726,6 +727,20 @@ def test_a_base_that_turns_out_slower_as_well_is_told_as_it_was_confirmed(
     assert found.best.config == with_size(8)
     assert found.speedup is not None
     assert found.speedup > 1
+
+
+def test_what_another_space_has_in_the_study_is_neither_to_beat_nor_a_probe_of_this_one(
+    url: str, table: ProbeTable
+) -> None:
+    """8 is twice as fast, was all the probes that are allowed, and is not to be had here."""
+    assert run(url, table, Server(each_size), max_probes=1).best.config == with_size(8)
+    found = run(url, table, Server(each_size), max_probes=1, sizes=(1, 2))
+    assert found.best.config == with_size(2)
+    assert found.outcomes == {"ok": 1}
+    # And the other way round nothing is lost, nor measured again.
+    again = Server(each_size)
+    assert run(url, table, again, max_probes=1).best.config == with_size(8)
+    assert again.probed == []
 
 
 def test_the_search_goes_on_without_what_was_refused(url: str, table: ProbeTable) -> None:
