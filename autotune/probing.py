@@ -231,7 +231,7 @@ class _Search:
 
         def propose() -> Asked | None:
             seen.look()
-            if base is not None and not seen.known([base[0]]):
+            if base is not None and not seen.known([base[0]]) and not _runs(study, base[1]):
                 return Asked(params=base[1], distributions={n: distributions[n] for n in base[1]})
             if seen.num_begun >= max_probes or sampler.should_stop(study):
                 return None
@@ -298,3 +298,9 @@ class _Search:
             seed=self._plan.seed,
             near={key: near[e.config] for key, e in predicted.items() if e.config in near},
         )
+
+
+def _runs(study: optuna.Study, params: Mapping[str, Any]) -> bool:
+    """Whether a trial of these parameters runs at this moment."""
+    begun = (t for t in study.get_trials(deepcopy=False) if not t.state.is_finished())
+    return any(trial.params == params for trial in begun)
