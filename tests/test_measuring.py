@@ -59,6 +59,16 @@ def test_the_time_left_is_at_most_that_of_the_probes_that_are_allowed() -> None:
     assert "longer" in tally.left()
 
 
+def test_a_confirmation_before_which_nothing_ran_is_not_said_to_be_late() -> None:
+    """All probes were known: there is nothing yet that could be compared with."""
+    clock, best = Clock(), answers.measurement(step_seconds=2.0)
+    tally = Tally(max_probes=1, confirm_steps=50, clock=clock)
+    tally.on_probe(1, best, best)
+    tally.on_run(answers.CONFIG, CONFIRMATION)
+    clock.seconds = 5.0
+    assert tally.left() == "how long the confirmation takes is not known: nothing was run before it"
+
+
 def test_a_probe_that_is_slower_than_all_before_pushes_the_end_out() -> None:
     clock = Clock()
     tally = Tally(max_probes=10, confirm_steps=0, clock=clock)

@@ -105,6 +105,8 @@ class Tally:
     def left(self) -> str:
         """The time left in words."""
         seconds, num_left = self.most_seconds_left, self.max_probes - self.num_probes
+        if self.confirms and self._longest_seconds is None:
+            return "how long the confirmation takes is not known: nothing was run before it"
         if self.confirms and seconds is None:
             return "the confirmation takes longer than its steps were thought to"
         if seconds is None:
