@@ -315,6 +315,17 @@ def test_headroom_decides_between_equals_and_the_order_of_the_space_does_not() -
         assert {e.config for e in best[1:]} == {exact[0], exact[2]}
 
 
+def test_the_base_is_among_the_candidates_for_probes_however_slow() -> None:
+    exact = variants()[:3]
+    table = {c: (0, 10, 1000.0 - n, 1000.0 - n) for n, c in enumerate(exact)}
+    search, _ = candidates(table, 100)
+    of_class = search.at_most("exact")
+    assert [e.config for e in search.pool(of_class, 1, always=exact[2])] == [exact[0], exact[2]]
+    assert [e.config for e in search.pool(of_class, 1, always=exact[0])] == [exact[0]]
+    # What the space has not, or is not wanted, is no candidate.
+    assert [e.config for e in search.pool(of_class, 1, always=LORA)] == [exact[0]]
+
+
 def test_what_was_considered_puts_what_fits_first() -> None:
     table = {
         config: (0, 120 if n % 3 == 0 else 80, 1000.0 - n, 1000.0 - n)
