@@ -111,7 +111,7 @@ def _run(
     checks.require(checks.check_model(model, config))
     if spec.backend == "cuda":  # Nothing is paged on a CPU.
         require_host_memory(model, config, host_memory.left_bytes())
-    with tempfile.TemporaryDirectory(prefix="autotune-probe-", dir=folder) as output_folder:
+    with _output_folder(folder) as output_folder:
         caches = cold_caches(output_folder) if config.is_compiled else contextlib.nullcontext()
         with caches:
             trainer = build_trainer(model, hf_config, config, spec, output_folder)
@@ -126,3 +126,13 @@ def _run(
         "cold_start_seconds": callback.cold_start_seconds(),
         "loss_is_finite": True,
     }
+
+
+def _output_folder(parent: str | None) -> tempfile.TemporaryDirectory[str]:
+    """What cannot be removed from it is no reason to lose a measurement.
+
+    Inductor's processes end with this one's group, and may still write into their caches.
+    """
+    return tempfile.TemporaryDirectory(
+        prefix="autotune-probe-", dir=parent, ignore_cleanup_errors=True
+    )
