@@ -170,6 +170,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--max-minutes": None,
         "--dry-run": False,
         "--out": None,
+        "--machine": None,
         "--storage": "sqlite:///studies/autotune.db",
         "--install": None,
         "--json": False,

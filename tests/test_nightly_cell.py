@@ -415,12 +415,27 @@ def test_a_night_that_ended_nothing_had_something_to_do() -> None:
 def test_nights_are_kept_by_postgresql_as_they_were(postgres_url: str) -> None:
     assert ledger.nights(postgres_url, [CELL], HERE.device) == {CELL.name: []}
     seen = night(change=0.1, low=0.05, high=0.15, config=STANDING)
-    ledger.keep(postgres_url, CELL, seen)
-    ledger.keep(postgres_url, CELL, night(0.5, kind=drift.UNCHANGED, fingerprint=NEWER))
+    ledger.keep(postgres_url, CELL, seen, machine=HERE.device)
+    later = night(0.5, kind=drift.UNCHANGED, fingerprint=NEWER)
+    ledger.keep(postgres_url, CELL, later, machine=HERE.device)
     kept = ledger.nights(postgres_url, [CELL], HERE.device)[CELL.name]
     assert kept[0] == seen
     assert [each.fingerprint for each in kept] == [HERE, NEWER]
     assert ledger.nights(postgres_url, [CELL], "another card") == {CELL.name: []}
+
+
+def test_machines_with_cards_of_one_name_may_have_names_of_their_own(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/a.db"
+    one, other = (
+        Place(storage=url, out=tmp_path, backend="cpu", machine=name) for name in (None, "rack 1")
+    )
+    assert one.folder(HERE.device) != other.folder(HERE.device)
+    seen = night(change=0.1, low=0.05, high=0.15, config=STANDING)
+    ledger.keep(url, CELL, seen, machine=other.machine_name(HERE.device))
+    assert ledger.nights(url, [CELL], one.machine_name(HERE.device)) == {CELL.name: []}
+    assert ledger.nights(url, [CELL], other.machine_name(HERE.device)) == {CELL.name: [seen]}
+    # Who looks for a relative of its own looks at all of them.
+    assert ledger.nights(url, [CELL], None) == {CELL.name: [seen]}
 
 
 def test_who_else_holds_the_card_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

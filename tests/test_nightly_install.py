@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import os
 import re
 import shlex
@@ -18,17 +19,18 @@ import yaml
 
 from autotune import cli
 from autotune.errors import ConfigError
-from autotune.nightly.install import TEXTS
+from autotune.nightly.install import TEXTS, Wanted
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "nightly"
 NAME = "my 'matrix' 50% $x.yaml"
-DEFAULTS: dict[str, Any] = {
-    "file": Path(NAME),
-    "storage": "sqlite:///studies/autotune.db",
-    "out": Path("studies"),
-    "backend": "auto",
-    "max_minutes": 90.0,
-}
+DEFAULTS = Wanted(
+    file=Path(NAME),
+    storage="sqlite:///studies/autotune.db",
+    out=Path("studies"),
+    machine=None,
+    backend="auto",
+    max_minutes=90.0,
+)
 
 
 def understood(words: list[str]) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def test_the_units_are_systemds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder = tmp_path / "a folder 100%"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    text = TEXTS["systemd"](**DEFAULTS)
+    text = TEXTS["systemd"](dataclasses.replace(DEFAULTS, machine="rack 1"))
     assert checked_by_systemd(tmp_path, text) == ""
     found = units(text)
     service, timer = found["autotune-nightly.service"], found["autotune-nightly.timer"]
@@ -99,6 +101,7 @@ def test_the_units_are_systemds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (program, module) == (sys.executable, "autotune")
     assert understood(words)["file"] == Path(NAME)
     assert understood(words)["max_minutes"] == 90
+    assert understood(words)["machine"] == "rack 1"
     assert timer["Timer"]["OnCalendar"] == "*-*-* 02:17:00"
 
 
@@ -106,7 +109,7 @@ def test_the_cron_line_runs_what_it_says(tmp_path: Path, monkeypatch: pytest.Mon
     folder = tmp_path / "a folder 100%"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    text = TEXTS["cron"](**DEFAULTS)
+    text = TEXTS["cron"](DEFAULTS)
     (line,) = [each for each in text.splitlines() if not each.startswith("#")]
     minute, hour, *rest = line.split(" ", 5)
     assert (minute, hour, rest[:3]) == ("17", "2", ["*", "*", "*"])
@@ -118,7 +121,7 @@ def test_the_cron_line_runs_what_it_says(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_workflow_is_yaml_and_its_scripts_are_shell(tmp_path: Path) -> None:
-    workflow = yaml.safe_load(TEXTS["github"](**DEFAULTS))
+    workflow = yaml.safe_load(TEXTS["github"](DEFAULTS))
     # In YAML 1.2, which GitHub reads, `on` is a text; PyYAML's 1.1 needs it quoted.
     assert workflow["on"]["schedule"] == [{"cron": "17 2 * * *"}]
     job = workflow["jobs"]["nightly"]
@@ -146,6 +149,29 @@ def test_the_workflow_is_yaml_and_its_scripts_are_shell(tmp_path: Path) -> None:
         assert ran.stdout.splitlines() == ["nightly", NAME, "--max-minutes", "90"]
 
 
+def test_the_workflow_keeps_what_there_is(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    git("init", "-q")
+    workflow = yaml.safe_load(TEXTS["github"](DEFAULTS))
+    save = workflow["jobs"]["nightly"]["steps"][-1]["run"].replace("git push", "true")
+
+    def keep() -> str:
+        subprocess.run(["bash", "-e", "-c", save], cwd=tmp_path, check=True, capture_output=True)
+        return git("ls-files")
+
+    # Before a night has ended there is nothing, which is no fault.
+    assert keep() == ""
+    (tmp_path / "studies" / "a-card").mkdir(parents=True)
+    for name in ("digest.md", "secret.db"):
+        (tmp_path / "studies" / "a-card" / name).touch()
+    assert keep() == "studies/a-card/digest.md\n"
+
+
 @pytest.mark.parametrize(
     "storage",
     ["postgresql://me:s3cret@db/autotune", "postgresql://db/autotune?user=me&password=s3cret"],
@@ -153,16 +179,16 @@ def test_the_workflow_is_yaml_and_its_scripts_are_shell(tmp_path: Path) -> None:
 @pytest.mark.parametrize("platform", TEXTS)
 def test_no_password_is_written_anywhere(platform: str, storage: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        TEXTS[platform](**{**DEFAULTS, "storage": storage})
+        TEXTS[platform](dataclasses.replace(DEFAULTS, storage=storage))
     assert "s3cret" not in str(caught.value)
     assert "db/autotune" in TEXTS[platform](
-        **{**DEFAULTS, "storage": "postgresql://me@db/autotune"}
+        dataclasses.replace(DEFAULTS, storage="postgresql://me@db/autotune")
     )
 
 
 def test_a_name_with_a_line_break_is_refused() -> None:
     with pytest.raises(ConfigError, match="line break"):
-        TEXTS["systemd"](**{**DEFAULTS, "file": Path("a\nExecStart=/bin/sh")})
+        TEXTS["systemd"](dataclasses.replace(DEFAULTS, file=Path("a\nExecStart=/bin/sh")))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)

@@ -47,6 +47,11 @@ PLATFORMS = ("systemd", "cron", "github")
     help="Where the folder of this machine is.",
 )
 @click.option(
+    "--machine",
+    metavar="NAME",
+    help="Of this machine, where others with a card of that name share the database or the folder.",
+)
+@click.option(
     "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
 )
 @click.option(
@@ -65,6 +70,7 @@ def nightly(
     max_minutes: float | None,
     dry_run: bool,
     out: Path,
+    machine: str | None,
     storage: str,
     install: str | None,
     as_json: bool,
@@ -85,7 +91,14 @@ def nightly(
         from autotune.nightly import install as installing
 
         texts = installing.TEXTS[install](
-            file=file, storage=storage, out=out, backend=backend, max_minutes=max_minutes
+            installing.Wanted(
+                file=file,
+                storage=storage,
+                out=out,
+                machine=machine,
+                backend=backend,
+                max_minutes=max_minutes,
+            )
         )
         print(texts, end="")
         return 0
@@ -95,6 +108,7 @@ def nightly(
         storage=storage,
         out=out,
         backend=run.backend_here(backend),
+        machine=machine,
         command=command_line(context),
         listener=SILENT if as_json else on_stderr(quiet=True),
     )

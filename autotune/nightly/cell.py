@@ -55,7 +55,17 @@ class Place:
     out: Path
     backend: str
     command: str = ""
+    machine: str | None = None
+    """Its name, where its card's alone does not tell it from others."""
     listener: Listener = SILENT
+
+    def machine_name(self, device: str) -> str:
+        """Under which the history of this machine is kept."""
+        return device if self.machine is None else f"{device} {self.machine}"
+
+    def folder(self, device: str) -> Path:
+        """Of this machine."""
+        return files.machine_folder(self.out, self.machine_name(device))
 
 
 class CellNight:
@@ -96,7 +106,12 @@ class CellNight:
                 )
                 night = self._tonight()
             night = dataclasses.replace(night, elapsed_seconds=time.monotonic() - began)
-            ledger.keep(self._place.storage, self._cell, night)
+            ledger.keep(
+                self._place.storage,
+                self._cell,
+                night,
+                machine=self._place.machine_name(night.fingerprint.device),
+            )
         except (KeyboardInterrupt, TimeIsUp):
             self._journal.pause(self._cell.name)
             raise
@@ -256,7 +271,7 @@ class CellNight:
 
     def _record(self, answer: finding.Answer, *, writes: bool = False) -> None:
         """In its study; with `writes` as files too, each of which takes the old one's place whole."""
-        machine = files.machine_folder(self._place.out, _best(answer).fingerprint.device)
+        machine = self._place.folder(_best(answer).fingerprint.device)
         delivered = finding.deliver(
             answer,
             folder=machine / self._cell.name if writes else None,
@@ -270,7 +285,7 @@ class CellNight:
     def _write(self, night: Night) -> None:
         """Into the machine's folder."""
         files.write(
-            files.machine_folder(self._place.out, night.fingerprint.device),
+            self._place.folder(night.fingerprint.device),
             self._cell.name,
             question=self._cell.question,
             nights=[*self._planned.nights, night][-MAX_NIGHTS:],

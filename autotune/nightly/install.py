@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from autotune import database
@@ -18,25 +19,37 @@ HOUR, MINUTE = 2, 17
 """At night, and not when everybody's jobs start."""
 
 
-def command(
-    *, file: Path, storage: str, out: Path, backend: str, max_minutes: float | None
-) -> list[str]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """Options of the command that is to run every night."""
+
+    file: Path
+    storage: str
+    out: Path
+    machine: str | None
+    backend: str
+    max_minutes: float | None
+
+
+def command(wanted: Wanted) -> list[str]:
     """The words of the command, without its program; raises ConfigError for what no file should hold."""
-    if database.holds_password(database.parse_url(storage)):
+    if database.holds_password(database.parse_url(wanted.storage)):
         raise ConfigError(
             "The address of --storage has a password in it",
             why="It would stand in a file that others can read",
             remedy="Leave it out: PostgreSQL takes it from ~/.pgpass or PGPASSWORD",
         )
-    words = ["nightly", str(file)]
-    if storage != database.DEFAULT_URL:
-        words += ["--storage", storage]
-    if out != Path("studies"):
-        words += ["--out", str(out)]
-    if backend != "auto":
-        words += ["--backend", backend]
-    if max_minutes is not None:
-        words += ["--max-minutes", f"{max_minutes:g}"]
+    words = ["nightly", str(wanted.file)]
+    if wanted.storage != database.DEFAULT_URL:
+        words += ["--storage", wanted.storage]
+    if wanted.out != Path("studies"):
+        words += ["--out", str(wanted.out)]
+    if wanted.machine is not None:
+        words += ["--machine", wanted.machine]
+    if wanted.backend != "auto":
+        words += ["--backend", wanted.backend]
+    if wanted.max_minutes is not None:
+        words += ["--max-minutes", f"{wanted.max_minutes:g}"]
     if any("\n" in word or "\r" in word or "\0" in word for word in (*words, str(Path.cwd()))):
         raise ConfigError("A name with a line break in it cannot stand in such a file")
     return words
@@ -46,9 +59,9 @@ def _program() -> list[str]:
     return [sys.executable, "-m", "autotune"]
 
 
-def systemd(*, file: Path, storage: str, out: Path, backend: str, max_minutes: float | None) -> str:
+def systemd(wanted: Wanted) -> str:
     """Two units for `systemctl --user`."""
-    words = command(file=file, storage=storage, out=out, backend=backend, max_minutes=max_minutes)
+    words = command(wanted)
     line = " ".join(map(_systemd_quoted, [*_program(), *words]))
     folder = str(Path.cwd()).replace("%", "%%")
     return f"""\
@@ -82,9 +95,9 @@ WantedBy=timers.target
 """
 
 
-def cron(*, file: Path, storage: str, out: Path, backend: str, max_minutes: float | None) -> str:
+def cron(wanted: Wanted) -> str:
     """A line for `crontab -e`."""
-    words = command(file=file, storage=storage, out=out, backend=backend, max_minutes=max_minutes)
+    words = command(wanted)
     line = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*_program(), *words])}"
     # To cron a bare % is a line break (crontab(5)).
     return (
@@ -93,12 +106,12 @@ def cron(*, file: Path, storage: str, out: Path, backend: str, max_minutes: floa
     )
 
 
-def github(*, file: Path, storage: str, out: Path, backend: str, max_minutes: float | None) -> str:
+def github(wanted: Wanted) -> str:
     """A workflow for a runner of one's own, with a GPU."""
     import yaml
 
-    words = command(file=file, storage=storage, out=out, backend=backend, max_minutes=max_minutes)
-    folder = shlex.quote(str(out))
+    words = command(wanted)
+    folder = shlex.quote(str(wanted.out))
     script = (
         "code=0\n"
         f"{shlex.join(['autotune', *words])} || code=$?\n"
@@ -109,10 +122,13 @@ def github(*, file: Path, storage: str, out: Path, backend: str, max_minutes: fl
     save = (
         "git config user.name autotune-nightly\n"
         "git config user.email autotune-nightly@users.noreply.github.com\n"
-        f"git add -- {folder}/*/recommendations {folder}/*/digest.md\n"
+        "shopt -s nullglob\n"
+        f"set -- {folder}/*/recommendations {folder}/*/digest.md\n"
+        'if [ "$#" -eq 0 ]; then exit 0; fi  # no night has ended yet\n'
+        'git add -- "$@"\n'
         "git diff --cached --quiet || { git commit -m 'Recommendations of the night' && git push; }\n"
     )
-    limit_minutes = 600 if max_minutes is None else int(max_minutes) + 60
+    limit_minutes = 600 if wanted.max_minutes is None else int(wanted.max_minutes) + 60
     workflow = {
         "name": "autotune nightly",
         "on": {
@@ -164,4 +180,4 @@ def _systemd_quoted(word: str) -> str:
     return f'"{escaped}"'
 
 
-TEXTS: dict[str, Callable[..., str]] = {"systemd": systemd, "cron": cron, "github": github}
+TEXTS: dict[str, Callable[[Wanted], str]] = {"systemd": systemd, "cron": cron, "github": github}

@@ -15,8 +15,8 @@ NIGHT = "nightly"
 """Key of a Recommendation's `result` that holds the Night."""
 
 
-def nights(storage: str, cells: Sequence[Cell], device: str | None) -> dict[str, list[Night]]:
-    """By the cell's name, oldest first; on any device for None. Answers that `find` gave are no nights.
+def nights(storage: str, cells: Sequence[Cell], machine: str | None) -> dict[str, list[Night]]:
+    """By the cell's name, oldest first; of any machine for None. Answers that `find` gave are no nights.
 
     A database that is not there holds none, and is not created. Raises StorageError.
     """
@@ -28,7 +28,7 @@ def nights(storage: str, cells: Sequence[Cell], device: str | None) -> dict[str,
     with open_recommendations(storage) as table:
         for cell in cells:
             read = found[cell.name] = []
-            for row in table.history(cell.key, device, now=now):
+            for row in table.history(cell.key, machine, now=now):
                 # What another version wrote stays, and is no history to this one.
                 with contextlib.suppress(ValueError):
                     if NIGHT in row.result:
@@ -37,14 +37,14 @@ def nights(storage: str, cells: Sequence[Cell], device: str | None) -> dict[str,
     return found
 
 
-def keep(storage: str, cell: Cell, night: Night) -> None:
-    """One more; committed when this returns. Raises StorageError."""
+def keep(storage: str, cell: Cell, night: Night, *, machine: str) -> None:
+    """One more of that machine; committed when this returns. Raises StorageError."""
     with open_recommendations(storage) as table:
         table.add(
             Recommendation(
                 question_key=cell.key,
                 question=question_of(cell.options),
-                device=night.fingerprint.device,
+                device=machine,
                 fingerprint=night.fingerprint,
                 made_at=night.at,
                 study=night.study,

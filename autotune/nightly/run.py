@@ -19,7 +19,7 @@ from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.fingerprints import fingerprint_here
 from autotune.forkserver import ForkServer
 from autotune.measurement import Fingerprint
-from autotune.nightly import draw, drift, files, hooks, ledger
+from autotune.nightly import draw, drift, hooks, ledger
 from autotune.nightly.cell import CellNight, Place, TimeIsUp
 from autotune.nightly.digest import Digest, Done
 from autotune.nightly.history import levels
@@ -126,12 +126,12 @@ def _prepared(
     here = gpus.detect() if place.backend == "cuda" else []
     planned = plan(
         matrix,
-        ledger.nights(place.storage, matrix.cells, fingerprint.device),
+        ledger.nights(place.storage, matrix.cells, place.machine_name(fingerprint.device)),
         fingerprint_of=lambda night: needs.fingerprint_for(night.config, fingerprint),
         backend=place.backend,
         now=now,
         budget_seconds=budget_seconds,
-        begun=Journal(files.machine_folder(place.out, fingerprint.device), now).begun,
+        begun=Journal(place.folder(fingerprint.device), now).begun,
         capacity_bytes=here[0].capacity_bytes if here else None,
     )
     return Prepared(backend=place.backend, fingerprint=fingerprint, planned=tuple(planned))
@@ -155,7 +155,7 @@ def _run(
         fingerprint = fingerprint_here(server, place.backend)
         prepared = _prepared(matrix, place, fingerprint, budget_seconds=budget_seconds, now=now)
         on_plan(prepared)
-        folder = files.machine_folder(place.out, prepared.fingerprint.device)
+        folder = place.folder(prepared.fingerprint.device)
         journal = Journal(folder, now)
         nights = [night for each in prepared.planned for night in each.nights]
         known = [levels(each.nights) for each in prepared.planned]

@@ -154,6 +154,7 @@ EXTRA = {
 # name: the dataset's file, its content, what is said about it
 BAD_DATA = {
     "short": ("short.txt", "w1 w2", "fewer than one block of 16"),
+    "csv": ("table.csv", "text\nw1 w2", "write it as .jsonl"),
     "empty": ("empty.txt", "\n\n", "is empty"),
     "no-field": ("no-field.jsonl", "\n{}", "line 2: KeyError 'text'"),
     "no-json": ("no-json.jsonl", "[1", "line 1: JSONDecodeError"),
