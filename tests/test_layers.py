@@ -27,6 +27,7 @@ ROWS = {
     "optimizers": 2,
     "parallelisms": 2,
     "gpus": 2,
+    "host_memory": 2,
     "knobs": 2,
     "readers": 2,
     "lengths": 2,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from autotune import log
+from autotune import host_memory, log
 from autotune.database import file_of, parse_url
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import Verdict, fail, ok, warn
@@ -31,8 +31,8 @@ def memory(machine: Machine) -> Verdict:
     known = {
         name: size_bytes
         for name, size_bytes in (
-            ("on this machine", _available_bytes(machine.root)),
-            ("within the control group's limit", _left_in_group_bytes(machine.root)),
+            ("on this machine", host_memory.available_bytes(machine.root)),
+            ("within the control group's limit", host_memory.left_in_group_bytes(machine.root)),
         )
         if size_bytes is not None
     }
@@ -128,67 +128,3 @@ def _why_not_written(path: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _available_bytes(root: Path) -> int | None:
-    for line in _lines(root / "proc/meminfo"):
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    return None
-
-
-def _left_in_group_bytes(root: Path) -> int | None:
-    """The least that a control group of this process or one above it has left; None without a limit.
-
-    Linux, Documentation/admin-guide/cgroup-v2.rst (memory.max, memory.current) and
-    cgroup-v1/memory.rst. Files that were read count as used there, and are given up first.
-    """
-    left = []
-    for folder, limit_name, used_name in _groups(root):
-        limit, used = _number(folder / limit_name), _number(folder / used_name)
-        if limit is None or used is None:
-            continue
-        left.append(max(limit - used + _inactive_file_bytes(folder), 0))
-    return min(left, default=None)
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Folder and names of limit and use, from the process's group upwards; both versions."""
-    for line in _lines(root / "proc/self/cgroup"):
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            base, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        parts = Path(path.lstrip("/")).parts
-        for depth in range(len(parts), -1, -1):
-            yield base.joinpath(*parts[:depth]), limit, used
-
-
-_UNLIMITED_BYTES = 2**60
-"""Version 1 has no word for it: a number near 2^63."""
-
-
-def _number(path: Path) -> int | None:
-    """None where there is none; version 2 says `max`."""
-    text = "".join(_lines(path)[:1]).strip()
-    return int(text) if text.isdecimal() and int(text) < _UNLIMITED_BYTES else None
-
-
-def _inactive_file_bytes(folder: Path) -> int:
-    for line in _lines(folder / "memory.stat"):
-        name, _, size = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(size)
-    return 0
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []

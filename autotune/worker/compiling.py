@@ -45,7 +45,10 @@ class AllocationProfile:
 
     def __init__(self) -> None:
         self._profile = torch.profiler.profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True
+            activities=[ProfilerActivity.CPU],
+            profile_memory=True,
+            # There is one cycle alone; without it torch 2.11 warns that events of others are lost.
+            acc_events=True,
         )
 
     def __enter__(self) -> AllocationProfile:

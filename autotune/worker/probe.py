@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autotune import needs
+from autotune import host_memory, needs
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.export.training_args import environment
 from autotune.measurement import Measurement, ProbeSpec
@@ -32,6 +32,7 @@ from autotune.worker.checks import Invalid, NotFinite
 from autotune.worker.compiling import cold_caches
 from autotune.worker.fingerprint import fingerprint
 from autotune.worker.memory import device_memory
+from autotune.worker.paging import require_host_memory
 from autotune.worker.probe_callback import OnProgress, ProbeCallback, StopReason
 from autotune.worker.steps import summarize
 from autotune.worker.training import build_trainer, evaluation_rows, is_out_of_memory
@@ -108,7 +109,9 @@ def _run(
     model = build(hf_config, spec.task, config, memory.device)
     memory.model_is_built()
     checks.require(checks.check_model(model, config))
-    with tempfile.TemporaryDirectory(prefix="autotune-probe-", dir=folder) as output_folder:
+    if spec.backend == "cuda":  # Nothing is paged on a CPU.
+        require_host_memory(model, config, host_memory.left_bytes())
+    with _output_folder(folder) as output_folder:
         caches = cold_caches(output_folder) if config.is_compiled else contextlib.nullcontext()
         with caches:
             trainer = build_trainer(model, hf_config, config, spec, output_folder)
@@ -123,3 +126,13 @@ def _run(
         "cold_start_seconds": callback.cold_start_seconds(),
         "loss_is_finite": True,
     }
+
+
+def _output_folder(parent: str | None) -> tempfile.TemporaryDirectory[str]:
+    """What cannot be removed from it is no reason to lose a measurement.
+
+    Inductor's processes end with this one's group, and may still write into their caches.
+    """
+    return tempfile.TemporaryDirectory(
+        prefix="autotune-probe-", dir=parent, ignore_cleanup_errors=True
+    )

@@ -82,6 +82,7 @@ def test_shared_and_recomputed_weights_are_updated_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Embedding and head are one, and every layer runs a second time in the backward pass."""
+    pytest.importorskip(OPTIMIZERS[name].module or "torch")
     monkeypatch.setattr(test_probe, "MODEL", {**MODEL, "tie_word_embeddings": True})
     monkeypatch.setitem(OPTIMIZERS, name, often_projected(name))
     config = dataclasses.replace(

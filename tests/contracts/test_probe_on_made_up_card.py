@@ -1,0 +1,161 @@
+"""A probe's code for CUDA from its first line to its last, on the CPU, with torch.cuda made up.
+
+It shows that the pieces go together: the memory, the clock, the checks, the ends. Of a card it shows nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+import torch
+from made_up_card import CONTEXT, Card, made_up_card
+from transformers import Trainer
+
+from autotune import host_memory
+from autotune.config import TrainConfig
+from autotune.measurement import Measurement, ProbeSpec
+from autotune.units import GIB
+from autotune.worker import memory
+from autotune.worker.probe import probe
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU"),
+]
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 32,
+}
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=1,
+    gradient_accumulation_steps=3,
+    sequence_length=16,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+SPEC = ProbeSpec(
+    task="causal-lm", backend="cuda", memory_budget_bytes=12 * GIB, max_seconds=1.0, max_steps=2
+)
+LLAMA_PAGED_BYTES = 2 * 4 * (3 * 256 * 512 + 2 * 1000 * 256)
+"""Two float32 moments of what has 1e5 elements: the MLP's three matrices, the embedding, the head."""
+
+
+class Event:
+    """torch.cuda.Event, on the host's clock."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self._seconds = 0.0
+
+    def record(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return self._seconds > 0
+
+    def synchronize(self) -> None:
+        assert self.query()
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later._seconds - self._seconds)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = made_up_card(monkeypatch)
+    card.reserve(GIB)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "made up")
+    make = memory.CudaMemory.__init__
+
+    def make_on_cpu(device_memory: Any, *arguments: Any) -> None:
+        make(device_memory, *arguments)
+        device_memory.device = torch.device("cpu")
+
+    monkeypatch.setattr(memory.CudaMemory, "__init__", make_on_cpu)
+    return card
+
+
+def run(config: TrainConfig = FULL, **spec: Any) -> Measurement:
+    return probe(MODEL, config, dataclasses.replace(SPEC, **spec))
+
+
+@pytest.mark.parametrize("spec", [{}, {"confirm_steps": 2}])
+def test_a_probe_comes_to_its_end(card: Card, spec: dict[str, int]) -> None:
+    measured = run(**spec)
+    assert (measured.outcome, measured.problem, measured.num_steps) == ("ok", "", 2)
+    assert (measured.peak_reserved_bytes, measured.nontorch_bytes) == (GIB, CONTEXT)
+    assert measured.tokens_per_second is not None
+    assert measured.fingerprint.device == "made up"
+
+
+def raises_in_a_step(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """In the third step's second micro-step."""
+    run_step, calls = Trainer.training_step, iter(range(100))
+
+    def training_step(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == 5:
+            raise error
+        return run_step(*arguments, **named)
+
+    monkeypatch.setattr(Trainer, "training_step", training_step)
+
+
+def test_out_of_memory_under_the_cap(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytorch c10/cuda/CUDACachingAllocator.cpp, with what it says of CUDA graphs' pools
+    text = (
+        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 24.00 GiB of "
+        "which 9.10 GiB is free. Including non-PyTorch memory, this process has 11.90 GiB memory in "
+        "use. 11.50 GiB allowed; Of the allocated memory 9.50 GiB is allocated by PyTorch, with 24.00 "
+        "MiB allocated in private pools (e.g., CUDA Graphs), and 512.00 MiB is reserved by PyTorch but "
+        "unallocated."
+    )
+    raises_in_a_step(monkeypatch, torch.OutOfMemoryError(text))
+    measured = run()
+    assert (measured.outcome, measured.excess_bytes) == ("oom", GIB)
+
+
+def test_a_broken_context_is_no_outcome(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process must end: nothing that it said of CUDA afterwards could be believed."""
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    raises_in_a_step(monkeypatch, error)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "left_bytes", "outcome"),
+    [
+        ("paged_adamw_32bit", LLAMA_PAGED_BYTES - 1, "oom"),
+        ("paged_adamw_32bit", LLAMA_PAGED_BYTES, "ok"),
+        ("paged_adamw_32bit", None, "ok"),
+        ("adamw_bnb_8bit", 0, "ok"),
+        # The embedding's state stays in float32, a byte for each other moment.
+        ("paged_adamw_8bit", 2 * (4 * 256_000 + 256_000 + 3 * 256 * 512) - 1, "oom"),
+        ("paged_lion_32bit", LLAMA_PAGED_BYTES // 2 - 1, "oom"),
+    ],
+)
+def test_no_more_is_paged_than_the_host_holds(
+    card: Card,
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
+    left_bytes: int | None,
+    outcome: str,
+) -> None:
+    monkeypatch.setattr(host_memory, "left_bytes", lambda: left_bytes)
+    measured = run(dataclasses.replace(FULL, optimizer=optimizer))
+    assert measured.outcome == outcome
+    if outcome == "oom":
+        assert measured.message.startswith(f"{optimizer} pages ")
+        assert "MiB of state, and the host has" in measured.message
+        assert measured.over_budget_bytes == 1
