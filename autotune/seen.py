@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.config import TrainConfig
 from autotune.errors import StorageError
-from autotune.measurement import Fingerprint, Measurement, measurement_from_dict
+from autotune.measurement import NOISE, Fingerprint, Measurement, measurement_from_dict
 from autotune.turns import runs_on
 from autotune.winner import run_speed
 
@@ -61,10 +61,24 @@ class Seen:
         """From now on these are the candidates.
 
         What else the study holds, of another space or another --allow, is nothing that the answer
-        could be: it is not to be beaten, and no probe of this search.
+        could be: it is not to be beaten, and no probe of this search. What was stopped as too slow
+        beside that alone is tried again.
         """
+        is_first = self._candidates is None
         self._candidates = configs
         self._sort()
+        if is_first:
+            self._forget_stopped_beside_others()
+
+    def _forget_stopped_beside_others(self) -> None:
+        best = self.fastest()
+        least_speed = 0.0 if best is None else run_speed(best) * (1 - NOISE)
+        for number, measurement in list(self._from_here.items()):
+            speed = measurement.tokens_per_second or 0.0
+            if measurement.outcome == "slow" and speed >= least_speed:
+                del self._from_here[number]
+                self._told.discard(number)
+                self.left_out.add(number)
 
     def refuse(self, configs: Collection[TrainConfig]) -> None:
         """From now on, what was measured of these says nothing."""

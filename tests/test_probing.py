@@ -743,6 +743,20 @@ def test_what_another_space_has_in_the_study_is_neither_to_beat_nor_a_probe_of_t
     assert again.probed == []
 
 
+@pytest.mark.usefixtures("all_probed")
+def test_what_was_too_slow_beside_another_space_only_is_measured_to_its_end(
+    url: str, table: ProbeTable
+) -> None:
+    run(url, table, Server(slow_sizes))
+    assert {t.params["micro_batch_size"] for t in trials(url) if t.state is TrialState.PRUNED} > {
+        1,
+        2,
+    }
+    found = run(url, table, Server(slow_sizes), sizes=(1, 2))
+    assert found.best.config == with_size(2)
+    assert found.outcomes["ok"] >= 1
+
+
 def test_the_search_goes_on_without_what_was_refused(url: str, table: ProbeTable) -> None:
     """Nothing comes near 8, so nothing else was probed: but 8 fails when it is confirmed."""
     slowly = {8: 1.0, 4: 30.0, 2: 40.0, 1: 50.0}
