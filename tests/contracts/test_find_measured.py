@@ -19,6 +19,7 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune import gpus
+from autotune.measurement import measurement_from_dict
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
 SPACE = """
@@ -102,8 +103,11 @@ def answer(folder: Path) -> dict[str, Any]:
 def test_the_answer_is_measured_and_says_on_what(answer: dict[str, Any]) -> None:
     assert answer["evidence"] == "measured"
     best = answer["measured"]["best"]
-    assert best["outcome"] == "ok"
-    assert best["fits"]
+    # On a busy machine one that was stopped as too slow may win: what it was slow beside is slower in
+    # its confirmation.
+    seen = best if best["outcome"] == "ok" else answer["measured"]["confirmation"]
+    assert best["outcome"] in ("ok", "slow")
+    assert seen["fits"]
     assert best["spec"]["backend"] == "cpu"
     assert best["fingerprint"]["device"]
     assert best["loss_is_finite"]
@@ -143,9 +147,15 @@ def test_the_study_holds_what_was_measured_only(folder: Path, answer: dict[str, 
     assert len(stepwise) >= len(study.trials) - 1
     for trial in stepwise:
         assert len(trial.intermediate_values) == trial.user_attrs["measurement"]["num_steps"]
-    speeds = [t.value for t in study.trials if t.state is TrialState.COMPLETE]
     # Which of them wins is tests/test_probing.py's: on a busy machine a confirmation may decide.
-    assert answer["measured"]["best"]["tokens_per_second"] in speeds
+    best = answer["measured"]["best"]
+    seen = [t.user_attrs["measurement"] for t in study.trials]
+    assert [m["config"] for m in seen if m["micro_step_seconds"] == best["micro_step_seconds"]] == [
+        best["config"]
+    ]
+    for trial in study.get_trials(states=(TrialState.COMPLETE,)):
+        measured = measurement_from_dict(trial.user_attrs["measurement"])
+        assert trial.value == measured.tokens_per_second
 
 
 @pytest.mark.usefixtures("forked_workers")
