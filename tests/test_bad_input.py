@@ -519,6 +519,21 @@ def test_a_full_disk_under_stdout(tmp_path: Path) -> None:
     assert "The output cannot be written" in ran.stderr
 
 
+def test_interrupted_while_it_is_imported(tmp_path: Path) -> None:
+    """In the place of a library that is imported: Ctrl-C."""
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "autotune", "gpus"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "Interrupted.\n")
+
+
 def test_interrupted_half_way(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     database = tmp_path / "studies" / "autotune.db"
