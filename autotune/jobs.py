@@ -203,24 +203,6 @@ class JobTable:
             values = {"heartbeat_at": _now(connection), "progress": progress[:PROGRESS_CHARS]}
             return self._update(connection, number, worker, values)
 
-    def patiently(self, ask: Callable[[], T], say: Callable[[str], None]) -> T:
-        """What `ask` answers, once the database does: it may restart meanwhile, which is said.
-
-        Raises what it is refused with after GRACE_SECONDS, and at once what no waiting mends.
-        """
-        began = None
-        while True:
-            try:
-                return ask()
-            except Exception as error:
-                now = time.monotonic()
-                began = began or now
-                if not may_pass(error) or now - began > store.GRACE_SECONDS:
-                    raise
-                if began == now:
-                    say(f"The database is away; waiting for it, at most {store.GRACE_SECONDS} s.")
-                time.sleep(AGAIN_SECONDS)
-
     def is_running(self, number: int) -> bool:
         with self._engine.connect() as connection:
             state = self._table.c.state
@@ -292,6 +274,25 @@ class JobTable:
 
         ended = {"state": state, "problem": problem, "exit_code": exit_code}
         return {**ended, "ended_at": utc_now(), "progress": ""}
+
+
+def patiently(ask: Callable[[], T], say: Callable[[str], None]) -> T:
+    """What `ask` answers, once the database does: it may restart meanwhile, which is said.
+
+    Raises what it is refused with after GRACE_SECONDS, and at once what no waiting mends.
+    """
+    began = None
+    while True:
+        try:
+            return ask()
+        except Exception as error:
+            now = time.monotonic()
+            began = began or now
+            if not may_pass(error) or now - began > store.GRACE_SECONDS:
+                raise
+            if began == now:
+                say(f"The database is away; waiting for it, at most {store.GRACE_SECONDS} s.")
+            time.sleep(AGAIN_SECONDS)
 
 
 def may_pass(error: BaseException | None) -> bool:

@@ -30,7 +30,7 @@ from autotune.config import TrainConfig
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.forkserver import ForkServer
 from autotune.isolate import private_folder
-from autotune.jobs import Job, JobTable, Machine, may_pass, open_jobs
+from autotune.jobs import Job, JobTable, Machine, may_pass, open_jobs, patiently
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.report.measuring import Measuring
 from autotune.report.progress import SILENT, Listener
@@ -104,7 +104,7 @@ def _serve(url: str, at: Here, jobs: JobTable, *, once: bool, log: Log) -> None:
     joined: set[int] = set()
     num_lost = 0
     while True:
-        job, is_own = jobs.patiently(lambda: _next(jobs, at.machine, joined), log)
+        job, is_own = patiently(lambda: _next(jobs, at.machine, joined), log)
         if job is not None:
             log(f"job {job.number}: {'taken' if is_own else 'helping'}, {job.command}")
             work = _Work(url, at, jobs, job, is_own=is_own, log=log)
@@ -130,7 +130,7 @@ def _give_back(jobs: JobTable, machine: Machine, log: Log, *, waits: bool = Fals
     """The job that this worker holds, if any; `waits` for a database that is away."""
     give = functools.partial(jobs.give_back, machine.worker)
     with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
-        for number in jobs.patiently(give, log) if waits else give():
+        for number in patiently(give, log) if waits else give():
             log(f"job {number}: given back, what was measured is kept")
 
 

@@ -14,7 +14,16 @@ import sqlalchemy
 
 from autotune.database import explained, parse_url
 from autotune.errors import ConfigError, StorageError
-from autotune.jobs import MAX_CLAIMS, Job, JobTable, Machine, Wanted, may_pass, open_jobs
+from autotune.jobs import (
+    MAX_CLAIMS,
+    Job,
+    JobTable,
+    Machine,
+    Wanted,
+    may_pass,
+    open_jobs,
+    patiently,
+)
 
 QUESTION = {"schema_version": 1, "options": {"model": "gpt2"}, "model": {}, "space": None}
 CARD = "NVIDIA GeForce RTX 4090"
@@ -198,7 +207,7 @@ def test_a_database_that_cannot_be_used(tmp_path: Path) -> None:
     ],
 )
 def test_who_asks_a_database_that_is_away_waits_and_not_for_ever(
-    jobs: JobTable, monkeypatch: pytest.MonkeyPatch, error: Exception, is_waited_for: bool
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_waited_for: bool
 ) -> None:
     monkeypatch.setattr("autotune.jobs.AGAIN_SECONDS", 0.01)
     refused = sqlalchemy.exc.OperationalError("select", {}, error)
@@ -213,15 +222,15 @@ def test_who_asks_a_database_that_is_away_waits_and_not_for_ever(
 
     if not is_waited_for:
         with pytest.raises(sqlalchemy.exc.OperationalError):
-            jobs.patiently(ask, said.append)
+            patiently(ask, said.append)
         assert said == []
         return
-    assert jobs.patiently(ask, said.append) == 7
+    assert patiently(ask, said.append) == 7
     assert said == ["The database is away; waiting for it, at most 60 s."]
     monkeypatch.setattr("autotune.store.GRACE_SECONDS", -1)
     answers = [refused]
     with pytest.raises(sqlalchemy.exc.OperationalError):
-        jobs.patiently(ask, said.append)
+        patiently(ask, said.append)
 
 
 def test_a_connection_that_was_lost_may_come_back(postgres_url: str) -> None:

@@ -156,8 +156,10 @@ def enqueue(
 
 def _ended(table: JobTable, number: int) -> Job:
     """The job, once it has; what changes until then goes to stderr."""
+    from autotune.jobs import patiently
+
     said = ""
-    while not (job := table.patiently(lambda: table.get(number), say)).has_ended:
+    while not (job := patiently(lambda: table.get(number), say)).has_ended:
         at = f" on {job.worker.split()[0]}" if job.worker else ""
         now = f"Job {number} is {job.state}{at}" + (f": {job.progress}" if job.progress else "")
         if now != said:
