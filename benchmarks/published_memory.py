@@ -91,7 +91,7 @@ class _Traced:
 _TRACES: dict[tuple[Any, ...], _Traced] = {}
 
 
-def _traced(plan: Plan, gpu: Gpu, attention: str | None) -> _Traced:
+def traced(plan: Plan, gpu: Gpu, attention: str | None) -> _Traced:
     """Trace in this process, once per structure."""
     spec = TraceSpec.of(plan.config)
     length = plan.config.sequence_length
@@ -209,8 +209,7 @@ def _as_program(spec: TensorSpec, program: Program) -> TensorSpec:
 def loop_bytes(plan: Plan, program: Program) -> int:
     """Predicted bytes of the plan's metric for a loop, the context left out."""
     gpu = find_gpu(plan.gpu)
-    traced = _traced(plan, gpu, program.attention)
-    loop = _Loop(traced, plan.config, program)
+    loop = _Loop(traced(plan, gpu, program.attention), plan.config, program)
     loop.step()
     if plan.metric == "step end":
         return replay(loop.tape.sizes, loop.tape.events).final_allocated_bytes
@@ -223,9 +222,9 @@ def estimate(plan: Plan) -> Estimate:
     """What autotune says of the row's configuration."""
     gpu = find_gpu(plan.gpu)
     assert gpu.capacity_bytes is not None
-    traced = _traced(plan, gpu, None)
+    trace = traced(plan, gpu, None).trace
     estimator = Estimator(
-        {TraceSpec.of(plan.config): traced.trace}, gpu, memory_budget_bytes=gpu.capacity_bytes
+        {TraceSpec.of(plan.config): trace}, gpu, memory_budget_bytes=gpu.capacity_bytes
     )
     return estimator.estimate(plan.config)
 
@@ -383,7 +382,7 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _write_section(text: str, name: str, content: str) -> str:
+def write_section(text: str, name: str, content: str) -> str:
     begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->\n"
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)
@@ -411,7 +410,7 @@ def main() -> None:
     readme = STUDY / "README.md"
     text = readme.read_text(encoding="utf-8")
     for name, content in sections.items():
-        text = _write_section(text, name, content)
+        text = write_section(text, name, content)
         print(content, end="\n\n")
     readme.write_text(text, encoding="utf-8")
 
