@@ -359,6 +359,7 @@ class Estimator:
                     flops=launch.flops,
                     bytes_moved=launch.bytes_moved,
                     count=launch.count,
+                    phase=k.phase,
                 )
             )
         return roofline.seconds(kernels, self._machine)
@@ -385,7 +386,7 @@ class Estimator:
         for launch in self._traces[spec].launches(config.micro_batch_size, rank):
             flops = launch.count * launch.flops
             total += flops
-            model += 0 if launch.kernel.recomputed else flops
+            model += 0 if launch.kernel.phase == "recompute" else flops
         accumulation = config.gradient_accumulation_steps
         return float(total * accumulation), float(model * accumulation)
 

@@ -2,8 +2,10 @@
 
 A kernel takes the longer of its arithmetic at the attainable matmul rate and its bytes at the
 attainable bandwidth, and a few microseconds whatever it does. The GPU works through them one by
-one while the host, ahead of it, launches the next ones. So a step takes the sum of its kernels or
-the sum of its launches, whichever is longer.
+one while the host, ahead of it, launches the next ones. So a phase takes the sum of its kernels or
+the sum of its launches, whichever is longer. The forward pass costs the host more than the backward
+pass, and the GPU less: what the host is late with in the first, the GPU does not make good in the
+second, as it is waited for in every micro-step (transformers 5.23 Trainer, logging_nan_inf_filter).
 
 `ceilings(gpu)` is worked out once per card, `seconds` once per configuration. A rate that the
 catalogue does not know makes the time None, never a guess.
@@ -18,9 +20,8 @@ Known limitations
   comes out a third too fast, layer_norm a quarter, embedding up to a half; lm_head with
   cross-entropy within 3 %.
 - Shapes are not seen: a matmul that fills the card badly (few tiles, odd sizes) costs more.
-- One queue. Launch-bound and compute-bound phases are not told apart within one call: price the
-  micro-step and the optimizer step apart. Copies to and from the host are taken not to overlap
-  with kernels.
+- Launch-bound and compute-bound stretches within a phase are not told apart. Price the micro-step and
+  the optimizer step apart. Copies to and from the host are taken not to overlap with kernels.
 - The L2 cache is not modelled: small tensors that stay in it move faster.
 - Clocks fall under power and heat limits (small cards: T4, L4), which peaks do not show.
 - The host is one figure for every machine; a slow CPU launches more slowly.
@@ -35,6 +36,9 @@ from autotune.gpus import PEAK_DTYPES, Gpu
 
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy_host")
 """What bounds a kernel. `reduction`: rows are read more than once; `copy_host`: over PCIe."""
+
+PHASES = ("forward", "backward", "recompute", "update")
+"""`recompute`: activation checkpointing's second forward pass, within the backward pass."""
 
 BOUNDS = ("compute", "memory bandwidth", "transfer", "launch", "communication")
 """What a step spends most of its time on. `transfer`: copies to and from host memory;
@@ -117,9 +121,12 @@ _ATTENTION_OF_PEAK_9_TO_11 = {
 # A kernel's start and drain: rms_norm on the A100 takes 0.1 ms for its 27 kernels beyond what grows
 # with its width.
 _KERNEL_TAIL_SECONDS = 3e-6
-# Host time of one eager op: 5 to 10 us (as commonly published). [judgement] the upper end, as
-# Transformers' Python runs between the ops of a forward pass.
-_LAUNCH_SECONDS = 10e-6
+# Host time of one eager operation. In proportion: Llama's layers of next to no size on a CPU (an AMD
+# EPYC, torch 2.13, transformers 5.23, peft 0.21), where dispatch and Python are all there is, take 12, 8
+# and 22 us. As much as: Qwen 1's LoRA with 256 tokens on the A100, which the host bounds
+# (studies/published-speed, the rows `chosen with`). Published times of other hosts are up to twice as
+# long.
+_LAUNCH_SECONDS = {"forward": 14e-6, "backward": 9e-6, "recompute": 24e-6, "update": 10e-6}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +145,8 @@ class Kernel:
     bytes_moved: float
     """Bytes of the tensors that one launch reads and writes; a gather counts the rows it takes."""
     count: float = 1
+    phase: str = "update"
+    """One of PHASES."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +159,8 @@ class Machine:
     """Kind -> rate."""
     kernel_tail_seconds: float = _KERNEL_TAIL_SECONDS
     """What the GPU spends on starting and ending any kernel."""
-    launch_seconds: float = _LAUNCH_SECONDS
-    """What the host spends on one operation."""
+    launch_seconds: Mapping[str, float] = field(default_factory=lambda: _LAUNCH_SECONDS, hash=False)
+    """What the host spends on one operation, by phase."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +172,7 @@ class StepTime:
     launch_seconds: float
     """Time of the host to launch them all."""
     total_seconds: float
-    """The longer of the two."""
+    """The longer of the two, or more where the host is late in the forward pass."""
     bound: str
     """One of BOUNDS: what most of the time goes to."""
 
@@ -230,38 +239,35 @@ def ceilings(gpu: Gpu) -> Machine:
 def seconds(kernels: Iterable[Kernel], machine: Machine) -> StepTime | None:
     """Time of these kernels, run once each; None when a rate that one of them needs is unknown."""
     flop_per_second, bytes_per_second = machine.flop_per_second, machine.bytes_per_second
-    compute = memory = transfer = num_launches = 0.0
+    spent = dict.fromkeys(BOUNDS, 0.0)
+    gpu, host = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
     for kernel in kernels:
         kind, count = kernel.kind, kernel.count
-        num_launches += count
         bandwidth = bytes_per_second.get(kind)
         if bandwidth is None:
             assert kind in KINDS, kind
             return None
-        moving = kernel.bytes_moved / bandwidth
+        one, bound = kernel.bytes_moved / bandwidth, "memory bandwidth"
         if kind == "copy_host":
-            transfer += count * moving
-            continue
-        if kind == "matmul" or kind == "attention":
+            bound = "transfer"
+        elif kind == "matmul" or kind == "attention":
             rate = flop_per_second.get((_engine(kernel), kernel.dtype))
             if rate is None:
                 return None
             computing = kernel.flops / rate
-            if computing > moving:
-                compute += count * computing
-                continue
-        memory += count * moving
-    gpu = compute + memory + transfer + num_launches * machine.kernel_tail_seconds
-    launch = num_launches * machine.launch_seconds
-    if launch >= gpu:
-        bound = "launch"
-    else:
-        bound = max(zip((compute, memory, transfer), BOUNDS, strict=False))[1]
+            if computing > one:
+                one, bound = computing, "compute"
+        spent[bound] += count * one
+        gpu[kernel.phase] += count * (one + machine.kernel_tail_seconds)
+        host[kernel.phase] += count * machine.launch_seconds[kernel.phase]
+    gpu_seconds, launch_seconds = sum(gpu.values()), sum(host.values())
+    # Of the forward pass, whose kernels come first, nothing is left to the GPU before the host is through.
+    late_seconds = max(host["forward"] - gpu["forward"], 0.0)
     return StepTime(
-        gpu_seconds=gpu,
-        launch_seconds=launch,
-        total_seconds=max(gpu, launch),
-        bound=bound,
+        gpu_seconds=gpu_seconds,
+        launch_seconds=launch_seconds,
+        total_seconds=max(gpu_seconds + late_seconds, launch_seconds),
+        bound="launch" if launch_seconds >= gpu_seconds else max(spent, key=lambda b: spent[b]),
     )
 
 

@@ -10,6 +10,7 @@ from autotune.gpus import Gpu, find_gpu
 from autotune.roofline import (
     BOUNDS,
     KINDS,
+    PHASES,
     Kernel,
     Machine,
     ceilings,
@@ -19,7 +20,8 @@ from autotune.roofline import (
     seconds,
 )
 
-# Round rates: 1 TFLOP/s and 1 GB/s, attention and reductions slower; no tail, 1 us a launch.
+# Round rates: 1 TFLOP/s and 1 GB/s, attention and reductions slower; no tail, 1 us a launch but in the
+# passes of a micro-step.
 MACHINE = Machine(
     flop_per_second={
         ("matmul", "bfloat16"): 1e12,
@@ -36,7 +38,7 @@ MACHINE = Machine(
         "copy_host": 1e8,
     },
     kernel_tail_seconds=0,
-    launch_seconds=1e-6,
+    launch_seconds={"forward": 3e-6, "backward": 2e-6, "recompute": 4e-6, "update": 1e-6},
 )
 
 
@@ -106,6 +108,41 @@ def test_the_tail_of_every_launch() -> None:
     assert time is not None
     # 100 x (1 + 3) us.
     assert time.gpu_seconds == pytest.approx(400e-6)
+
+
+def of_phase(phase: str, count: float, nbytes: float) -> Kernel:
+    return dataclasses.replace(kernel("elementwise", nbytes=nbytes), phase=phase, count=count)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected_seconds", "bound"),
+    [
+        # Forward: 10 launches of 3 us, 10 us of work. Backward: 10 of 2 us, 15 us of work. The host is
+        # through with both after 50 us.
+        ([of_phase("forward", 10, 1e3), of_phase("backward", 10, 1.5e3)], 50e-6, "launch"),
+        # Backward: 50 us of work. The forward pass ends with its last launch, at 30 us.
+        ([of_phase("forward", 10, 1e3), of_phase("backward", 10, 5e3)], 80e-6, "memory bandwidth"),
+        # The host is late in the backward pass alone, and makes it good: 60 us of forward work.
+        ([of_phase("forward", 10, 6e3), of_phase("backward", 10, 1e3)], 70e-6, "memory bandwidth"),
+        # A second forward pass is part of the backward pass: 10 launches of 4 us in 45 us of work.
+        (
+            [of_phase("forward", 5, 4e3), of_phase("recompute", 10, 4.5e3)],
+            65e-6,
+            "memory bandwidth",
+        ),
+    ],
+)
+def test_what_the_host_is_late_with_in_the_forward_pass(
+    kernels: list[Kernel], expected_seconds: float, bound: str
+) -> None:
+    time = seconds(kernels, MACHINE)
+    assert time is not None
+    assert time.total_seconds == pytest.approx(expected_seconds)
+    assert time.bound == bound
+
+
+def test_every_phase_has_a_host_time() -> None:
+    assert set(ceilings(find_gpu("T4")).launch_seconds) == set(PHASES)
 
 
 def test_nothing_takes_no_time() -> None:

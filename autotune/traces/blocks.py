@@ -24,8 +24,8 @@ class TracedKernel:
     flops: Term
     moved: tuple[Term, ...]
     """Bytes read and written, a sum."""
-    recomputed: bool
-    """Part of activation checkpointing's second forward pass."""
+    phase: str
+    """forward, backward, or recompute: activation checkpointing's second forward pass."""
     count: int
     chunk_moved: tuple[Term, ...] | None = None
     """Not None: handles a chunk of tokens, `flops` per token of it. Bytes per token of it."""
@@ -92,12 +92,14 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
         if is_setup(block["phase"]):
             continue
         copies = layers.copies(block["layer"])
+        pass_of_block = "forward" if is_forward(block["phase"]) else "backward"
         for name, dtype, flops, moved, recomputed, count, *chunked in block["kernels"]:
             chunk_moved, repeated = (
                 (tuple(map(tuple, chunked[0])), chunked[1]) if chunked else (None, False)
             )
             terms = tuple(map(tuple, moved))
-            key = (name, dtype, tuple(flops), terms, recomputed, chunk_moved, repeated)
+            phase = "recompute" if recomputed else pass_of_block
+            key = (name, dtype, tuple(flops), terms, phase, chunk_moved, repeated)
             counts[key] = counts.get(key, 0) + count * copies
     return [
         TracedKernel(
@@ -105,10 +107,10 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
             dtype=dtype,
             flops=flops,
             moved=moved,
-            recomputed=recomputed,
+            phase=phase,
             count=count,
             chunk_moved=chunk_moved,
             repeated=repeated,
         )
-        for (name, dtype, flops, moved, recomputed, chunk_moved, repeated), count in counts.items()
+        for (name, dtype, flops, moved, phase, chunk_moved, repeated), count in counts.items()
     ]

@@ -171,7 +171,7 @@ def kernels_of(trace: Trace, micro_batch: int, rank: int) -> Counter[tuple[Any, 
     for kernel in trace.kernels:
         flops = evaluate(kernel.flops, micro_batch, rank)
         moved = sum(evaluate(term, micro_batch, rank) for term in kernel.moved)
-        counts[kernel.name, kernel.dtype, flops, moved, kernel.recomputed] += kernel.count
+        counts[kernel.name, kernel.dtype, flops, moved, kernel.phase == "recompute"] += kernel.count
     return counts
 
 
