@@ -34,8 +34,9 @@ from dataclasses import dataclass, field
 
 from autotune.gpus import PEAK_DTYPES, Gpu
 
-KINDS = ("matmul", "attention", "elementwise", "reduction", "copy_host")
-"""What bounds a kernel. `reduction`: rows are read more than once; `copy_host`: over PCIe."""
+KINDS = ("matmul", "attention", "elementwise", "reduction", "dequantize", "copy_host")
+"""What bounds a kernel. `reduction`: rows are read more than once; `dequantize`: 4-bit weights are
+unpacked, which instructions bound; `copy_host`: over PCIe."""
 
 PHASES = ("forward", "backward", "recompute", "update")
 """`recompute`: activation checkpointing's second forward pass, within the backward pass."""
@@ -83,7 +84,20 @@ _INT8_OF_FLOAT16 = 2
 # that only reads 0.88 to 0.90 (NVIDIA developer forum 339083). Softmax and its backward read a row
 # two and three times once it outgrows shared memory: cross_entropy on the A100, 4,096 to 131,072
 # wide, with its elementwise part at 0.75.
-_OF_BANDWIDTH = {"matmul": 0.75, "attention": 0.75, "elementwise": 0.75, "reduction": 0.55}
+_OF_BANDWIDTH = {
+    "matmul": 0.75,
+    "attention": 0.75,
+    "elementwise": 0.75,
+    "reduction": 0.55,
+    # bitsandbytes 0.41 on the A100: LLaMA-Adapter without and with nf4 takes 90 and 176 ms a
+    # micro-step for Llama 2 7B, 44 and 83 ms for StableLM 3B (litgpt @8641822
+    # tutorials/resource-tables.md). The GPU is predicted to need 45 and 20 ms of it without: the rest is
+    # two passes over 6.5e9 and 3.2e9 weights, 100e9 a second, 2.56 bytes each.
+    "dequantize": 0.165,
+}
+# bitsandbytes PR 1746 (0.48) took the branches out; PR 1747, the same in another form: 1.36 to 2.07
+# times as fast on the A100 and the H100, no faster on 8.6 and 8.9 for large matrices.
+_DEQUANTIZE_OF_BANDWIDTH_DATA_CENTRE = 1.7 * 0.165
 # [judgement] Pinned copies reach 25 to 26 of the 31.5 GB/s of a PCIe 4.0 x16 link.
 _COPY_OF_PCIE = 0.8
 # [judgement] NCCL's rings against the links' rate in one direction, and host memory's rate in an Adam
@@ -185,7 +199,7 @@ def kind_of(name: str) -> str:
         return "attention"
     if name in _REDUCTIONS:
         return "reduction"
-    return "elementwise"
+    return "dequantize" if name == "dequantize_4bit" else "elementwise"
 
 
 def peak_flop_per_second(gpu: Gpu, dtype: str) -> float | None:
@@ -218,11 +232,14 @@ def ceilings(gpu: Gpu) -> Machine:
     if measured is not None and "bfloat16" in peaks:
         best_of_peak = measured / peaks["bfloat16"]
     engines = {"matmul": best_of_peak * _USUAL_MATMUL_OF_BEST, **_ATTENTION_OF_PEAK}
+    of_bandwidth = dict(_OF_BANDWIDTH)
     if capability is not None and (9, 0) <= capability < (12, 0):
         engines |= _ATTENTION_OF_PEAK_9_TO_11
+    if capability is not None and (capability == (8, 0) or (9, 0) <= capability < (12, 0)):
+        of_bandwidth["dequantize"] = _DEQUANTIZE_OF_BANDWIDTH_DATA_CENTRE
     bytes_per_second = {}
     if gpu.memory_bandwidth_bytes_per_second is not None:
-        for kind, share in _OF_BANDWIDTH.items():
+        for kind, share in of_bandwidth.items():
             bytes_per_second[kind] = share * gpu.memory_bandwidth_bytes_per_second
     if gpu.pcie_bandwidth_bytes_per_second is not None:
         bytes_per_second["copy_host"] = _COPY_OF_PCIE * gpu.pcie_bandwidth_bytes_per_second

@@ -91,7 +91,7 @@ class _Traced:
 _TRACES: dict[tuple[Any, ...], _Traced] = {}
 
 
-def traced(plan: Plan, gpu: Gpu, attention: str | None) -> _Traced:
+def _traced(plan: Plan, gpu: Gpu, attention: str | None) -> _Traced:
     """Trace in this process, once per structure."""
     spec = TraceSpec.of(plan.config)
     length = plan.config.sequence_length
@@ -209,7 +209,8 @@ def _as_program(spec: TensorSpec, program: Program) -> TensorSpec:
 def loop_bytes(plan: Plan, program: Program) -> int:
     """Predicted bytes of the plan's metric for a loop, the context left out."""
     gpu = find_gpu(plan.gpu)
-    loop = _Loop(traced(plan, gpu, program.attention), plan.config, program)
+    traced = _traced(plan, gpu, program.attention)
+    loop = _Loop(traced, plan.config, program)
     loop.step()
     if plan.metric == "step end":
         return replay(loop.tape.sizes, loop.tape.events).final_allocated_bytes
@@ -222,9 +223,9 @@ def estimate(plan: Plan) -> Estimate:
     """What autotune says of the row's configuration."""
     gpu = find_gpu(plan.gpu)
     assert gpu.capacity_bytes is not None
-    trace = traced(plan, gpu, None).trace
+    traced = _traced(plan, gpu, None)
     estimator = Estimator(
-        {TraceSpec.of(plan.config): trace}, gpu, memory_budget_bytes=gpu.capacity_bytes
+        {TraceSpec.of(plan.config): traced.trace}, gpu, memory_budget_bytes=gpu.capacity_bytes
     )
     return estimator.estimate(plan.config)
 

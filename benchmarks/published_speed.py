@@ -15,23 +15,31 @@ The answers are written to studies/published-speed/ (rows.json, and the tables o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
-from published_memory import describe, traced, write_section
-from published_runs import ROOT, published
+from old_attention import OLD_ATTENTIONS
+from published_memory import describe, write_section
+from published_runs import Plan, published
 from published_speed_runs import CHOSEN_WITH, Timed, timed_runs, why_left_out
 
 from autotune.estimate import Estimator
-from autotune.gpus import find_gpu
+from autotune.gpus import Gpu, find_gpu
 from autotune.results import TraceSpec
+from autotune.traces import Trace
+from autotune.worker.cuda import Device
+from autotune.worker.model import load_config
+from autotune.worker.trace import trace_step
 
-STUDY = ROOT / "studies" / "published-speed"
+STUDY = Path(__file__).parents[1] / "studies" / "published-speed"
 TIED = 0.03
 """Two published times that differ by less are not told apart."""
 
@@ -82,16 +90,15 @@ def predict(ids: Collection[str] | None = None) -> list[Row]:
     return sorted(rows, key=lambda row: names.index(row.group))
 
 
-def _row(name: str, timed: Timed) -> Row:
+def _row(name: str, timed: Timed) -> Row | None:
     plan = timed.plan
     gpu = find_gpu(plan.gpu)
     assert gpu.capacity_bytes is not None
-    trace = traced(plan, gpu, plan.program.attention).trace
-    estimator = Estimator(
-        {TraceSpec.of(plan.config): trace}, gpu, memory_budget_bytes=gpu.capacity_bytes
-    )
+    traces = {TraceSpec.of(plan.config): _trace(plan, gpu)}
+    estimator = Estimator(traces, gpu, memory_budget_bytes=gpu.capacity_bytes)
     seconds = estimator.seconds(plan.config)
-    assert seconds is not None, f"a rate of the {plan.gpu} is unknown"
+    if seconds is None:
+        return None
     return Row(
         id=name,
         group=timed.group,
@@ -101,6 +108,26 @@ def _row(name: str, timed: Timed) -> Row:
         predicted_seconds=seconds.total_seconds,
         bound=seconds.bound,
     )
+
+
+def _trace(plan: Plan, gpu: Gpu) -> Trace:
+    assert gpu.compute_capability is not None
+    assert gpu.cublas_workspace_bytes is not None
+    device = Device(
+        compute_capability=gpu.compute_capability,
+        cublas_workspace_bytes=gpu.cublas_workspace_bytes,
+    )
+    of_its_day = plan.program.attention
+    with mock.patch.object(*OLD_ATTENTIONS[of_its_day]) if of_its_day else contextlib.nullcontext():
+        return Trace(
+            trace_step(
+                load_config(plan.model.config),
+                plan.task,
+                TraceSpec.of(plan.config),
+                sequence_length=plan.config.sequence_length,
+                device=device,
+            )
+        )
 
 
 def _tokens(row: Row) -> int:
@@ -232,11 +259,15 @@ def markdown_assumed() -> str:
     )
 
 
-def markdown_left_out() -> str:
+def markdown_left_out(rows: Sequence[Row]) -> str:
     names: dict[str, list[str]] = {}
+    predicted = {row.id for row in rows}
     for name, row in published().items():
-        if row["throughput"] and name not in timed_runs():
-            names.setdefault(why_left_out(row), []).append(name)
+        if not row["throughput"] or name in predicted:
+            continue
+        is_described = name in timed_runs()
+        reason = "the card's rate for a kernel is unknown" if is_described else why_left_out(row)
+        names.setdefault(reason, []).append(name)
     return "\n".join(
         f"- {len(members)} x {reason} ({members[0]}{' ...' if len(members) > 1 else ''})"
         for reason, members in names.items()
@@ -256,7 +287,7 @@ def main() -> None:
         "groups": markdown_groups(groups(rows)),
         "rows": markdown(rows),
         "assumed": markdown_assumed(),
-        "left out": markdown_left_out(),
+        "left out": markdown_left_out(rows),
     }
     readme = STUDY / "README.md"
     text = readme.read_text(encoding="utf-8")

@@ -35,6 +35,7 @@ MACHINE = Machine(
         "attention": 1e9,
         "elementwise": 1e9,
         "reduction": 5e8,
+        "dequantize": 2e8,
         "copy_host": 1e8,
     },
     kernel_tail_seconds=0,
@@ -57,6 +58,7 @@ def kernel(kind: str, *, name: str = "", flops: float = 0, nbytes: float = 0) ->
         # Arithmetic of an elementwise kernel is not priced.
         (kernel("elementwise", flops=1e15, nbytes=1e9), 1.0, "memory bandwidth"),
         (kernel("reduction", nbytes=1e9), 2.0, "memory bandwidth"),
+        (kernel("dequantize", nbytes=1e9), 5.0, "memory bandwidth"),
         (kernel("copy_host", nbytes=1e9), 10.0, "transfer"),
         (kernel("attention", name="_scaled_dot_product_flash_attention", flops=1e12), 2, "compute"),
         (
@@ -145,6 +147,25 @@ def test_every_phase_has_a_host_time() -> None:
     assert set(ceilings(find_gpu("T4")).launch_seconds) == set(PHASES)
 
 
+@pytest.mark.parametrize(
+    ("card", "num_weights", "milliseconds"),
+    [
+        # bitsandbytes PR 2051, on a B300, whose memory is as quick as the B200's: nested scales and a
+        # product with 32 rows are in the time.
+        ("B200", 4096 * 4096, 0.0329),
+        ("B200", 11008 * 4096, 0.0688),
+    ],
+)
+def test_4_bit_weights_unpack_as_published(
+    card: str, num_weights: int, milliseconds: float
+) -> None:
+    unpack = kernel("dequantize", name="dequantize_4bit", nbytes=num_weights * (0.5 + 2 + 4 / 64))
+    product = kernel("matmul", name="mm", nbytes=2 * num_weights)
+    time = seconds([unpack, product], ceilings(find_gpu(card)))
+    assert time is not None
+    assert time.gpu_seconds == pytest.approx(milliseconds * 1e-3, rel=0.25)
+
+
 def test_nothing_takes_no_time() -> None:
     time = seconds([], MACHINE)
     assert time is not None
@@ -186,6 +207,9 @@ def test_a_kind_that_does_not_exist() -> None:
         ("add_", "elementwise"),
         ("_fused_adamw_", "elementwise"),
         ("something_new", "elementwise"),
+        ("dequantize_4bit", "dequantize"),
+        # Scales of scales: few bytes, no branches.
+        ("dequantize_blockwise", "elementwise"),
     ],
 )
 def test_kind_of(name: str, kind: str) -> None:
