@@ -135,12 +135,12 @@ _ATTENTION_OF_PEAK_9_TO_11 = {
 # A kernel's start and drain: rms_norm on the A100 takes 0.1 ms for its 27 kernels beyond what grows
 # with its width.
 _KERNEL_TAIL_SECONDS = 3e-6
-# Host time of one eager operation. In proportion: Llama's layers of next to no size on a CPU (an AMD
-# EPYC, torch 2.13, transformers 5.23, peft 0.21), where dispatch and Python are all there is, take 12, 8
-# and 22 us. As much as: Qwen 1's LoRA with 256 tokens on the A100, which the host bounds
-# (studies/published-speed, the rows `chosen with`). Published times of other hosts are up to twice as
-# long.
-_LAUNCH_SECONDS = {"forward": 14e-6, "backward": 9e-6, "recompute": 24e-6, "update": 10e-6}
+# Host time of one eager operation. Python and dispatch of Llama's layers: 10.7 us in the forward pass,
+# 8.4 in the backward pass (benchmarks/host_time.py on an AMD EPYC, torch 2.13, transformers 5.23, peft
+# 0.21); [judgement] 3 more for a launch on the GPU. Recomputed ones: chosen with Qwen 1's LoRA at 256
+# tokens on the A100, which the host bounds (studies/published-speed, the rows `chosen with`); on that CPU
+# they take 28 to 31, as each tensor that is saved passes through Python. Other hosts are up to twice as slow.
+_LAUNCH_SECONDS = {"forward": 14e-6, "backward": 11e-6, "recompute": 22e-6, "update": 10e-6}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
