@@ -84,8 +84,11 @@ class Group:
 
 
 def predict(ids: Collection[str] | None = None) -> list[Row]:
-    """All rows, or those that are named, by group."""
-    rows = [_row(name, timed) for name, timed in timed_runs().items() if ids is None or name in ids]
+    """All rows, or those that are named, by group; without those of which a rate is unknown."""
+    found = (
+        _row(name, timed) for name, timed in timed_runs().items() if ids is None or name in ids
+    )
+    rows = [row for row in found if row is not None]
     names = list(dict.fromkeys(row.group for row in rows))
     return sorted(rows, key=lambda row: names.index(row.group))
 
