@@ -49,7 +49,7 @@ def _trace(request: dict[str, Any]) -> Answers:
     import_adapters()
 
     from autotune.worker.cuda import Device
-    from autotune.worker.model import UnsupportedModel, load_config
+    from autotune.worker.model import UnsupportedModel, first_line, load_config
     from autotune.worker.trace import trace_step
 
     device = Device(
@@ -72,6 +72,9 @@ def _trace(request: dict[str, Any]) -> Answers:
             )
         except UnsupportedModel as error:
             yield {"id": wanted["id"], "unsupported": str(error)}
+        except Exception as error:  # of a family that nobody has tried: the others go on
+            said = f"it cannot be traced ({type(error).__name__}: {first_line(error)})"
+            yield {"id": wanted["id"], "unsupported": said}
         else:
             yield {"id": wanted["id"], "trace": trace}
         gc.collect()
