@@ -34,6 +34,7 @@ ROWS = {
     "loading": 3,
     "kv_cache": 2,
     "nvml": 2,
+    "attention_support": 1,
     "models": 2,
     "out_of_memory": 2,
     "allocator": 2,

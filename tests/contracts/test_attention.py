@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from autotune.config import ATTENTIONS
+from autotune.config import ATTENTIONS, FLASH_ATTENTIONS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
 from autotune.worker import kernel_costs
 from autotune.worker import model as models
-from autotune.worker.attention import FLASH
 from autotune.worker.cuda import Device
 from autotune.worker.model import UnsupportedModel
 from autotune.worker.sdpa import attention_kernel
@@ -101,7 +100,7 @@ def test_the_third_sums_grouped_heads_in_float32() -> None:
     assert not any("flash_attention" in name for name in names)
 
 
-@pytest.mark.parametrize("attention", FLASH)
+@pytest.mark.parametrize("attention", FLASH_ATTENTIONS)
 @pytest.mark.parametrize(
     ("change", "precision", "message"),
     [
@@ -182,7 +181,7 @@ def test_heads_of_odd_sizes_with_a_mask(
 
 
 @pytest.mark.parametrize("config", [LLAMA, ODD_HEADS], ids=["heads of 64", "heads of 60"])
-@pytest.mark.parametrize("attention", FLASH)
+@pytest.mark.parametrize("attention", FLASH_ATTENTIONS)
 @pytest.mark.parametrize("batching", ["padded", "padding-free"])
 def test_samples_of_their_own_take_the_same_kernels_by_their_beginnings(
     attention: str, batching: str, config: dict[str, Any]
