@@ -93,7 +93,7 @@ def trace_all(
             why=next(iter(jobs.refused.values())),
             remedy="Name another model, method or precision",
         )
-    hidden_size = model.config.get("hidden_size")
+    hidden_size = model.text_config.get("hidden_size")
     found: dict[TraceSpec, Trace | RankTrace] = {}
     for spec in specs:
         trace = jobs.traces.get(_of_one_gpu(spec))

@@ -115,7 +115,6 @@ def find(
     """
     started = time.monotonic()
     progress = log.stages(_log, progress)
-    num_layers = model.config.get("num_hidden_layers")
     ways_to_compile = compiled.settings_of(space)
     reference = base or default_base(workload, gpu, model)
     if base is None and model.is_float32:
@@ -127,7 +126,7 @@ def find(
     points = enumerate_configs(
         for_gpus(with_batchings(space, workload), workload.num_gpus),
         workload,
-        num_layers=num_layers if isinstance(num_layers, int) else None,
+        num_layers=model.num_layers,
         compute_capability=gpu.compute_capability,
         max_sequence_length=model.max_sequence_length,
         head_size=model.head_size,
