@@ -34,11 +34,11 @@ class Pattern:
 
 def num_layers(config: PretrainedConfig) -> int:
     """Of the part that reads text; 0 where the configuration does not say."""
-    number = getattr(_of_text(config), "num_hidden_layers", None)
+    number = getattr(text_part(config), "num_hidden_layers", None)
     return number if isinstance(number, int) else 0
 
 
-def _of_text(config: PretrainedConfig) -> Any:
+def text_part(config: PretrainedConfig) -> Any:
     """Itself, or the text's part of a configuration that is of images and sound besides."""
     return config if config.is_encoder_decoder else config.get_text_config()
 
@@ -46,7 +46,7 @@ def _of_text(config: PretrainedConfig) -> Any:
 def with_layers(config: PretrainedConfig, num: int) -> PretrainedConfig:
     """The same architecture with fewer layers, in a decoder beside an encoder too."""
     small = copy.deepcopy(config)
-    of_text = _of_text(small)
+    of_text = text_part(small)
     before = of_text.num_hidden_layers
     if getattr(of_text, "num_decoder_layers", None) == before:
         of_text.num_decoder_layers = num
@@ -66,7 +66,7 @@ def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
     root: Any = model
     inner: Any = root.get_base_model() if hasattr(root, "get_base_model") else root
     num = num_layers(inner.config)
-    if _of_text(inner.config) is not inner.config:
+    if text_part(inner.config) is not inner.config:
         root = inner.get_decoder()
     stacks: list[nn.ModuleList] = []
     inside: set[int] = set()
@@ -106,7 +106,7 @@ def kinds_of(model: nn.Module, config: PretrainedConfig) -> list[Kind]:
     stacks = layer_stacks(model)
     if not stacks:
         return []
-    of_text = _of_text(config)
+    of_text = text_part(config)
     outside = _outside(model, stacks)
     facts: list[dict[Any, Any]] = [
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -97,3 +98,14 @@ def test_what_fewer_layers_cannot_stand_for_is_traced_whole(kind: str) -> None:
     config = models.load_config({"model_type": kind})
     answer = trace_step(config, "causal-lm", FULL, sequence_length=64, device=HOPPER)
     assert answer["layers"]["traced"] == answer["layers"]["full"] == config.num_hidden_layers
+
+
+def test_a_model_may_ask_which_rows_have_a_label() -> None:
+    """DeBERTa's classifier does, before it computes its loss."""
+    config = models.load_config({"model_type": "deberta-v2", "num_labels": 3})
+    spec = dataclasses.replace(FULL, precision="fp32", attention="eager")
+    answer = trace_step(config, "sequence-classification", spec, sequence_length=64, device=HOPPER)
+    total, _ = Trace(answer).num_parameters(1)
+    model = models.build_base(config, "sequence-classification", spec)
+    assert total == sum(parameter.numel() for parameter in model.parameters())
+    assert answer["layers"]["traced"] == 3
