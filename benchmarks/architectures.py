@@ -18,7 +18,7 @@ import multiprocessing
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,15 @@ def main() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     import_all()
-    rows = [row_of(kind) for kind in options.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    kinds = options.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    rows = [in_a_process(kind, CASES, _compare) for kind in kinds]
     if options.types:
         print(json.dumps(rows, indent=1))
         return
     STUDY.mkdir(exist_ok=True)
     text = "\n".join(json.dumps(row) for row in rows)
     (STUDY / "rows.jsonl").write_text(text + "\n", encoding="utf-8")
-    write_readme(rows)
+    replace_table("traced", "\n".join(_table(rows)))
 
 
 def import_all() -> None:
@@ -64,11 +65,16 @@ def import_all() -> None:
     transformers.logging.set_verbosity_error()
 
 
-def row_of(kind: str) -> dict[str, Any]:
-    """By a process of its own."""
+Compare = Callable[[str, dict[str, Any]], dict[str, Any]]
+
+
+def in_a_process(
+    kind: str, cases: Mapping[str, dict[str, Any]], compare: Compare
+) -> dict[str, Any]:
+    """What is found of a model type, case by case: by a process of its own, within a deadline."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_try, args=(kind, sender))
+    process = context.Process(target=_answer, args=(kind, cases, compare, sender))
     process.start()
     sender.close()
     row: dict[str, Any] = {"model_type": kind}
@@ -80,17 +86,17 @@ def row_of(kind: str) -> dict[str, Any]:
         pass
     process.kill()
     process.join()
-    for name in CASES:
+    for name in cases:
         row.setdefault(name, {"refused": f"not done after {DEADLINE_SECONDS} s"})
     return row
 
 
-def _try(kind: str, sender: Any) -> None:
+def _answer(kind: str, cases: Mapping[str, dict[str, Any]], compare: Compare, sender: Any) -> None:
     from autotune.worker import model as models
 
-    for name, changes in CASES.items():
+    for name, changes in cases.items():
         try:
-            said = _compare(models.load_config({"model_type": kind}), changes)
+            said = compare(kind, changes)
         except models.UnsupportedModel as error:
             said = {"refused": str(error)}
         except Exception as error:  # what the command line shows as one line, too
@@ -98,9 +104,11 @@ def _try(kind: str, sender: Any) -> None:
         sender.send({name: said})
 
 
-def _compare(config: Any, changes: dict[str, Any]) -> dict[str, Any]:
+def _compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
     from autotune.traces import BrokenTrace, Trace
+    from autotune.worker.model import load_config
 
+    config = load_config({"model_type": kind})
     began = time.monotonic()
     attention, few = _traced(config, changes)
     layers = few["layers"]
@@ -196,12 +204,13 @@ _PARTS: dict[str, Any] = {
 }
 
 
-def write_readme(rows: list[dict[str, Any]]) -> None:
+def replace_table(name: str, table: str) -> None:
+    """In the README, between its marks."""
     path = STUDY / "README.md"
-    before, _, rest = path.read_text(encoding="utf-8").partition("<!-- table -->\n")
-    after = rest.partition("<!-- end table -->")[2]
-    table = "\n".join(_table(rows))
-    path.write_text(f"{before}<!-- table -->\n{table}\n<!-- end table -->{after}", encoding="utf-8")
+    begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    path.write_text(f"{before}{begin}{table}\n{end}{after}", encoding="utf-8")
 
 
 def _table(rows: list[dict[str, Any]]) -> Iterable[str]:

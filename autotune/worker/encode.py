@@ -87,7 +87,8 @@ def encode(
     """What autotune.traces.Trace reads."""
     recording = step.tracker.recording
     blocks = _blocks(recording, step, chunks, symbols)
-    vocabulary = getattr(text_part(step.model.config), "vocab_size", -1)
+    model: Any = step.model
+    vocabulary = getattr(text_part(model.config), "vocab_size", -1)
     decayed = models.decayed_parameters(step.model)
     embeddings = {
         id(module.weight) for module in step.model.modules() if isinstance(module, nn.Embedding)

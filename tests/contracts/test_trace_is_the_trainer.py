@@ -298,23 +298,26 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fused_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DIFFERENCES: dropout."""
+def undo_differences(patch: pytest.MonkeyPatch) -> None:
+    """DIFFERENCES: dropout, hidden buffers, flash attention."""
 
     def fused(
         input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p else input
 
-    monkeypatch.setattr(F, "dropout", fused)
+    def varlen(q: Any, k: Any, v: Any, starts: Any, *_: Any, **__: Any) -> Any:
+        return (KeepsWhatFlashKeeps.apply(q, k, v, starts),)
+
+    patch.setattr(F, "dropout", fused)
+    patch.setattr(trace_module, "hidden_buffers", lambda *_: ())
+    patch.setattr(attention, "buffers_of", lambda *_: lambda *_: ())
+    patch.setattr(attention, "varlen_attention", varlen)
 
 
 @pytest.fixture(autouse=True)
-def _no_hidden_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DIFFERENCES: hidden buffers."""
-    monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
-    monkeypatch.setattr(attention, "buffers_of", lambda *_: lambda *_: ())
+def _differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    undo_differences(monkeypatch)
 
 
 class KeepsWhatFlashKeeps(torch.autograd.Function):
@@ -330,16 +333,6 @@ class KeepsWhatFlashKeeps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         return *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors[:3]), None
-
-
-@pytest.fixture(autouse=True)
-def _flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DIFFERENCES: flash attention."""
-
-    def varlen(q: Any, k: Any, v: Any, starts: Any, *_: Any, **__: Any) -> Any:
-        return (KeepsWhatFlashKeeps.apply(q, k, v, starts),)
-
-    monkeypatch.setattr(attention, "varlen_attention", varlen)
 
 
 # Compute capability 7.5: sdpa in bfloat16 takes the math kernel. With Liger 8.0, for its way of summing
