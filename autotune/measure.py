@@ -8,7 +8,7 @@ import functools
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from autotune import machine, probing, tune
+from autotune import compiled, machine, probing, tune
 from autotune.config import Workload
 from autotune.dataset import Dataset, time_loaders
 from autotune.errors import WorkerError
@@ -87,7 +87,14 @@ def measured(
             except NotAsAssumed:
                 answer = probing.search(opened, plan, new_prober(), on_probe=heard.on_probe)
         loader = _time_loaders(server, data, workload, answer, listener)
-    summary = dataclasses.replace(tune.with_measured(summary, answer), loader=loader)
+    not_compiled = (
+        reason
+        for estimate in plan.pool
+        for variant in found.variants(estimate)
+        if (reason := compiled.why_not(variant.config, backend))
+    )
+    told = tune.with_measured(summary, answer, not_compiled=next(not_compiled, ""))
+    summary = dataclasses.replace(told, loader=loader)
     return dataclasses.replace(found, summary=summary)
 
 

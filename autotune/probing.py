@@ -77,7 +77,7 @@ class Plan:
 def can_run(config: TrainConfig, backend: str) -> bool:
     """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton."""
     runs_there = backend == "cuda" or not needs.of_cuda(config)
-    return runs_there and compiled.can_compile(config, backend)
+    return runs_there and not compiled.why_not(config, backend)
 
 
 def search(
