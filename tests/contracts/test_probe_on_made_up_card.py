@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from made_up_card import CONTEXT, Card, made_up_card
+from made_up_card import CONTEXT, OTHERS, Card, made_up_card
 from transformers import Trainer
 
 from autotune import host_memory
 from autotune.config import TrainConfig
 from autotune.measurement import Measurement, ProbeSpec
-from autotune.units import GIB
+from autotune.units import GIB, MIB
 from autotune.worker import memory
 from autotune.worker.probe import probe
 
@@ -131,6 +131,46 @@ def test_a_broken_context_is_no_outcome(card: Card, monkeypatch: pytest.MonkeyPa
     raises_in_a_step(monkeypatch, error)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run()
+
+
+NO_HANDLE = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+ALL = 24 * GIB - OTHERS - CONTEXT
+
+
+def test_a_handle_finds_no_room_on_a_full_card(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    card.reserve(ALL - 16 * MIB)
+    raises_in_a_step(monkeypatch, RuntimeError(NO_HANDLE))
+    measured = run(memory_budget_bytes=24 * GIB)
+    assert measured.outcome == "oom"
+    assert measured.message == f"{NO_HANDLE} (the card had 16.0 MiB left)"
+    assert measured.over_budget_bytes == 1
+
+
+def test_a_handle_that_fails_with_room_is_no_outcome(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card.reserve(ALL - GIB)
+    raises_in_a_step(monkeypatch, RuntimeError(NO_HANDLE))
+    with pytest.raises(RuntimeError, match="NOT_INITIALIZED"):
+        run(memory_budget_bytes=24 * GIB)
+
+
+def test_a_broken_context_does_not_say_what_is_left(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index out of bounds: every call fails from then on, and cuBLAS may be the first to say so."""
+
+    def asked(*_: object) -> tuple[int, int]:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def training_step(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", asked)
+        raise RuntimeError(NO_HANDLE)
+
+    card.reserve(ALL)
+    monkeypatch.setattr(Trainer, "training_step", training_step)
+    with pytest.raises(RuntimeError, match="NOT_INITIALIZED"):
+        run(memory_budget_bytes=24 * GIB)
 
 
 @pytest.mark.parametrize(
