@@ -26,7 +26,7 @@ from autotune.export.training_args import environment
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.out_of_memory import HANDLE_BYTES, excess_bytes, says_no_handle
 from autotune.units import format_bytes
-from autotune.worker import checks, confirm
+from autotune.worker import checks, confirm, parking
 from autotune.worker import model as models
 from autotune.worker.build import build
 from autotune.worker.checks import Invalid, NotFinite
@@ -117,7 +117,10 @@ def _run(
     checks.require(checks.check_model(model, config))
     if spec.backend == "cuda":  # Nothing is paged on a CPU.
         require_host_memory(model, config, host_memory.left_bytes())
-    with _output_folder(folder) as output_folder:
+    with (
+        parking.within_host_memory(config, host_memory.left_bytes),
+        _output_folder(folder) as output_folder,
+    ):
         caches = cold_caches(output_folder) if config.is_compiled else contextlib.nullcontext()
         with caches:
             trainer = build_trainer(model, hf_config, config, spec, output_folder)

@@ -199,3 +199,32 @@ def test_no_more_is_paged_than_the_host_holds(
         assert measured.message.startswith(f"{optimizer} pages ")
         assert "MiB of state, and the host has" in measured.message
         assert measured.over_budget_bytes == 1
+
+
+# The one layer is given 17 tokens of 256 numbers in bfloat16; torch pins the next power of two.
+@pytest.mark.parametrize(
+    ("left_bytes", "outcome"),
+    [(2 * 17 * 256, "oom"), (2 * 32 * 256 - 1, "oom"), (2 * 32 * 256, "ok"), (None, "ok")],
+)
+def test_no_more_is_parked_than_the_host_holds(
+    card: Card, monkeypatch: pytest.MonkeyPatch, left_bytes: int | None, outcome: str
+) -> None:
+    num_asked = 0
+
+    def left() -> int | None:
+        nonlocal num_asked
+        num_asked += 1
+        return left_bytes
+
+    monkeypatch.setattr(host_memory, "left_bytes", left)
+    # Without a card nothing can be pinned; it is parked all the same.
+    monkeypatch.setattr(torch.cpu, "is_available", lambda: False)
+    config = dataclasses.replace(
+        FULL, sequence_length=17, activation_checkpointing=1, activation_offloading=True
+    )
+    measured = run(config)
+    assert measured.outcome == outcome
+    if outcome == "oom":
+        assert measured.message.startswith("activation offloading pins 16.0 KiB more, and the host")
+    # Once for a paged optimizer's, once for what the first step parks.
+    assert num_asked == 2
