@@ -105,9 +105,8 @@ def test_the_answer_is_measured_and_says_on_what(answer: dict[str, Any]) -> None
     best = answer["measured"]["best"]
     # On a busy machine one that was stopped as too slow may win: what it was slow beside is slower in
     # its confirmation.
-    seen = best if best["outcome"] == "ok" else answer["measured"]["confirmation"]
     assert best["outcome"] in ("ok", "slow")
-    assert seen["fits"]
+    assert best["fits"]
     assert best["spec"]["backend"] == "cpu"
     assert best["fingerprint"]["device"]
     assert best["loss_is_finite"]
