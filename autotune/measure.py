@@ -68,6 +68,7 @@ def measured(
             max_probes=max_probes,
             confirm_steps=confirm_steps,
             train_steps=train_steps,
+            space=summary.space,
             variants=lambda e: [v for v in found.variants(e) if probing.can_run(v.config, backend)],
         )
         with study as opened, open_probes(storage) as table:

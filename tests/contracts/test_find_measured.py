@@ -141,6 +141,7 @@ def test_the_study_holds_what_was_measured_only(folder: Path, answer: dict[str, 
         study_name=f"{STUDY}-30MB", storage=f"sqlite:///{folder}/studies/autotune.db"
     )
     assert {t.user_attrs["evidence"] for t in study.trials} == {"measured"}
+    assert {t.user_attrs["space"] for t in study.trials} == {"tiny"}
     # Step by step, those that were not known from before: the base is measured outside the study.
     stepwise = [t for t in study.trials if t.intermediate_values]
     assert len(stepwise) >= len(study.trials) - 1
