@@ -30,6 +30,8 @@ def attention(
     kernel = attention_kernel(
         compute_capability, query.dtype, size, value.shape[-1], attn_mask is not None
     )
+    if _broadcasts_heads(query, key, enable_gqa=enable_gqa):
+        kernel = "math"
     if kernel == "flash":
         return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     if kernel == "math":
@@ -68,7 +70,8 @@ def attention_on_cpu(
 ) -> torch.Tensor:
     """By a CPU's one fused kernel, which has neither dropout nor a gradient of the mask; else unfused."""
     learns_mask = attn_mask is not None and attn_mask.requires_grad
-    if dropout_p or learns_mask or query.shape[-1] != value.shape[-1]:
+    broadcasts = _broadcasts_heads(query, key, enable_gqa=enable_gqa)
+    if dropout_p or learns_mask or broadcasts or query.shape[-1] != value.shape[-1]:
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -84,6 +87,12 @@ def attention_on_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
     )[0]
     return out
+
+
+def _broadcasts_heads(query: torch.Tensor, key: torch.Tensor, *, enable_gqa: bool) -> bool:
+    """Falcon's one head of keys: a plain product takes it, and no fused kernel does that is not told of
+    groups (torch 2.13 sdp_utils_cpp.h, check_batch_size_and_num_heads_dense)."""
+    return key.shape[1] != query.shape[1] and not enable_gqa
 
 
 def attention_kernel(
