@@ -210,9 +210,10 @@ def catalogue() -> tuple[CatalogueEntry, ...]:
         )
 
 
-def resolve(model: str) -> ModelSource:
+def resolve(model: str, *, asks_hub: bool = True) -> ModelSource:
     """Return the configuration that `model` names; see the module's docstring for what it may be.
 
+    `asks_hub` False: of a Hub id the copy that is here, or none.
     Raises ConfigError when nothing has that name, when the Hub cannot be reached or refuses, and
     when the configuration is unreadable, larger than MAX_CONFIG_BYTES, not a JSON object, without
     `model_type`, or usable only with its repository's code.
@@ -231,7 +232,7 @@ def resolve(model: str) -> ModelSource:
             remedy=f"Name a folder with a {CONFIG_NAME}, the file itself, or a model",
         )
     if _HUB_ID.fullmatch(model):
-        return _source(model, "hub", _download(model))
+        return _source(model, "hub", _download(model) if asks_hub else _cached(model))
     raise ConfigError(
         f"Unknown model {_shown(model)}",
         why="It is no folder, no file, no name of the catalogue, and no Hub id (organisation/name)",
@@ -393,6 +394,19 @@ def _download(hub_id: str) -> Path:
             remedy=f"Connect, or give a folder or file that has its {CONFIG_NAME}. "
             f"{_known(hub_id)}",
         ) from error
+
+
+def _cached(hub_id: str) -> Path:
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(hub_id, CONFIG_NAME)
+    if isinstance(cached, str):
+        return Path(cached)
+    raise ConfigError(
+        f"The configuration of {hub_id} is not here",
+        why="It is neither in the catalogue nor in the Hub's cache, and the Hub was not asked",
+        remedy="A search asks the Hub for it",
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -64,6 +64,7 @@ def trace_all(
         "compute_capability": list(gpu.compute_capability),
         "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
         "num_sms": gpu.num_sms,
+        "backend": gpu.backend,
     }
     run = run_many if server is None else functools.partial(_run_forked, server)
     specs = set(specs)

@@ -284,9 +284,13 @@ def steps_per_epoch(summary: Summary) -> int | None:
     return math.ceil(lengths.tokens_per_epoch(config.batching) / useful_tokens)
 
 
-def with_measured(summary: Summary, measured: Measured) -> Summary:
-    """The answer that probes gave: the prediction of the measured winner, and what was measured."""
+def with_measured(summary: Summary, measured: Measured, *, not_compiled: str = "") -> Summary:
+    """The answer that probes gave: the prediction of the measured winner, and what was measured.
+
+    `not_compiled`: why nothing could be compiled here, where it was to be.
+    """
     best = measured.predicted
+    unpredicted = f"({NOT_PREDICTED})"
     return dataclasses.replace(
         summary,
         best=best,
@@ -296,9 +300,9 @@ def with_measured(summary: Summary, measured: Measured) -> Summary:
         more_memory=None,
         # What is not predicted was measured.
         left_out=tuple(
-            text
+            text.replace(unpredicted, f"({not_compiled})") if not_compiled else text
             for text in summary.left_out
-            if not (measured.num_compiled and text.endswith(f"({NOT_PREDICTED})"))
+            if not (measured.num_compiled and text.endswith(unpredicted))
         ),
         measured=measured,
     )

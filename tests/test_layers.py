@@ -28,6 +28,7 @@ ROWS = {
     "parallelisms": 2,
     "gpus": 2,
     "host_memory": 2,
+    "compilers": 2,
     "knobs": 2,
     "readers": 2,
     "lengths": 2,

@@ -3,7 +3,7 @@
 The request names a verb and its arguments; each answer is one JSON line. Verbs:
 
 trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capability": [major, minor],
-         "cublas_workspace_bytes": int, "num_sms": int or null,
+         "cublas_workspace_bytes": int, "num_sms": int or null, "backend": "cuda" or "cpu",
          "traces": [{"id": int, "spec": {...}, "whole": bool}]}
         one line per trace: {"id": int, "trace": {...}}, or {"id": int, "unsupported": reason}
 probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}, "folder": str (may lack)}
@@ -55,6 +55,7 @@ def _trace(request: dict[str, Any]) -> Answers:
     device = Device(
         compute_capability=tuple(request["compute_capability"]),
         cublas_workspace_bytes=request["cublas_workspace_bytes"],
+        backend=request["backend"],
         **({"num_sms": request["num_sms"]} if request["num_sms"] else {}),
     )
     # What is imported stays: without it, collecting a traced model takes a millisecond.

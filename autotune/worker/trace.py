@@ -30,7 +30,7 @@ from autotune.worker import attention, flex, fp8, layers, liger, quantize, sft
 from autotune.worker import model as models
 from autotune.worker.adapters import RANK
 from autotune.worker.chunks import Chunks
-from autotune.worker.cuda import Device, Workspaces, cuda_choices
+from autotune.worker.cuda import Device, Workspaces, device_choices
 from autotune.worker.encode import Symbols, encode
 from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.meta_step import MetaStep
@@ -63,7 +63,10 @@ def trace_step(
     workspaces = Workspaces(device.cublas_workspace_bytes)
     tracker = Tracker(
         "meta",
-        hidden_buffers=attention.buffers_of(spec.attention, hidden_buffers),
+        # A CPU's kernels make theirs out of sight.
+        hidden_buffers=attention.buffers_of(spec.attention, hidden_buffers)
+        if device.backend == "cuda"
+        else None,
         before=workspaces.before,
         decompositions={
             **({} if spec.quantization == "none" else quantize.decompositions()),
@@ -78,9 +81,9 @@ def trace_step(
     with _trace_settings(tracker), _techniques(spec, tracker, device, chunks):
         try:
             step.set_up()
-            with cuda_choices(device):
+            with device_choices(device):
                 step.settle(micro_batch, sequence_length)
-            with cuda_choices(device), tracker:
+            with device_choices(device), tracker:
                 step.forward_backward(micro_batch, sequence_length)
         except (
             AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError

@@ -141,6 +141,23 @@ def test_a_mask_keeps_flash_attention_away(capability: tuple[int, int], kernel: 
     assert not any("flash" in name for name in names)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+def test_heads_that_are_broadcast_keep_every_fused_kernel_away(capability: tuple[int, int]) -> None:
+    """Falcon gives the one head of its keys as it is; with a head for each query it may be fused."""
+    device = Device(compute_capability=capability, cublas_workspace_bytes=0)
+    for multi_query in (True, False):
+        falcon = {
+            "model_type": "falcon",
+            "hidden_size": 512,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 3,
+            "vocab_size": 1000,
+            "multi_query": multi_query,
+        }
+        names = kernel_names(trace("sdpa", falcon, device=device))
+        assert any("scaled_dot_product" in name for name in names) != multi_query
+
+
 def test_each_layer_keeps_a_mask_of_its_own() -> None:
     """Added in bfloat16, for all heads; and grouped heads are repeated before it (use_gqa_in_sdpa)."""
     whole, padded = (trace("sdpa", LLAMA, batching=name) for name in ("packed", "padded"))

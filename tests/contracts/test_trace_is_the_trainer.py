@@ -198,6 +198,8 @@ class Case:
     trainer: str = "transformers"
     neftune_noise_alpha: float = 0.0
     batching: str = "packed"
+    device: Device | None = None
+    """None: a card on which the real run can be made to do what the trace does."""
 
     @property
     def config(self) -> transformers.PretrainedConfig:
@@ -348,7 +350,7 @@ def traced(case: Case, *, whole: bool = False) -> tuple[Trace, set[int]]:
         case.task,
         case.spec,
         sequence_length=SEQUENCE_LENGTH,
-        device=AMPERE if case.liger else TURING,
+        device=case.device or (AMPERE if case.liger else TURING),
         whole=whole,
     )
     trace = Trace(json.loads(json.dumps(answer)))
@@ -452,7 +454,9 @@ def run_case(case: Case, folder: Path) -> Run:
         num_missing = NUM_PADDED if case.batching == "padded" else 0
         rows = ragged(num_samples, SEQUENCE_LENGTH, num_missing)
         arguments["train_sampling_strategy"] = "sequential"
-    with sdpa_kernel(SDPBackend.MATH), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        if case.device is None:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(attention.without_library(case.attention))
         if case.liger:
             pytest.importorskip("liger_kernel.transformers")
