@@ -20,8 +20,9 @@ Known limitations
   comes out a third too fast, layer_norm a quarter, embedding up to a half; lm_head with
   cross-entropy within 3 %.
 - Shapes are not seen: a matmul that fills the card badly (few tiles, odd sizes) costs more.
-- Against whole published runs (studies/published-speed) large language models come out 10 % too fast to
-  10 % too slow; BERT and DistilBERT in 16 bits, with dropout and eager attention, 20 to 36 % too fast.
+- Against whole published runs (studies/published-speed) language models of PEFT's and Qwen's programs come
+  out 10 % too fast to 10 % too slow, litgpt's a fifth to a half too fast; BERT and DistilBERT in 16 bits,
+  with dropout and eager attention, 20 to 36 % too fast.
 - Launch-bound and compute-bound stretches within a phase are not told apart. Price the micro-step and
   the optimizer step apart. Copies to and from the host are taken not to overlap with kernels.
 - The L2 cache is not modelled: small tensors that stay in it move faster.
@@ -88,7 +89,7 @@ _INT8_OF_FLOAT16 = 2
 # wide, with its elementwise part at 0.75.
 # 4-bit weights, in bytes of codes, scales and result (2.56 a weight), which instructions bound: 0.17 on
 # the A100 with bitsandbytes 0.41 (LLaMA-Adapter without and with nf4 takes 90 and 176 ms a micro-step for
-# Llama 2 7B, 44 and 83 for StableLM 3B, of which 45 and 20 are predicted for the GPU without: litgpt @8641822
+# Llama 2 7B, 44 and 83 for StableLM 3B, of which 46 and 19 are predicted for the GPU without: litgpt @8641822
 # tutorials/resource-tables.md), and 1.36 to 2.07 times that since its PR 1746 (by PR 1747, which does the
 # same); 0.26 on the A10G (Llama 2 7B with nf4 against Mistral 7B without, litgpt config_hub), where that
 # PR says that nothing has changed for large matrices. [judgement] on other cards.
