@@ -60,6 +60,11 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
         with torch.device("meta"):
             model: Any = auto.from_config(config, dtype=dtype, attn_implementation=spec.attention)
     except Exception as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UnsupportedModel(
+                f"transformers {transformers.__version__} has no {auto.__name__} of the type "
+                f"{config.model_type}: another task may be its own"
+            ) from error
         raise UnsupportedModel(first_line(error)) from error
     of_text = model.config.get_text_config()
     if task == "sequence-classification" and of_text.pad_token_id is None:
