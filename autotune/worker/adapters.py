@@ -12,7 +12,8 @@ from torch import nn
 from autotune.adapters import ADAPTERS, ATTENTION_PROJECTIONS, Choice, peft_fields
 from autotune.config import PEFT_TASK_TYPES
 from autotune.errors import nearest
-from autotune.worker.model import UnsupportedModel, first_line
+from autotune.worker.model import UnsupportedModel, first_line, reason_of
+from autotune.worker.stand_ins import replaced
 
 RANK = 10_007
 """Rank of a trace: a prime that divides no model dimension, so that sizes tell their factors."""
@@ -34,17 +35,24 @@ def add_adapter(model: Any, task: str, choice: Choice, rank: int | None = None) 
     tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
     elsewhere = getattr(tuner, "uses_shared_state", False) or getattr(config, "use_dora", False)
     place = torch.device("meta") if on_meta and elsewhere else contextlib.nullcontext()
+    # FourierFT and WaveFT shuffle the numbers of all weights to draw a few: seconds, for values that
+    # a trace does not look at.
+    unshuffled = [(torch, "randperm", _in_order)] if on_meta else []
     try:
-        with place:
+        with place, replaced(unshuffled):
             adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     except Exception as error:
         raise UnsupportedModel(
-            f"PEFT cannot add its {config.peft_type.value} adapter "
-            f"({type(error).__name__}: {first_line(error)})"
+            f"PEFT cannot add its {config.peft_type.value} adapter ({reason_of(error)})"
         ) from error
     if on_meta:
         _leave_no_values(adapted)
     return adapted
+
+
+def _in_order(count: int, *, generator: Any = None, **place: Any) -> torch.Tensor:
+    """What torch.randperm gives, but for the order."""
+    return torch.arange(count, **place)
 
 
 def peft_config(model: Any, task: str, fields: dict[str, Any], method: str) -> Any:

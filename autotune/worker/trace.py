@@ -95,8 +95,7 @@ def trace_step(
             AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
         ) as error:  # fmt: skip
             raise UnsupportedModel(
-                f"its training step cannot be run without data ({type(error).__name__}: "
-                f"{models.first_line(error)})"
+                f"its training step cannot be run without data ({models.reason_of(error)})"
             ) from error
     if not step.gradients:
         raise UnsupportedModel("nothing that trains gets a gradient")

@@ -26,6 +26,7 @@ from test_trace_is_the_trainer import (
 
 from autotune.adapters import ADAPTERS, LORA_VARIANTS, peft_fields, read_peft
 from autotune.config import TrainConfig
+from autotune.worker import adapters
 from autotune.worker.model import UnsupportedModel
 
 pytestmark = [
@@ -168,6 +169,13 @@ CASES = {
         )
     ),
     "peft, HRA": from_file(peft.HRAConfig(**LINEAR)),
+    # PEFT casts its ranknum, which no step trains, to 16 bits: as a new parameter, which one does.
+    "peft, AdaLoRA": from_file(
+        peft.AdaLoraConfig(init_r=8, total_step=100, **LINEAR), precision="bf16-true"
+    ),
+    "peft, VB-LoRA": from_file(
+        peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=8, **LINEAR), precision="bf16-true"
+    ),
 }
 
 
@@ -227,6 +235,37 @@ def test_what_cannot_be_built_without_values_is_refused() -> None:
     case = from_file(peft.ShiraConfig(r=4, target_modules=["q_proj"], **CAUSAL))
     with pytest.raises(UnsupportedModel, match="PEFT cannot add its SHIRA adapter"):
         trainer_test.traced(case)
+
+
+def test_places_that_are_not_drawn_at_random_change_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = peft.FourierFTConfig(n_frequency=50, target_modules=["q_proj"], **CAUSAL)
+    quick, _ = trainer_test.traced(from_file(config))
+    shuffle, shuffled = torch.randperm, []
+
+    def shuffle_really(count: int, **settings: Any) -> torch.Tensor:
+        shuffled.append(count)
+        return shuffle(count, **settings)
+
+    monkeypatch.setattr(adapters, "_in_order", shuffle_really)
+    slow, _ = trainer_test.traced(from_file(config))
+    assert shuffled
+    assert quick.setup == slow.setup
+    assert quick.first == slow.first
+    assert quick.sizes(2, RANK) == slow.sizes(2, RANK)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.FrodConfig(target_modules=["q_proj"], **CAUSAL),
+        peft.WaveFTConfig(target_modules=["q_proj"], n_frequency=50, **CAUSAL),
+    ],
+)
+def test_what_looks_at_values_is_refused_in_plain_words(config: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=r"it looks at values of weights .* shapes alone"):
+        trainer_test.traced(from_file(config))
 
 
 def test_lora_from_a_file_is_lora() -> None:
