@@ -53,7 +53,6 @@ _ADALORA_QUIRKS = (
 _LEFT_OUT = {
     "peft-013": "FRoD is made from the values of the weights, which are not at hand",
     "peft-031": "LoRA-FA's optimizer, which transformers' Trainer does not have",
-    "peft-063": "WaveFT picks elements by values, which a trace does not have",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as fx_config
 
 from autotune.adapters import ADAPTERS, ATTENTION_PROJECTIONS, Choice, peft_fields
 from autotune.config import PEFT_TASK_TYPES
@@ -86,6 +87,18 @@ def peft_config(model: Any, task: str, fields: dict[str, Any], method: str) -> A
         return kinds[kind](**fields, task_type=task_type)
     except (TypeError, ValueError) as error:
         raise UnsupportedModel(f"PEFT refuses the adapter: {first_line(error)}") from error
+
+
+def true_masks(choice: Choice) -> contextlib.AbstractContextManager[Any]:
+    """Elements picked by a mask without values: all of them, for the type of adapter that asks whether
+    places lie within a weight (peft 0.21 tuners/waveft/layer.py). Elsewhere torch refuses."""
+    settings: Any = fx_config
+    if choice.method == "peft" and peft_fields(choice)["peft_type"] == "WAVEFT":
+        picks_all: contextlib.AbstractContextManager[Any] = settings.patch(
+            meta_nonzero_assume_all_nonzero=True
+        )
+        return picks_all
+    return contextlib.nullcontext()
 
 
 def _present(model: nn.Module, wanted: list[str]) -> list[str]:

@@ -26,7 +26,7 @@ from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.worker import attention, flex, fp8, liger, quantize, sft
 from autotune.worker import model as models
-from autotune.worker.adapters import RANK
+from autotune.worker.adapters import RANK, true_masks
 from autotune.worker.chunks import Chunks
 from autotune.worker.cuda import Device, Workspaces, cuda_choices
 from autotune.worker.encode import Symbols, encode
@@ -110,6 +110,7 @@ def _techniques(
     """What libraries beside Transformers need in order to be traced."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(attention.without_library(spec.attention))
+        stack.enter_context(true_masks(spec))
         if spec.attention == flex.FLEX:
             stack.enter_context(flex.on_meta(tracker))
         if spec.liger:
