@@ -210,7 +210,6 @@ class Pricer:
 
     def _enumerate(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
         """Valid configurations, and how many break which rule."""
-        num_layers = case.source.config.get("num_hidden_layers")
         space = with_attentions(
             narrowed(self._asked.space, {**self._asked.fixed, **case.fixed}), case.source.attentions
         )
@@ -222,7 +221,7 @@ class Pricer:
             points = enumerate_configs(
                 narrowed(space, {"micro_batch_size": size}, only_where_offered=True),
                 self._workload(case, size),
-                num_layers=num_layers if isinstance(num_layers, int) else None,
+                num_layers=case.source.num_layers,
                 compute_capability=case.gpu.compute_capability,
                 head_size=case.source.head_size,
             )

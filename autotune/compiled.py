@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 
+from autotune import compilers
 from autotune.config import TrainConfig
 from autotune.measurement import Measurement
 from autotune.results import Estimate
@@ -75,13 +74,14 @@ def variants(estimate: Estimate, settings: Mapping[str, Sequence[Settings]]) -> 
     ]
 
 
-def can_compile(config: TrainConfig, backend: str) -> bool:
-    """Whether a probe on that backend can compile: CUDA graphs need CUDA, Inductor a C++ compiler."""
-    if backend == "cuda" or not config.is_compiled or config.torch_compile_backend == "aot_eager":
-        return True
-    # torch 2.13 torch/_inductor/config.py, cpp.cxx.
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    return config.torch_compile_backend == "inductor" and compiler is not None
+def why_not(config: TrainConfig, backend: str) -> str:
+    """Why a probe on that backend cannot compile it, in a clause; empty where it can."""
+    if not config.is_compiled or config.torch_compile_backend == "aot_eager":
+        return ""
+    if config.torch_compile_backend == "inductor":
+        lack = compilers.lacking(backend)
+        return "" if lack is None else f"{lack.said}. {lack.remedy}"
+    return "" if backend == "cuda" else f"{config.torch_compile_backend} needs a CUDA device"
 
 
 def bases(

@@ -36,6 +36,7 @@ PACKABLE_TASKS = ("causal-lm", "masked-lm")
 """Their samples may be joined and cut anywhere; others have an answer each."""
 METHODS = ("full", *ADAPTERS)
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+FLASH_ATTENTIONS = ("flash_attention_2", "flash_attention_3")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """torch.compile's `mode`, with Inductor (torch 2.13 torch/__init__.py)."""
 COMPILE_BACKENDS = ("inductor", "cudagraphs", "aot_eager")

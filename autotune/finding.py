@@ -281,6 +281,7 @@ def _record(
                 opened,
                 answer.found.considered,
                 budget_bytes=summary.workload.memory_budget_bytes,
+                space=summary.space,
             )
         opened.set_user_attr(studies.RESULT, result)
         opened.set_user_attr(studies.DETAILS, answer.found.details(summary).to_dict())

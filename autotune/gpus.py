@@ -62,7 +62,7 @@ class Gpu:
     name: str
     aliases: tuple[str, ...] = ()
     vendor: str
-    """nvidia or amd."""
+    """nvidia or amd; cpu of what stands in for a card."""
     architecture: str
     compute_capability: tuple[int, int] | None
     """(major, minor); None when the card does not run CUDA."""
@@ -96,6 +96,11 @@ class Gpu:
     def slug(self) -> str:
         """The name for the command line: `rtx-4070`."""
         return "-".join(_words(self.name))
+
+    @property
+    def backend(self) -> str:
+        """Whose kernels run: cuda or cpu."""
+        return "cpu" if self.vendor == "cpu" else "cuda"
 
     @property
     def has_bfloat16(self) -> bool:

@@ -181,10 +181,9 @@ def check_rules(
     config: TrainConfig, workload: Workload, card: Gpu, source: ModelSource, *, what: str
 ) -> None:
     """Raise ConfigError with the reason of each rule of the space that is broken."""
-    num_layers = source.config.get("num_hidden_layers")
     context = Context(
         effective_batch_size=workload.effective_batch_size,
-        num_layers=num_layers if isinstance(num_layers, int) else None,
+        num_layers=source.num_layers,
         compute_capability=card.compute_capability,
         max_sequence_length=source.max_sequence_length,
         weight_decay=workload.decays,

@@ -258,7 +258,7 @@ def positions(source: ModelSource) -> tuple[int, str]:
     learned = source.max_sequence_length
     if learned is not None:
         return learned, "the model has learned positions for no more"
-    stated = source.config.get("max_position_embeddings")
+    stated = source.text_config.get("max_position_embeddings")
     if isinstance(stated, int) and stated > 0:
         return stated, "the model's configuration has positions for no more"
     return MAX_SEQUENCE_LENGTH, "no longer sequence is looked for"

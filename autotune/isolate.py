@@ -73,7 +73,7 @@ class WorkerEnd:
 
     @property
     def last_words(self) -> str:
-        """The last line that the child printed."""
+        """What the child ended with."""
         return last_line(self.stderr_tail)
 
     def to_error(self, verb: str) -> WorkerError:
@@ -329,4 +329,9 @@ def tail(file: IO[bytes], max_bytes: int) -> str:
 
 
 def last_line(printed: str) -> str:
-    return printed.strip().rpartition("\n")[2]
+    """What it ended with: an exception's own line, whatever libraries print after it; else the last."""
+    lines = printed.strip().splitlines()
+    tracebacks = [n for n, line in enumerate(lines) if line.startswith("Traceback (most recent")]
+    after = lines[tracebacks[-1] + 1 :] if tracebacks else []
+    of_exception = [line for line in after if line and not line[0].isspace()]
+    return (of_exception or lines[-1:] or [""])[0]

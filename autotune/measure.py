@@ -8,7 +8,7 @@ import functools
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from autotune import machine, probing, tune
+from autotune import compiled, machine, probing, tune
 from autotune.config import Workload
 from autotune.dataset import Dataset, time_loaders
 from autotune.errors import WorkerError
@@ -68,6 +68,7 @@ def measured(
             max_probes=max_probes,
             confirm_steps=confirm_steps,
             train_steps=train_steps,
+            space=summary.space,
             variants=lambda e: [v for v in found.variants(e) if probing.can_run(v.config, backend)],
         )
         with study as opened, open_probes(storage) as table:
@@ -87,7 +88,14 @@ def measured(
             except NotAsAssumed:
                 answer = probing.search(opened, plan, new_prober(), on_probe=heard.on_probe)
         loader = _time_loaders(server, data, workload, answer, listener)
-    summary = dataclasses.replace(tune.with_measured(summary, answer), loader=loader)
+    not_compiled = (
+        reason
+        for estimate in plan.pool
+        for variant in found.variants(estimate)
+        if (reason := compiled.why_not(variant.config, backend))
+    )
+    told = tune.with_measured(summary, answer, not_compiled=next(not_compiled, ""))
+    summary = dataclasses.replace(told, loader=loader)
     return dataclasses.replace(found, summary=summary)
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.config import ATTENTIONS
+from autotune.attention_support import WITHOUT_FLASH, WITHOUT_FLEX, WITHOUT_SDPA
+from autotune.config import ATTENTIONS, FLASH_ATTENTIONS
 from autotune.errors import ConfigError, nearest
 from autotune.units import MIB, format_bytes
 
@@ -48,12 +49,6 @@ _ENCODERS = frozenset(
     }
 )
 _ENCODER_DECODERS = frozenset({"bart", "mbart", "mt5", "pegasus", "t5", "umt5"})
-
-# Without scaled_dot_product_attention (transformers 5.23, `_supports_sdpa = False`), of those that
-# people fine-tune as language models: their attention has soft caps or sinks.
-_WITHOUT_SDPA = frozenset({"gemma2", "gemma4", "gpt_oss", "t5gemma", "vaultgemma"})
-# The same for flex_attention, `_supports_flex_attn = False`.
-_WITHOUT_FLEX = frozenset({"falcon", "gemma4", "gpt2", "gpt_bigcode", "stablelm"})
 
 # Whose checkpoints are float32 where the configuration does not say: it has the dtype since
 # huggingface/transformers PR 12316 (2021), and the models of these that lack it are older.
@@ -116,10 +111,24 @@ class ModelSource:
         return "causal-lm"
 
     @property
+    def text_config(self) -> dict[str, Any]:
+        """Of the part that reads text, where the model reads images or sound besides; else all of it."""
+        text = self.config.get("text_config")
+        return text if isinstance(text, dict) else self.config
+
+    @property
+    def num_layers(self) -> int | None:
+        """None where the configuration does not say it by the usual key."""
+        number = self.text_config.get("num_hidden_layers")
+        return number if isinstance(number, int) else None
+
+    @property
     def is_float32(self) -> bool:
         """Whether `from_pretrained` gives float32 weights (dtype="auto", transformers 5.23): as the
         configuration says, else as such checkpoints are."""
-        said = self.config.get("dtype") or self.config.get("torch_dtype")
+        configs = (self.config, self.text_config)
+        names = ("dtype", "torch_dtype")
+        said = next((c[name] for c in configs for name in names if c.get(name)), None)
         if said is None:
             return self.config["model_type"] in _FLOAT32_WHEN_UNSAID
         return bool(said == "float32")
@@ -128,10 +137,15 @@ class ModelSource:
     def attentions(self) -> tuple[str, ...]:
         """Transformers' attention implementations that the model has, of config.ATTENTIONS."""
         kind = self.config["model_type"]
-        has = ("eager",) if kind in _WITHOUT_SDPA else ATTENTIONS
-        if kind in _WITHOUT_FLEX:
-            return tuple(name for name in has if name != "flex_attention")
-        return tuple(dict.fromkeys((*has, "flex_attention")))
+        lacks: set[str] = set()
+        if kind in WITHOUT_SDPA:
+            # What else they have is FlashAttention with soft caps, or sinks, which no trace has seen.
+            lacks |= {"sdpa", *FLASH_ATTENTIONS}
+        if kind in WITHOUT_FLASH:
+            lacks |= set(FLASH_ATTENTIONS)
+        if kind in WITHOUT_FLEX:
+            lacks.add("flex_attention")
+        return tuple(name for name in ATTENTIONS if name not in lacks)
 
     @property
     def max_sequence_length(self) -> int | None:
@@ -146,10 +160,11 @@ class ModelSource:
     @property
     def head_size(self) -> int | None:
         """Elements of an attention head, as far as the usual keys tell."""
-        size, heads = self.config.get("head_dim"), self.config.get("num_attention_heads")
+        config = self.text_config
+        size, heads = config.get("head_dim"), config.get("num_attention_heads")
         if isinstance(size, int):
             return size
-        width = self.config.get("hidden_size")
+        width = config.get("hidden_size")
         return (
             width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
         )
@@ -195,9 +210,10 @@ def catalogue() -> tuple[CatalogueEntry, ...]:
         )
 
 
-def resolve(model: str) -> ModelSource:
+def resolve(model: str, *, asks_hub: bool = True) -> ModelSource:
     """Return the configuration that `model` names; see the module's docstring for what it may be.
 
+    `asks_hub` False: of a Hub id the copy that is here, or none.
     Raises ConfigError when nothing has that name, when the Hub cannot be reached or refuses, and
     when the configuration is unreadable, larger than MAX_CONFIG_BYTES, not a JSON object, without
     `model_type`, or usable only with its repository's code.
@@ -216,7 +232,7 @@ def resolve(model: str) -> ModelSource:
             remedy=f"Name a folder with a {CONFIG_NAME}, the file itself, or a model",
         )
     if _HUB_ID.fullmatch(model):
-        return _source(model, "hub", _download(model))
+        return _source(model, "hub", _download(model) if asks_hub else _cached(model))
     raise ConfigError(
         f"Unknown model {_shown(model)}",
         why="It is no folder, no file, no name of the catalogue, and no Hub id (organisation/name)",
@@ -378,6 +394,19 @@ def _download(hub_id: str) -> Path:
             remedy=f"Connect, or give a folder or file that has its {CONFIG_NAME}. "
             f"{_known(hub_id)}",
         ) from error
+
+
+def _cached(hub_id: str) -> Path:
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(hub_id, CONFIG_NAME)
+    if isinstance(cached, str):
+        return Path(cached)
+    raise ConfigError(
+        f"The configuration of {hub_id} is not here",
+        why="It is neither in the catalogue nor in the Hub's cache, and the Hub was not asked",
+        remedy="A search asks the Hub for it",
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -13,9 +13,14 @@ from autotune.units import GIB, KIB, MIB
 # (pattern, where the text comes from)
 PATTERNS: tuple[tuple[str, str], ...] = (
     (r"CUDA out of memory\.", "pytorch c10/cuda/CUDACachingAllocator.cpp: OutOfMemoryError"),
+    (r"would exceed allowed memory\. \(out of memory\)", "pytorch c10/cuda/CUDAMallocAsyncAllocator.cpp"),
     (r"CUDA (driver )?error: out of memory", "pytorch c10/cuda/CUDAException.cpp: AcceleratorError"),
+    (r"CUDA error \([^)]*\): out of memory", "flash-attention hopper/utils.h: CHECK_CUDA, then exit(1)"),
+    (r"Cuda failure (\d+ )?'out of memory'", "NCCL 2.28 src/include/checks.h: CUDACHECK"),
     (r"CUBLAS_STATUS_ALLOC_FAILED", "pytorch aten/src/ATen/cuda/CUDABlas.cpp: _cublasGetErrorEnum"),
-    (r"CUDNN_STATUS_ALLOC_FAILED", "cuDNN: cudnnGetErrorString"),
+    (r"CUSOLVER_STATUS_ALLOC_FAILED", "pytorch aten/src/ATen/cuda/Exceptions.cpp: cusolverGetErrorMessage"),
+    (r"CUDNN_STATUS_ALLOC_FAILED", "cuDNN 8: cudnnGetErrorString"),
+    (r"CUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED", "cuDNN 9: cudnnGetErrorString"),
     (r"Error out of memory at line \d+", "bitsandbytes csrc: CUDA_CHECK_RETURN, then exit(1)"),
     (r"Triton Error \[CUDA\]: out of memory", "triton third_party/nvidia/backend/driver.c: gpuAssert"),
     (r"DefaultCPUAllocator: (can't allocate|not enough) memory", "pytorch c10/core/impl/alloc_cpu.cpp"),
@@ -37,6 +42,17 @@ _UNIT_BYTES = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 def says_out_of_memory(text: str) -> bool:
     """Whether an exception's message, or what a process printed, speaks of memory running out."""
     return _ANY.search(text) is not None
+
+
+_NO_HANDLE = re.compile(r"CU(BLAS|DNN|SOLVER)_STATUS_NOT_INITIALIZED")
+HANDLE_BYTES = 256 * MIB
+"""A library's handle, and the kernels that come with it. [judgement] With more left, it was not that."""
+
+
+def says_no_handle(text: str) -> bool:
+    """Whether a library could not begin: for want of memory where the device has less than HANDLE_BYTES
+    left. There are other causes, among them an index out of bounds before it."""
+    return _NO_HANDLE.search(text) is not None
 
 
 def excess_bytes(text: str) -> int | None:

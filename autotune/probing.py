@@ -31,7 +31,7 @@ from autotune.pruner import SpeedPruner
 from autotune.results import Estimate
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.seen import Seen
-from autotune.study_trials import parameter_distributions
+from autotune.study_trials import SPACE, parameter_distributions
 from autotune.summary import Measured
 from autotune.trial_history import key_of
 from autotune.trials import ended, watched
@@ -72,12 +72,14 @@ class Plan:
     """Length of the run that cold starts are weighed against; None: steady speed decides."""
     variants: Callable[[Estimate], Sequence[Estimate]] = lambda _: ()
     """Of an eager candidate: compiled, what may be measured too."""
+    space: str = ""
+    """Whose points the candidates are."""
 
 
 def can_run(config: TrainConfig, backend: str) -> bool:
     """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton."""
     runs_there = backend == "cuda" or not needs.of_cuda(config)
-    return runs_there and compiled.can_compile(config, backend)
+    return runs_there and not compiled.why_not(config, backend)
 
 
 def search(
@@ -241,6 +243,7 @@ class _Search:
             return Asked(params=proposed.params, distributions=sampler.search_space(proposed))
 
         def run(trial: optuna.Trial, asked: Asked) -> float:
+            trial.set_user_attr(SPACE, self._plan.space)
             estimate = predicted[key_of(asked.params)]
             best_speed = pruner.best_speed(study) or 0.0
             measurement = prober.measure(

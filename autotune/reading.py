@@ -90,13 +90,15 @@ def read(
     if run is not None and base is not None:
         space = as_in_base(space, base)
         space, base = bases.searched(space, run, base, task, has_lengths=lengths is not None)
+    methods = _methods(options) or METHODS
+    space_file.require_method(space, methods)
     workload = Workload(
         model=source.name,
         task=task,
         sequence_length=length,
         lengths=lengths,
         effective_batch_size=inputs.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
-        methods=_methods(options) or METHODS,
+        methods=methods,
         memory_budget_bytes=budget_bytes,
         num_gpus=num_gpus,
         extra_arguments="{}" if run is None else run.extra_arguments,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.adapters import ADAPTERS, adapter_of
-from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.config import FLASH_ATTENTIONS, PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 from autotune.parallelisms import PARALLELISMS
@@ -15,7 +15,6 @@ from autotune.parallelisms import PARALLELISMS
 # with float8.
 _AMPERE = (8, 0)
 _ADA = (8, 9)
-_FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +179,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="flash-attention-computes-in-16-bits",
         reason="FlashAttention has kernels for float16 and bfloat16 only",
-        breaks=lambda c, _: c.attention in _FLASH and _computes_in_float32(c),
+        breaks=lambda c, _: c.attention in FLASH_ATTENTIONS and _computes_in_float32(c),
     ),
     Rule(
         # Dao-AILab/flash-attention, README: Ampere, Ada, Hopper.
@@ -203,7 +202,9 @@ RULES: tuple[Rule, ...] = (
         name="flash-attention-heads-up-to-256",
         reason="FlashAttention has no kernels for larger attention heads",
         breaks=lambda c, context: (
-            c.attention in _FLASH and context.head_size is not None and context.head_size > 256
+            c.attention in FLASH_ATTENTIONS
+            and context.head_size is not None
+            and context.head_size > 256
         ),
     ),
     Rule(
@@ -235,7 +236,7 @@ RULES: tuple[Rule, ...] = (
         name="padding-free-needs-flash-attention",
         reason="only FlashAttention is told where samples begin: others keep them apart by a mask of the "
         "whole micro-batch's length squared",
-        breaks=lambda c, _: c.batching == "padding-free" and c.attention not in _FLASH,
+        breaks=lambda c, _: c.batching == "padding-free" and c.attention not in FLASH_ATTENTIONS,
     ),
     Rule(
         # transformers 5.23 DataCollatorWithFlattening: labels are the tokens themselves.

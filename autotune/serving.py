@@ -35,6 +35,7 @@ from autotune.measurement import Measurement, ProbeSpec
 from autotune.report.measuring import Measuring
 from autotune.report.progress import SILENT, Listener
 from autotune.summary import Counts
+from autotune.units import counted
 
 IDLE_SECONDS = 2.0
 """Between two looks into an empty queue."""
@@ -246,7 +247,8 @@ class _Work:
             def on_probe(number: int, seen: Measurement, best: Measurement | None) -> None:  # noqa: ARG001
                 speed = None if best is None else best.tokens_per_second
                 fastest = "nothing fits yet" if speed is None else f"best {speed:,.0f} tokens/s"
-                self._say(f"{number} of at most {max_probes} probes, {fastest}")
+                limit = counted(max_probes, "probe")
+                self._say(f"{number} of at most {limit}, {fastest}")
 
             yield Measuring(on_run=on_run, on_probe=on_probe)
 

@@ -80,6 +80,23 @@ def load(name_or_path: str | Path) -> SearchSpace:
     )
 
 
+def require_method(space: SearchSpace, methods: Sequence[str]) -> None:
+    """Raises ConfigError where the space has none of the methods, with those that come along and do."""
+
+    def has_one(one: SearchSpace) -> bool:
+        return any(section.method in methods for section in one.methods)
+
+    if has_one(space):
+        return
+    having = [other.name for other in available() if has_one(other)]
+    raise ConfigError(
+        f"The space {space.name} has no section for {' or '.join(methods)}",
+        why=f"It has {', '.join(section.method for section in space.methods)}",
+        # No space has a `peft`: a file is one.
+        remedy=f"Give --space {' or '.join(having)}" if having else "Give --peft with a file",
+    )
+
+
 def text_of(name_or_path: str) -> str | None:
     """What the file says, for another machine; None for a shipped one, which is there as well."""
     shipped = _shipped()

@@ -34,12 +34,14 @@ CONSTRAINT = "memory"
 """Name of the trials' constraint: peak_device_bytes minus the budget."""
 OVER_BUDGET = "over_budget_bytes"
 """User attribute, the same number: optuna-dashboard 0.21 shows no constraint that has a name."""
+SPACE = "space"
+"""User attribute: name of the space whose search added the trial; older ones have none."""
 
 
 def record_estimates(
-    study: optuna.Study, estimates: Iterable[Estimate], *, budget_bytes: int
+    study: optuna.Study, estimates: Iterable[Estimate], *, budget_bytes: int, space: str = ""
 ) -> int:
-    """Add a trial per Estimate that is not in the study yet; return how many were added.
+    """Add a trial per Estimate of that space that is not in the study yet; return how many were added.
 
     About 7 ms per trial on SQLite (Optuna writes each in its own transaction): pass hundreds.
 
@@ -49,7 +51,7 @@ def record_estimates(
     known = {_identity(trial.user_attrs) for trial in stored}
     new = []
     for estimate in estimates:
-        attributes = _attributes(estimate)
+        attributes = _attributes(estimate) | {SPACE: space}
         if _identity(attributes) not in known:
             known.add(_identity(attributes))
             new.append((estimate, attributes))

@@ -113,8 +113,11 @@ class Measured:
         return None if best is None or base is None else best / base
 
     def to_dict(self) -> dict[str, object]:
+        """Whether `best` fits is said by what is told of it: its probe may have been stopped as too slow
+        beside one whose confirmation was slower."""
+        of_final = {"fits": self.final.fits, "problem": self.final.problem}
         return {
-            "best": _with_sums(self.best),
+            "best": _with_sums(self.best) | of_final,
             "baseline": None if self.baseline is None else _with_sums(self.baseline),
             "speedup": self.speedup,
             "predicted_tokens_per_second": self.predicted.tokens_per_second,

@@ -64,6 +64,7 @@ def trace_all(
         "compute_capability": list(gpu.compute_capability),
         "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
         "num_sms": gpu.num_sms,
+        "backend": gpu.backend,
     }
     run = run_many if server is None else functools.partial(_run_forked, server)
     specs = set(specs)
@@ -93,7 +94,7 @@ def trace_all(
             why=next(iter(jobs.refused.values())),
             remedy="Name another model, method or precision",
         )
-    hidden_size = model.config.get("hidden_size")
+    hidden_size = model.text_config.get("hidden_size")
     found: dict[TraceSpec, Trace | RankTrace] = {}
     for spec in specs:
         trace = jobs.traces.get(_of_one_gpu(spec))

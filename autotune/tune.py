@@ -115,7 +115,6 @@ def find(
     """
     started = time.monotonic()
     progress = log.stages(_log, progress)
-    num_layers = model.config.get("num_hidden_layers")
     ways_to_compile = compiled.settings_of(space)
     reference = base or default_base(workload, gpu, model)
     if base is None and model.is_float32:
@@ -127,7 +126,7 @@ def find(
     points = enumerate_configs(
         for_gpus(with_batchings(space, workload), workload.num_gpus),
         workload,
-        num_layers=num_layers if isinstance(num_layers, int) else None,
+        num_layers=model.num_layers,
         compute_capability=gpu.compute_capability,
         max_sequence_length=model.max_sequence_length,
         head_size=model.head_size,
@@ -285,9 +284,13 @@ def steps_per_epoch(summary: Summary) -> int | None:
     return math.ceil(lengths.tokens_per_epoch(config.batching) / useful_tokens)
 
 
-def with_measured(summary: Summary, measured: Measured) -> Summary:
-    """The answer that probes gave: the prediction of the measured winner, and what was measured."""
+def with_measured(summary: Summary, measured: Measured, *, not_compiled: str = "") -> Summary:
+    """The answer that probes gave: the prediction of the measured winner, and what was measured.
+
+    `not_compiled`: why nothing could be compiled here, where it was to be.
+    """
     best = measured.predicted
+    unpredicted = f"({NOT_PREDICTED})"
     return dataclasses.replace(
         summary,
         best=best,
@@ -297,9 +300,9 @@ def with_measured(summary: Summary, measured: Measured) -> Summary:
         more_memory=None,
         # What is not predicted was measured.
         left_out=tuple(
-            text
+            text.replace(unpredicted, f"({not_compiled})") if not_compiled else text
             for text in summary.left_out
-            if not (measured.num_compiled and text.endswith(f"({NOT_PREDICTED})"))
+            if not (measured.num_compiled and text.endswith(unpredicted))
         ),
         measured=measured,
     )

@@ -107,6 +107,11 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 probe`, `20 probes`, `1,000 probes`: of a noun that takes an s."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def _decimals(value: float) -> int:
     """Decimals that leave three significant figures of a value of at least 1."""
     if value < 9.995:

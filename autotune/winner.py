@@ -12,7 +12,7 @@ from autotune.errors import NothingFitsError, WorkerError
 from autotune.knobs import describe
 from autotune.measurement import NOISE, Measurement
 from autotune.tradeoffs import gives_up
-from autotune.units import format_bytes
+from autotune.units import counted, format_bytes
 
 MAX_CONFIRMATIONS = 3
 """[judgement] Three that fail have a cause in common, which a fourth would share."""
@@ -119,6 +119,6 @@ def nothing_fits(
         return WorkerError(f"No probe measured anything ({told or 'none ran'})", why=last)
     return NothingFitsError(
         f"Nothing that was probed fits into {format_bytes(budget_bytes)}",
-        why=f"Of {len(measured)} probes: {told}",
+        why=f"Of {counted(len(measured), 'probe')}: {told}",
         remedy="Give a larger budget, a shorter --seq-len, or allow another --method",
     )

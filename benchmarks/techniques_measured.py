@@ -42,15 +42,15 @@ BUDGETS = {"cpu": "2GB", "cuda": None}
 DIFFERS_ON_CPU = {
     "paged_": "a CPU has no managed memory: nothing is paged",
     "grokadamw": "its state waits in host memory, which is the device here",
-    "LoRA dropout": "a CPU keeps dropout's mask in float32, CUDA's kernel in a byte each",
     "QLoRA": "PEFT asks whether CUDA's autocast is on, and copies inputs to float32 here",
     "nf4": "as QLoRA",
     "fp4": "as QLoRA",
     "packed": "as QLoRA",
     "int8": "bitsandbytes multiplies int8 another way on a CPU; PEFT as in QLoRA",
+    "SFTTrainer": "TRL folds a chunk's logits in PyTorch where it has no Triton",
 }
 """How the words of a row begin, and why its peak is another one than on a card: what tests/contracts
-undoes by name (test_quantized_real, test_probe_optimizers, test_adapters_real)."""
+undoes by name (test_quantized_real, test_probe_optimizers, test_probe_sft)."""
 MAX_SECONDS = 1.0
 """Of timed steps per probe."""
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import answers
 import pytest
 
-from autotune import compiled
+from autotune import compiled, compilers
 from autotune.config import TrainConfig
 from autotune.lengths import Lengths
 from autotune.measurement import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
 from autotune.report import words
 from autotune.space import MethodSpace, SearchSpace
 from autotune.summary import Measured
-from autotune.tune import steps_per_epoch
+from autotune.tune import steps_per_epoch, with_measured
 
 EAGER = TrainConfig(
     method="full",
@@ -79,19 +80,60 @@ def test_a_variant_has_the_figures_of_eager_and_says_that_they_are_a_bound() -> 
 
 
 @pytest.mark.parametrize(
-    ("backend", "on_cpu", "without_compiler"),
-    [("inductor", True, False), ("cudagraphs", False, False), ("aot_eager", True, True)],
+    ("compiles_with", "device", "with_compiler", "without"),
+    [
+        ("inductor", "cpu", "", "no C++ compiler: no-such-program is not found. Install g++"),
+        ("inductor", "cuda", "", "no C compiler: no-such-program is not found. Install gcc"),
+        ("cudagraphs", "cpu", "cudagraphs needs a CUDA device", "cudagraphs needs a CUDA device"),
+        ("cudagraphs", "cuda", "", ""),
+        ("aot_eager", "cpu", "", ""),
+    ],
 )
-def test_what_a_cpu_compiles(
-    backend: str, on_cpu: bool, without_compiler: bool, monkeypatch: pytest.MonkeyPatch
+def test_why_nothing_is_compiled(
+    compiles_with: str,
+    device: str,
+    with_compiler: str,
+    without: str,
+    headers: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = dataclasses.replace(COMPILED, torch_compile_backend=backend)
+    config = dataclasses.replace(COMPILED, torch_compile_backend=compiles_with)
+    for program, said in (("sh", with_compiler), ("no-such-program", without)):
+        for variable in ("CC", "CXX"):
+            monkeypatch.setenv(variable, program)
+        assert compiled.why_not(config, device).startswith(said)
+        assert bool(compiled.why_not(config, device)) == bool(said)
+        assert compiled.why_not(EAGER, device) == ""
+
+
+def test_python_has_headers_or_nothing_is_compiled(
+    headers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "sh")
-    assert compiled.can_compile(config, "cpu") == on_cpu
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert compiled.can_compile(config, "cpu") == without_compiler
-    assert compiled.can_compile(config, "cuda")
-    assert compiled.can_compile(EAGER, "cpu")
+    assert compiled.why_not(COMPILED, "cpu") == ""
+    (headers / "Python.h").unlink()
+    assert compiled.why_not(COMPILED, "cpu").startswith(f"no Python.h in {headers}. Install")
+
+
+@pytest.fixture
+def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where Python's headers are looked for."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(compilers.sysconfig, "get_path", lambda *_: str(tmp_path))
+    return tmp_path
+
+
+def test_the_answer_says_why_nothing_was_compiled() -> None:
+    left_out = (
+        "torch.compile (default) (not predicted)",
+        "SOAP (needs: pip install pytorch-optimizer)",
+    )
+    summary = dataclasses.replace(answers.summary(), left_out=left_out)
+    eager = dataclasses.replace(found(measured(EAGER, 1.0), None), num_compiled=0)
+    assert with_measured(summary, eager).left_out == left_out
+    told = with_measured(summary, eager, not_compiled="no C++ compiler")
+    assert told.left_out == ("torch.compile (default) (no C++ compiler)", left_out[1])
+    assert with_measured(summary, found(None, measured(COMPILED, 1.0))).left_out == left_out[1:]
 
 
 def test_the_fastest_eager_ones_are_compiled() -> None:

@@ -12,6 +12,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -290,6 +291,20 @@ def test_what_the_driver_and_the_libraries_say(
     settings = dict(nvml)
     fake_nvml(monkeypatch, settings.pop("names", L4), **settings)
     check(ASK[name](Told(**parts)), status, *words)
+
+
+def test_triton_needs_a_compiler_where_there_is_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "sh")
+    fake_nvml(monkeypatch, L4)
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    check(ASK["compiler"](Told()), "ok" if headers else "warn", "bin/sh" if headers else "Python.h")
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    check(ASK["compiler"](Told()), "warn", "/nonexistent/cc is not found", "Liger", "Install gcc")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    check(ASK["compiler"](Told()), "warn", "gcc or clang is not found")
+    fake_nvml(monkeypatch, [])
+    check(ASK["compiler"](Told()), "ok", "no card here")
 
 
 def test_a_card_that_tells_little_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,7 +599,8 @@ def test_every_check_is_seen_in_every_state() -> None:
     """The tables above, and the checks with tests of their own; a cap of power is no failure."""
     seen = {(name, status) for name, _, _, status, _ in CARD_CASES}
     by_themselves = {
-        *("allocator", "libraries", "host memory", "disk", "folders", "database", "hub")
+        *("allocator", "compiler", "libraries", "host memory", "disk"),
+        *("folders", "database", "hub"),
     }
     wanted = {(name, status.value) for name in set(ASK) - by_themselves for status in Status}
     assert wanted - seen == {("power", "fail")}

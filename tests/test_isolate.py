@@ -101,6 +101,12 @@ def test_a_crash_keeps_the_answers_before_it(worker: Commands) -> None:
     assert str(error) == "The trace process ended with exit code 1. SystemError: went wrong."
 
 
+def test_what_libraries_print_after_a_traceback_does_not_hide_it(worker: Commands) -> None:
+    leak = "import atexit, sys; atexit.register(lambda: print('leaked 3 types', file=sys.stderr))"
+    error = run(worker(f"{leak}\nraise SystemError('went wrong')")).to_error("trace")
+    assert str(error) == "The trace process ended with exit code 1. SystemError: went wrong."
+
+
 def test_a_killed_child_and_its_half_line(worker: Commands) -> None:
     body = "answer(n=1)\nresult.write('{\"n\": ')\nresult.flush()\nos.kill(os.getpid(), 9)"
     end = run(worker(body))

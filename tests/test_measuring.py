@@ -59,6 +59,17 @@ def test_the_time_left_is_at_most_that_of_the_probes_that_are_allowed() -> None:
     assert "longer" in tally.left()
 
 
+def test_one_probe_is_one_probe() -> None:
+    clock = Clock()
+    tally = Tally(max_probes=1, confirm_steps=0, clock=clock)
+    assert tally.left() == "at most 1 probe; how long one takes is not known yet"
+    tally = Tally(max_probes=2, confirm_steps=0, clock=clock)
+    tally.on_run(answers.CONFIG, PROBE)
+    clock.seconds = 4.0
+    tally.on_probe(1, answers.measurement(), answers.measurement())
+    assert tally.left().startswith("at most 1 probe: 4 s, until ")
+
+
 def test_a_confirmation_before_which_nothing_ran_is_not_said_to_be_late() -> None:
     """All probes were known: there is nothing yet that could be compared with."""
     clock, best = Clock(), answers.measurement(step_seconds=2.0)

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from nights_of import CONFIG, HERE, NOW, cell, night
 
@@ -258,16 +259,24 @@ def test_a_dry_run_says_why_and_touches_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "fingerprint", lambda backend: HERE)
-    Path("matrix.yaml").write_text("models: [gpt2, gpt2-medium]\nbudgets: [2GB]", encoding="utf-8")
+    text = "models: [gpt2, gpt2-medium, who/knows]\nbudgets: [2GB]"
+    Path("matrix.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         main(["nightly", "matrix.yaml", "--backend", "cpu", "--dry-run", "--max-minutes", "12"])
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("NVIDIA GeForce RTX 4090: 1 of 2 cells, about 13 min 55 s of 12 min")
+    assert lines[0].startswith("NVIDIA GeForce RTX 4090: 1 of 3 cells, about 13 min 55 s of 12 min")
     assert lines[1].startswith(
         "  new          gpt2-2gb-seq1024-any  never tuned on this machine: search, about 13 min 55 s"
     )
     assert "gpt2-medium-2gb-seq1024-any  never tuned on this machine: another night" in lines[2]
+    assert lines[3].strip().startswith("Unknown model 'gpt2-medium'")
+    assert lines[5].strip() == (
+        "The configuration of who/knows is not here. It is neither in the catalogue nor in the Hub's "
+        "cache, and the Hub was not asked. A search asks the Hub for it."
+    )
+    assert len(lines) == 6
     assert [path.name for path in tmp_path.iterdir()] == ["matrix.yaml"]
 
 

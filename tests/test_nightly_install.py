@@ -149,6 +149,21 @@ def test_the_workflow_is_yaml_and_its_scripts_are_shell(tmp_path: Path) -> None:
         assert ran.stdout.splitlines() == ["nightly", NAME, "--max-minutes", "90"]
 
 
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [("time_budget: 90 min", 90 + 60), ("time_budget: 10h", 660), ("", 8 * 60 + 60), (None, 540)],
+)
+def test_the_workflow_waits_as_long_as_the_matrix_takes(
+    tmp_path: Path, text: str | None, minutes: int
+) -> None:
+    file = tmp_path / "matrix.yaml"
+    if text is not None:
+        file.write_text(f"models: [Qwen/Qwen2.5-1.5B]\n{text}\n", encoding="utf-8")
+    wanted = dataclasses.replace(DEFAULTS, file=file, max_minutes=None)
+    job = yaml.safe_load(TEXTS["github"](wanted))["jobs"]["nightly"]
+    assert job["timeout-minutes"] == minutes
+
+
 def test_the_workflow_keeps_what_there_is(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.out_of_memory import excess_bytes, says_out_of_memory
+from autotune.out_of_memory import excess_bytes, says_no_handle, says_out_of_memory
 from autotune.units import GIB, MIB
 
 CAPPED = (
@@ -18,6 +18,14 @@ FULL_CARD = (
     "which 6.50 MiB is free. Process 4242 has 11.25 GiB memory in use. Of the allocated memory 9.75 "
     "GiB is allocated by PyTorch, and 1.00 MiB is reserved by PyTorch but unallocated."
 )
+NO_HANDLE = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+
+
+def test_a_library_that_could_not_begin() -> None:
+    assert says_no_handle(NO_HANDLE)
+    assert says_no_handle("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
+    assert says_no_handle("cusolver error: CUSOLVER_STATUS_NOT_INITIALIZED, when calling")
+    assert not says_no_handle("CUDA error: an illegal memory access was encountered")
 
 
 @pytest.mark.parametrize(
@@ -28,6 +36,13 @@ FULL_CARD = (
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+        "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated",
+        "CUDA error (/src/hopper/flash_fwd_launch_template.h:188): out of memory",
+        "host:12:34 [0] NCCL WARN Cuda failure 2 'out of memory'",
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'out of memory'",
         "loading\nError out of memory at line 84 in file /src/csrc/ops.cu\n",
         "Triton Error [CUDA]: out of memory",
         "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
@@ -47,6 +62,8 @@ def test_memory_ran_out(text: str) -> None:
         "Error invalid configuration argument at line 84 in file /src/csrc/ops.cu",
         "out of resource: shared memory, Required: 180224, Hardware limit: 101376",
         "Triton Error [CUDA]: an illegal memory access was encountered",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_BAD_LAUNCH_PARAM",
+        NO_HANDLE,
     ],
 )
 def test_something_else_went_wrong(text: str) -> None:

@@ -107,6 +107,24 @@ def test_predicted_trials_fit_or_do_not_and_say_by_how_much() -> None:
     assert too_large.tradeoff == "exact"
 
 
+def test_a_trial_of_another_space_says_so() -> None:
+    study, found = in_memory(), answer()
+    others = [answers.estimate(), answers.estimate(BASE, device_gib=12.18)]
+    study_trials.record_estimates(
+        study, others, budget_bytes=answers.BUDGET_BYTES, space="my <b>space"
+    )
+    own = [answers.estimate(config(micro_batch_size=2))]
+    study_trials.record_estimates(
+        study, own, budget_bytes=answers.BUDGET_BYTES, space=found.summary.space
+    )
+    record = data.collect(found, study.get_trials(deepcopy=False))
+    # The answer is of its own space, whichever search came upon it first.
+    assert [row.space for row in record.trials] == ["", "my <b>space", ""]
+    assert record.trials[1].reason == "1.00 GiB over the budget"
+    assert "1.00 GiB over the budget; of the space my &lt;b>space" in markdown.draw(record)
+    assert "of the space my \\u003cb\\u003espace" in page.draw(record)
+
+
 def test_the_frontier_is_what_nothing_beats_in_both() -> None:
     made = [(10.0, 8.0), (9.0, 10.0), (9.5, 12.0), (8.0, 16.0), (13.0, 1.0), (8.5, 16.0)]
     record = predicted(

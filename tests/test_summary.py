@@ -72,6 +72,12 @@ CASES: dict[str, dict[str, Any]] = {
             ),
         ),
     },
+    "measured, stopped as too slow": {
+        "measured": answers.measured(
+            best=answers.measurement(outcome="slow", message="stopped after 4 steps"),
+            confirmation=answers.measurement(confirm_steps=50),
+        ),
+    },
     "measured": {
         "measured": answers.measured(
             confirmation=answers.measurement(confirm_steps=50),
@@ -86,6 +92,18 @@ def test_read_back_is_equal(name: str) -> None:
     summary = answers.summary(**CASES[name])
     text = json.dumps(summary.to_dict() | {"files": ["train.py"]}, allow_nan=False)
     assert summary_from_dict(json.loads(text)) == summary
+
+
+def test_a_winner_that_was_stopped_and_then_confirmed_fits() -> None:
+    stopped = answers.measurement(outcome="slow", message="stopped after 4 steps")
+    confirmed = answers.measurement(confirm_steps=50)
+    told: Any = answers.measured(best=stopped, confirmation=confirmed).to_dict()
+    assert told["confirmed"] is True
+    assert (told["best"]["fits"], told["best"]["problem"]) == (True, "")
+    assert told["best"]["outcome"] == "slow"
+    full = answers.measurement(outcome="full_disk", message="no room", confirm_steps=50)
+    told = answers.measured(best=stopped, confirmation=full).to_dict()
+    assert (told["confirmed"], told["best"]["fits"]) == (False, False)
 
 
 @pytest.mark.parametrize(

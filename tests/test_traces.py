@@ -272,9 +272,10 @@ def test_parameters_are_counted_over_all_layers() -> None:
     assert a.trace().num_parameters(8) == (9000 + 5 * (1000 + 7 * 8), 5 * 7 * 8)
 
 
-def test_trainable_parameters_come_in_the_models_order() -> None:
+def test_an_optimizer_sees_what_gets_a_gradient_in_the_models_order() -> None:
     a = Answer(full=4)
     a.block("weights").alloc("frozen", [64, 0, 0], category="parameter", trainable=False)
+    a.alloc("of images", [64, 0, 0], category="parameter", trainable=True)
     for n in range(3):
         a.block("adapter", n).alloc(
             f"a{n}",
@@ -287,6 +288,9 @@ def test_trainable_parameters_come_in_the_models_order() -> None:
             embedding=False,
             linear=True,
         )
+    for n in (2, 1, 0):
+        size = [4 * (n + 1), 0, 1]
+        a.block("backward", n).alloc(f"g{n}", size, category="gradient", of=a.number[f"a{n}"])
     shapes = [(0, 8), (0, 16), (0, 16), (0, 24)]
     assert a.trace().trainable(8) == [
         TensorSpec(shape=shape, dtype="float32", group=0, linear=True) for shape in shapes

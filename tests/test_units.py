@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import ConfigError
-from autotune.units import format_bytes, format_count, format_seconds, parse_bytes
+from autotune.units import counted, format_bytes, format_count, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -115,3 +115,10 @@ def test_format_seconds(seconds: float, text: str) -> None:
 )
 def test_format_count(count: float, text: str) -> None:
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 probes"), (1, "1 probe"), (2, "2 probes"), (1000, "1,000 probes")]
+)
+def test_counted(count: int, text: str) -> None:
+    assert counted(count, "probe") == text

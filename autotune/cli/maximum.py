@@ -110,6 +110,8 @@ def maximum(
     if settings["peft"] is not None:
         searched = with_peft(searched, settings.pop("peft"))
         methods = ("peft",)
+    methods = tuple(method for method in METHODS if method in methods) or METHODS
+    space_file.require_method(searched, methods)
     asked = cases.Asked(
         source=source,
         task=task,
@@ -117,7 +119,7 @@ def maximum(
         gpu_reason=gpu_reason,
         budget_bytes=budget_bytes,
         sequence_length=length,
-        methods=tuple(method for method in METHODS if method in methods) or METHODS,
+        methods=methods,
         accumulation=accumulation,
         fixed={name: value for name, value in settings.items() if value is not None},
         space=searched,

@@ -14,6 +14,7 @@ from autotune import database
 from autotune.cli import completion
 from autotune.cli.output import command_on, print_json, say
 from autotune.errors import ConfigError
+from autotune.units import counted
 
 _storage = click.option(
     "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
@@ -116,8 +117,8 @@ def rm(*, study: str, yes: bool, storage: str, as_json: bool) -> None:
         print_json({"removed": study, "num_trials": num_trials})
         return
     say(
-        f"Removed {shlex.quote(study)} and its {num_trials:,} trials. What its probes measured stays in "
-        "the table of probes, for whatever asks for the same again; its files stay as well."
+        f"Removed {shlex.quote(study)} and its {counted(num_trials, 'trial')}. What its probes measured "
+        "stays in the table of probes, for whatever asks for the same again; its files stay as well."
     )
 
 

@@ -42,6 +42,7 @@ CHECKS = (
     Check(name="power", ask=card.power, error=HardwareError),
     Check(name="torch", ask=libraries.torch, error=WorkerError),
     Check(name="kernels", ask=libraries.kernels, error=HardwareError),
+    Check(name="compiler", ask=libraries.compiler, error=WorkerError),
     Check(name="bitsandbytes", ask=libraries.bitsandbytes, error=WorkerError),
     Check(name="flash-attn", ask=libraries.flash_attention, error=WorkerError),
     Check(name="allocator", ask=libraries.allocator, error=ConfigError),

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
-from autotune import nvml
+from autotune import compilers, nvml
 from autotune.allocator import VARIABLES
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
@@ -88,6 +88,16 @@ def kernels(machine: Machine) -> Verdict:
     if any(number <= 10 * major + minor for number in ptx):
         return warn(f"{said}: the driver compiles them at first use, for minutes", _GET_TORCH)
     return fail(f"{said}: none runs on it", f"{_GET_TORCH}, with kernels for {major}.{minor}")
+
+
+def compiler(machine: Machine) -> Verdict:
+    """What Triton compiles its kernels' launchers with, when they are first called."""
+    if isinstance(machine.card, nvml.NoCard):
+        return NO_CARD
+    lack = compilers.lacking("cuda")
+    if lack is None:
+        return ok(f"{compilers.found('cuda')}, and Python's headers")
+    return warn(f"{lack.said}: torch.compile, Liger and other Triton kernels fail", lack.remedy)
 
 
 def bitsandbytes(machine: Machine) -> Verdict:

@@ -13,6 +13,7 @@ from autotune.nightly import drift
 from autotune.nightly.history import NEW, Night
 from autotune.nightly.hooks import EVENTS
 from autotune.nightly.plan import Planned
+from autotune.units import counted
 
 FAILED = "failed"
 """A cell without an answer; its other kinds are a Night's."""
@@ -117,11 +118,10 @@ class Digest:
         order = (drift.REGRESSION, FAILED, drift.IMPROVEMENT, drift.SUSPECT, NEW, drift.UNCHANGED)
         counts = [(len(self.of_kind(kind)), kind) for kind in order]
         said = ", ".join(f"{count} {kind}" for count, kind in counts if count)
-        noun = "cell" if len(self.done) == 1 else "cells"
         nothing = (
             "no cell has ended" if any(each.has_work for each in self.left) else "nothing to do"
         )
-        words = f"{len(self.done)} {noun}: {said}" if self.done else nothing
+        words = f"{counted(len(self.done), 'cell')}: {said}" if self.done else nothing
         return f"{words} (interrupted)" if self.is_interrupted else words
 
     def to_dict(self) -> dict[str, Any]:

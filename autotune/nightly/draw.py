@@ -38,8 +38,11 @@ def plan_text(prepared: Prepared, budget_seconds: float, num_skipped: int) -> st
     """What `--dry-run` prints."""
     lines = [
         f"{plan_line(prepared)} of {format_seconds(budget_seconds)}. Nothing was run.",
-        *(f"  {_planned_line(each)}" for each in prepared.planned),
     ]
+    for each in prepared.planned:
+        lines.append(f"  {_planned_line(each)}")
+        if each.problem:
+            lines.append(f"{'':15}{each.problem}")
     if num_skipped:
         lines.append(f"  {num_skipped} more are skipped by the matrix")
     return "".join(f"{printable(line)}\n" for line in lines)

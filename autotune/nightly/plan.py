@@ -69,6 +69,8 @@ class Planned:
     expected_gain: float
     is_chosen: bool = True
     """False: the night has no time for it, or there is nothing to do."""
+    problem: str = ""
+    """Of a dry run: why its model was not found, without the network."""
 
     @property
     def has_work(self) -> bool:
@@ -94,6 +96,7 @@ class Planned:
             "expected_seconds": round(self.expected_seconds, 1),
             "expected_gain": round(self.expected_gain, 5),
             "chosen": self.is_chosen,
+            "problem": self.problem,
         }
 
 

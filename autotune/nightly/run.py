@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune import gpus, inputs, machine, needs, nvml
+from autotune import gpus, inputs, machine, models, needs, nvml
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.fingerprints import fingerprint_here
 from autotune.forkserver import ForkServer
@@ -57,7 +58,24 @@ def dry_run(matrix: Matrix, place: Place, *, budget_seconds: float) -> Prepared:
         # Where that is known without torch it takes a second.
         known = machine.fingerprint(place.backend)
         fingerprint = known or fingerprint_here(server, place.backend)
-    return _prepared(matrix, place, fingerprint, budget_seconds=budget_seconds, now=now)
+    prepared = _prepared(matrix, place, fingerprint, budget_seconds=budget_seconds, now=now)
+    problem_of = functools.cache(_why_not_found)
+    looked = (
+        dataclasses.replace(each, problem=problem_of(each.cell.options.model))
+        for each in prepared.planned
+    )
+    return dataclasses.replace(prepared, planned=tuple(looked))
+
+
+def _why_not_found(model: str | None) -> str:
+    """Why the model cannot be read here without the network; empty where it can, or the base names it."""
+    if model is None:
+        return ""
+    try:
+        models.resolve(model, asks_hub=False)
+    except AutotuneError as error:
+        return str(error)
+    return ""
 
 
 def night(

@@ -16,6 +16,7 @@ from autotune.knobs import describe
 from autotune.measurement import measurement_from_dict
 from autotune.report.words import printable
 from autotune.studies import StoredAnswer, load_with_trials
+from autotune.study_trials import SPACE
 from autotune.tradeoffs import tradeoff_class
 from autotune.units import format_bytes
 
@@ -43,9 +44,16 @@ class TrialRow:
     predicted_peak_device_bytes: int | None = None
     reason: str = ""
     """Why the outcome is what it is."""
+    space: str = ""
+    """Whose search added it, where that is not the answer's space."""
     is_answer: bool = False
     is_frontier: bool = False
     """Of those that fit, with its evidence: nothing faster needs less memory."""
+
+    @property
+    def remark(self) -> str:
+        """The reason, and that it is of another space."""
+        return "; ".join(filter(None, (self.reason, self.space and f"of the space {self.space}")))
 
 
 class Trial(Protocol):
@@ -112,11 +120,14 @@ def _row(trial: Trial, answer: StoredAnswer) -> TrialRow:
             peak_device_bytes=None,
             reason=str(attributes.get("outcome", "")) if is_unfinished else printable(str(error)),
         )
+    is_answer = config == summary.best.config and figures["evidence"] == summary.evidence
+    space = str(attributes.get(SPACE, ""))
     return TrialRow(
         number=trial.number,
         tradeoff=tradeoff_class(config, summary.base),
         config=printable(describe(config)),
-        is_answer=config == summary.best.config and figures["evidence"] == summary.evidence,
+        space="" if is_answer or space == summary.space else printable(space),
+        is_answer=is_answer,
         **figures,
     )
 

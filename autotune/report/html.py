@@ -104,8 +104,9 @@ def _columns(data: ReportData) -> dict[str, Any]:
         "frontier": [int(row.is_frontier) for row in rows],
         **{
             name: _numbered([getattr(row, name) for row in rows])
-            for name in ("evidence", "outcome", "tradeoff", "reason")
+            for name in ("evidence", "outcome", "tradeoff")
         },
+        "reason": _numbered([row.remark for row in rows]),
     }
     return {**columns, "words": list(numbers)}
 

@@ -111,7 +111,7 @@ def _trials(rows: Sequence[TrialRow], unit: Unit) -> str:
                 if row.peak_device_bytes is None
                 else f"{row.peak_device_bytes / unit_bytes:.2f}",
                 row.config,
-                row.reason,
+                row.remark,
             )
             for row in fastest[:MAX_TRIALS]
         ),

@@ -23,7 +23,7 @@ from autotune.measurement import NUM_CONFIRMATION_WARM_UP_STEPS, Measurement, Pr
 from autotune.report import words
 from autotune.report.stderr import Output, output
 from autotune.summary import Counts
-from autotune.units import format_seconds
+from autotune.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -110,9 +110,9 @@ class Tally:
         if self.confirms and seconds is None:
             return "the confirmation takes longer than its steps were thought to"
         if seconds is None:
-            return f"at most {num_left} probes; how long one takes is not known yet"
+            return f"at most {counted(num_left, 'probe')}; how long one takes is not known yet"
         until = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
-        what = [f"{num_left} probes"] if num_left and not self.confirms else []
+        what = [counted(num_left, "probe")] if num_left and not self.confirms else []
         what += ["the confirmation"] if self._confirm_steps else []
         if not what:
             return "nothing"
@@ -137,7 +137,7 @@ def measuring_on_stderr(
     elif kind is Output.NONE:
         yield Measuring(on_run=tally.on_run, on_probe=tally.on_probe)
     else:
-        _print(f"measuring: at most {max_probes} probes")
+        _print(f"measuring: at most {counted(max_probes, 'probe')}")
         yield _lines(tally, milestones=kind is Output.MILESTONES)
 
 

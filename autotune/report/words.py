@@ -8,7 +8,7 @@ from autotune.loading import LoaderTime
 from autotune.measurement import NOISE, Measurement
 from autotune.results import Estimate
 from autotune.summary import MORE_MEMORY_BYTES, Change, Measured, Summary
-from autotune.units import format_bytes, format_count, format_seconds, unit_for
+from autotune.units import counted, format_bytes, format_count, format_seconds, unit_for
 
 CLASS_MEANINGS = (
     "exact: the mathematics of the base; numerics: other rounding; recipe: another training run"
@@ -89,7 +89,8 @@ def run(found: Measured) -> str:
         cold = f"a cold start of {format_seconds(found.final.cold_start_seconds)}"
     if found.train_steps is None:
         return f"steady speed decides, beside {cold}: --train-steps weighs it"
-    return f"{found.tokens_per_second_over_run:,.0f} tokens/s over {found.train_steps:,} steps, with {cold}"
+    steps = counted(found.train_steps, "step")
+    return f"{found.tokens_per_second_over_run:,.0f} tokens/s over {steps}, with {cold}"
 
 
 def loader(summary: Summary) -> str:
@@ -133,7 +134,7 @@ def compilation(found: Measured) -> str:
     if not found.compiled.fits:
         verdict += f" ({printable(found.compiled.message)})"
     if pays_after is not None:
-        verdict = f"it pays for itself after {pays_after:,} steps"
+        verdict = f"it pays for itself after {counted(pays_after, 'step')}"
     return (
         f"{KNOBS['torch_compile'].words(config.torch_compile)}{backend}: "
         f"{measured_speed(found.compiled)} at best, {measured_speed(found.eager)} without it; a cold "
@@ -147,8 +148,8 @@ def confirmation(found: Measured) -> str:
         return "not confirmed: --confirm-steps 0"
     if not found.is_confirmed:
         return f"not confirmed: {printable(found.confirmation.message)}"
-    steps = found.confirmation.spec.confirm_steps
-    return f"confirmed over {steps} {'step' if steps == 1 else 'steps'}, evaluation and checkpoint"
+    steps = counted(found.confirmation.spec.confirm_steps, "step")
+    return f"confirmed over {steps}, evaluation and checkpoint"
 
 
 def rejected(measurement: Measurement) -> str:

@@ -22,17 +22,19 @@ class BrokenTrace(Exception):
 class Layers:
     """Which traced layer each layer of the whole model copies.
 
-    The first period and the last stand for themselves, and so does the remainder; the second period
-    repeats in between.
+    What comes before the pattern, the first period and the last stand for themselves, and so does the
+    remainder; the second period repeats in between.
     """
 
     traced: int
     full: int
     period: int
+    first: int = 0
+    """Where the pattern begins."""
 
     def source(self, layer: int) -> int:
         extra = self.full - self.traced
-        start = self.period
+        start = self.first + self.period
         if layer < start + self.period:
             return layer
         if layer < start + self.period + extra:
@@ -44,6 +46,10 @@ class Layers:
 
     def copies(self, traced_layer: int) -> int:
         return 1 if traced_layer < 0 else len(self.instances(traced_layer))
+
+    def period_of(self, layer: Any) -> Any:
+        """Number of its period, from 0; negative before the pattern. Of traced layers."""
+        return (layer - self.first) // self.period
 
 
 def numbers_of(events: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -148,7 +154,7 @@ class Copies:
         layer = self._layer_of_block[index]
         if layer < 0:
             return homes
-        distance = homes // self._layers.period - layer // self._layers.period
+        distance = self._layers.period_of(homes) - self._layers.period_of(layer)
         extra = self._layers.full - self._layers.traced
         columns = np.where(distance >= 2, homes + extra, homes + shift)
         columns = np.where(distance <= -2, homes, columns)
@@ -176,7 +182,7 @@ class Copies:
         later = located.get(self._next_period.get(index, -1))
         if later is None or len(later[0]) != len(events):
             return events, homes
-        is_first = (homes >= 0) & (homes < self._layers.period)
+        is_first = (homes >= 0) & (self._layers.period_of(homes) == 0)
         homes = np.where(is_first, later[1] - self._layers.period, homes)
         return np.where(is_first, later[0], events), homes
 

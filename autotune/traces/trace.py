@@ -256,12 +256,19 @@ class Trace:
         )
 
     def trainable(self, rank: int) -> list[TensorSpec]:
-        """Trainable parameters in the model's order."""
+        """What an optimizer sees: parameters that get a gradient, in the model's order.
+
+        A model that reads images besides gets none for its eyes from text.
+        """
         return [
-            self._spec(entry, rank)
+            self._spec(self._tensors[self._template[number]], rank)
             for number in self.setup
-            if number >= 0 and (entry := self._tensors[self._template[number]]).get("trainable")
+            if number >= 0 and self._template[number] in self._with_gradient
         ]
+
+    @functools.cached_property
+    def _with_gradient(self) -> set[int]:
+        return {tensor["of"] for tensor in self._tensors if "of" in tensor}
 
     def parameter_of(self, gradient: int, rank: int) -> TensorSpec:
         """The parameter whose gradient has that number."""

@@ -3,7 +3,7 @@
 The request names a verb and its arguments; each answer is one JSON line. Verbs:
 
 trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capability": [major, minor],
-         "cublas_workspace_bytes": int, "num_sms": int or null,
+         "cublas_workspace_bytes": int, "num_sms": int or null, "backend": "cuda" or "cpu",
          "traces": [{"id": int, "spec": {...}, "whole": bool}]}
         one line per trace: {"id": int, "trace": {...}}, or {"id": int, "unsupported": reason}
 probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}, "folder": str (may lack)}
@@ -49,12 +49,13 @@ def _trace(request: dict[str, Any]) -> Answers:
     import_adapters()
 
     from autotune.worker.cuda import Device
-    from autotune.worker.model import UnsupportedModel, load_config
+    from autotune.worker.model import UnsupportedModel, first_line, load_config
     from autotune.worker.trace import trace_step
 
     device = Device(
         compute_capability=tuple(request["compute_capability"]),
         cublas_workspace_bytes=request["cublas_workspace_bytes"],
+        backend=request["backend"],
         **({"num_sms": request["num_sms"]} if request["num_sms"] else {}),
     )
     # What is imported stays: without it, collecting a traced model takes a millisecond.
@@ -72,6 +73,9 @@ def _trace(request: dict[str, Any]) -> Answers:
             )
         except UnsupportedModel as error:
             yield {"id": wanted["id"], "unsupported": str(error)}
+        except Exception as error:  # of a family that nobody has tried: the others go on
+            said = f"it cannot be traced ({type(error).__name__}: {first_line(error)})"
+            yield {"id": wanted["id"], "unsupported": said}
         else:
             yield {"id": wanted["id"], "trace": trace}
         gc.collect()

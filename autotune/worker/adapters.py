@@ -13,6 +13,7 @@ from torch.fx.experimental import _config as fx_config
 from autotune.adapters import ADAPTERS, ATTENTION_PROJECTIONS, Choice, peft_fields
 from autotune.config import PEFT_TASK_TYPES
 from autotune.errors import nearest
+from autotune.worker.layers import num_layers
 from autotune.worker.model import UnsupportedModel, first_line, reason_of
 from autotune.worker.stand_ins import replaced
 
@@ -31,10 +32,11 @@ def add_adapter(model: Any, task: str, choice: Choice, rank: int | None = None) 
     config = peft_config(model, task, peft_fields(choice, lora_rank=rank), choice.method)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     # PEFT's option leaves an adapter's weights on `meta`, but not what its layers share (VeRA's
-    # projections) or what DoRA works out from 4-bit weights. Index tensors that are no buffers must
-    # stay on the CPU: they are copied in each step.
+    # projections) or what DoRA works out from 4-bit weights; and it makes them on the CPU first, where
+    # LoRA on the experts of a mixture, at a trace's rank, takes hundreds of gigabytes. Index tensors that
+    # are no buffers must stay on the CPU: they are copied in each step.
     tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
-    elsewhere = getattr(tuner, "uses_shared_state", False) or getattr(config, "use_dora", False)
+    elsewhere = getattr(tuner, "uses_shared_state", False) or config.peft_type.value == "LORA"
     place = torch.device("meta") if on_meta and elsewhere else contextlib.nullcontext()
     # FourierFT and WaveFT shuffle the numbers of all weights to draw a few: seconds, for values that
     # a trace does not look at.
@@ -78,7 +80,7 @@ def peft_config(model: Any, task: str, fields: dict[str, Any], method: str) -> A
     if method != "peft" and isinstance(fields.get("target_modules"), list):
         fields["target_modules"] = _present(model, fields["target_modules"])
     if fields.get("adapter_layers") == "all":
-        fields["adapter_layers"] = model.config.num_hidden_layers
+        fields["adapter_layers"] = num_layers(model.config)
     if isinstance(fields.get("token_indices"), int):
         vocabulary = model.config.get_text_config().vocab_size
         first = max(vocabulary - fields["token_indices"], 0)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autotune.config import FLASH_ATTENTIONS
 from autotune.results import TraceSpec
 from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.sdpa import flash_attention
@@ -31,7 +32,6 @@ from autotune.worker.tracker import Buffer, HiddenBuffers
 
 aten = torch.ops.aten
 
-FLASH = ("flash_attention_2", "flash_attention_3")
 LARGEST_HEAD = 256
 """Elements. Both versions refuse more."""
 
@@ -57,7 +57,7 @@ KERNEL_NAMES = {
 
 def buffers_of(attention: str, default: HiddenBuffers = hidden_buffers) -> HiddenBuffers:
     """The buffers inside kernels, by the implementation of attention."""
-    if attention not in FLASH:
+    if attention not in FLASH_ATTENTIONS:
         return default
     backward = _third_backward if attention == "flash_attention_3" else _second_backward
 
@@ -111,7 +111,7 @@ def _rounded_size(head_size: int) -> int:
 
 def decompositions(spec: TraceSpec, sequence_length: int) -> dict[Any, Callable[..., Any]]:
     """What unpadding asks of values, answered for a batch whose every place holds a token."""
-    if spec.attention not in FLASH or spec.batching != "padded":
+    if spec.attention not in FLASH_ATTENTIONS or spec.batching != "padded":
         return {}
 
     def every_place(tensor: torch.Tensor) -> Any:
@@ -129,7 +129,7 @@ def decompositions(spec: TraceSpec, sequence_length: int) -> dict[Any, Callable[
 @contextlib.contextmanager
 def without_library(attention: str) -> Iterator[None]:
     """Models can be made with, and trained with, an implementation that is not installed."""
-    if attention not in FLASH:
+    if attention not in FLASH_ATTENTIONS:
         yield
         return
     from transformers import PreTrainedModel, modeling_utils

@@ -1,4 +1,4 @@
-"""torch.autocast as CUDA applies it: its lists of functions, and its cache of cast weights.
+"""torch.autocast as CUDA or a CPU applies it: its lists of functions, and its cache of cast weights.
 
 On `meta` autocast does nothing. Its state here is that of the CPU (`torch.is_autocast_enabled("cpu")`), which
 `meta` tensors ignore and which activation checkpointing saves and restores.
@@ -9,7 +9,7 @@ Source: pytorch v2.13 aten/src/ATen/autocast_mode.{h,cpp}.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +20,20 @@ from autotune.worker.stand_ins import replaced
 HALF = (torch.float16, torch.bfloat16)
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+Policy = Callable[["Autocast", Any, Any], _Call]
+"""How a function's arguments are cast."""
 
 
 class Autocast:
-    """Casts as CUDA's autocast would."""
+    """Casts as a device's autocast would."""
 
-    def __init__(self) -> None:
+    def __init__(self, policies: Mapping[Any, Policy]) -> None:
+        self._policies = policies
         self._cast_weights: dict[int, torch.Tensor] = {}
 
     def cast(self, func: Any, args: Any, kwargs: Any) -> _Call:
         """The arguments as the function gets them while autocast is on."""
-        policy = _POLICIES.get(func)
+        policy = self._policies.get(func)
         # Autocast leaves a function alone that is told where to put its result.
         if policy is None or "out" in kwargs or not torch.is_autocast_enabled("cpu"):
             return args, kwargs
@@ -143,9 +146,23 @@ _FLOAT32_RESULT = (
 )  # fmt: skip
 _WIDEST = (torch.cat, torch.stack, torch.addcmul, torch.addcdiv, torch.cross, torch.dot)
 
-_POLICIES: dict[Any, Callable[[Autocast, Any, Any], _Call]] = {
+_OF_CUDA: dict[Any, Policy] = {
     **dict.fromkeys(_LOWER, _cast_lower),
     **dict.fromkeys(_FLOAT32, _cast_float32),
     **dict.fromkeys(_FLOAT32_RESULT, _default_float32),
     **dict.fromkeys(_WIDEST, _cast_widest),
 }
+
+# A CPU leaves softmax, layer_norm and pow in 16 bits.
+_FLOAT32_ON_CPU = (
+    F.cross_entropy, F.nll_loss, F.mse_loss, F.binary_cross_entropy_with_logits,
+)  # fmt: skip
+_WIDEST_ON_CPU = (torch.cat, torch.stack)
+_OF_CPU: dict[Any, Policy] = {
+    **dict.fromkeys(_LOWER, _cast_lower),
+    **dict.fromkeys(_FLOAT32_ON_CPU, _cast_float32),
+    **dict.fromkeys(_WIDEST_ON_CPU, _cast_widest),
+}
+
+POLICIES: dict[str, Mapping[Any, Policy]] = {"cuda": _OF_CUDA, "cpu": _OF_CPU}
+"""By backend."""

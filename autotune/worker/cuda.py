@@ -1,8 +1,9 @@
-"""What a CUDA device would do where a trace on `meta` does something else.
+"""What a device would do where a trace on `meta` does something else.
 
 * which attention kernel `scaled_dot_product_attention` picks (autotune.worker.sdpa);
-* the fused kernels that CUDA has and `meta` has not (dropout, half-precision softmax);
-* torch.autocast for CUDA (autotune.worker.autocast);
+* the fused kernels that CUDA has and `meta` has not (dropout, half-precision softmax); a CPU has none
+  of them either;
+* torch.autocast (autotune.worker.autocast);
 * cuBLAS' workspaces.
 """
 
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autotune.worker import sdpa
-from autotune.worker.autocast import Autocast
+from autotune.worker.autocast import POLICIES, Autocast
 from autotune.worker.tracker import Tracker, in_backward
 
 aten = torch.ops.aten
@@ -33,27 +34,23 @@ class Device:
     cublas_workspace_bytes: int
     num_sms: int = 108
     """Liger's norms make a row of fp32 for each: 1.7 MB at a width of 4,096. Of an A100 unless known."""
+    backend: str = "cuda"
+    """cuda or cpu: whose kernels run."""
 
 
 @contextlib.contextmanager
-def cuda_choices(device: Device) -> Iterator[None]:
-    """Functions go where CUDA would send them, and autocast's casts are applied while it is on."""
-    mode = _CudaChoices(device)
+def device_choices(device: Device) -> Iterator[None]:
+    """Functions go where the device would send them, and autocast's casts are applied while it is on."""
+    mode = _DeviceChoices(device)
     with mode.autocast.stands_for_cudas(), mode:
         yield
 
 
-class _CudaChoices(TorchFunctionMode):
+class _DeviceChoices(TorchFunctionMode):
     def __init__(self, device: Device) -> None:
         super().__init__()
-        self.autocast = Autocast()
-        self._replaced: dict[Any, Callable[..., Any]] = {
-            F.scaled_dot_product_attention: functools.partial(
-                sdpa.attention, device.compute_capability
-            ),
-            F.dropout: _dropout,
-            F.softmax: _softmax,
-        }
+        self.autocast = Autocast(POLICIES[device.backend])
+        self._replaced = _FUNCTIONS[device.backend](device)
 
     def __torch_function__(
         self,
@@ -88,6 +85,19 @@ def _softmax(
     if dtype == torch.float32 and input.dtype == torch.float16:
         return _HalfToFloatSoftmax.apply(input, dim)
     return F.softmax(input, dim, _stacklevel, dtype)
+
+
+def _of_cuda(device: Device) -> dict[Any, Callable[..., Any]]:
+    attention = functools.partial(sdpa.attention, device.compute_capability)
+    return {F.scaled_dot_product_attention: attention, F.dropout: _dropout, F.softmax: _softmax}
+
+
+def _of_cpu(_: Device) -> dict[Any, Callable[..., Any]]:
+    return {F.scaled_dot_product_attention: sdpa.attention_on_cpu}
+
+
+_FUNCTIONS = {"cuda": _of_cuda, "cpu": _of_cpu}
+"""What takes a function's place, by backend."""
 
 
 class _HalfToFloatSoftmax(torch.autograd.Function):

@@ -14,6 +14,7 @@ from autotune.results import TraceSpec
 from autotune.worker import model as models
 from autotune.worker.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.cuda import Workspaces
+from autotune.worker.layers import text_part
 from autotune.worker.meta_step import MetaStep, place_finder
 from autotune.worker.tracker import Recording, TrackedKernel
 
@@ -86,7 +87,8 @@ def encode(
     """What autotune.traces.Trace reads."""
     recording = step.tracker.recording
     blocks = _blocks(recording, step, chunks, symbols)
-    vocabulary = getattr(step.model.config, "vocab_size", -1)
+    model: Any = step.model
+    vocabulary = getattr(text_part(model.config), "vocab_size", -1)
     decayed = models.decayed_parameters(step.model)
     embeddings = {
         id(module.weight) for module in step.model.modules() if isinstance(module, nn.Embedding)

@@ -81,6 +81,16 @@ def device_memory(
     return CpuMemory(budget_bytes, AllocationProfile() if is_compiled else None)
 
 
+def left_bytes(backend: str) -> int | None:
+    """What the device has free at this moment; None where nobody tells, as after a broken context."""
+    if backend != "cuda":
+        return None
+    try:
+        return int(torch.cuda.mem_get_info()[0])
+    except RuntimeError:
+        return None
+
+
 class CudaMemory:
     """The first visible CUDA device. Not yet run on a GPU."""
 

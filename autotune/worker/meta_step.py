@@ -19,6 +19,7 @@ from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.worker import adapters, fp8, liger, quantize, sft
 from autotune.worker import model as models
+from autotune.worker.layers import layer_stacks
 from autotune.worker.tracker import Tracker, in_backward
 
 Place = tuple[int, int]
@@ -116,7 +117,7 @@ class MetaStep:
         if isinstance(tensor, nn.Parameter) and index not in self.parameters:
             self.parameters[index] = tensor
 
-    def forward_backward(self, micro_batch: int, sequence_length: int, num_layers: int) -> None:
+    def forward_backward(self, micro_batch: int, sequence_length: int) -> None:
         """Trainer.training_step: loss under autocast, scaled, backward."""
         precision = PRECISIONS[self.spec.precision]
         handles = self._hook_gradients()
@@ -126,7 +127,7 @@ class MetaStep:
         accepts = models.accepts_loss_kwargs(model)
         if accepts:
             inputs["num_items_in_batch"] = torch.empty((), dtype=torch.float32, device="meta")
-        for number, stack in enumerate(models.layer_stacks(model, num_layers)):
+        for number, stack in enumerate(layer_stacks(model)):
             handles += self._hook_layers(number, stack)
         self.mark("embed")
         loss = self._loss(inputs, accepts=accepts)
@@ -226,9 +227,8 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 def place_finder(model: Any) -> Callable[[str], Place]:
     """Where among the repeated layers a module or parameter of that name lies."""
-    num_layers = getattr(model.config, "num_hidden_layers", 0)
     names = {id(module): name for name, module in model.named_modules()}
-    prefixes = [names[id(stack)] + "." for stack in models.layer_stacks(model, num_layers)]
+    prefixes = [names[id(stack)] + "." for stack in layer_stacks(model)]
 
     def place_of(name: str) -> Place:
         for stack, prefix in enumerate(prefixes):

@@ -19,8 +19,42 @@ def quick_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """What an operation on `meta` returns, without PyTorch's shape functions; None: ask them."""
     if func in _ELEMENTWISE:
         return _like_first(args, kwargs)
+    if func is aten._grouped_mm.default:
+        return _grouped_product(*args, **kwargs)
+    if func is aten.nonzero.default and args[0].dim() == 1:
+        # Which rows have a label (DeBERTa), which experts a token: all.
+        return torch.empty((args[0].shape[0], 1), dtype=torch.int64, device=args[0].device)
     # Before 2.13 PyTorch has none for it; nothing is computed there.
     return kwargs["out"] if func is aten.addmm.dtype_out else None
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The experts of a mixture, each with its rows, or each expert's gradient, as CUDA lays it out: rows
+    of whole 16 bytes.
+
+    PyTorch's own shape function takes bfloat16 alone, while CUDA multiplies float32 and float16 as well,
+    expert by expert. Source: torch 2.13 _meta_registrations.py, _create_grouped_mm_output_tensor;
+    aten/src/ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda.
+    """
+    num_groups = [offs.shape[0]] if offs is not None and a.dim() == b.dim() == 2 else []
+    if a.dim() == b.dim() == 3:
+        num_groups = [a.shape[0]]
+    dtype = out_dtype or a.dtype
+    rows, columns = a.shape[-2], b.shape[-1]
+    per_16_bytes = 16 // dtype.itemsize
+    stride = -(-columns // per_16_bytes) * per_16_bytes
+    return torch.empty_strided(
+        (*num_groups, rows, columns),
+        (*(rows * stride for _ in num_groups), stride, 1),
+        dtype=dtype,
+        device=a.device,
+    )
 
 
 def _like_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

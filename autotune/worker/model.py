@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from typing import Any
 
 import torch
@@ -49,44 +48,6 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:
         raise UnsupportedModel(f"transformers refuses the configuration: {error}") from error
-
-
-def layer_period(config: PretrainedConfig) -> int:
-    """After how many layers the pattern of layer types repeats."""
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        return 1
-    return next(
-        n for n in range(1, len(kinds) + 1) if all(k == kinds[i % n] for i, k in enumerate(kinds))
-    )
-
-
-def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """The same architecture with fewer layers, in a decoder beside an encoder too."""
-    small = copy.deepcopy(config)
-    if getattr(config, "num_decoder_layers", None) == config.num_hidden_layers:
-        small.num_decoder_layers = num_layers
-    for name, value in list(vars(small).items()):
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            setattr(small, name, value[:num_layers])
-    small.num_hidden_layers = num_layers
-    return small
-
-
-def layer_stacks(model: nn.Module, num_layers: int) -> list[nn.ModuleList]:
-    """The lists of repeated layers: one, or an encoder's and a decoder's; empty where it is unclear.
-
-    A list within a layer (T5 has one of two or three parts in each) is none of them.
-    """
-    stacks: list[nn.ModuleList] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if id(module) in inside or not isinstance(module, nn.ModuleList):
-            continue
-        if len(module) == num_layers > 1:
-            stacks.append(module)
-            inside |= {id(part) for part in module.modules()}
-    return stacks if len(stacks) <= 2 else []
 
 
 def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Module:
@@ -167,23 +128,6 @@ def accepts_loss_kwargs(model: Any) -> bool:
         return bool(declared)
     parameters = inspect.signature(inner.forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
-def small_num_layers(config: PretrainedConfig, spec: TraceSpec, period: int) -> int:
-    """Layers enough for a first, a repeating and a last period; all of them where that saves nothing.
-
-    One more where the copies of the second take what they refer to from the third, which must not
-    be the last: where the first layers make what the others share (T5's position bias), and where a
-    layer's gradient arrives when the one below has begun (that of Liger's first norm).
-    """
-    num_periods = 4 if config.is_encoder_decoder or spec.liger else 3
-    small = num_periods * period + config.num_hidden_layers % period
-    return min(small, config.num_hidden_layers)
-
-
-def trace_period(config: PretrainedConfig, spec: TraceSpec) -> int:
-    """Layer types and checkpointing both repeat after so many layers."""
-    return math.lcm(layer_period(config), max(spec.activation_checkpointing, 1))
 
 
 _ASKS_FOR_VALUES = (

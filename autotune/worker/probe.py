@@ -24,14 +24,15 @@ from autotune import host_memory, needs
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.export.training_args import environment
 from autotune.measurement import Measurement, ProbeSpec
-from autotune.out_of_memory import excess_bytes
-from autotune.worker import checks, confirm
+from autotune.out_of_memory import HANDLE_BYTES, excess_bytes, says_no_handle
+from autotune.units import format_bytes
+from autotune.worker import checks, confirm, parking
 from autotune.worker import model as models
 from autotune.worker.build import build
 from autotune.worker.checks import Invalid, NotFinite
 from autotune.worker.compiling import cold_caches
 from autotune.worker.fingerprint import fingerprint
-from autotune.worker.memory import device_memory
+from autotune.worker.memory import device_memory, left_bytes
 from autotune.worker.paging import require_host_memory
 from autotune.worker.probe_callback import OnProgress, ProbeCallback, StopReason
 from autotune.worker.steps import summarize
@@ -69,7 +70,7 @@ def probe(
             callback = ProbeCallback(config, spec, memory, on_progress, stop_reason)
             figures = _run(model_config, callback, folder)
     except Exception as error:
-        figures = _figures_of(error)
+        figures = _figures_of(error, spec.backend)
         if not figures:
             raise
     return Measurement(
@@ -81,7 +82,7 @@ def probe(
     )
 
 
-def _figures_of(error: Exception) -> dict[str, Any]:
+def _figures_of(error: Exception, backend: str) -> dict[str, Any]:
     """Fields of the Measurement of a run that ended so; none for what is no outcome of a probe."""
     if isinstance(error, (Invalid, models.UnsupportedModel)):
         is_finite = False if isinstance(error, NotFinite) else None
@@ -94,6 +95,11 @@ def _figures_of(error: Exception) -> dict[str, Any]:
             "message": models.first_line(error),
             "excess_bytes": excess_bytes(str(error)),
         }
+    if isinstance(error, RuntimeError) and says_no_handle(str(error)):
+        free_bytes = left_bytes(backend)
+        if free_bytes is not None and free_bytes < HANDLE_BYTES:
+            left = f" (the card had {format_bytes(free_bytes)} left)"
+            return {"outcome": "oom", "message": models.first_line(error) + left}
     return {}
 
 
@@ -111,7 +117,10 @@ def _run(
     checks.require(checks.check_model(model, config))
     if spec.backend == "cuda":  # Nothing is paged on a CPU.
         require_host_memory(model, config, host_memory.left_bytes())
-    with _output_folder(folder) as output_folder:
+    with (
+        parking.within_host_memory(config, host_memory.left_bytes),
+        _output_folder(folder) as output_folder,
+    ):
         caches = cold_caches(output_folder) if config.is_compiled else contextlib.nullcontext()
         with caches:
             trainer = build_trainer(model, hf_config, config, spec, output_folder)

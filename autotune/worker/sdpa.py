@@ -1,7 +1,7 @@
-"""scaled_dot_product_attention by the kernel that a CUDA device would run.
+"""scaled_dot_product_attention by the kernel that a CUDA device would run, or a CPU.
 
-Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
-aten/src/ATen/native/transformers/attention.cpp.
+Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, sdp_utils_cpp.cpp and
+attention.cpp beside it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def attention(
     kernel = attention_kernel(
         compute_capability, query.dtype, size, value.shape[-1], attn_mask is not None
     )
+    if _broadcasts_heads(query, key, enable_gqa=enable_gqa):
+        kernel = "math"
     if kernel == "flash":
         return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     if kernel == "math":
@@ -54,6 +56,43 @@ def attention(
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def attention_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """By a CPU's one fused kernel, which has neither dropout nor a gradient of the mask; else unfused."""
+    learns_mask = attn_mask is not None and attn_mask.requires_grad
+    broadcasts = _broadcasts_heads(query, key, enable_gqa=enable_gqa)
+    if dropout_p or learns_mask or broadcasts or query.shape[-1] != value.shape[-1]:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    mask = attn_mask if attn_mask is None else _as_added(attn_mask, query)
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+    )[0]
+    return out
+
+
+def _broadcasts_heads(query: torch.Tensor, key: torch.Tensor, *, enable_gqa: bool) -> bool:
+    """Falcon's one head of keys: a plain product takes it, and no fused kernel does that is not told of
+    groups (torch 2.13 sdp_utils_cpp.h, check_batch_size_and_num_heads_dense)."""
+    return key.shape[1] != query.shape[1] and not enable_gqa
 
 
 def attention_kernel(
@@ -130,10 +169,15 @@ def _additive_mask(
     """
     if mask is None:
         return None
-    if mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=query.dtype, device=query.device)
-        mask = torch.where(mask, zero, float("-inf"))
+    mask = _as_added(mask, query)
     if aligned and any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
         length = mask.shape[-1]
         mask = F.pad(mask, (0, MASK_ALIGNMENT - length % MASK_ALIGNMENT))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], mask.shape[-1])
+
+
+def _as_added(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(mask, zero, float("-inf"))

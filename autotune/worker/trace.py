@@ -12,6 +12,7 @@ Not modelled: data loading (the batch lives for its micro-step), evaluation, log
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import warnings
@@ -19,16 +20,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from autotune.adapters import ADAPTERS
 from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
-from autotune.worker import attention, flex, fp8, liger, quantize, sft
+from autotune.worker import attention, flex, fp8, layers, liger, quantize, sft
 from autotune.worker import model as models
 from autotune.worker.adapters import RANK, true_masks
 from autotune.worker.chunks import Chunks
-from autotune.worker.cuda import Device, Workspaces, cuda_choices
+from autotune.worker.cuda import Device, Workspaces, device_choices
 from autotune.worker.encode import Symbols, encode
 from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.meta_step import MetaStep
@@ -52,27 +54,19 @@ def trace_step(
 
     Raises UnsupportedModel where the model cannot be built or run on `meta`.
     """
-    num_layers = getattr(config, "num_hidden_layers", 0)
-    period = models.trace_period(config, spec)
     # Checkpointed layers of T5 hand the gradient of their common position bias around.
     whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
     whole = whole or (spec.method in ADAPTERS and not ADAPTERS[spec.method].repeats)
-    small = num_layers if whole else models.small_num_layers(config, spec, period)
-    layers = {"traced": small, "full": num_layers, "period": period}
     with attention.without_library(spec.attention):
-        if small < num_layers:
-            model = models.build_base(models.with_layers(config, small), task, spec)
-            if not models.layer_stacks(model, small):
-                return trace_step(
-                    config, task, spec, sequence_length=sequence_length, device=device, whole=True
-                )
-        else:
-            model = models.build_base(config, task, spec)
+        model, traced_layers = _whole(config, task, spec) if whole else _few(config, task, spec)
     micro_batch = 1 if spec.single else MICRO_BATCH
     workspaces = Workspaces(device.cublas_workspace_bytes)
     tracker = Tracker(
         "meta",
-        hidden_buffers=attention.buffers_of(spec.attention, hidden_buffers),
+        # A CPU's kernels make theirs out of sight.
+        hidden_buffers=attention.buffers_of(spec.attention, hidden_buffers)
+        if device.backend == "cuda"
+        else None,
         before=workspaces.before,
         decompositions={
             **({} if spec.quantization == "none" else quantize.decompositions()),
@@ -87,10 +81,10 @@ def trace_step(
     with _trace_settings(tracker), _techniques(spec, tracker, device, chunks):
         try:
             step.set_up()
-            with cuda_choices(device):
+            with device_choices(device):
                 step.settle(micro_batch, sequence_length)
-            with cuda_choices(device), tracker:
-                step.forward_backward(micro_batch, sequence_length, small)
+            with device_choices(device), tracker:
+                step.forward_backward(micro_batch, sequence_length)
         except (
             AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
         ) as error:  # fmt: skip
@@ -100,7 +94,57 @@ def trace_step(
     if not step.gradients:
         raise UnsupportedModel("nothing that trains gets a gradient")
     symbols = Symbols(spec, micro_batch=micro_batch, rank=RANK, sequence_length=sequence_length)
-    return encode(step, workspaces, chunks, symbols, layers)
+    return encode(step, workspaces, chunks, symbols, traced_layers)
+
+
+def _whole(
+    config: PretrainedConfig, task: str, spec: TraceSpec
+) -> tuple[nn.Module, dict[str, int]]:
+    num = layers.num_layers(config)
+    said = {"traced": num, "full": num, "first": 0, "period": 1}
+    return models.build_base(config, task, spec), said
+
+
+def _few(config: PretrainedConfig, task: str, spec: TraceSpec) -> tuple[nn.Module, dict[str, int]]:
+    """A model with just the layers that stand for all; the whole one where there is none."""
+    kinds = _kinds_of_whole(config, task, spec)
+    pattern = layers.find_pattern(
+        kinds,
+        step=max(spec.activation_checkpointing, 1),
+        num_periods=_num_periods(config, spec),
+    )
+    if pattern is None:
+        return _whole(config, task, spec)
+    num = pattern.num_traced(len(kinds), _num_periods(config, spec))
+    small = layers.with_layers(config, num)
+    try:
+        model = models.build_base(small, task, spec)
+    except UnsupportedModel:  # Something in the configuration counts the layers.
+        return _whole(config, task, spec)
+    if layers.kinds_of(model, small) != kinds[:num]:
+        return _whole(config, task, spec)  # What is special about the last layers comes too early.
+    return model, {"traced": num, "full": len(kinds), **dataclasses.asdict(pattern)}
+
+
+_KINDS: dict[tuple[str, str, str], list[layers.Kind]] = {}
+"""What was found of each configuration: a process traces one model in many ways."""
+
+
+def _kinds_of_whole(config: PretrainedConfig, task: str, spec: TraceSpec) -> list[layers.Kind]:
+    key = config.to_json_string(use_diff=False), task, spec.attention
+    if key not in _KINDS:
+        _KINDS[key] = layers.kinds_of(models.build_base(config, task, spec), config)
+    return _KINDS[key]
+
+
+def _num_periods(config: PretrainedConfig, spec: TraceSpec) -> int:
+    """A first, a repeating and a last period of layers.
+
+    One more where the copies of the second take what they refer to from the third, which must not
+    be the last: where the first layers make what the others share (T5's position bias), and where a
+    layer's gradient arrives when the one below has begun (that of Liger's first norm).
+    """
+    return 4 if config.is_encoder_decoder or spec.liger else 3
 
 
 @contextlib.contextmanager

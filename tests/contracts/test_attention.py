@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from autotune.config import ATTENTIONS
+from autotune.config import ATTENTIONS, FLASH_ATTENTIONS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
 from autotune.worker import kernel_costs
 from autotune.worker import model as models
-from autotune.worker.attention import FLASH
 from autotune.worker.cuda import Device
 from autotune.worker.model import UnsupportedModel
 from autotune.worker.sdpa import attention_kernel
@@ -101,7 +100,7 @@ def test_the_third_sums_grouped_heads_in_float32() -> None:
     assert not any("flash_attention" in name for name in names)
 
 
-@pytest.mark.parametrize("attention", FLASH)
+@pytest.mark.parametrize("attention", FLASH_ATTENTIONS)
 @pytest.mark.parametrize(
     ("change", "precision", "message"),
     [
@@ -140,6 +139,23 @@ def test_a_mask_keeps_flash_attention_away(capability: tuple[int, int], kernel: 
     names = kernel_names(trace("sdpa", LLAMA, device=device, batching="padded"))
     assert {name for name in names if kernel in name}
     assert not any("flash" in name for name in names)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+def test_heads_that_are_broadcast_keep_every_fused_kernel_away(capability: tuple[int, int]) -> None:
+    """Falcon gives the one head of its keys as it is; with a head for each query it may be fused."""
+    device = Device(compute_capability=capability, cublas_workspace_bytes=0)
+    for multi_query in (True, False):
+        falcon = {
+            "model_type": "falcon",
+            "hidden_size": 512,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 3,
+            "vocab_size": 1000,
+            "multi_query": multi_query,
+        }
+        names = kernel_names(trace("sdpa", falcon, device=device))
+        assert any("scaled_dot_product" in name for name in names) != multi_query
 
 
 def test_each_layer_keeps_a_mask_of_its_own() -> None:
@@ -182,7 +198,7 @@ def test_heads_of_odd_sizes_with_a_mask(
 
 
 @pytest.mark.parametrize("config", [LLAMA, ODD_HEADS], ids=["heads of 64", "heads of 60"])
-@pytest.mark.parametrize("attention", FLASH)
+@pytest.mark.parametrize("attention", FLASH_ATTENTIONS)
 @pytest.mark.parametrize("batching", ["padded", "padding-free"])
 def test_samples_of_their_own_take_the_same_kernels_by_their_beginnings(
     attention: str, batching: str, config: dict[str, Any]

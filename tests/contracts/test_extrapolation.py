@@ -24,6 +24,7 @@ from autotune.traces import Trace, evaluate, is_setup
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module
 from autotune.worker.cuda import Device
+from autotune.worker.layers import with_layers
 
 pytestmark = [
     # PEFT 0.21 asks Transformers 5.23 by the old names of activation checkpointing.
@@ -122,7 +123,7 @@ def traced(architecture: Architecture, spec: TraceSpec, *, whole: bool = False) 
     if architecture.attention is not None:
         spec = dataclasses.replace(spec, attention=architecture.attention)
     answer = trace_module.trace_step(
-        models.with_layers(config, architecture.num_layers),
+        with_layers(config, architecture.num_layers),
         architecture.task,
         spec,
         sequence_length=architecture.sequence_length,

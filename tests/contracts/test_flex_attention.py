@@ -32,7 +32,7 @@ from transformers.masking_utils import causal_mask_function, flex_attention_mask
 
 from autotune.models import ModelSource, catalogue, resolve
 from autotune.worker import flex
-from autotune.worker.cuda import cuda_choices
+from autotune.worker.cuda import device_choices
 from autotune.worker.model import UnsupportedModel, load_config
 from autotune.worker.stand_ins import replaced
 from autotune.worker.tracker import Tracker
@@ -128,7 +128,7 @@ def traced(autocast: bool, first: torch.dtype) -> tuple[Kept, list[Any], list[An
     """The same of the stand-in."""
     tracker = Tracker("meta")
     with (
-        cuda_choices(ADA),
+        device_choices(ADA),
         tracker,
         torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
     ):

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from made_up_card import CONTEXT, Card, made_up_card
+from made_up_card import CONTEXT, OTHERS, Card, made_up_card
 from transformers import Trainer
 
 from autotune import host_memory
 from autotune.config import TrainConfig
 from autotune.measurement import Measurement, ProbeSpec
-from autotune.units import GIB
+from autotune.units import GIB, MIB
 from autotune.worker import memory
 from autotune.worker.probe import probe
 
@@ -133,6 +133,46 @@ def test_a_broken_context_is_no_outcome(card: Card, monkeypatch: pytest.MonkeyPa
         run()
 
 
+NO_HANDLE = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+ALL = 24 * GIB - OTHERS - CONTEXT
+
+
+def test_a_handle_finds_no_room_on_a_full_card(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    card.reserve(ALL - 16 * MIB)
+    raises_in_a_step(monkeypatch, RuntimeError(NO_HANDLE))
+    measured = run(memory_budget_bytes=24 * GIB)
+    assert measured.outcome == "oom"
+    assert measured.message == f"{NO_HANDLE} (the card had 16.0 MiB left)"
+    assert measured.over_budget_bytes == 1
+
+
+def test_a_handle_that_fails_with_room_is_no_outcome(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card.reserve(ALL - GIB)
+    raises_in_a_step(monkeypatch, RuntimeError(NO_HANDLE))
+    with pytest.raises(RuntimeError, match="NOT_INITIALIZED"):
+        run(memory_budget_bytes=24 * GIB)
+
+
+def test_a_broken_context_does_not_say_what_is_left(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index out of bounds: every call fails from then on, and cuBLAS may be the first to say so."""
+
+    def asked(*_: object) -> tuple[int, int]:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def training_step(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", asked)
+        raise RuntimeError(NO_HANDLE)
+
+    card.reserve(ALL)
+    monkeypatch.setattr(Trainer, "training_step", training_step)
+    with pytest.raises(RuntimeError, match="NOT_INITIALIZED"):
+        run(memory_budget_bytes=24 * GIB)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "left_bytes", "outcome"),
     [
@@ -159,3 +199,32 @@ def test_no_more_is_paged_than_the_host_holds(
         assert measured.message.startswith(f"{optimizer} pages ")
         assert "MiB of state, and the host has" in measured.message
         assert measured.over_budget_bytes == 1
+
+
+# The one layer is given 17 tokens of 256 numbers in bfloat16; torch pins the next power of two.
+@pytest.mark.parametrize(
+    ("left_bytes", "outcome"),
+    [(2 * 17 * 256, "oom"), (2 * 32 * 256 - 1, "oom"), (2 * 32 * 256, "ok"), (None, "ok")],
+)
+def test_no_more_is_parked_than_the_host_holds(
+    card: Card, monkeypatch: pytest.MonkeyPatch, left_bytes: int | None, outcome: str
+) -> None:
+    num_asked = 0
+
+    def left() -> int | None:
+        nonlocal num_asked
+        num_asked += 1
+        return left_bytes
+
+    monkeypatch.setattr(host_memory, "left_bytes", left)
+    # Without a card nothing can be pinned; it is parked all the same.
+    monkeypatch.setattr(torch.cpu, "is_available", lambda: False)
+    config = dataclasses.replace(
+        FULL, sequence_length=17, activation_checkpointing=1, activation_offloading=True
+    )
+    measured = run(config)
+    assert measured.outcome == outcome
+    if outcome == "oom":
+        assert measured.message.startswith("activation offloading pins 16.0 KiB more, and the host")
+    # Once for a paged optimizer's, once for what the first step parks.
+    assert num_asked == 2

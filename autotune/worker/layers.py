@@ -1,0 +1,173 @@
+"""A model's repeated layers: where they are, and after how many of them the pattern of layers repeats.
+
+The pattern is read off the model itself, built without weights: some layers of a mixture of experts are
+dense (DeepSeek's first three), some attend to a window only, some are no attention at all. What a
+configuration says of that has a name of its own in every family.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+Kind = frozenset[Any]
+"""All there is to say of a layer that could change what it allocates and computes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pattern:
+    """From layer `first` on, the layers repeat every `period`."""
+
+    first: int
+    period: int
+
+    def num_traced(self, num_layers: int, num_periods: int) -> int:
+        """Layers enough for what comes first, so many periods, and the remainder."""
+        return self.first + num_periods * self.period + (num_layers - self.first) % self.period
+
+
+def num_layers(config: PretrainedConfig) -> int:
+    """Of the part that reads text; 0 where the configuration does not say."""
+    number = getattr(text_part(config), "num_hidden_layers", None)
+    return number if isinstance(number, int) else 0
+
+
+def text_part(config: PretrainedConfig) -> Any:
+    """Itself, or the text's part of a configuration that is of images and sound besides."""
+    return config if config.is_encoder_decoder else config.get_text_config()
+
+
+def with_layers(config: PretrainedConfig, num: int) -> PretrainedConfig:
+    """The same architecture with fewer layers, in a decoder beside an encoder too."""
+    small = copy.deepcopy(config)
+    of_text = text_part(small)
+    before = of_text.num_hidden_layers
+    if getattr(of_text, "num_decoder_layers", None) == before:
+        of_text.num_decoder_layers = num
+    for name, value in list(vars(of_text).items()):
+        if isinstance(value, list) and len(value) == before:
+            setattr(of_text, name, value[:num])
+    of_text.num_hidden_layers = num
+    return small
+
+
+def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
+    """The lists of repeated layers: one, or an encoder's and a decoder's; empty where it is unclear.
+
+    A list within a layer (T5 has one of two or three parts in each) is none of them, nor are the
+    layers that see images.
+    """
+    root: Any = model
+    inner: Any = root.get_base_model() if hasattr(root, "get_base_model") else root
+    num = num_layers(inner.config)
+    if text_part(inner.config) is not inner.config:
+        root = inner.get_decoder()
+    stacks: list[nn.ModuleList] = []
+    inside: set[int] = set()
+    for module in root.modules():
+        if id(module) in inside or not isinstance(module, nn.ModuleList):
+            continue
+        if len(module) == num > 1:
+            stacks.append(module)
+            inside |= {id(part) for part in module.modules()}
+    return stacks if len(stacks) <= 2 else []
+
+
+def find_pattern(kinds: Sequence[Any], *, step: int, num_periods: int) -> Pattern | None:
+    """The pattern that takes the fewest layers to trace; None where that is no fewer than all.
+
+    `step`: the period is a multiple of it (every how many layers one is checkpointed).
+    """
+    found: tuple[int, Pattern] | None = None
+    for period in range(step, len(kinds) // num_periods + 1, step):
+        first = len(kinds) - period
+        while first and kinds[first - 1] == kinds[first - 1 + period]:
+            first -= 1
+        pattern = Pattern(first=first, period=period)
+        traced = pattern.num_traced(len(kinds), num_periods)
+        if traced < len(kinds) and (found is None or traced < found[0]):
+            found = traced, pattern
+    return None if found is None else found[1]
+
+
+def kinds_of(model: nn.Module, config: PretrainedConfig) -> list[Kind]:
+    """What each layer is; empty where it is unclear which the layers are.
+
+    Equal are those of the same modules, with parameters of the same shapes and equal settings, and of
+    the same kind in every list that the configuration has for its layers; in models that are the same
+    outside of them (Gemma 4 has an embedding that is as wide as its layers are many).
+    """
+    stacks = layer_stacks(model)
+    if not stacks:
+        return []
+    of_text = text_part(config)
+    outside = _outside(model, stacks)
+    facts: list[dict[Any, Any]] = [
+        {
+            (number, *key): value
+            for number, layers in enumerate(at)
+            for key, value in _facts(layers).items()
+        }
+        for at in zip(*stacks, strict=True)
+    ]
+    for name, values in vars(of_text).items():
+        if isinstance(values, list) and len(values) == len(facts):
+            for fact, value in zip(facts, values, strict=True):
+                fact["config", name] = value if isinstance(value, int) else str(value)
+    _drop_numbers_of_layers(facts)
+    for fact in facts:
+        fact["outside"] = outside
+    return [frozenset(fact.items()) for fact in facts]
+
+
+def _outside(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> frozenset[Any]:
+    """Parameters and buffers that are in no layer, by name and shape."""
+    inside = {id(module) for stack in stacks for module in stack.modules()}
+    return frozenset(
+        (name, key, shape)
+        for name, module in model.named_modules()
+        if id(module) not in inside
+        for key, shape in _shapes(module)
+    )
+
+
+def _shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return ((name, tuple(tensor.shape)) for name, tensor in own)
+
+
+def _facts(layer: nn.Module) -> dict[Any, Any]:
+    """What there is to say of a layer's modules, parameters and settings."""
+    facts: dict[Any, Any] = {}
+    for name, module in layer.named_modules():
+        facts[name, ""] = type(module)
+        facts |= {(name, key): shape for key, shape in _shapes(module)}
+        for key, value in vars(module).items():
+            if isinstance(value, float):
+                # How strong something is changes no shape, but nothing is done with none of it.
+                facts[name, key] = bool(value)
+            elif value is None or isinstance(value, bool | int | str):
+                facts[name, key] = value
+    return facts
+
+
+def _drop_numbers_of_layers(facts: list[dict[Any, Any]]) -> None:
+    """Layers know their number, counted from anywhere: that makes none of them another kind."""
+    for key in {key for fact in facts for key in fact}:
+        values = {layer: fact[key] for layer, fact in enumerate(facts) if key in fact}
+        if all(type(value) is int for value in values.values()) and _rises_evenly(values):
+            for layer in values:
+                del facts[layer][key]
+
+
+def _rises_evenly(values: Mapping[int, int]) -> bool:
+    """Whether each is as much more than the one before as it is later."""
+    pairs = list(itertools.pairwise(values.items()))
+    rises = {(b - a) / (later - earlier) for (earlier, a), (later, b) in pairs}
+    return len(rises) == 1 and rises != {0}

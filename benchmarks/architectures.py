@@ -1,0 +1,241 @@
+"""Every architecture that Transformers has for causal language models: can its training step be traced?
+
+    python benchmarks/architectures.py
+
+Each is taken as its configuration class makes it, without a setting changed: sizes are those of a real
+model, the weights are on `meta`. For full fine-tuning, with and without checkpointing, and LoRA on all
+linear layers, a trace of a few layers is held against one of all layers: events, kernels and parameters.
+Each architecture has a process and a deadline of its own. Writes studies/architectures/.
+
+Nothing here is measured; what a few layers are held against is a trace as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+STUDY = Path(__file__).parents[1] / "studies" / "architectures"
+DEADLINE_SECONDS = 300
+SEQUENCE_LENGTH = 512
+MICRO_BATCH, RANK = 4, 16
+LORA = {"method": "lora", "lora_targets": "all-linear", "precision": "bf16-autocast"}
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "checkpointed": {"activation_checkpointing": 1},
+    "lora": LORA,
+}
+ATTENTIONS = ("sdpa", "eager")
+"""The second where the model has no first."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Can every architecture be traced?")
+    parser.add_argument("types", nargs="*", help="model types [default: all]")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    import_all()
+    kinds = options.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    rows = [in_a_process(kind, CASES, _compare) for kind in kinds]
+    if options.types:
+        print(json.dumps(rows, indent=1))
+        return
+    STUDY.mkdir(exist_ok=True)
+    text = "\n".join(json.dumps(row) for row in rows)
+    (STUDY / "rows.jsonl").write_text(text + "\n", encoding="utf-8")
+    replace_table("traced", "\n".join(_table(rows)))
+
+
+def import_all() -> None:
+    """Once, before processes are forked: it takes ten seconds."""
+    import peft  # noqa: F401
+    import transformers
+
+    import autotune.worker.trace  # noqa: F401
+
+    transformers.logging.set_verbosity_error()
+
+
+Compare = Callable[[str, dict[str, Any]], dict[str, Any]]
+
+
+def in_a_process(
+    kind: str, cases: Mapping[str, dict[str, Any]], compare: Compare
+) -> dict[str, Any]:
+    """What is found of a model type, case by case: by a process of its own, within a deadline."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(kind, cases, compare, sender))
+    process.start()
+    sender.close()
+    row: dict[str, Any] = {"model_type": kind}
+    ends = time.monotonic() + DEADLINE_SECONDS
+    try:
+        while receiver.poll(max(ends - time.monotonic(), 0)):
+            row |= receiver.recv()
+    except EOFError:
+        pass
+    process.kill()
+    process.join()
+    for name in cases:
+        row.setdefault(name, {"refused": f"not done after {DEADLINE_SECONDS} s"})
+    return row
+
+
+def _answer(kind: str, cases: Mapping[str, dict[str, Any]], compare: Compare, sender: Any) -> None:
+    from autotune.worker import model as models
+
+    for name, changes in cases.items():
+        try:
+            said = compare(kind, changes)
+        except models.UnsupportedModel as error:
+            said = {"refused": str(error)}
+        except Exception as error:  # what the command line shows as one line, too
+            said = {"refused": f"{type(error).__name__}: {models.first_line(error)}"}
+        sender.send({name: said})
+
+
+def _compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+    from autotune.traces import BrokenTrace, Trace
+    from autotune.worker.model import load_config
+
+    config = load_config({"model_type": kind})
+    began = time.monotonic()
+    attention, few = _traced(config, changes)
+    layers = few["layers"]
+    said = {
+        "attention": attention,
+        "traced": layers["traced"],
+        "layers": layers["full"],
+        "seconds": round(time.monotonic() - began, 2),
+    }
+    try:
+        trace = Trace(few)
+    except BrokenTrace:
+        # As a search does: all layers, when a few do not add up.
+        said["traced"] = layers["full"]
+        trace = Trace(_traced(config, changes, attention=attention, whole=True)[1])
+    said["parameters"], said["trainable"] = trace.num_parameters(RANK)
+    if said["traced"] < layers["full"]:
+        whole = Trace(_traced(config, changes, attention=attention, whole=True)[1])
+        said["differs"] = [part for part in _PARTS if _PARTS[part](trace) != _PARTS[part](whole)]
+    return said
+
+
+def _traced(
+    config: Any, changes: dict[str, Any], *, attention: str | None = None, whole: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """By the first attention that the model has."""
+    from autotune.results import TraceSpec
+    from autotune.worker import model as models
+    from autotune.worker.cuda import Device
+    from autotune.worker.trace import trace_step
+
+    refused: Exception | None = None
+    for name in ATTENTIONS if attention is None else (attention,):
+        fields: dict[str, Any] = {
+            "method": "full",
+            "lora_targets": None,
+            "quantization": "none",
+            "precision": "bf16-true",
+            "activation_checkpointing": 0,
+            "activation_offloading": False,
+            "attention": name,
+            "single": False,
+        }
+        try:
+            answer = trace_step(
+                config,
+                "causal-lm",
+                TraceSpec(**{**fields, **changes}),
+                sequence_length=SEQUENCE_LENGTH,
+                device=Device(compute_capability=(8, 9), cublas_workspace_bytes=8_519_680),
+                whole=whole,
+            )
+        except models.UnsupportedModel as error:
+            refused = refused or error
+        else:
+            return name, answer
+    assert refused is not None
+    raise refused
+
+
+def _events(name: str) -> Any:
+    """Sizes and categories in order; frees next to each other have none (an allocator cannot tell)."""
+
+    def events(trace: Any) -> list[Any]:
+        sizes = trace.sizes(MICRO_BATCH, RANK)
+        seen: list[Any] = []
+        frees: list[tuple[int, str]] = []
+        for event in [*getattr(trace, name), None]:
+            if event is not None and event < 0:
+                frees.append((sizes[~event], trace.categories[~event]))
+                continue
+            seen += sorted(frees)
+            frees = []
+            if event is not None:
+                seen.append(("made", sizes[event], trace.categories[event]))
+        return seen
+
+    return events
+
+
+def _kernels(trace: Any) -> Counter[Any]:
+    counts: Counter[Any] = Counter()
+    for launch in trace.launches(MICRO_BATCH, RANK):
+        kernel = launch.kernel
+        counts[kernel.name, kernel.dtype, launch.flops, launch.bytes_moved] += launch.count
+    return counts
+
+
+_PARTS: dict[str, Any] = {
+    **{name: _events(name) for name in ("setup", "first", "again", "next")},
+    "kernels": _kernels,
+    "parameters": lambda trace: trace.num_parameters(RANK),
+}
+
+
+def replace_table(name: str, table: str) -> None:
+    """In the README, between its marks."""
+    path = STUDY / "README.md"
+    begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    path.write_text(f"{before}{begin}{table}\n{end}{after}", encoding="utf-8")
+
+
+def _table(rows: list[dict[str, Any]]) -> Iterable[str]:
+    import transformers
+
+    yield f"transformers {transformers.__version__}, {len(rows)} model types\n"
+    yield "| | traced | by a few layers | of which equal all layers in everything | refused |"
+    yield "|---|---:|---:|---:|---:|"
+    for name in CASES:
+        said = [row[name] for row in rows]
+        traced = [one for one in said if "traced" in one]
+        few = [one for one in traced if "differs" in one]
+        equal = [one for one in few if not one["differs"]]
+        yield (
+            f"| {name} | {len(traced)} | {len(few)} | {len(equal)} | {len(said) - len(traced)} |"
+        )
+    yield "\nRefused, or different:\n"
+    for row in rows:
+        for name in CASES:
+            said = row[name]
+            if "refused" in said:
+                yield f"- {row['model_type']}, {name}: {said['refused'][:160]}"
+            elif said.get("differs"):
+                yield f"- {row['model_type']}, {name}: differs in {', '.join(said['differs'])}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Which attention kernels a family has: Transformers' own classes say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+from transformers.models.auto import modeling_auto
+
+from autotune.attention_support import WITHOUT_FLASH, WITHOUT_FLEX, WITHOUT_SDPA
+
+TASKS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+)
+
+
+def _classes() -> dict[str, list[Any]]:
+    classes: dict[str, list[Any]] = {}
+    for task in TASKS:
+        for kind, names in getattr(modeling_auto, task).items():
+            name = names if isinstance(names, str) else names[0]
+            classes.setdefault(kind, []).append(getattr(transformers, name))
+    return classes
+
+
+@pytest.mark.parametrize(
+    ("flag", "without"),
+    [
+        ("_supports_sdpa", WITHOUT_SDPA),
+        ("_supports_flash_attn", WITHOUT_FLASH),
+        ("_supports_flex_attn", WITHOUT_FLEX),
+    ],
+)
+def test_what_transformers_has(flag: str, without: frozenset[str]) -> None:
+    classes = _classes()
+    lacking = {kind for kind, own in classes.items() if not all(getattr(c, flag) for c in own)}
+    # Another version may have other families: of those that both know the table holds.
+    assert lacking == without & set(classes)

@@ -1,0 +1,111 @@
+"""Where a model's layers repeat is read off the model: families whose layers are not all alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from autotune.results import TraceSpec
+from autotune.traces import Trace
+from autotune.worker import model as models
+from autotune.worker.cuda import Device
+from autotune.worker.layers import Pattern, find_pattern, kinds_of, layer_stacks
+from autotune.worker.trace import trace_step
+
+HOPPER = Device(compute_capability=(9, 0), cublas_workspace_bytes=33_554_432)
+FULL = TraceSpec(
+    method="full",
+    lora_targets=None,
+    quantization="none",
+    precision="bf16-true",
+    activation_checkpointing=0,
+    activation_offloading=False,
+    attention="sdpa",
+    single=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "step", "pattern"),
+    [
+        ("aaaaaaaa", 1, Pattern(first=0, period=1)),
+        ("abababababab", 1, Pattern(first=0, period=2)),
+        ("aaabbbbbbbbb", 1, Pattern(first=3, period=1)),
+        ("aaabbbbbbbbb", 2, Pattern(first=3, period=2)),
+        ("cabababababab", 1, Pattern(first=1, period=2)),
+        ("aaab" * 6 + "aa", 1, Pattern(first=0, period=4)),
+        ("aaaaaaaab", 1, None),  # The last is another: no period is long enough.
+        ("abcdefgh", 1, None),
+        ("aaa", 1, None),
+        ("", 1, None),
+    ],
+)
+def test_the_pattern_with_the_fewest_layers(kinds: str, step: int, pattern: Pattern | None) -> None:
+    assert find_pattern(kinds, step=step, num_periods=3) == pattern
+
+
+def test_what_is_traced_has_the_remainder_at_its_end() -> None:
+    assert Pattern(first=3, period=4).num_traced(61, 3) == 3 + 12 + (61 - 3) % 4
+
+
+FAMILIES = {
+    "llama": ("llama", {}, Pattern(first=0, period=1)),
+    "DeepSeek-V3, three dense layers": ("deepseek_v3", {}, Pattern(first=3, period=1)),
+    "Qwen3-Next, three linear and one": ("qwen3_next", {}, Pattern(first=0, period=4)),
+    "Qwen3.5, which sees": ("qwen3_5", {}, Pattern(first=0, period=4)),
+    "Gemma 3, which sees, every sixth": ("gemma3", {}, Pattern(first=0, period=6)),
+    "Qwen3-MoE, every second": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2},
+        Pattern(first=0, period=2),
+    ),
+    "Qwen2, a window from a layer on": (
+        "qwen2",
+        {"num_hidden_layers": 12, "use_sliding_window": True, "max_window_layers": 4},
+        Pattern(first=4, period=1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "changes", "pattern"), FAMILIES.values(), ids=FAMILIES)
+def test_families(kind: str, changes: dict[str, Any], pattern: Pattern) -> None:
+    config = models.load_config({"model_type": kind, **changes})
+    kinds = kinds_of(models.build_base(config, "causal-lm", FULL), config)
+    assert len(kinds) == len(layer_stacks(models.build_base(config, "causal-lm", FULL))[0])
+    assert find_pattern(kinds, step=1, num_periods=3) == pattern
+
+
+def test_deepseek_v3_has_its_671_billion_parameters() -> None:
+    """Six layers are traced. Published: 671 B (arXiv 2412.19437), without the layer that predicts a
+    second token."""
+    config = CONFIG_MAPPING["deepseek_v3"]()
+    answer = trace_step(config, "causal-lm", FULL, sequence_length=512, device=HOPPER)
+    assert answer["layers"] == {"traced": 6, "full": 61, "first": 3, "period": 1}
+    total, trainable = Trace(answer).num_parameters(1)
+    model = models.build_base(config, "causal-lm", FULL)
+    assert total == sum(parameter.numel() for parameter in model.parameters())
+    assert total == trainable
+    assert round(total / 1e9) == 671
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_what_fewer_layers_cannot_stand_for_is_traced_whole(kind: str) -> None:
+    """Gemma 3n's last layers take their keys from others: fewer layers would have them too early.
+    Gemma 4's embedding for each layer would be narrower."""
+    config = models.load_config({"model_type": kind})
+    answer = trace_step(config, "causal-lm", FULL, sequence_length=64, device=HOPPER)
+    assert answer["layers"]["traced"] == answer["layers"]["full"] == config.num_hidden_layers
+
+
+def test_a_model_may_ask_which_rows_have_a_label() -> None:
+    """DeBERTa's classifier does, before it computes its loss."""
+    config = models.load_config({"model_type": "deberta-v2", "num_labels": 3})
+    spec = dataclasses.replace(FULL, precision="fp32", attention="eager")
+    answer = trace_step(config, "sequence-classification", spec, sequence_length=64, device=HOPPER)
+    total, _ = Trace(answer).num_parameters(1)
+    model = models.build_base(config, "sequence-classification", spec)
+    assert total == sum(parameter.numel() for parameter in model.parameters())
+    assert answer["layers"]["traced"] == 3
