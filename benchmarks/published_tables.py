@@ -70,11 +70,15 @@ def markdown(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         lines.append(
-            f"| {row.id} | {row.run} | {row.metric} | {row.published_bytes / GIB:.3f}"
+            f"| {_named(row)} | {row.run} | {row.metric} | {row.published_bytes / GIB:.3f}"
             f" | {row.as_trainer_bytes / GIB:.3f} | {row.trainer_error:+.1%}"
             f" | {row.as_program_bytes / GIB:.3f} | {row.error:+.1%} |"
         )
     return "\n".join(lines)
+
+
+def _named(row: Row | StepEnd) -> str:
+    return f"{row.id} (used)" if row.is_used else row.id
 
 
 def markdown_step_ends(rows: Sequence[StepEnd]) -> str:
@@ -84,7 +88,7 @@ def markdown_step_ends(rows: Sequence[StepEnd]) -> str:
     ]
     for row in rows:
         lines.append(
-            f"| {row.id} | {row.run} | {row.published_bytes / GIB:.3f}"
+            f"| {_named(row)} | {row.run} | {row.published_bytes / GIB:.3f}"
             f" | {row.as_program_bytes / GIB:.3f} | {row.error:+.1%} |"
         )
     return "\n".join(lines)
