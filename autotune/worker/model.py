@@ -135,6 +135,23 @@ def accepts_loss_kwargs(model: Any) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
+_ASKS_FOR_VALUES = (
+    "Cannot copy out of meta tensor",
+    "register_meta function for torch.nonzero()",
+    "cannot be called on meta tensors",
+)
+"""What torch 2.13 says where a tensor on `meta` would have to know its values."""
+
+
+def reason_of(error: Exception) -> str:
+    """Why a library could not do it without data, short enough for a message."""
+    if any(part in str(error) for part in _ASKS_FOR_VALUES):
+        return (
+            "it looks at values of weights or of what they make, and a prediction has shapes alone"
+        )
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def first_line(error: Exception) -> str:
     """What an exception of a library says, short enough for a message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
