@@ -169,6 +169,15 @@ class Choice(Protocol):
     def peft(self) -> str | None: ...
 
 
+def adapter_of(choice: Choice) -> Adapter:
+    """The row of its method; of a `--peft` file, that of its type where there is one."""
+    row = ADAPTERS[choice.method]
+    if row.size != "peft" or choice.peft is None:
+        return row
+    kind = json.loads(choice.peft)["peft_type"]
+    return next((each for each in ADAPTERS.values() if each.peft_type == kind), row)
+
+
 def peft_fields(choice: Choice, *, lora_rank: int | None = None) -> dict[str, Any]:
     """`peft_type` and the fields of PEFT's configuration that differ from its defaults.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.adapters import ADAPTERS
+from autotune.adapters import ADAPTERS, adapter_of
 from autotune.config import FLASH_ATTENTIONS, PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
@@ -79,7 +79,7 @@ def _computes_in_float32(config: TrainConfig) -> bool:
 
 
 def _is_prompt(config: TrainConfig) -> bool:
-    return config.method in ADAPTERS and ADAPTERS[config.method].is_prompt
+    return config.method in ADAPTERS and adapter_of(config).is_prompt
 
 
 def _is_before(context: Context, capability: tuple[int, int]) -> bool:
@@ -140,7 +140,7 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: (
             c.activation_checkpointing > 0
             and c.method in ADAPTERS
-            and not ADAPTERS[c.method].checkpointing
+            and not adapter_of(c).checkpointing
         ),
     ),
     Rule(

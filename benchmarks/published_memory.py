@@ -12,18 +12,18 @@ Two predictions stand beside each figure:
   today's transformers.Trainer, on today's versions.
 * as its program: the same trace, optimizer and allocator model, with what the row's own program or
   its versions did otherwise (`Program`). These are facts read from its code and named per row; no
-  number is chosen to meet a figure.
+  number is chosen to meet a figure, but for the two lengths of published_peft.py.
 
 Errors are of the second. Both are written to studies/published-memory/ (rows.json, and the tables of
-README.md).
+README.md). Of PEFT's runs a second figure is predicted as its program: what is allocated between steps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
@@ -31,9 +31,23 @@ from unittest import mock
 import torch
 import transformers
 from old_attention import OLD_ATTENTIONS
-from published_runs import STUDY, UNIT_BYTES, Plan, Program, plans, published, why_left_out
+from published_peft import MEAN_TOKENS, step_end_figure
+from published_plan import STUDY, UNIT_BYTES, Plan, Program, published
+from published_runs import plans, why_left_out
+from published_tables import (
+    Label,
+    Row,
+    StepEnd,
+    markdown,
+    markdown_labels,
+    markdown_left_out,
+    markdown_quirks,
+    markdown_step_ends,
+    summary,
+    write_section,
+)
 
-from autotune.allocator import Tape, replay
+from autotune.allocator import EMPTY_CACHE_BYTES, Tape, replay
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.estimate import Estimator
 from autotune.gpus import Gpu, find_gpu
@@ -41,44 +55,12 @@ from autotune.optimizer_steps import TensorSpec, write_clip, write_unscale
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Estimate, TraceSpec
 from autotune.traces import FORWARD_PHASES, SETUP_PHASES, Trace
-from autotune.units import GIB
+from autotune.worker import adapters
+from autotune.worker import model as models
 from autotune.worker.cuda import Device
+from autotune.worker.meta_step import MetaStep
 from autotune.worker.model import load_config
 from autotune.worker.trace import trace_step
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One published figure beside the predicted ones."""
-
-    id: str
-    run: str
-    metric: str
-    published_bytes: int
-    as_trainer_bytes: int
-    as_program_bytes: int
-    quirks: tuple[str, ...]
-
-    @property
-    def error(self) -> float:
-        return self.as_program_bytes / self.published_bytes - 1
-
-    @property
-    def trainer_error(self) -> float:
-        return self.as_trainer_bytes / self.published_bytes - 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Label:
-    """One published verdict, fits or out of memory, beside the predicted one."""
-
-    id: str
-    run: str
-    published_fits: bool
-    predicted_fits: bool
-    peak_device_bytes: int
-    capacity_bytes: int
-    quirks: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,16 +68,19 @@ class _Traced:
     trace: Trace
     num_forward_events: int
     """Of trace.first: where the backward pass begins."""
+    num_end_events: int
+    """What is dropped when the step is over: last of trace.first, trace.again and trace.next."""
 
 
 _TRACES: dict[tuple[Any, ...], _Traced] = {}
 
 
-def _traced(plan: Plan, gpu: Gpu, attention: str | None) -> _Traced:
+def _traced(plan: Plan, gpu: Gpu, program: Program) -> _Traced:
     """Trace in this process, once per structure."""
     spec = TraceSpec.of(plan.config)
     length = plan.config.sequence_length
-    key = (plan.model.name, plan.task, spec, length, gpu.name, attention)
+    own = (program.attention, program.holds_outputs, program.frozen)
+    key = (plan.model.name, plan.task, spec, length, gpu.name, own)
     if key not in _TRACES:
         assert gpu.compute_capability is not None
         assert gpu.cublas_workspace_bytes is not None
@@ -103,16 +88,14 @@ def _traced(plan: Plan, gpu: Gpu, attention: str | None) -> _Traced:
             compute_capability=gpu.compute_capability,
             cublas_workspace_bytes=gpu.cublas_workspace_bytes,
         )
-        old_code: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if attention is not None:
-            old_code = mock.patch.object(*OLD_ATTENTIONS[attention])
-        with old_code:
+        with _code_of(program):
             answer = trace_step(
                 load_config(plan.model.config),
                 plan.task,
                 spec,
                 sequence_length=length,
                 device=device,
+                whole=program.holds_outputs,  # of every layer: there is nothing to copy
             )
         trace = Trace(answer)
         backward = next(
@@ -126,8 +109,55 @@ def _traced(plan: Plan, gpu: Gpu, attention: str | None) -> _Traced:
             for position, event in enumerate(trace.first)
             if event >= 0 and trace.template[event] == first_of_backward
         )
-        _TRACES[key] = _Traced(trace=trace, num_forward_events=num_forward_events)
+        phase, _, end = trace.blocks()[-1]
+        assert phase == "end", phase
+        _TRACES[key] = _Traced(
+            trace=trace, num_forward_events=num_forward_events, num_end_events=len(end)
+        )
     return _TRACES[key]
+
+
+@contextlib.contextmanager
+def _code_of(program: Program) -> Iterator[None]:
+    """The row's own code in place of today's, and of the Trainer's."""
+    with contextlib.ExitStack() as stack:
+
+        def replace_with(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        if program.attention is not None:
+            replace_with(*OLD_ATTENTIONS[program.attention])
+        if program.holds_outputs:
+            replace_with(MetaStep, "_loss", _loss_of_held_outputs)
+            replace_with(models, "build_base", functools.partial(_with_cache, models.build_base))
+        if program.frozen:
+            frozen = functools.partial(_with_frozen, adapters.add_adapter, program.frozen)
+            replace_with(adapters, "add_adapter", frozen)
+        yield
+
+
+def _loss_of_held_outputs(step: MetaStep, inputs: dict[str, Any], *, accepts: bool) -> torch.Tensor:
+    """MetaStep._loss, but the outputs live as long as the batch."""
+    assert accepts  # the division by the number of micro-batches is the Trainer's
+    model: Any = step.model
+    outputs = model(**inputs)
+    inputs["outputs"] = outputs
+    loss: torch.Tensor = outputs["loss"]
+    return loss
+
+
+def _with_cache(build: Callable[..., Any], *arguments: Any) -> Any:
+    model = build(*arguments)
+    model.config.use_cache = True  # meta-llama/Llama-3.2-3B config.json
+    return model
+
+
+def _with_frozen(add: Callable[..., Any], name_part: str, *arguments: Any) -> Any:
+    model = add(*arguments)
+    for name, parameter in model.named_parameters():
+        if name_part in name:
+            parameter.requires_grad_(False)
+    return model
 
 
 class _Loop:
@@ -147,9 +177,11 @@ class _Loop:
         )
         self._states: Any = None
         self._has_gradients = False
+        self._outputs: list[int] = []
+        """Events that free what the loop holds of the last step."""
 
     def step(self) -> None:
-        """Micro-steps and the optimizer; gradients live on."""
+        """Micro-steps and the optimizer; gradients live on, and what the loop holds."""
         trace, again = self._trace, self._states is not None
         if self._has_gradients and self._program.gradients == "kept":
             self._micro_step(trace.next)
@@ -168,8 +200,16 @@ class _Loop:
             tape.free(index)
         self._has_gradients = True
 
-    def zero_grad(self) -> None:
+    def between_steps(self) -> None:
         if self._program.gradients == "dropped after the step":
+            self._drop_gradients()
+        # Held until the next outputs are there; but before a long batch came a short one.
+        self.tape.events += self._outputs
+        if self._program.empties_cache:
+            self.tape.events.append(len(self.tape.sizes))
+            self.tape.sizes.append(EMPTY_CACHE_BYTES)
+            self.tape.categories.append("temporary")
+        if self._program.gradients == "dropped before the forward pass":
             self._drop_gradients()
 
     def _drop_gradients(self) -> None:
@@ -185,17 +225,13 @@ class _Loop:
                 e >= 0 and trace.categories[e] == "workspace" for e in trace.first[:border]
             )
         forward, backward = list(events[:border]), list(events[border:])
-        tape = self.tape
-        if self._program.holds_logits:
-            # The first of the tensors as wide as the vocabulary. The loop's next batch would still find
-            # them; after a long batch that is the longest of a sorted bucket, preceded by the shortest.
-            logits = next(e for e in forward if e >= 0 and trace.categories[e] == "logits")
-            forward = [e for e in forward if e != ~logits]
-            backward = [*(e for e in backward if e != ~logits), ~logits]
-        tape.events += forward
+        if self._program.holds_outputs:
+            num_end_events = self._traced.num_end_events
+            backward, self._outputs = backward[:-num_end_events], backward[-num_end_events:]
+        self.tape.events += forward
         if self._program.gradients == "dropped before the backward pass":
             self._drop_gradients()
-        tape.events += backward
+        self.tape.events += backward
 
 
 def _as_program(spec: TensorSpec, program: Program) -> TensorSpec:
@@ -209,21 +245,42 @@ def _as_program(spec: TensorSpec, program: Program) -> TensorSpec:
 def loop_bytes(plan: Plan, program: Program) -> int:
     """Predicted bytes of the plan's metric for a loop, the context left out."""
     gpu = find_gpu(plan.gpu)
-    traced = _traced(plan, gpu, program.attention)
+    traced = _traced(plan, gpu, program)
     loop = _Loop(traced, plan.config, program)
     loop.step()
     if plan.metric == "step end":
         return replay(loop.tape.sizes, loop.tape.events).final_allocated_bytes
-    loop.zero_grad()
+    loop.between_steps()
     loop.step()
     return replay(loop.tape.sizes, loop.tape.events).peak_reserved_bytes
+
+
+def step_end_bytes(plan: Plan, tokens: int = MEAN_TOKENS) -> int:
+    """Predicted bytes of all that is alive after a step of samples so long, in blocks of 512 B.
+
+    The allocator's own count has the ends of blocks too that are not worth splitting: they differ from
+    step to step, and their mean is part of the solved length.
+    """
+    plan = replace(plan, config=replace(plan.config, sequence_length=tokens))
+    loop = _Loop(_traced(plan, find_gpu(plan.gpu), plan.program), plan.config, plan.program)
+    loop.step()
+    sizes = [-(-size // 512) * 512 for size in loop.tape.sizes]
+    alive = sum(sizes[e] if e >= 0 else -sizes[~e] for e in loop.tape.events)
+    kept = sum(size for _, size in plan.program.kept)
+    return alive + round(kept * plan.program.kept_share)
+
+
+def trainable(plan: Plan) -> list[TensorSpec]:
+    """What the row's program trains."""
+    trace = _traced(plan, find_gpu(plan.gpu), plan.program).trace
+    return trace.trainable(plan.config.lora_rank or 0)
 
 
 def estimate(plan: Plan) -> Estimate:
     """What autotune says of the row's configuration."""
     gpu = find_gpu(plan.gpu)
     assert gpu.capacity_bytes is not None
-    traced = _traced(plan, gpu, None)
+    traced = _traced(plan, gpu, Program())
     estimator = Estimator(
         {TraceSpec.of(plan.config): traced.trace}, gpu, memory_budget_bytes=gpu.capacity_bytes
     )
@@ -252,9 +309,26 @@ def predict(ids: Collection[str] | None = None) -> list[Row]:
                 as_trainer_bytes=as_trainer + plan.context_bytes,
                 as_program_bytes=as_program + plan.context_bytes,
                 quirks=plan.quirks,
+                is_used=plan.is_used,
             )
         )
     return rows
+
+
+def predict_step_ends(ids: Collection[str] | None = None) -> list[StepEnd]:
+    """PEFT's runs, or those of them that are named."""
+    table = published()
+    return [
+        StepEnd(
+            id=name,
+            run=describe(plan),
+            published_bytes=step_end_figure(table[name]),
+            as_program_bytes=step_end_bytes(plan),
+            is_used=plan.is_used,
+        )
+        for name, plan in plans().items()
+        if name.startswith("peft-") and (ids is None or name in ids)
+    ]
 
 
 def predict_labels() -> list[Label]:
@@ -284,6 +358,8 @@ def predict_labels() -> list[Label]:
 def describe(plan: Plan) -> str:
     config = plan.config
     words = [plan.model.short_name, config.method]
+    if config.peft is not None:
+        words.append(json.loads(config.peft)["peft_type"])
     if config.lora_rank is not None:
         words.append(f"r{config.lora_rank}")
     if config.quantization != "none":
@@ -298,115 +374,26 @@ def describe(plan: Plan) -> str:
     return " ".join([*words, plan.gpu])
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    lines = [
-        "| row | run | metric | published, GiB | as a Trainer, GiB | error | as its program, GiB"
-        " | error |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row.id} | {row.run} | {row.metric} | {row.published_bytes / GIB:.3f}"
-            f" | {row.as_trainer_bytes / GIB:.3f} | {row.trainer_error:+.1%}"
-            f" | {row.as_program_bytes / GIB:.3f} | {row.error:+.1%} |"
-        )
-    return "\n".join(lines)
-
-
-def markdown_labels(labels: Sequence[Label]) -> str:
-    lines = [
-        "| row | run | predicted on the device, GiB | card, GiB | predicted | published |",
-        "|---|---|---:|---:|---|---|",
-    ]
-    verdict = {True: "fits", False: "out of memory"}
-    for label in labels:
-        lines.append(
-            f"| {label.id} | {label.run} | {label.peak_device_bytes / GIB:.2f}"
-            f" | {label.capacity_bytes / GIB:.2f} | {verdict[label.predicted_fits]}"
-            f" | {verdict[label.published_fits]} |"
-        )
-    return "\n".join(lines)
-
-
-def markdown_quirks(rows: Sequence[Row | Label]) -> str:
-    ids: dict[str, list[str]] = {}
-    for row in rows:
-        for quirk in row.quirks:
-            ids.setdefault(quirk, []).append(row.id)
-    return "\n".join(f"- {quirk} ({_listed(names)})" for quirk, names in ids.items())
-
-
-def markdown_left_out() -> str:
-    ids: dict[str, list[str]] = {}
-    for name, row in published().items():
-        if name not in plans():
-            ids.setdefault(why_left_out(row), []).append(name)
-    return "\n".join(
-        f"- {len(names)} x {reason} ({_listed(names)})" for reason, names in ids.items()
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    """First and last of a series by one author, in the table's order."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        group, _, number = name.rpartition("-")
-        groups.setdefault(group, []).append(number)
-    return "; ".join(
-        f"{group}-{', '.join(numbers)}"
-        if len(numbers) <= 9
-        else f"{group}-{numbers[0]} to {numbers[-1]}"
-        for group, numbers in groups.items()
-    )
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Median, smallest and largest error of both predictions."""
-    peaks = {(row.published_bytes, row.as_program_bytes): row for row in rows}
-    lines = []
-    for name, errors in (
-        ("as its program", {row.id: row.error for row in rows}),
-        (
-            "as its program, peaks alone, equal runs once",
-            {row.id: row.error for row in peaks.values() if row.metric != "step end"},
-        ),
-        ("as a Trainer", {row.id: row.trainer_error for row in rows}),
-    ):
-        worst = min(errors, key=lambda row: errors[row])
-        largest = max(errors, key=lambda row: errors[row])
-        lines.append(
-            f"- {name}: median error {statistics.median(map(abs, errors.values())):.1%} of"
-            f" {len(errors)} rows, from {errors[worst]:+.1%} ({worst})"
-            f" to {errors[largest]:+.1%} ({largest}),"
-            f" {sum(error < -0.05 for error in errors.values())} more than 5 % under"
-        )
-    return "\n".join(lines)
-
-
-def write_section(text: str, name: str, content: str) -> str:
-    begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->\n"
-    before, _, rest = text.partition(begin)
-    _, found, after = rest.partition(end)
-    assert found, f"README.md has no section {name}"
-    return f"{before}{begin}{content}\n{end}{after}"
-
-
 def main() -> None:
-    rows, labels = predict(), predict_labels()
+    rows, step_ends, labels = predict(), predict_step_ends(), predict_labels()
     record = {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "rows": [
             {**asdict(row), "error": row.error, "trainer_error": row.trainer_error} for row in rows
         ],
+        "step_ends": [{**asdict(row), "error": row.error} for row in step_ends],
         "labels": [asdict(label) for label in labels],
     }
     (STUDY / "rows.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     sections = {
-        "summary": summary(rows),
+        "summary": summary(rows, step_ends),
         "rows": markdown(rows),
+        "step ends": markdown_step_ends(step_ends),
         "labels": markdown_labels(labels),
         "quirks": markdown_quirks([*rows, *labels]),
-        "left out": markdown_left_out(),
+        "left out": markdown_left_out(
+            {name: why_left_out(row) for name, row in published().items() if name not in plans()}
+        ),
     }
     readme = STUDY / "README.md"
     text = readme.read_text(encoding="utf-8")

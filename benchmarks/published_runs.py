@@ -1,26 +1,18 @@
-"""The published training runs that are predicted, what their programs did, and why others are left out.
-
-A plan is a row of studies/published-memory/published_memory.csv as a TrainConfig, with the facts of the
-row's own program that today's Trainer does otherwise, read from its code.
-"""
+"""The published training runs that are predicted, what their programs did, and why others are left out."""
 
 from __future__ import annotations
 
-import csv
 import functools
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from published_peft import peft_plans
+from published_peft import why_left_out as why_peft_left_out
+from published_plan import Plan, Program
+
 from autotune.config import TrainConfig
 from autotune.models import ModelSource, resolve
-from autotune.units import GIB, MIB
-
-ROOT = Path(__file__).parents[1]
-STUDY = ROOT / "studies" / "published-memory"
-TABLE = STUDY / "published_memory.csv"
-
-UNIT_BYTES = {"GB (1e9)": 10**9, "GiB": GIB, "MB (MiB as reported by NVML)": MIB}
+from autotune.units import MIB
 
 # distilbert-base-uncased is not in the catalogue: transformers' DistilBertConfig defaults.
 DISTILBERT = ModelSource(
@@ -40,82 +32,7 @@ DISTILBERT = ModelSource(
     requires_remote_code=False,
 )
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
-    """What a row's program or its versions did otherwise than today's Trainer."""
-
-    gradients: str = "dropped after the step"
-    """Or `dropped before the backward pass` (a loop that calls zero_grad there), or `kept`
-    (torch before 2.0: zero_grad fills them with zeros)."""
-    clips: bool = True
-    """torch.nn.utils.clip_grad_norm_."""
-    parameter_groups: int = 2
-    """The Trainer's two: weights, and what is not decayed."""
-    embedding_state_32bit: bool = True
-    """The Trainer registers embeddings with bitsandbytes' GlobalOptimManager."""
-    attention: str | None = None
-    """A key of old_attention.OLD_ATTENTIONS: the modelling code of the row's day."""
-    holds_logits: bool = False
-    """The loop's variable holds the model's outputs, logits among them, through the backward pass."""
-    kept: tuple[tuple[str, int], ...] = ()
-    """Else alive when the figure was taken: (what, bytes)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """How a row is predicted."""
-
-    model: ModelSource
-    gpu: str
-    config: TrainConfig
-    metric: str
-    """reserved, device (reserved and context), step end (allocated after optimizer.step()), fits."""
-    program: Program = field(default_factory=Program)
-    quirks: tuple[str, ...] = ()
-    context_bytes: int = 0
-    task: str = "causal-lm"
-
-
-def published() -> dict[str, dict[str, str]]:
-    with TABLE.open(newline="", encoding="utf-8") as file:
-        return {row["id"]: row for row in csv.DictReader(file)}
-
-
 FP16_TRUE = "float16 weights without autocast: taken as bfloat16, which has the same bytes"
-LONGEST_BATCH = (
-    "batches of varying length: taken to be 768 tokens, the limit; the longest is unknown"
-)
-
-
-def _peft_plans() -> dict[str, Plan]:
-    """huggingface/peft method_comparison/MetaMathQA/run.py: a loop of its own, no autocast."""
-    model = resolve("meta-llama/Llama-3.2-3B")
-    common: dict[str, Any] = {
-        "micro_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "sequence_length": 768,
-        "precision": "bf16-true",
-        "optimizer": "adamw_torch",
-    }
-    lora = {"method": "lora", "lora_targets": "q_proj,v_proj", **common}
-    configs = {
-        "peft-015": TrainConfig(method="full", **common),
-        "peft-033": TrainConfig(lora_rank=32, **lora),
-        "peft-035": TrainConfig(lora_rank=64, **lora),
-    }
-    quirks = (LONGEST_BATCH, "its loop holds the logits through the backward pass")
-    return {
-        name: Plan(
-            model=model,
-            gpu="L40S",
-            config=config,
-            metric="reserved",
-            program=Program(parameter_groups=1, holds_logits=True),
-            quirks=quirks,
-        )
-        for name, config in configs.items()
-    }
 
 
 def _rasbt_plans() -> dict[str, Plan]:
@@ -346,7 +263,7 @@ def _hf4bit_plans() -> dict[str, Plan]:
 def plans() -> dict[str, Plan]:
     """Every row that is predicted."""
     return {
-        **_peft_plans(),
+        **peft_plans(),
         **_kbook_plans(),
         **_rasbt_plans(),
         **_hfperf_plans(),
@@ -365,7 +282,7 @@ def why_left_out(row: dict[str, str]) -> str:
     if group == "ao":
         return "torchtune's, torchao's or timm's modelling code"
     if group == "peft":
-        return "a method or variant that autotune does not have (it has full, lora and qlora)"
+        return why_peft_left_out(name)
     return {
         "rasbt-010": "float64 is no precision of autotune",
         "hfperf-010": "no model: the context, taken from it for the rows beside it",

@@ -27,9 +27,10 @@ from unittest import mock
 import torch
 import transformers
 from old_attention import OLD_ATTENTIONS
-from published_memory import describe, write_section
-from published_runs import Plan, published
+from published_memory import describe
+from published_plan import Plan, published
 from published_speed_runs import CHOSEN_WITH, Timed, timed_runs, why_left_out
+from published_tables import write_section
 
 from autotune.estimate import Estimator
 from autotune.gpus import Gpu, find_gpu

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import published_runs
-from published_runs import Plan
+from published_peft import why_left_out as why_peft_left_out
+from published_plan import Plan, published
+from published_runs import plans
 
 from autotune.config import TrainConfig
 from autotune.models import ModelSource, resolve
@@ -120,8 +121,8 @@ PEFT_SYNCHRONISES = "its loop pads the batch and waits for the GPU in every step
 def _peft() -> dict[str, Timed]:
     """Every run of the method comparison that is described for its memory: means of 5,000 steps."""
     timed = {}
-    table = published_runs.published()
-    for name, plan in published_runs.plans().items():
+    table = published()
+    for name, plan in plans().items():
         if not name.startswith("peft"):
             continue
         seconds = re.search(r"([\d.]+) s/step", table[name]["notes"])
@@ -145,9 +146,9 @@ FORWARD_SHARE = 1 / 3
 
 def _rasbt() -> dict[str, Timed]:
     timed = {}
-    table = published_runs.published()
+    table = published()
     steps = 3 * (RASBT_STEPS + FORWARD_SHARE * RASBT_VALIDATION_STEPS)
-    for name, plan in published_runs.plans().items():
+    for name, plan in plans().items():
         if not name.startswith("rasbt"):
             continue
         minutes = float(table[name]["throughput"])
@@ -168,8 +169,8 @@ def _rasbt() -> dict[str, Timed]:
 
 def _hfperf() -> dict[str, Timed]:
     timed = {}
-    table = published_runs.published()
-    for name, plan in published_runs.plans().items():
+    table = published()
+    for name, plan in plans().items():
         if not name.startswith("hfperf"):
             continue
         samples_per_second = float(table[name]["throughput"])
@@ -346,7 +347,7 @@ def _litgpt_hub() -> dict[str, Timed]:
             resolve("TinyLlama/TinyLlama-1.1B-Chat-v1.0"), 32, many, 8, 1, "none", 3,
         ),
     }  # fmt: skip
-    table = published_runs.published()
+    table = published()
     timed = {}
     for name, (
         model,
@@ -423,7 +424,7 @@ def why_left_out(row: dict[str, str]) -> str:
     if group == "litgpt-rt" and method.startswith("adapter"):
         return _METHODS["adapter"]
     if group == "peft":
-        return "a method of PEFT or a variant of LoRA that is not yet described here"
+        return why_peft_left_out(name)
     if group == "qwen1" and "modules_to_save" in row["lora_targets"]:
         return "whole modules trained beside the adapter are no setting of autotune"
     return _METHODS[method]

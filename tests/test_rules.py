@@ -206,6 +206,22 @@ BREAKERS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "broken"),
+    [
+        ("PREFIX_TUNING", {"activation_checkpointing": 1}, ["prefix-without-checkpointing"]),
+        ("PROMPT_TUNING", {"activation_checkpointing": 1}, []),
+        ("HRA", {"activation_checkpointing": 1}, []),
+        ("PREFIX_TUNING", {}, []),
+    ],
+)
+def test_an_adapters_file_breaks_the_rules_of_its_type(
+    kind: str, changes: dict[str, int], broken: list[str]
+) -> None:
+    config = dataclasses.replace(FULL, method="peft", peft=f'{{"peft_type":"{kind}"}}', **changes)
+    assert [rule.name for rule in broken_rules(config, ADA)] == broken
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
     config, context = BREAKERS[rule.name]

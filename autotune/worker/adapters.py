@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as fx_config
 
 from autotune.adapters import ADAPTERS, ATTENTION_PROJECTIONS, Choice, peft_fields
 from autotune.config import PEFT_TASK_TYPES
 from autotune.errors import nearest
 from autotune.worker.layers import num_layers
-from autotune.worker.model import UnsupportedModel, first_line
+from autotune.worker.model import UnsupportedModel, first_line, reason_of
+from autotune.worker.stand_ins import replaced
 
 RANK = 10_007
 """Rank of a trace: a prime that divides no model dimension, so that sizes tell their factors."""
@@ -36,17 +38,24 @@ def add_adapter(model: Any, task: str, choice: Choice, rank: int | None = None) 
     tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
     elsewhere = getattr(tuner, "uses_shared_state", False) or config.peft_type.value == "LORA"
     place = torch.device("meta") if on_meta and elsewhere else contextlib.nullcontext()
+    # FourierFT and WaveFT shuffle the numbers of all weights to draw a few: seconds, for values that
+    # a trace does not look at.
+    unshuffled = [(torch, "randperm", _in_order)] if on_meta else []
     try:
-        with place:
+        with place, replaced(unshuffled):
             adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     except Exception as error:
         raise UnsupportedModel(
-            f"PEFT cannot add its {config.peft_type.value} adapter "
-            f"({type(error).__name__}: {first_line(error)})"
+            f"PEFT cannot add its {config.peft_type.value} adapter ({reason_of(error)})"
         ) from error
     if on_meta:
         _leave_no_values(adapted)
     return adapted
+
+
+def _in_order(count: int, *, generator: Any = None, **place: Any) -> torch.Tensor:
+    """What torch.randperm gives, but for the order."""
+    return torch.arange(count, **place)
 
 
 def peft_config(model: Any, task: str, fields: dict[str, Any], method: str) -> Any:
@@ -80,6 +89,18 @@ def peft_config(model: Any, task: str, fields: dict[str, Any], method: str) -> A
         return kinds[kind](**fields, task_type=task_type)
     except (TypeError, ValueError) as error:
         raise UnsupportedModel(f"PEFT refuses the adapter: {first_line(error)}") from error
+
+
+def true_masks(choice: Choice) -> contextlib.AbstractContextManager[Any]:
+    """Elements picked by a mask without values: all of them, for the type of adapter that asks whether
+    places lie within a weight (peft 0.21 tuners/waveft/layer.py). Elsewhere torch refuses."""
+    settings: Any = fx_config
+    if choice.method == "peft" and peft_fields(choice)["peft_type"] == "WAVEFT":
+        picks_all: contextlib.AbstractContextManager[Any] = settings.patch(
+            meta_nonzero_assume_all_nonzero=True
+        )
+        return picks_all
+    return contextlib.nullcontext()
 
 
 def _present(model: nn.Module, wanted: list[str]) -> list[str]:

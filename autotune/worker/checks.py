@@ -138,6 +138,8 @@ class FirstStep:
     def __init__(self, model: Any, device_type: str) -> None:
         self._modules = list(model.modules())
         self._layers = [m for m in self._modules if isinstance(m, GradientCheckpointingLayer)]
+        self._ran: set[int] = set()
+        """Layers that see images do not, in a step on text."""
         self._recomputed: set[int] = set()
         self._autocast: list[torch.dtype | None] = []
         self._device_type = device_type
@@ -157,8 +159,7 @@ class FirstStep:
 
     def _seen(self, number: int) -> Any:
         def seen(*_: Any) -> None:
-            if in_backward():
-                self._recomputed.add(number)
+            (self._recomputed if in_backward() else self._ran).add(number)
 
         return seen
 
@@ -190,11 +191,11 @@ class FirstStep:
         if not every:
             found = len(self._recomputed)
             return [f"{found} layers are checkpointed, though none should be"] if found else []
-        wanted = set(range(0, len(self._layers), every))
+        wanted = self._ran & set(range(0, len(self._layers), every))
         if not wanted or self._recomputed != wanted:
             return [
                 f"activation checkpointing is active on {len(self._recomputed)} of "
-                f"{len(self._layers)} layers, not on {len(wanted)}"
+                f"{len(self._ran)} layers, not on {len(wanted)}"
             ]
         functions = [self._layers[number]._gradient_checkpointing_func for number in wanted]
         # Transformers puts a function of its own around torch's to offload.

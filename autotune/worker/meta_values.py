@@ -91,6 +91,7 @@ def _broadcasts(small: torch.Size, shape: torch.Size) -> bool:
 
 
 QUESTIONS = {aten.all.default, aten.sum.default, aten.eq.Scalar}
+FAULTS = {aten.isinf.default, aten.isnan.default, aten.any.default}
 
 
 def note_question(tensor: torch.Tensor, out: Any) -> None:
@@ -100,14 +101,20 @@ def note_question(tensor: torch.Tensor, out: Any) -> None:
         out.is_of_mask = True
 
 
+def note_fault(func: Any, tensor: torch.Tensor, out: Any) -> None:
+    """Remember that infinities or NaNs are looked for (peft 0.21 tuners/vblora/layer.py)."""
+    if func is not aten.any.default or hasattr(tensor, "is_of_faults"):
+        out.is_of_faults = True
+
+
 def scalar_of(tensor: torch.Tensor, *, has_padding: bool) -> bool:
     """What `.item()` says of a tensor without values.
 
     Transformers asks whether a whole mask is ones: yes, unless there is padding; and whether each row of
-    a batch is one sample: yes. A number cannot be answered.
+    a batch is one sample: yes. PEFT asks whether weights are infinite: no. A number cannot be answered.
     """
     if tensor.dtype is not torch.bool:
         raise NotImplementedError(
             "the model reads a number from a tensor, which a trace does not have"
         )
-    return not (has_padding and hasattr(tensor, "is_of_mask"))
+    return not (hasattr(tensor, "is_of_faults") or (has_padding and hasattr(tensor, "is_of_mask")))

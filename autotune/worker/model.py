@@ -60,6 +60,11 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
         with torch.device("meta"):
             model: Any = auto.from_config(config, dtype=dtype, attn_implementation=spec.attention)
     except Exception as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UnsupportedModel(
+                f"transformers {transformers.__version__} has no {auto.__name__} of the type "
+                f"{config.model_type}: another task may be its own"
+            ) from error
         raise UnsupportedModel(first_line(error)) from error
     of_text = model.config.get_text_config()
     if task == "sequence-classification" and of_text.pad_token_id is None:
@@ -128,6 +133,23 @@ def accepts_loss_kwargs(model: Any) -> bool:
         return bool(declared)
     parameters = inspect.signature(inner.forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+_ASKS_FOR_VALUES = (
+    "Cannot copy out of meta tensor",
+    "register_meta function for torch.nonzero()",
+    "cannot be called on meta tensors",
+)
+"""What torch 2.13 says where a tensor on `meta` would have to know its values."""
+
+
+def reason_of(error: Exception) -> str:
+    """Why a library could not do it without data, short enough for a message."""
+    if any(part in str(error) for part in _ASKS_FOR_VALUES):
+        return (
+            "it looks at values of weights or of what they make, and a prediction has shapes alone"
+        )
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: Exception) -> str:

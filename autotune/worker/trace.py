@@ -28,7 +28,7 @@ from autotune.config import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.worker import attention, flex, fp8, layers, liger, quantize, sft
 from autotune.worker import model as models
-from autotune.worker.adapters import RANK
+from autotune.worker.adapters import RANK, true_masks
 from autotune.worker.chunks import Chunks
 from autotune.worker.cuda import Device, Workspaces, device_choices
 from autotune.worker.encode import Symbols, encode
@@ -89,8 +89,7 @@ def trace_step(
             AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
         ) as error:  # fmt: skip
             raise UnsupportedModel(
-                f"its training step cannot be run without data ({type(error).__name__}: "
-                f"{models.first_line(error)})"
+                f"its training step cannot be run without data ({models.reason_of(error)})"
             ) from error
     if not step.gradients:
         raise UnsupportedModel("nothing that trains gets a gradient")
@@ -155,6 +154,7 @@ def _techniques(
     """What libraries beside Transformers need in order to be traced."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(attention.without_library(spec.attention))
+        stack.enter_context(true_masks(spec))
         if spec.attention == flex.FLEX:
             stack.enter_context(flex.on_meta(tracker))
         if spec.liger:

@@ -29,7 +29,14 @@ from autotune.worker.kernel_costs import (
     moved_bytes,
     tensor_bytes,
 )
-from autotune.worker.meta_values import QUESTIONS, note_question, quick_result, scalar_of
+from autotune.worker.meta_values import (
+    FAULTS,
+    QUESTIONS,
+    note_fault,
+    note_question,
+    quick_result,
+    scalar_of,
+)
 
 aten = torch.ops.aten
 
@@ -207,6 +214,8 @@ class Tracker(TorchDispatchMode):
             out = func(*args, **kwargs)
         if self.has_padding and func in QUESTIONS:
             note_question(args[0], out)
+        if func in FAULTS:
+            note_fault(func, args[0], out)
         self._record(func, args, kwargs, out)
         return out
 

@@ -18,14 +18,14 @@ import torch
 from test_trace_is_the_trainer import (
     RANK,
     Case,
-    _fused_dropout,  # noqa: F401
-    _no_hidden_buffers,  # noqa: F401
+    _differences,  # noqa: F401
     _quiet_libraries,  # noqa: F401
     assert_as_traced,
 )
 
 from autotune.adapters import ADAPTERS, LORA_VARIANTS, peft_fields, read_peft
 from autotune.config import TrainConfig
+from autotune.worker import adapters
 from autotune.worker.model import UnsupportedModel
 
 pytestmark = [
@@ -168,6 +168,21 @@ CASES = {
         )
     ),
     "peft, HRA": from_file(peft.HRAConfig(**LINEAR)),
+    # PEFT casts its ranknum, which no step trains, to 16 bits: as a new parameter, which one does.
+    "peft, AdaLoRA": from_file(
+        peft.AdaLoraConfig(init_r=8, total_step=100, **LINEAR), precision="bf16-true"
+    ),
+    "peft, FourierFT": from_file(
+        peft.FourierFTConfig(n_frequency=50, target_modules=["q_proj"], **CAUSAL),
+        precision="bf16-true",
+    ),
+    "peft, WaveFT": from_file(
+        peft.WaveFTConfig(n_frequency=50, target_modules=["q_proj"], **CAUSAL),
+        precision="bf16-true",
+    ),
+    "peft, VB-LoRA": from_file(
+        peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=8, **LINEAR), precision="bf16-true"
+    ),
 }
 
 
@@ -188,12 +203,26 @@ class _OnTheHost:
         return torch.zeros(self._shape, dtype=torch.int64)
 
 
+class _IndicesOnTheHost:
+    """Places within a weight, the same."""
+
+    def __init__(self, indices: torch.Tensor) -> None:
+        self._indices = indices
+
+    def to(self, _: object) -> torch.Tensor:
+        return self._indices.clone()
+
+
 @pytest.fixture(autouse=True)
 def _prompts_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     def real_model(case: Case) -> Any:
         model = make(case)
         for name, tokens in getattr(model, "prompt_tokens", {}).items():
             model.prompt_tokens[name] = _OnTheHost(len(tokens))
+        for module in model.modules():
+            for name in ("indices", "waveft_indices"):
+                for adapter, indices in getattr(module, name, {}).items():
+                    getattr(module, name)[adapter] = _IndicesOnTheHost(indices)
         return model
 
     make = trainer_test.real_model
@@ -226,6 +255,31 @@ def test_a_prefix_that_checkpointing_drops_is_refused() -> None:
 def test_what_cannot_be_built_without_values_is_refused() -> None:
     case = from_file(peft.ShiraConfig(r=4, target_modules=["q_proj"], **CAUSAL))
     with pytest.raises(UnsupportedModel, match="PEFT cannot add its SHIRA adapter"):
+        trainer_test.traced(case)
+
+
+def test_places_that_are_not_drawn_at_random_change_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = peft.FourierFTConfig(n_frequency=50, target_modules=["q_proj"], **CAUSAL)
+    quick, _ = trainer_test.traced(from_file(config))
+    shuffle, shuffled = torch.randperm, []
+
+    def shuffle_really(count: int, **settings: Any) -> torch.Tensor:
+        shuffled.append(count)
+        return shuffle(count, **settings)
+
+    monkeypatch.setattr(adapters, "_in_order", shuffle_really)
+    slow, _ = trainer_test.traced(from_file(config))
+    assert shuffled
+    assert quick.setup == slow.setup
+    assert quick.first == slow.first
+    assert quick.sizes(2, RANK) == slow.sizes(2, RANK)
+
+
+def test_what_looks_at_values_is_refused_in_plain_words() -> None:
+    case = from_file(peft.FrodConfig(target_modules=["q_proj"], **CAUSAL))
+    with pytest.raises(UnsupportedModel, match=r"it looks at values of weights .* shapes alone"):
         trainer_test.traced(case)
 
 

@@ -109,3 +109,11 @@ def test_a_model_may_ask_which_rows_have_a_label() -> None:
     model = models.build_base(config, "sequence-classification", spec)
     assert total == sum(parameter.numel() for parameter in model.parameters())
     assert answer["layers"]["traced"] == 3
+
+
+def test_a_type_that_has_no_such_model_is_named() -> None:
+    config = models.load_config({"model_type": "qwen2_5_vl"})
+    with pytest.raises(
+        models.UnsupportedModel, match="no AutoModelForCausalLM of the type qwen2_5_vl"
+    ):
+        trace_step(config, "causal-lm", FULL, sequence_length=64, device=HOPPER)

@@ -527,6 +527,27 @@ def test_a_setting_that_is_lost(
     assert part in measured.message
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_layers_that_see_images_do_not_run_on_text(every: int) -> None:
+    text = {name: MODEL[name] for name in MODEL if name != "model_type"}
+    eyes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    model = {
+        "model_type": "gemma3",
+        "text_config": {**text, "head_dim": 32},
+        "vision_config": eyes,
+        "mm_tokens_per_image": 4,
+    }
+    measured = run(dataclasses.replace(FULL, activation_checkpointing=every), model)
+    assert (measured.outcome, measured.message) == ("ok", "")
+
+
 def test_checkpointing_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def enable(model: Any) -> None:
         model.activation_checkpointing_enable()

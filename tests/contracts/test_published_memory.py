@@ -7,6 +7,8 @@ the material that this project started from have counts and state bytes that are
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,12 +31,15 @@ from autotune.worker.trace import trace_step
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-MEDIAN_ERROR = 0.0025
-LARGEST_UNDER = 0.045
-LARGEST_OVER = 0.07
-LARGEST_ERROR = {"peft": 0.07, "kbook": 0.011, "rasbt": 0.033, "hfperf": 0.019}
+MEDIAN_ERROR = {"peft": 0.0033, "others": 0.0013}
+LARGEST_ERROR = {"peft": 0.016, "kbook": 0.011, "rasbt": 0.033, "hfperf": 0.019}
 """Of each source's rows."""
+LARGEST_STEP_END_ERROR = 0.0013
+UNEXPLAINED = {"peft-043": (-0.057, -0.055)}
 WRONG_VERDICTS = {"hf4bit-012"}
+
+PEFT_HERE = ("peft-001", "peft-015", "peft-033", "peft-035", "peft-051")
+"""Those that are predicted here; the others' predictions are read from the study's record."""
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +53,16 @@ def published_memory() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def rows(published_memory: ModuleType) -> list[Any]:
-    predicted: list[Any] = published_memory.predict()
+    ids = [name for name in published_memory.plans() if not name.startswith("peft-")]
+    predicted: list[Any] = published_memory.predict({*ids, *PEFT_HERE})
     return predicted
+
+
+@pytest.fixture(scope="module")
+def record(published_memory: ModuleType) -> dict[str, Any]:
+    text = (published_memory.STUDY / "rows.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 def test_every_row_is_predicted_or_left_out_for_a_reason(published_memory: ModuleType) -> None:
@@ -60,14 +73,75 @@ def test_every_row_is_predicted_or_left_out_for_a_reason(published_memory: Modul
         assert name in plans or published_memory.why_left_out(row)
 
 
-def test_errors_of_the_published_figures(rows: list[Any]) -> None:
-    assert len(rows) == 27
-    errors = {row.id: row.error for row in rows}
-    assert statistics.median(map(abs, errors.values())) <= MEDIAN_ERROR
-    assert min(errors.values()) >= -LARGEST_UNDER
-    assert max(errors.values()) <= LARGEST_OVER
+def test_errors_of_the_published_figures(rows: list[Any], record: dict[str, Any]) -> None:
+    assert len(rows) == 24 + len(PEFT_HERE)
+    recorded = {row["id"]: row for row in record["rows"]}
+    assert len(recorded) == 24 + 30
+    errors = {name: row["error"] for name, row in recorded.items() if not row["is_used"]}
+    errors |= {row.id: row.error for row in rows}
     for name, error in errors.items():
-        assert abs(error) <= LARGEST_ERROR[name.partition("-")[0]], name
+        source = name.partition("-")[0]
+        lowest, highest = UNEXPLAINED.get(name, (-LARGEST_ERROR[source], LARGEST_ERROR[source]))
+        assert lowest <= error <= highest, name
+    of_peft = [abs(error) for name, error in errors.items() if name.startswith("peft-")]
+    others = [abs(error) for name, error in errors.items() if not name.startswith("peft-")]
+    assert statistics.median(of_peft) <= MEDIAN_ERROR["peft"]
+    assert statistics.median(others) <= MEDIAN_ERROR["others"]
+
+
+def test_the_record_is_what_is_predicted_here(rows: list[Any], record: dict[str, Any]) -> None:
+    recorded = {row["id"]: row for row in record["rows"]}
+    for row in rows:
+        for name in ("published_bytes", "as_trainer_bytes", "as_program_bytes"):
+            assert getattr(row, name) == pytest.approx(recorded[row.id][name], rel=0.001), row.id
+
+
+def test_memory_between_the_steps_of_pefts_runs(
+    published_memory: ModuleType, record: dict[str, Any]
+) -> None:
+    recorded = {row["id"]: row for row in record["step_ends"]}
+    assert len(recorded) == 30
+    for name, row in recorded.items():
+        assert abs(row["error"]) <= LARGEST_STEP_END_ERROR, name
+    here = published_memory.predict_step_ends({"peft-001", "peft-051"})
+    assert [row.id for row in here] == ["peft-001", "peft-051"]
+    for row in here:
+        assert row.as_program_bytes == pytest.approx(recorded[row.id]["as_program_bytes"], rel=1e-4)
+
+
+def test_the_lengths_of_pefts_batches_are_solved_from_one_row(published_memory: ModuleType) -> None:
+    import published_peft as peft
+
+    plan = published_memory.plans()[peft.SOLVED_FROM]
+    row = published_memory.published()[peft.SOLVED_FROM]
+    peak = round(float(row["mem_value"]) * GIB)
+
+    def peak_at(tokens: int) -> int:
+        config = dataclasses.replace(plan.config, sequence_length=tokens)
+        size: int = published_memory.loop_bytes(
+            dataclasses.replace(plan, config=config), plan.program
+        )
+        return size
+
+    assert plan.config.sequence_length == peft.LONGEST_TOKENS
+    assert peak_at(peft.LONGEST_TOKENS) <= peak < peak_at(peft.LONGEST_TOKENS + 1)
+    figure = peft.step_end_figure(row)
+    distances = {
+        tokens: abs(published_memory.step_end_bytes(plan, tokens) - figure)
+        for tokens in (peft.MEAN_TOKENS - 1, peft.MEAN_TOKENS, peft.MEAN_TOKENS + 1)
+    }
+    assert min(distances, key=distances.__getitem__) == peft.MEAN_TOKENS
+
+
+@pytest.mark.parametrize("name", PEFT_HERE)
+def test_pefts_runs_train_as_many_parameters_as_published(
+    published_memory: ModuleType, name: str
+) -> None:
+    plan = published_memory.plans()[name]
+    found = re.search(r"trainable (\d+)", published_memory.published()[name]["notes"])
+    assert found
+    specs = published_memory.trainable(plan)
+    assert sum(spec.num_elements for spec in specs) == int(found[1])
 
 
 def test_verdicts(published_memory: ModuleType) -> None:

@@ -21,7 +21,7 @@ STUDY = ROOT / "studies" / "published-speed"
 AGAIN = ("peft-015", "peft-033", "rasbt-004", "hfperf-005", "litgpt-ch-010")
 """Predicted anew, with those of Qwen's table: full, LoRA, eager attention, checkpointing, QLoRA."""
 RATIOS = {
-    "peft, L40S": (0.94, 1.06),
+    "peft, L40S": (0.73, 1.13),
     "Qwen, A100": (0.89, 1.11),
     "DistilBERT, A100": (0.66, 0.96),
     "BERT, V100": (0.63, 0.95),
@@ -90,7 +90,7 @@ def test_which_of_two_is_faster(
     assert published_speed.pairs(qwen) == (36, 36)
     num_pairs = sum(group["num_pairs"] for group in recorded["groups"])
     num_ordered = sum(group["num_ordered"] for group in recorded["groups"])
-    assert num_pairs >= 180
+    assert num_pairs >= 550
     assert num_ordered / num_pairs >= 0.9
 
 

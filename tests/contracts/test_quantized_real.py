@@ -28,8 +28,7 @@ from test_adapters_real import case as adapter_case
 from test_trace_is_the_trainer import (
     RANK,
     Case,
-    _fused_dropout,  # noqa: F401
-    _no_hidden_buffers,  # noqa: F401
+    _differences,  # noqa: F401
     _quiet_libraries,  # noqa: F401
     assert_as_traced,
 )

@@ -21,7 +21,7 @@ import pytest
 from test_trace_is_the_trainer import (
     FLASH_2,
     Case,
-    _flash_kernel,  # noqa: F401
+    _differences,  # noqa: F401
     canonical,
     predicted,
     real_model,
