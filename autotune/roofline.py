@@ -21,8 +21,8 @@ Known limitations
   cross-entropy within 3 %.
 - Shapes are not seen: a matmul that fills the card badly (few tiles, odd sizes) costs more.
 - Against whole published runs (studies/published-speed) language models of PEFT's and Qwen's programs come
-  out 10 % too fast to 10 % too slow, litgpt's a fifth to a half too fast; BERT and DistilBERT in 16 bits,
-  with dropout and eager attention, 20 to 36 % too fast.
+  out within 12 % (two of 38 up to a quarter too fast), litgpt's a fifth to a half too fast; BERT and
+  DistilBERT in 16 bits, with dropout and eager attention, 20 to 36 % too fast.
 - Launch-bound and compute-bound stretches within a phase are not told apart. Price the micro-step and
   the optimizer step apart. Copies to and from the host are taken not to overlap with kernels.
 - The L2 cache is not modelled: small tensors that stay in it move faster.
