@@ -227,14 +227,25 @@ def _table(rows: list[dict[str, Any]]) -> Iterable[str]:
         yield (
             f"| {name} | {len(traced)} | {len(few)} | {len(equal)} | {len(said) - len(traced)} |"
         )
-    yield "\nRefused, or different:\n"
+    different = [
+        f"- {row['model_type']}, {name}: differs in {', '.join(row[name]['differs'])}"
+        for row in rows
+        for name in CASES
+        if row[name].get("differs")
+    ]
+    yield from ["\nDifferent:\n", *different] if different else []
+    yield f"\nRefused, `rows.jsonl` says why: {refused(rows, CASES)}"
+
+
+def refused(rows: list[dict[str, Any]], cases: Iterable[str]) -> str:
+    """Types of which some case was, in words."""
+    named = []
     for row in rows:
-        for name in CASES:
-            said = row[name]
-            if "refused" in said:
-                yield f"- {row['model_type']}, {name}: {said['refused'][:160]}"
-            elif said.get("differs"):
-                yield f"- {row['model_type']}, {name}: differs in {', '.join(said['differs'])}"
+        which = [name for name in cases if "refused" in row[name]]
+        if which:
+            some = "" if len(which) == len(list(cases)) else f" ({', '.join(which)})"
+            named.append(f"{row['model_type']}{some}")
+    return ", ".join(named)
 
 
 if __name__ == "__main__":

@@ -255,3 +255,17 @@ def test_state_of_16_bit_parameters_is_the_textbooks(
     on_device, managed = state_bytes(optimizer, specs)
     assert managed == 0
     assert on_device == pytest.approx(bytes_per_parameter * num_elements, rel=1e-5)
+
+
+def test_runs_that_were_predicted_unseen(published_memory: ModuleType) -> None:
+    import published_blind
+
+    errors = {
+        row["run"].split("--")[0]: row["predicted_reserved_bytes"] / row["published_reserved_bytes"]
+        - 1
+        for row in published_blind.rows()
+    }
+    assert errors.pop("boft") == pytest.approx(0.094, abs=0.001)  # the README says why
+    assert max(map(abs, errors.values())) < 0.005
+    vera = next(row for row in published_blind.rows() if row["run"].startswith("vera"))
+    assert published_blind.today_bytes(vera) == vera["predicted_reserved_bytes"]
