@@ -21,9 +21,6 @@ def quick_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return _like_first(args, kwargs)
     if func is aten._grouped_mm.default:
         return _grouped_product(*args, **kwargs)
-    if func is aten.nonzero.default and args[0].dim() == 1:
-        # Which rows have a label (DeBERTa), which experts a token: all.
-        return torch.empty((args[0].shape[0], 1), dtype=torch.int64, device=args[0].device)
     # Before 2.13 PyTorch has none for it; nothing is computed there.
     return kwargs["out"] if func is aten.addmm.dtype_out else None
 
@@ -88,6 +85,13 @@ def _broadcasts(small: torch.Size, shape: torch.Size) -> bool:
         return True
     offset = len(shape) - len(small)
     return offset >= 0 and all(n in (1, shape[offset + i]) for i, n in enumerate(small))
+
+
+def labelled_rows(mask: torch.Tensor) -> Any:
+    """Which samples have a label (DeBERTa's classifier asks): all. In place of `nonzero`."""
+    if not mask.is_meta or mask.dim() != 1:
+        return NotImplemented
+    return torch.empty((mask.shape[0], 1), dtype=torch.int64, device=mask.device)
 
 
 QUESTIONS = {aten.all.default, aten.sum.default, aten.eq.Scalar}

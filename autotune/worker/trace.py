@@ -34,8 +34,11 @@ from autotune.worker.cuda import Device, Workspaces, device_choices
 from autotune.worker.encode import Symbols, encode
 from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.meta_step import MetaStep
+from autotune.worker.meta_values import labelled_rows
 from autotune.worker.model import UnsupportedModel
 from autotune.worker.tracker import TrackedKernel, Tracker
+
+_OF_LABELS = {torch.ops.aten.nonzero.default: labelled_rows}
 
 MICRO_BATCH = 1_000_003
 """Micro-batch of a trace that stands for 2 and more: a prime that divides no model dimension."""
@@ -70,6 +73,7 @@ def trace_step(
         before=workspaces.before,
         decompositions={
             **({} if spec.quantization == "none" else quantize.decompositions()),
+            **(_OF_LABELS if task == "sequence-classification" else {}),
             **attention.decompositions(spec, sequence_length),
         },
         kernel_names=attention.KERNEL_NAMES.get(spec.attention),
