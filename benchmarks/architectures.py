@@ -26,7 +26,12 @@ STUDY = Path(__file__).parents[1] / "studies" / "architectures"
 DEADLINE_SECONDS = 300
 SEQUENCE_LENGTH = 512
 MICRO_BATCH, RANK = 4, 16
-LORA = {"method": "lora", "lora_targets": "all-linear", "precision": "bf16-autocast"}
+LORA = {
+    "method": "lora",
+    "lora_rank": RANK,
+    "lora_targets": "all-linear",
+    "precision": "bf16-autocast",
+}
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "checkpointed": {"activation_checkpointing": 1},
@@ -135,6 +140,7 @@ def _traced(
     config: Any, changes: dict[str, Any], *, attention: str | None = None, whole: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """By the first attention that the model has."""
+    from autotune.config import TrainConfig
     from autotune.results import TraceSpec
     from autotune.worker import model as models
     from autotune.worker.cuda import Device
@@ -142,21 +148,20 @@ def _traced(
 
     refused: Exception | None = None
     for name in ATTENTIONS if attention is None else (attention,):
-        fields: dict[str, Any] = {
-            "method": "full",
-            "lora_targets": None,
-            "quantization": "none",
-            "precision": "bf16-true",
-            "activation_checkpointing": 0,
-            "activation_offloading": False,
-            "attention": name,
-            "single": False,
-        }
+        fields: dict[str, Any] = {"method": "full", "precision": "bf16-true", **changes}
+        wanted = TrainConfig(
+            micro_batch_size=MICRO_BATCH,
+            gradient_accumulation_steps=1,
+            sequence_length=SEQUENCE_LENGTH,
+            optimizer="adamw_torch",
+            attention=name,
+            **fields,
+        )
         try:
             answer = trace_step(
                 config,
                 "causal-lm",
-                TraceSpec(**{**fields, **changes}),
+                TraceSpec.of(wanted),
                 sequence_length=SEQUENCE_LENGTH,
                 device=Device(compute_capability=(8, 9), cublas_workspace_bytes=8_519_680),
                 whole=whole,

@@ -73,6 +73,8 @@ def _trace(request: dict[str, Any]) -> Answers:
             )
         except UnsupportedModel as error:
             yield {"id": wanted["id"], "unsupported": str(error)}
+        except (MemoryError, OSError):  # The machine's, not the model's: refusals are remembered.
+            raise
         except Exception as error:  # of a family that nobody has tried: the others go on
             said = f"it cannot be traced ({type(error).__name__}: {first_line(error)})"
             yield {"id": wanted["id"], "unsupported": said}

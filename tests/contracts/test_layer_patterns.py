@@ -8,23 +8,27 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from autotune.config import TrainConfig
 from autotune.results import TraceSpec
 from autotune.traces import Trace
+from autotune.worker import __main__ as worker
 from autotune.worker import model as models
+from autotune.worker import trace as trace_module
 from autotune.worker.cuda import Device
 from autotune.worker.layers import Pattern, find_pattern, kinds_of, layer_stacks
 from autotune.worker.trace import trace_step
 
 HOPPER = Device(compute_capability=(9, 0), cublas_workspace_bytes=33_554_432)
-FULL = TraceSpec(
-    method="full",
-    lora_targets=None,
-    quantization="none",
-    precision="bf16-true",
-    activation_checkpointing=0,
-    activation_offloading=False,
-    attention="sdpa",
-    single=False,
+FULL = TraceSpec.of(
+    TrainConfig(
+        method="full",
+        micro_batch_size=4,
+        gradient_accumulation_steps=1,
+        sequence_length=512,
+        precision="bf16-true",
+        optimizer="adamw_torch",
+        attention="sdpa",
+    )
 )
 
 
@@ -117,3 +121,40 @@ def test_a_type_that_has_no_such_model_is_named() -> None:
         models.UnsupportedModel, match="no AutoModelForCausalLM of the type qwen2_5_vl"
     ):
         trace_step(config, "causal-lm", FULL, sequence_length=64, device=HOPPER)
+
+
+def _asked(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[dict[str, Any]]:
+    """Answers of a worker that is asked for two traces, of which the first ends in that error."""
+    errors = [error]
+
+    def traced(*_: Any, **__: Any) -> dict[str, Any]:
+        if errors:
+            raise errors.pop()
+        return {}
+
+    monkeypatch.setattr(trace_module, "trace_step", traced)
+    spec = dataclasses.asdict(FULL)
+    request = {
+        "config": {"model_type": "llama"},
+        "task": "causal-lm",
+        "sequence_length": 64,
+        "compute_capability": (9, 0),
+        "cublas_workspace_bytes": 1,
+        "num_sms": None,
+        "backend": "cuda",
+        "traces": [{"id": number, "spec": spec, "whole": False} for number in (0, 1)],
+    }
+    return list(worker.VERBS["trace"](request))
+
+
+def test_what_nobody_has_tried_is_refused_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused, answered = _asked(monkeypatch, AssertionError("two towers"))
+    assert refused == {"id": 0, "unsupported": "it cannot be traced (AssertionError: two towers)"}
+    assert answered == {"id": 1, "trace": {}}
+
+
+def test_a_machine_without_memory_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MemoryError):
+        _asked(monkeypatch, MemoryError())
