@@ -49,7 +49,7 @@ def _trace(request: dict[str, Any]) -> Answers:
     import_adapters()
 
     from autotune.worker.cuda import Device
-    from autotune.worker.model import UnsupportedModel, first_line, load_config
+    from autotune.worker.model import UnsupportedModel, load_config, reason_of
     from autotune.worker.trace import trace_step
 
     device = Device(
@@ -76,8 +76,7 @@ def _trace(request: dict[str, Any]) -> Answers:
         except (MemoryError, OSError):  # The machine's, not the model's: refusals are remembered.
             raise
         except Exception as error:  # of a family that nobody has tried: the others go on
-            said = f"it cannot be traced ({type(error).__name__}: {first_line(error)})"
-            yield {"id": wanted["id"], "unsupported": said}
+            yield {"id": wanted["id"], "unsupported": f"tracing it failed ({reason_of(error)})"}
         else:
             yield {"id": wanted["id"], "trace": trace}
         gc.collect()

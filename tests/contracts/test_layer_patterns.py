@@ -151,7 +151,7 @@ def test_what_nobody_has_tried_is_refused_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused, answered = _asked(monkeypatch, AssertionError("two towers"))
-    assert refused == {"id": 0, "unsupported": "it cannot be traced (AssertionError: two towers)"}
+    assert refused == {"id": 0, "unsupported": "tracing it failed (AssertionError: two towers)"}
     assert answered == {"id": 1, "trace": {}}
 
 
