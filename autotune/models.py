@@ -294,15 +294,7 @@ def _source(
             why="Without it the architecture is unknown",
             remedy='Add the architecture\'s name, such as "model_type": "llama"',
         )
-    for key in _LAYER_KEYS:
-        num_layers = config.get(key)
-        if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
-            raise ConfigError(
-                f"The configuration {_shown(str(path))} has {num_layers:,} layers ({key})",
-                why=f"More than {MAX_LAYERS:,} are taken for a slip",
-                remedy="Correct it, or fetch it again",
-            )
-    return ModelSource(
+    source = ModelSource(
         name=name,
         config=config,
         origin=origin,
@@ -311,6 +303,16 @@ def _source(
         requires_remote_code=requires_remote_code,
         notes=notes,
     )
+    for key in _LAYER_KEYS:
+        for part in (source.config, source.text_config):
+            num_layers = part.get(key)
+            if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+                raise ConfigError(
+                    f"The configuration {_shown(str(path))} has {num_layers:,} layers ({key})",
+                    why=f"More than {MAX_LAYERS:,} are taken for a slip",
+                    remedy="Correct it, or fetch it again",
+                )
+    return source
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -272,3 +272,20 @@ def test_offline_the_hubs_cache_answers_else_one_error(
     assert resolve("org/good").config == LLAMA
     with pytest.raises(ConfigError, match="could not be fetched"):
         resolve("org/other")
+
+
+@pytest.mark.parametrize("text_only", [True, False])
+def test_a_slip_in_the_number_of_layers(tmp_path: Path, text_only: bool) -> None:
+    layers = {"num_hidden_layers": models.MAX_LAYERS + 1}
+    config = {"model_type": "gemma3", **(layers if text_only else {"text_config": layers})}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="has 10,001 layers"):
+        resolve(str(tmp_path))
+
+
+def test_what_is_asked_of_a_model_that_sees_is_of_its_text(tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 34, "hidden_size": 2560, "num_attention_heads": 8}
+    config = {"model_type": "gemma3", "text_config": {**text, "torch_dtype": "float32"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = resolve(str(tmp_path))
+    assert (source.num_layers, source.head_size, source.is_float32) == (34, 320, True)
