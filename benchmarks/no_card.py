@@ -1,0 +1,86 @@
+"""Run a command with PyTorch's CUDA build where there is no card: nothing is computed, memory is real.
+
+    python benchmarks/no_card.py --gpu H200 -- python benchmarks/gpu_check.py predict --studies studies/no-card
+
+The command finds a card of the catalogue (autotune gpus) that is not there: a CUDA runtime, driver, cuBLAS,
+cuDNN and NVML (no_card/) whose kernels do nothing. All the rest runs as on that card: PyTorch's own choice
+of kernels, its autocast, its autograd, its optimizers and its caching allocator, bitsandbytes, Triton; out
+of memory comes where the card would have no more. So a prediction of memory is held against PyTorch
+itself, byte for byte, and the program is tried from end to end.
+
+What it cannot tell, and no record of it may be taken for: any time; what the card holds outside PyTorch's
+allocator (the context is put in: --context-mib); workspaces that cuDNN and cuBLASLt ask for; what depends
+on values (a value that is read back is always one); managed memory. Records name the driver "no card".
+
+Needs a CUDA build of torch, a C++ compiler, and the headers of the CUDA toolkit. Linux alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from autotune.gpus import Gpu, find_gpu
+
+SOURCES = Path(__file__).with_name("no_card")
+DRIVER = "no card"
+"""What no_card/nvml.cpp calls the driver, and what is recorded of it."""
+
+LIBRARIES = {
+    # PyTorch has it loaded as libcudart, libcublas and libcudnn; Triton and NVRTC as the driver.
+    "libcuda.so.1": ("runtime.cpp", "libraries.cpp"),
+    "libnvidia-ml.so.1": ("nvml.cpp",),
+}
+
+
+def build(folder: Path, cuda: Path) -> None:
+    """Compile the libraries into the folder. Raises OSError, CalledProcessError."""
+    options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{cuda}/include"]
+    for name, sources in LIBRARIES.items():
+        paths = [str(SOURCES / source) for source in sources]
+        command = ["c++", *options, f"-Wl,-soname,{name}", "-o", str(folder / name), *paths, "-ldl"]
+        subprocess.run(command, check=True)
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")
+
+
+def environment(folder: Path, card: Gpu, context_bytes: int) -> dict[str, str]:
+    """Of a process that is to find the card."""
+    major, minor = card.compute_capability or (8, 0)
+    settings = {
+        "NO_CARD_STATE": folder / "processes",
+        "NO_CARD_NAME": card.name,
+        "NO_CARD_CAPABILITY": 10 * major + minor,
+        "NO_CARD_NUM_SMS": card.num_sms or 108,
+        "NO_CARD_TOTAL_BYTES": card.capacity_bytes,
+        "NO_CARD_DRIVER_BYTES": max(0, card.nominal_memory_bytes - card.capacity_bytes),
+        "NO_CARD_CONTEXT_BYTES": context_bytes,
+        "LD_PRELOAD": folder / "libcuda.so.1",
+        "LD_LIBRARY_PATH": folder,
+        "TRITON_LIBCUDA_PATH": folder,
+    }
+    return {**os.environ, **{name: str(value) for name, value in settings.items()}}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run a command as if a card were here.")
+    parser.add_argument("--gpu", default="H200", help="of the catalogue [default: H200]")
+    parser.add_argument("--context-mib", type=int, help="of each process [default: as is predicted]")
+    parser.add_argument("--cuda", type=Path, default=Path("/usr/local/cuda"), help="the toolkit")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    card = find_gpu(options.gpu)
+    context_bytes = card.context_bytes if options.context_mib is None else options.context_mib << 20
+    with tempfile.TemporaryDirectory(prefix="no-card-") as scratch:
+        folder = Path(scratch)
+        build(folder, options.cuda)
+        return subprocess.run(
+            options.command, env=environment(folder, card, context_bytes), check=False
+        ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
