@@ -30,7 +30,7 @@ def attention(
     kernel = attention_kernel(
         compute_capability, query.dtype, size, value.shape[-1], attn_mask is not None
     )
-    if _broadcasts_heads(query, key, enable_gqa=enable_gqa):
+    if _broadcasts_heads(query, key, enable_gqa=enable_gqa and kernel != "efficient"):
         kernel = "math"
     if kernel == "flash":
         return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
@@ -50,9 +50,6 @@ def attention(
         return aten._scaled_dot_product_cudnn_attention(
             query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
         )[0]
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, dropout_p, is_causal, scale=scale
     )[0]
@@ -90,8 +87,9 @@ def attention_on_cpu(
 
 
 def _broadcasts_heads(query: torch.Tensor, key: torch.Tensor, *, enable_gqa: bool) -> bool:
-    """Falcon's one head of keys: a plain product takes it, and no fused kernel does that is not told of
-    groups (torch 2.13 sdp_utils_cpp.h, check_batch_size_and_num_heads_dense)."""
+    """Fewer heads of keys, as Falcon's one: a plain product takes them, and no fused kernel does that is
+    not told of groups. The efficient kernel knows none (torch 2.13 sdp_utils_cpp.h,
+    check_batch_size_and_num_heads_dense; sdp_utils.cpp, can_use_mem_efficient_attention)."""
     return key.shape[1] != query.shape[1] and not enable_gqa
 
 
