@@ -47,7 +47,7 @@ def build(folder: Path, cuda: Path) -> None:
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
 
 
-def environment(folder: Path, card: Gpu, context_bytes: int) -> dict[str, str]:
+def environment(folder: Path, card: Gpu, context_bytes: int, memory_bytes: int) -> dict[str, str]:
     """Of a process that is to find the card."""
     major, minor = card.compute_capability or (8, 0)
     settings = {
@@ -55,7 +55,7 @@ def environment(folder: Path, card: Gpu, context_bytes: int) -> dict[str, str]:
         "NO_CARD_NAME": card.name,
         "NO_CARD_CAPABILITY": 10 * major + minor,
         "NO_CARD_NUM_SMS": card.num_sms or 108,
-        "NO_CARD_TOTAL_BYTES": card.capacity_bytes,
+        "NO_CARD_TOTAL_BYTES": memory_bytes,
         "NO_CARD_DRIVER_BYTES": max(0, card.nominal_memory_bytes - card.capacity_bytes),
         "NO_CARD_CONTEXT_BYTES": context_bytes,
         "LD_PRELOAD": folder / "libcuda.so.1",
@@ -68,17 +68,25 @@ def environment(folder: Path, card: Gpu, context_bytes: int) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command as if a card were here.")
     parser.add_argument("--gpu", default="H200", help="of the catalogue [default: H200]")
-    parser.add_argument("--context-mib", type=int, help="of each process [default: as is predicted]")
+    parser.add_argument(
+        "--context-mib", type=int, help="of each process [default: as is predicted]"
+    )
+    parser.add_argument(
+        "--memory-gib", type=int, help="more or less than the card's [default: as much]"
+    )
     parser.add_argument("--cuda", type=Path, default=Path("/usr/local/cuda"), help="the toolkit")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     card = find_gpu(options.gpu)
     context_bytes = card.context_bytes if options.context_mib is None else options.context_mib << 20
+    memory_bytes = card.capacity_bytes
+    if options.memory_gib is not None:
+        memory_bytes = options.memory_gib << 30
     with tempfile.TemporaryDirectory(prefix="no-card-") as scratch:
         folder = Path(scratch)
         build(folder, options.cuda)
         return subprocess.run(
-            options.command, env=environment(folder, card, context_bytes), check=False
+            options.command, env=environment(folder, card, context_bytes, memory_bytes), check=False
         ).returncode
 
 

@@ -22,6 +22,7 @@ import csv
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,9 @@ SETUPS: dict[str, Setup] = {
 def predict_peak_bytes(kernel: str, x: int, settings: dict[str, Any]) -> int:
     """Predicted torch.cuda.max_memory_allocated of a steady run."""
     workspaces = Workspaces(A100.cublas_workspace_bytes)
-    tracker = Tracker("meta", hidden_buffers=hidden_buffers, before=workspaces.before)
+    tracker = Tracker(
+        "meta", hidden_buffers=partial(hidden_buffers, A100), before=workspaces.before
+    )
     with device_choices(A100), tracker:
         run, alive = SETUPS[kernel](x, settings)
         num_set_up_events = len(tracker.recording.events)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from autotune.traces.reduction import reduction_bytes
+
 Term = tuple[int, int, int]
 """(coefficient, power of the micro-batch, power of the rank)."""
 
@@ -35,7 +37,7 @@ def _near(numbers: Sequence[int]) -> int:
     return (size + beyond) * item_bytes
 
 
-RULES = {"embedding": _embedding_partials, "near": _near}
+RULES = {"embedding": _embedding_partials, "near": _near, "reduction": reduction_bytes}
 """By name of the rule: bytes of the terms beside it."""
 
 

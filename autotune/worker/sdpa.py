@@ -103,12 +103,11 @@ def attention_kernel(
     """cudnn, flash, efficient or math: the first of PyTorch's order that can train with these inputs."""
     half = dtype in HALF and compute_capability >= (8, 0)
     same = head_size == value_head_size
+    largest = max(head_size, value_head_size)
     if (
         half
-        and same
-        and compute_capability in ((9, 0), (10, 0))
-        and head_size % 8 == 0
-        and head_size <= 128
+        and largest <= _cudnn_limit(compute_capability, (head_size, value_head_size))
+        and head_size % 8 == value_head_size % 8 == 0
     ):
         return "cudnn"
     small_card = compute_capability in ((8, 6), (8, 9), (12, 0), (12, 1))
@@ -120,6 +119,16 @@ def attention_kernel(
         if head_size % step == 0 and value_head_size % step == 0:
             return "efficient"
     return "math"
+
+
+def _cudnn_limit(compute_capability: tuple[int, int], sizes: tuple[int, int]) -> int:
+    """The largest head that cuDNN, 9.11 and later, is given; 0 where it is not preferred.
+
+    Source: pytorch v2.13 sdp_utils.cpp, check_cudnn_tensor_shapes, check_prefer_cudnn_attention.
+    """
+    if compute_capability == (10, 0):
+        return 192 if sizes == (192, 128) else 128
+    return 256 if compute_capability == (9, 0) else 0
 
 
 def _efficient_alignment(compute_capability: tuple[int, int], dtype: torch.dtype) -> int:

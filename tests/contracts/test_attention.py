@@ -197,6 +197,30 @@ def test_heads_of_odd_sizes_with_a_mask(
     assert attention_kernel(capability, dtype, size, size, has_mask=True) == kernel
 
 
+@pytest.mark.parametrize(
+    ("capability", "sizes", "kernel"),
+    [
+        # As torch._fused_sdp_choice of 2.13.0+cu130 says under benchmarks/no_card.py, bfloat16, no mask.
+        ((9, 0), (128, 128), "cudnn"),
+        ((9, 0), (192, 128), "cudnn"),
+        ((9, 0), (96, 64), "cudnn"),
+        ((9, 0), (256, 256), "cudnn"),
+        ((9, 0), (272, 272), "efficient"),
+        ((10, 0), (128, 128), "cudnn"),
+        ((10, 0), (192, 128), "cudnn"),
+        ((10, 0), (96, 64), "cudnn"),
+        ((10, 0), (192, 192), "flash"),
+        ((10, 0), (192, 64), "efficient"),
+        ((8, 0), (192, 128), "efficient"),
+        ((8, 9), (96, 64), "efficient"),
+    ],
+)
+def test_large_heads_and_values_of_another_size(
+    capability: tuple[int, int], sizes: tuple[int, int], kernel: str
+) -> None:
+    assert attention_kernel(capability, torch.bfloat16, *sizes, has_mask=False) == kernel
+
+
 @pytest.mark.parametrize("config", [LLAMA, ODD_HEADS], ids=["heads of 64", "heads of 60"])
 @pytest.mark.parametrize("attention", FLASH_ATTENTIONS)
 @pytest.mark.parametrize("batching", ["padded", "padding-free"])
