@@ -1,6 +1,6 @@
 """Run a command with PyTorch's CUDA build where there is no card: nothing is computed, memory is real.
 
-    python benchmarks/no_card.py --gpu H200 -- python benchmarks/gpu_check.py predict --studies studies/no-card
+    python benchmarks/no_card.py --gpu H200 -- python benchmarks/gpu_check.py predict --studies no-card
 
 The command finds a card of the catalogue (autotune gpus) that is not there: a CUDA runtime, driver, cuBLAS,
 cuDNN and NVML (no_card/) whose kernels do nothing. All the rest runs as on that card: PyTorch's own choice
@@ -68,7 +68,9 @@ def environment(folder: Path, card: Gpu, context_bytes: int) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command as if a card were here.")
     parser.add_argument("--gpu", default="H200", help="of the catalogue [default: H200]")
-    parser.add_argument("--context-mib", type=int, help="of each process [default: as is predicted]")
+    parser.add_argument(
+        "--context-mib", type=int, help="of each process [default: as is predicted]"
+    )
     parser.add_argument("--cuda", type=Path, default=Path("/usr/local/cuda"), help="the toolkit")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
