@@ -1,6 +1,6 @@
 """Run a command with PyTorch's CUDA build where there is no card: nothing is computed, memory is real.
 
-    python benchmarks/no_card.py --gpu H200 -- python benchmarks/gpu_check.py predict --studies studies/no-card
+    python benchmarks/no_card.py --gpu H200 -- python benchmarks/gpu_check.py predict --studies no-card
 
 The command finds a card of the catalogue (autotune gpus) that is not there: a CUDA runtime, driver, cuBLAS,
 cuDNN and NVML (no_card/) whose kernels do nothing. All the rest runs as on that card: PyTorch's own choice
@@ -10,7 +10,8 @@ itself, byte for byte, and the program is tried from end to end.
 
 What it cannot tell, and no record of it may be taken for: any time; what the card holds outside PyTorch's
 allocator (the context is put in: --context-mib); workspaces that cuDNN and cuBLASLt ask for; what depends
-on values (a value that is read back is always one); managed memory. Records name the driver "no card".
+on values (a value that is read back is always one, and so every mask is full; with --padded Tensor.all() is
+no, and so none is); managed memory. Records name the driver "no card".
 
 Needs a CUDA build of torch, a C++ compiler, and the headers of the CUDA toolkit. Linux alone.
 """
@@ -47,7 +48,9 @@ def build(folder: Path, cuda: Path) -> None:
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
 
 
-def environment(folder: Path, card: Gpu, context_bytes: int) -> dict[str, str]:
+def environment(
+    folder: Path, card: Gpu, context_bytes: int, *, padded: bool = False
+) -> dict[str, str]:
     """Of a process that is to find the card."""
     major, minor = card.compute_capability or (8, 0)
     settings = {
@@ -58,6 +61,7 @@ def environment(folder: Path, card: Gpu, context_bytes: int) -> dict[str, str]:
         "NO_CARD_TOTAL_BYTES": card.capacity_bytes,
         "NO_CARD_DRIVER_BYTES": max(0, card.nominal_memory_bytes - card.capacity_bytes),
         "NO_CARD_CONTEXT_BYTES": context_bytes,
+        "NO_CARD_ALL": int(not padded),
         "LD_PRELOAD": folder / "libcuda.so.1",
         "LD_LIBRARY_PATH": folder,
         "TRITON_LIBCUDA_PATH": folder,
@@ -68,7 +72,10 @@ def environment(folder: Path, card: Gpu, context_bytes: int) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command as if a card were here.")
     parser.add_argument("--gpu", default="H200", help="of the catalogue [default: H200]")
-    parser.add_argument("--context-mib", type=int, help="of each process [default: as is predicted]")
+    parser.add_argument(
+        "--context-mib", type=int, help="of each process [default: as is predicted]"
+    )
+    parser.add_argument("--padded", action="store_true", help="no batch is full of tokens")
     parser.add_argument("--cuda", type=Path, default=Path("/usr/local/cuda"), help="the toolkit")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
@@ -77,9 +84,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="no-card-") as scratch:
         folder = Path(scratch)
         build(folder, options.cuda)
-        return subprocess.run(
-            options.command, env=environment(folder, card, context_bytes), check=False
-        ).returncode
+        variables = environment(folder, card, context_bytes, padded=options.padded)
+        return subprocess.run(options.command, env=variables, check=False).returncode
 
 
 if __name__ == "__main__":
