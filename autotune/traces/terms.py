@@ -35,7 +35,31 @@ def _near(numbers: Sequence[int]) -> int:
     return (size + beyond) * item_bytes
 
 
-RULES = {"embedding": _embedding_partials, "near": _near}
+def column_sums(numbers: Sequence[int]) -> int:
+    """Partial sums of a matrix' columns: (rows, columns, columns that a thread reads at once, threads of
+    the card's multiprocessors, their number).
+
+    Several blocks share a column where each thread would add up 256 rows or more and the card has room
+    for more blocks. Source: torch 2.13 ATen/native/cuda/Reduce.cuh, setReduceConfig (a reduction that is
+    not along the fastest dimension), set_block_dimension and global_memory_size.
+    """
+    rows, columns, vector, sm_threads, num_sms = numbers
+    most = 512 // vector
+    across, down = (min(1 << (max(n, 1).bit_length() - 1), most) for n in (columns // vector, rows))
+    height = min(down, most // min(across, 32))
+    width = min(across, most // height)
+    if rows < min(16 * height, 256):
+        return 0
+    grid = -(-(columns // vector) // width)
+    room = num_sms * (sm_threads // (width * height))
+    values = -(-rows // height)
+    if values < 256 or grid > room:
+        return 0
+    blocks = max(min(-(-room // grid), -(-values // 16)), -(-values // 256))
+    return 4 * columns * blocks * width * vector if blocks > 1 else 0
+
+
+RULES = {"embedding": _embedding_partials, "near": _near, "column sums": column_sums}
 """By name of the rule: bytes of the terms beside it."""
 
 

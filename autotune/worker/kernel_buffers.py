@@ -1,7 +1,7 @@
 """Buffers that CUDA kernels allocate and free inside one call.
 
 Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
-aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu and SoftMax.cu.
+aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu, Reduce.cuh and SoftMax.cu.
 
 Not modelled: cuDNN attention's own workspace (no closed form: taken to be flash attention's),
 cub's temporary storage (in an embedding's backward it is free again before the partial sums are made).
@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from autotune.worker.tracker import Buffer
+from autotune.traces.terms import column_sums
+from autotune.worker.cuda import Device
+from autotune.worker.tracker import Buffer, HiddenBuffers
 
 aten = torch.ops.aten
 
@@ -72,6 +74,38 @@ def _embedding_backward_buffers(
         per_partial(8),
         per_partial(accumulate_bytes * gradient.shape[-1]),
     )
+
+
+_SM_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+"""Threads that a multiprocessor holds, by compute capability; 2,048 elsewhere (CUDA C++ Programming Guide
+13.0, technical specifications)."""
+
+
+def _column_sum_buffers(matrix: torch.Tensor, dims: Any, device: Device) -> tuple[Buffer, ...]:
+    """Of a sum over all dimensions but the last, as a bias' gradient is one; others need a few KiB."""
+    leading = range(matrix.dim() - 1)
+    summed = {dim % matrix.dim() for dim in dims or ()}
+    if summed != set(leading) or not leading or matrix.stride(-1) != 1:
+        return ()
+    columns = matrix.shape[-1]
+    # The same columns of each row, as many as are aligned (get_output_vec_size).
+    steps = (columns, matrix.storage_offset(), *(matrix.stride(dim) for dim in leading))
+    vector = next(n for n in (4, 2, 1) if all(step % n == 0 for step in steps))
+    rows = matrix.numel() // columns
+    threads = _SM_THREADS.get(device.compute_capability, 2048)
+    numbers = rows, columns, vector, threads, device.num_sms
+    return (Buffer(column_sums(numbers), rule=("column sums", *numbers)),)
+
+
+def buffers_on(device: Device) -> HiddenBuffers:
+    """hidden_buffers, and those whose size depends on the card."""
+
+    def buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, ...]:
+        if func is aten.sum.dim_IntList and args[0].is_floating_point() and args[0].numel():
+            return _column_sum_buffers(args[0], args[1], device)
+        return hidden_buffers(func, args, out)
+
+    return buffers
 
 
 def hidden_buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, ...]:

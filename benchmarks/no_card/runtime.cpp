@@ -32,7 +32,8 @@ card::Process *process = nullptr;  /* the context of this process */
 thread_local cudaError_t last_error = cudaSuccess;
 bool is_capturing = false;
 
-/* Kernels of Tensor.all() (torch's ReduceLogicKernel.cu), and whether the last that was launched is one. */
+/* Kernels that ask whether all are so, and whether the last that was launched is one: Tensor.all() (torch's
+   ReduceLogicKernel.cu), and equality (CompareEQKernel.cu), as Transformers compares a sum with their number. */
 std::set<const void *> kernels_of_all;
 thread_local bool asks_of_all = false;
 
@@ -212,7 +213,7 @@ EXPORTED void __cudaRegisterFatBinaryEnd(void **) {}
 EXPORTED void __cudaUnregisterFatBinary(void **) {}
 EXPORTED void __cudaRegisterFunction(
     void **, const char *function, char *, const char *name, int, uint3 *, uint3 *, dim3 *, dim3 *, int *) {
-    if (strstr(name, "and_kernel_cuda")) kernels_of_all.insert(function);
+    if (strstr(name, "and_kernel_cuda") || strstr(name, "CompareEqFunctor")) kernels_of_all.insert(function);
 }
 EXPORTED void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int) {}
 EXPORTED unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void *) { return 0; }
