@@ -175,6 +175,15 @@ const Limits &limits() {
     return LIMITS[1];
 }
 
+/* Of the card's own generation the nearest that PyTorch brings kernels for: torch.cuda.get_arch_list() of
+   2.13.0+cu130. cub looks for its policy under what a kernel was compiled for, and fails where none is. */
+int kernel_capability() {
+    int nearest = card::capability;
+    for (int compiled : {75, 80, 86, 90, 100, 120})
+        if (compiled <= card::capability && compiled / 10 == card::capability / 10) nearest = compiled;
+    return nearest;
+}
+
 int attribute(int which) {
     switch (which) {
         case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: return card::capability / 10;
@@ -273,7 +282,7 @@ RUNTIME cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void *data) {
 RUNTIME cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
     IN_CONTEXT;
     *attributes = {};
-    attributes->binaryVersion = attributes->ptxVersion = card::capability;
+    attributes->binaryVersion = attributes->ptxVersion = kernel_capability();
     attributes->maxThreadsPerBlock = 1024;
     attributes->numRegs = 64;
     attributes->maxDynamicSharedSizeBytes = 49152;
