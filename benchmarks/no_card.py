@@ -1,6 +1,6 @@
 """Run a command with PyTorch's CUDA build where there is no card: nothing is computed, memory is real.
 
-    python benchmarks/no_card.py --gpu H200 -- python benchmarks/gpu_check.py predict --studies studies/no-card
+    python benchmarks/no_card.py --gpu H200 -- python benchmarks/gpu_check.py predict --studies no-card
 
 The command finds a card of the catalogue (autotune gpus) that is not there: a CUDA runtime, driver, cuBLAS,
 cuDNN and NVML (no_card/) whose kernels do nothing. All the rest runs as on that card: PyTorch's own choice
@@ -10,7 +10,8 @@ itself, byte for byte, and the program is tried from end to end.
 
 What it cannot tell, and no record of it may be taken for: any time; what the card holds outside PyTorch's
 allocator (the context is put in: --context-mib); workspaces that cuDNN and cuBLASLt ask for; what depends
-on values (a value that is read back is always one); managed memory. Records name the driver "no card".
+on values (a value that is read back is always one, and so every mask is full; with --padded Tensor.all() is
+no, and so none is); managed memory. Records name the driver "no card".
 
 Needs a CUDA build of torch, a C++ compiler, and the headers of the CUDA toolkit. Linux alone.
 """
@@ -18,6 +19,7 @@ Needs a CUDA build of torch, a C++ compiler, and the headers of the CUDA toolkit
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
@@ -37,17 +39,17 @@ LIBRARIES = {
 }
 
 
-def build(folder: Path, cuda: Path) -> None:
-    """Compile the libraries into the folder. Raises OSError, CalledProcessError."""
+def build(folder: Path, name: str, cuda: Path) -> None:
+    """Compile a library into the folder. Raises OSError, CalledProcessError."""
     options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{cuda}/include"]
-    for name, sources in LIBRARIES.items():
-        paths = [str(SOURCES / source) for source in sources]
-        command = ["c++", *options, f"-Wl,-soname,{name}", "-o", str(folder / name), *paths, "-ldl"]
-        subprocess.run(command, check=True)
-    (folder / "libcuda.so").symlink_to("libcuda.so.1")
+    paths = [str(SOURCES / source) for source in LIBRARIES[name]]
+    command = ["c++", *options, f"-Wl,-soname,{name}", "-o", str(folder / name), *paths, "-ldl"]
+    subprocess.run(command, check=True)
 
 
-def environment(folder: Path, card: Gpu, context_bytes: int, memory_bytes: int) -> dict[str, str]:
+def environment(
+    folder: Path, card: Gpu, context_bytes: int, *, padded: bool = False
+) -> dict[str, str]:
     """Of a process that is to find the card."""
     major, minor = card.compute_capability or (8, 0)
     settings = {
@@ -55,9 +57,10 @@ def environment(folder: Path, card: Gpu, context_bytes: int, memory_bytes: int) 
         "NO_CARD_NAME": card.name,
         "NO_CARD_CAPABILITY": 10 * major + minor,
         "NO_CARD_NUM_SMS": card.num_sms or 108,
-        "NO_CARD_TOTAL_BYTES": memory_bytes,
+        "NO_CARD_TOTAL_BYTES": card.capacity_bytes,
         "NO_CARD_DRIVER_BYTES": max(0, card.nominal_memory_bytes - card.capacity_bytes),
         "NO_CARD_CONTEXT_BYTES": context_bytes,
+        "NO_CARD_ALL": int(not padded),
         "LD_PRELOAD": folder / "libcuda.so.1",
         "LD_LIBRARY_PATH": folder,
         "TRITON_LIBCUDA_PATH": folder,
@@ -71,23 +74,22 @@ def main() -> int:
     parser.add_argument(
         "--context-mib", type=int, help="of each process [default: as is predicted]"
     )
-    parser.add_argument(
-        "--memory-gib", type=int, help="more or less than the card's [default: as much]"
-    )
+    parser.add_argument("--memory-gib", type=int, help="another card's [default: its own]")
+    parser.add_argument("--padded", action="store_true", help="no batch is full of tokens")
     parser.add_argument("--cuda", type=Path, default=Path("/usr/local/cuda"), help="the toolkit")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     card = find_gpu(options.gpu)
-    context_bytes = card.context_bytes if options.context_mib is None else options.context_mib << 20
-    memory_bytes = card.capacity_bytes
     if options.memory_gib is not None:
-        memory_bytes = options.memory_gib << 30
+        card = dataclasses.replace(card, capacity_bytes=options.memory_gib << 30)
+    context_bytes = card.context_bytes if options.context_mib is None else options.context_mib << 20
     with tempfile.TemporaryDirectory(prefix="no-card-") as scratch:
         folder = Path(scratch)
-        build(folder, options.cuda)
-        return subprocess.run(
-            options.command, env=environment(folder, card, context_bytes, memory_bytes), check=False
-        ).returncode
+        for name in LIBRARIES:
+            build(folder, name, options.cuda)
+        (folder / "libcuda.so").symlink_to("libcuda.so.1")  # Triton's compiler links it.
+        variables = environment(folder, card, context_bytes, padded=options.padded)
+        return subprocess.run(options.command, env=variables, check=False).returncode
 
 
 if __name__ == "__main__":

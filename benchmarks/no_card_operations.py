@@ -94,7 +94,7 @@ def watched(kind: str, device: Device) -> list[dict[str, Any]]:
     materialize(model, DTYPE, torch.device("cuda"))
     model.train()
     ids = torch.zeros(architectures.MICRO_BATCH, of.length, dtype=torch.int64, device="cuda")
-    with Watch(functools.partial(hidden_buffers, device)) as watch:
+    with Watch(functools.partial(hidden_buffers, device.multiprocessors)) as watch:
         model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
     return list(watch.rows.values())
 

@@ -19,10 +19,10 @@ studies/op-memory-a100/README.md, which this command writes the tables of.
 from __future__ import annotations
 
 import csv
+import functools
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +215,9 @@ def predict_peak_bytes(kernel: str, x: int, settings: dict[str, Any]) -> int:
     """Predicted torch.cuda.max_memory_allocated of a steady run."""
     workspaces = Workspaces(A100.cublas_workspace_bytes)
     tracker = Tracker(
-        "meta", hidden_buffers=partial(hidden_buffers, A100), before=workspaces.before
+        "meta",
+        hidden_buffers=functools.partial(hidden_buffers, A100.multiprocessors),
+        before=workspaces.before,
     )
     with device_choices(A100), tracker:
         run, alive = SETUPS[kernel](x, settings)

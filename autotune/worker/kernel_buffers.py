@@ -1,33 +1,26 @@
 """Buffers that CUDA kernels allocate and free inside one call.
 
 Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
-aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu, SoftMax.cu, Reduce.cuh and
-ScanUtils.cuh, aten/src/ATen/native/Convolution.cpp and ReduceOpsUtils.h.
+aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu, Reduce.cuh, ScanUtils.cuh and
+SoftMax.cu; aten/src/ATen/native/Convolution.cpp and transformers/attention.cpp;
+cudnn_frontend 1.18 node/scaled_dot_product_flash_attention.h.
 
-Not modelled: cuDNN attention's own workspace (no closed form: taken to be flash attention's),
-cub's temporary storage (in an embedding's backward it is free again before the partial sums are made),
-reductions in chunks of tokens.
+Not modelled: what a plan of cuDNN's attention wants besides (no closed form), cub's temporary storage (in an
+embedding's backward it is free again before the partial sums are made).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from autotune.traces.reduction import reduction_bytes
-from autotune.worker.chunks import CHUNK_ROWS
-from autotune.worker.cuda import Device
+from autotune.traces.reductions import LEAST_SHARED, WARP, shared_bytes
 from autotune.worker.tracker import Buffer
 
 aten = torch.ops.aten
-
-_SM_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Threads of a multiprocessor by compute capability; 2,048 of the others (CUDA C++ Programming Guide 13.0,
-"Technical Specifications per Compute Capability")."""
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def _ceil_to(value: int, step: int) -> int:
@@ -52,6 +45,12 @@ def _efficient_backward_buffers(q: torch.Tensor) -> tuple[int, ...]:
     """The fp32 accumulator of dQ in global memory."""
     batch, heads, length, size = q.shape
     return (batch * heads * _ceil_to(length * size, 4) * 4,)
+
+
+def _cudnn_backward_bytes(q: torch.Tensor) -> int:
+    """softmax_sum and dQ_accum in fp32, in one workspace (get_fe_workspace_size_node)."""
+    batch, heads, length, size = q.shape
+    return 4 * batch * heads * length * (size + 1)
 
 
 EMBEDDING_SORT_THRESHOLD = 3072
@@ -86,106 +85,95 @@ def _embedding_backward_buffers(
     )
 
 
-def _copies(*tensors: torch.Tensor) -> tuple[Buffer, ...]:
-    """What a kernel that wants its operands in order makes of those that are not."""
+_REDUCTIONS = {
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
+    aten.linalg_vector_norm.default,
+}  # fmt: skip
+
+Multiprocessors = tuple[int, int]
+"""(how many, threads of each)."""
+
+
+def _reduction_buffers(
+    multiprocessors: Multiprocessors, tensor: torch.Tensor, out: torch.Tensor, dims: set[int]
+) -> tuple[Buffer, ...]:
+    """Partial results, and a semaphore for each block of threads that shares an output."""
+    kept = [d for d in range(tensor.ndim) if d not in dims and tensor.shape[d] > 1]
+    reduced = [d for d in dims if tensor.shape[d] > 1]
+    num_outputs = math.prod(tensor.shape[d] for d in kept)
+    row = 0
+    if kept and (not reduced or _least_stride(tensor, kept) < _least_stride(tensor, reduced)):
+        row = _row_of(tensor, kept)
+    num_inputs = math.prod(tensor.shape[d] for d in reduced)
+    if num_inputs < LEAST_SHARED * (1 if row else WARP):
+        return ()
+    item_bytes = max(out.element_size(), 4)
+    numbers = (num_inputs, num_outputs, row, item_bytes, *multiprocessors)
+    sizes = shared_bytes(*numbers)
+    return tuple(
+        Buffer(size, rule=("reduction", part, *numbers)) for part, size in enumerate(sizes)
+    )
+
+
+def _least_stride(tensor: torch.Tensor, dims: Iterable[int]) -> int:
+    return min(tensor.stride(d) for d in dims)
+
+
+def _row_of(tensor: torch.Tensor, dims: Sequence[int]) -> int:
+    """Items that lie side by side along these dimensions; 1 where none do."""
+    items = 1
+    for d in sorted(dims, key=tensor.stride):
+        if tensor.stride(d) != items:
+            break
+        items *= tensor.shape[d]
+    return items
+
+
+_ADDED_BY_PLACES = {
+    aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
+}  # fmt: skip
+_IN_ORDER = {
+    aten.cumsum.default: 1,  # ScanUtils.cuh, scan_dim
+    aten.convolution.default: 1,  # In one dimension only: taken for two, of operands in order.
+    aten.convolution_backward.default: 2,
+}
+"""How many of the first operands are copied where their elements do not lie in order."""
+
+
+def _copies(func: Any, args: tuple[Any, ...]) -> tuple[Buffer, ...]:
+    if func is not aten.cumsum.default and args[0].ndim != 3:
+        return ()
     return tuple(
         Buffer(tensor.numel() * tensor.element_size())
-        for tensor in tensors
+        for tensor in args[: _IN_ORDER[func]]
         if not tensor.is_contiguous()
     )
 
 
-def _sum_buffers(device: Device, args: tuple[Any, ...], out: torch.Tensor) -> tuple[Buffer, ...]:
-    """Partial sums; a copy where the elements are of another dtype than the sums."""
-    tensor = args[0]
-    if tensor.dtype != out.dtype and not (tensor.dtype in _HALF and out.dtype is torch.float32):
-        return (Buffer(tensor.numel() * out.element_size()),)
-    dims = args[1] if len(args) > 1 else None
-    summed = {dim % tensor.dim() for dim in dims or range(tensor.dim())} if tensor.dim() else set()
-    steps = [
-        (size, step, dim in summed)
-        for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-        if size > 1
-    ]
-    kept = [(size, step) for size, step, is_summed in steps if not is_summed]
-    nearest = min((step for _, step, is_summed in steps if is_summed), default=0)
-    if not kept or nearest < kept[-1][1]:
-        return ()  # Threads that sum up neighbours leave little.
-    num_sums = math.prod(size for size, _ in kept)
-    num_elements = math.prod(size for size, _, is_summed in steps if is_summed)
-    if num_elements % CHUNK_ROWS == 0:
-        return ()
-    numbers = (
-        num_sums,
-        num_elements,
-        tensor.element_size(),
-        max(tensor.element_size(), 4),
-        _vector(steps, kept),
-        device.num_sms,
-        _SM_THREADS.get(device.compute_capability, 2048),
-    )
-    return (Buffer(reduction_bytes(numbers), rule=("reduction", *numbers)),)
-
-
-def _vector(steps: list[tuple[int, int, bool]], kept: list[tuple[int, int]]) -> int:
-    """Sums whose elements a thread reads at once: Reduce.cuh, get_output_vec_size."""
-    size, step = kept[-1]
-    if step != 1:
-        return 1
-    others = [step for _, step, _ in steps]
-    others.remove(1)
-    return math.gcd(4, size, *others)
-
-
 def hidden_buffers(
-    device: Device, func: Any, args: tuple[Any, ...], out: Any
+    multiprocessors: Multiprocessors, func: Any, args: tuple[Any, ...], out: Any
 ) -> tuple[Buffer, ...]:
     """Buffers that the CUDA kernel of `func` allocates and frees inside the call."""
-    buffers = _BUFFERS.get(func)
-    return () if buffers is None else buffers(device, args, out)
-
-
-def _index_put_buffers(_: Device, args: tuple[Any, ...], out: Any) -> tuple[Buffer, ...]:
-    """Adding goes by sorted places (index_put_with_sort_kernel): linear, sorted, original, range."""
-    if len(args) < 4 or not args[3]:
-        return ()
-    indices = [index for index in args[1] if index is not None]
-    return 4 * (Buffer(8 * max(index.numel() for index in indices)),)
-
-
-def _safe_softmax_buffers(_: Device, args: tuple[Any, ...], out: Any) -> tuple[Buffer, ...]:
-    """Which elements are masked, and which rows as a whole (transformers/attention.cpp, _safe_softmax)."""
-    return Buffer(out.numel()), Buffer(out.numel() // out.shape[args[1]])
-
-
-_BUFFERS: dict[Any, Callable[[Device, tuple[Any, ...], Any], tuple[Buffer, ...]]] = {
-    aten.embedding_dense_backward.default: lambda _, args, out: _embedding_backward_buffers(
-        args[0], args[1], args[2]
-    ),
-    aten.index_put.default: _index_put_buffers,
-    aten.index_put_.default: _index_put_buffers,
-    aten._index_put_impl_.default: _index_put_buffers,
-    # SoftMax.cu: `tmp = grad * output`
-    aten._softmax_backward_data.default: lambda _, args, out: (
-        Buffer(args[0].numel() * args[0].element_size()),
-    ),
-    aten._safe_softmax.default: _safe_softmax_buffers,
-    aten._scaled_dot_product_flash_attention_backward.default: lambda _, args, out: tuple(
-        map(Buffer, _flash_backward_buffers(args[1], args[2]))
-    ),
-    aten._scaled_dot_product_cudnn_attention_backward.default: lambda _, args, out: tuple(
-        map(Buffer, _flash_backward_buffers(args[1], args[1]))
-    ),
-    aten._scaled_dot_product_efficient_attention_backward.default: lambda _, args, out: tuple(
-        map(Buffer, _efficient_backward_buffers(args[1]))
-    ),
-    aten.sum.dim_IntList: _sum_buffers,
-    aten.sum.default: _sum_buffers,
-    aten.mean.dim: _sum_buffers,
-    aten.cumsum.default: lambda _, args, out: _copies(args[0]),
-    # In one dimension it is taken for one in two, of operands in order.
-    aten.convolution.default: lambda _, args, out: _copies(*args[:1]) if args[0].dim() == 3 else (),
-    aten.convolution_backward.default: lambda _, args, out: (
-        _copies(*args[:2]) if args[0].dim() == 3 else ()
-    ),
-}
+    if func in _REDUCTIONS:
+        tensor, *more = args
+        said = more[func is aten.linalg_vector_norm.default :][:1]
+        dims = said[0] if said and said[0] else range(tensor.ndim)
+        return _reduction_buffers(multiprocessors, tensor, out, {d % tensor.ndim for d in dims})
+    if func is aten.embedding_dense_backward.default:
+        return _embedding_backward_buffers(args[0], args[1], args[2])
+    if func in _ADDED_BY_PLACES and len(args) > 3 and args[3]:
+        # Adding goes by sorted places (index_put_with_sort_kernel): linear, sorted, original, range.
+        return 4 * (Buffer(8 * max(index.numel() for index in args[1] if index is not None)),)
+    if func in _IN_ORDER:
+        return _copies(func, args)
+    if func is aten._safe_softmax.default:  # Which scores are masked, and which rows as a whole.
+        return Buffer(out.numel()), Buffer(out.numel() // out.shape[args[1]])
+    if func is aten._softmax_backward_data.default:  # SoftMax.cu: `tmp = grad * output`
+        return (Buffer(args[0].numel() * args[0].element_size()),)
+    if func is aten._scaled_dot_product_flash_attention_backward.default:
+        return tuple(Buffer(size) for size in _flash_backward_buffers(args[1], args[2]))
+    if func is aten._scaled_dot_product_cudnn_attention_backward.default:
+        return (Buffer(_cudnn_backward_bytes(args[1])),)
+    if func is aten._scaled_dot_product_efficient_attention_backward.default:
+        return tuple(Buffer(size) for size in _efficient_backward_buffers(args[1]))
+    return ()

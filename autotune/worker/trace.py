@@ -68,7 +68,7 @@ def trace_step(
         "meta",
         # A CPU's kernels make theirs out of sight.
         hidden_buffers=attention.buffers_of(
-            spec.attention, functools.partial(hidden_buffers, device)
+            spec.attention, functools.partial(hidden_buffers, device.multiprocessors)
         )
         if device.backend == "cuda"
         else None,

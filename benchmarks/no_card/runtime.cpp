@@ -2,7 +2,8 @@
 
    PyTorch's CUDA build runs on it as on a card: its choice of kernels, its autograd and autocast, its
    caching allocator. A kernel that is launched does nothing, so tensors hold whatever their memory held.
-   A single value that is read back is always one (true, 1 or 1.0): masks are full, losses finite.
+   A single value that is read back is always one (true, 1 or 1.0): masks are full, losses finite. What
+   Tensor.all() says may be no instead, as where a batch is padded.
    Memory that was not written costs the host nothing. Events tell the host's time.
 
    As on a card: the driver does not survive a fork, memory comes in whole pages of 2 MiB and may run out,
@@ -16,6 +17,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "card.h"
 
@@ -24,11 +26,17 @@ namespace {
 using card::MIB;
 constexpr size_t PAGE = 2 * MIB;
 constexpr size_t MOST_COPIED = 64 * MIB;
+constexpr size_t REGION = (size_t)16 << 40;
 
 int driver_pid = 0;                /* who called cuInit, in this process or in one that it was forked from */
 card::Process *process = nullptr;  /* the context of this process */
 thread_local cudaError_t last_error = cudaSuccess;
 bool is_capturing = false;
+
+/* Kernels that ask whether all are so, and whether the last that was launched is one: Tensor.all() (torch's
+   ReduceLogicKernel.cu), and equality (CompareEQKernel.cu), as Transformers compares a sum with their number. */
+std::set<const void *> kernels_of_all;
+thread_local bool asks_of_all = false;
 
 struct Block {
     size_t bytes;
@@ -70,12 +78,30 @@ cudaError_t make_context() {
 uintptr_t whole_pages(uintptr_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
 /* Address space; the host's memory behind it is taken only where somebody writes. */
-void *address_space(size_t bytes, int protection) {
+void *address_space(size_t bytes) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void *start = mmap(nullptr, bytes + PAGE, protection, flags, -1, 0);
+    void *start = mmap(nullptr, bytes + PAGE, PROT_NONE, flags, -1, 0);
     if (start == MAP_FAILED) return nullptr;
     madvise(start, bytes + PAGE, MADV_NOHUGEPAGE);
     return (void *)whole_pages((uintptr_t)start);
+}
+
+void forget(void *start, size_t bytes) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    mmap(start, bytes, PROT_NONE, flags, -1, 0);
+    madvise(start, bytes, MADV_NOHUGEPAGE);
+}
+
+/* The lowest gap of one large region, so that what comes later lies higher, as on cards. */
+uintptr_t place(size_t bytes) {
+    static const uintptr_t region = (uintptr_t)address_space(REGION);
+    uintptr_t at = region;
+    for (const auto &[start, block] : blocks) {
+        if (start < region || start >= region + REGION) continue;
+        if (start - at >= bytes) break;
+        at = start + block.bytes;
+    }
+    return region && at + bytes <= region + REGION ? at : 0;
 }
 
 cudaError_t allocate(void **to, size_t bytes, bool is_counted) {
@@ -83,9 +109,9 @@ cudaError_t allocate(void **to, size_t bytes, bool is_counted) {
     if (!bytes) return cudaSuccess;
     bytes = whole_pages(bytes);
     if (is_counted && !take(bytes)) return cudaErrorMemoryAllocation;
-    *to = address_space(bytes, PROT_READ | PROT_WRITE);
-    if (!*to) return cudaErrorMemoryAllocation;
     std::lock_guard<std::mutex> guard(blocks_mutex);
+    *to = (void *)place(bytes);
+    if (!*to || mprotect(*to, bytes, PROT_READ | PROT_WRITE)) return cudaErrorMemoryAllocation;
     blocks[(uintptr_t)*to] = {bytes, is_counted};
     return cudaSuccess;
 }
@@ -104,7 +130,7 @@ bool write_one(void *to, size_t bytes) {
     const float float_one = 1;
     const int64_t integer_one = 1;
     switch (bytes) {
-        case 1: *(uint8_t *)to = 1; return true;
+        case 1: *(uint8_t *)to = asks_of_all ? card::all : 1; return true;
         case 2: memcpy(to, &bfloat16_one, 2); return true;
         case 4: memcpy(to, &float_one, 4); return true;
         case 8: memcpy(to, &integer_one, 8); return true;
@@ -147,6 +173,15 @@ const Limits &limits() {
     for (const Limits &row : LIMITS)
         if (row.capability == card::capability) return row;
     return LIMITS[1];
+}
+
+/* Of the card's own generation the nearest that PyTorch brings kernels for: torch.cuda.get_arch_list() of
+   2.13.0+cu130. cub looks for its policy under what a kernel was compiled for, and fails where none is. */
+int kernel_capability() {
+    int nearest = card::capability;
+    for (int compiled : {75, 80, 86, 90, 100, 120})
+        if (compiled <= card::capability && compiled / 10 == card::capability / 10) nearest = compiled;
+    return nearest;
 }
 
 int attribute(int which) {
@@ -205,7 +240,9 @@ EXPORTED void **__cudaRegisterFatBinary(void *) {
 EXPORTED void __cudaRegisterFatBinaryEnd(void **) {}
 EXPORTED void __cudaUnregisterFatBinary(void **) {}
 EXPORTED void __cudaRegisterFunction(
-    void **, const char *, char *, const char *, int, uint3 *, uint3 *, dim3 *, dim3 *, int *) {}
+    void **, const char *function, char *, const char *name, int, uint3 *, uint3 *, dim3 *, dim3 *, int *) {
+    if (strstr(name, "and_kernel_cuda") || strstr(name, "CompareEqFunctor")) kernels_of_all.insert(function);
+}
 EXPORTED void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int) {}
 EXPORTED unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void *) { return 0; }
 
@@ -221,14 +258,15 @@ RUNTIME __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
     return cudaSuccess;
 }
 
-RUNTIME __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void **, size_t, cudaStream_t) {
+RUNTIME cudaLaunchKernel(const void *function, dim3, dim3, void **, size_t, cudaStream_t) {
     IN_CONTEXT;
+    asks_of_all = kernels_of_all.count(function);
     return cudaSuccess;
 }
 
-RUNTIME cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, cudaStream_t) {
-    IN_CONTEXT;
-    return cudaSuccess;
+/* __cudaGetKernel gives the function itself. */
+RUNTIME __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t bytes, cudaStream_t stream) {
+    return cudaLaunchKernel((const void *)kernel, grid, block, arguments, bytes, stream);
 }
 
 RUNTIME cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *, void **) {
@@ -244,7 +282,7 @@ RUNTIME cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void *data) {
 RUNTIME cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
     IN_CONTEXT;
     *attributes = {};
-    attributes->binaryVersion = attributes->ptxVersion = card::capability;
+    attributes->binaryVersion = attributes->ptxVersion = kernel_capability();
     attributes->maxThreadsPerBlock = 1024;
     attributes->numRegs = 64;
     attributes->maxDynamicSharedSizeBytes = 49152;
@@ -413,7 +451,7 @@ RUNTIME cudaFree(void *pointer) {
     std::lock_guard<std::mutex> guard(blocks_mutex);
     auto block = blocks.find((uintptr_t)pointer);
     if (block == blocks.end()) return said(cudaErrorInvalidValue);
-    munmap(pointer, block->second.bytes);
+    forget(pointer, block->second.bytes);
     if (block->second.is_counted) give_back(block->second.bytes);
     blocks.erase(block);
     return cudaSuccess;
@@ -751,7 +789,7 @@ DRIVER cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *,
 
 DRIVER cuMemAddressReserve(CUdeviceptr *to, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
     DRIVER_IN_CONTEXT;
-    *to = (CUdeviceptr)address_space(bytes, PROT_NONE);
+    *to = (CUdeviceptr)address_space(bytes);
     return *to ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -780,8 +818,7 @@ DRIVER cuMemMap(CUdeviceptr pointer, size_t bytes, size_t, CUmemGenericAllocatio
 }
 
 DRIVER cuMemUnmap(CUdeviceptr pointer, size_t bytes) {
-    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-    mmap((void *)pointer, bytes, PROT_NONE, flags, -1, 0);
+    forget((void *)pointer, bytes);
     std::lock_guard<std::mutex> guard(blocks_mutex);
     blocks.erase((uintptr_t)pointer);
     return CUDA_SUCCESS;
