@@ -100,8 +100,10 @@ def _check_adapter(model: Any, config: TrainConfig) -> list[str]:
 def _check_base(model: nn.Module, config: TrainConfig, base_dtype: str) -> list[str]:
     packed: list[Any] = [m for m in model.modules() if is_quantized(m)]
     if config.quantization == "none":
-        frozen = [p for p in model.parameters() if not p.requires_grad]
         complaints = [f"{len(packed)} layers are quantised"] if packed else []
+        if config.method == "full":  # What a model freezes itself (a router's correction) is no base.
+            return complaints
+        frozen = [p for p in model.parameters() if not p.requires_grad]
         if frozen and _bulk_dtype(frozen) != base_dtype:
             complaints.append(f"frozen weights are in {_bulk_dtype(frozen)}, not in {base_dtype}")
         return complaints

@@ -498,6 +498,13 @@ BUILT = {
 }
 
 
+def test_what_a_model_freezes_itself_is_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ERNIE 4.5's routers have a correction in float32 that no gradient reaches."""
+    correction = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    change_built_model(monkeypatch, lambda model: model.register_parameter("fixed", correction))
+    assert run(dataclasses.replace(FULL, precision="bf16-true")).outcome == "ok"
+
+
 @pytest.mark.parametrize("name", BUILT)
 def test_a_model_that_is_not_as_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, change, part = BUILT[name]
