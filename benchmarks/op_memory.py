@@ -213,7 +213,7 @@ SETUPS: dict[str, Setup] = {
 def predict_peak_bytes(kernel: str, x: int, settings: dict[str, Any]) -> int:
     """Predicted torch.cuda.max_memory_allocated of a steady run."""
     workspaces = Workspaces(A100.cublas_workspace_bytes)
-    tracker = Tracker("meta", hidden_buffers=buffers_on(A100), before=workspaces.before)
+    tracker = Tracker("meta", hidden_buffers=buffers_on(A100), at_launch=workspaces.at_launch)
     with device_choices(A100), tracker:
         run, alive = SETUPS[kernel](x, settings)
         num_set_up_events = len(tracker.recording.events)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autotune.traces.terms import column_sums
+from autotune.traces.terms import column_sums, flash_splits
 from autotune.worker.cuda import Device
 from autotune.worker.tracker import Buffer, HiddenBuffers
 
@@ -97,12 +97,28 @@ def _column_sum_buffers(matrix: torch.Tensor, dims: Any, device: Device) -> tupl
     return (Buffer(column_sums(numbers), rule=("column sums", *numbers)),)
 
 
+def _flash_forward_buffers(
+    q: torch.Tensor, k: torch.Tensor, dropout_p: float, device: Device
+) -> tuple[Buffer, ...]:
+    """Sums of the parts that the keys are split into, and their logarithms; never with dropout."""
+    batch, heads, length, size = q.shape
+    if dropout_p:
+        return ()
+    rounded_size = _ceil_to(size, 32) if size <= 192 else 256
+    numbers = batch, heads, length, k.shape[2], size, device.num_sms
+    rules = [("flash splits", *numbers, num_floats) for num_floats in (1, rounded_size)]
+    return tuple(Buffer(flash_splits(rule[1:]), rule=rule) for rule in rules)
+
+
 def buffers_on(device: Device) -> HiddenBuffers:
     """hidden_buffers, and those whose size depends on the card."""
 
     def buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, ...]:
         if func is aten.sum.dim_IntList and args[0].is_floating_point() and args[0].numel():
             return _column_sum_buffers(args[0], args[1], device)
+        if func is aten._scaled_dot_product_flash_attention.default:
+            dropout_p = args[3] if len(args) > 3 else 0.0
+            return _flash_forward_buffers(args[0], args[1], dropout_p, device)
         return hidden_buffers(func, args, out)
 
     return buffers
@@ -118,7 +134,10 @@ def hidden_buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, 
     if func is aten._softmax_backward_data.default:  # SoftMax.cu: `tmp = grad * output`
         return (Buffer(args[0].numel() * args[0].element_size()),)
     if func is aten._scaled_dot_product_flash_attention_backward.default:
-        return tuple(Buffer(size) for size in _flash_backward_buffers(args[1], args[2]))
+        # Copied where they do not lie token by token: partly rotated queries (Phi) give their layout on.
+        lying = [t for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous()]
+        copies = tuple(t.numel() * t.element_size() for t in lying)
+        return tuple(Buffer(size) for size in copies + _flash_backward_buffers(args[1], args[2]))
     if func is aten._scaled_dot_product_cudnn_attention_backward.default:
         return tuple(Buffer(size) for size in _flash_backward_buffers(args[1], args[1]))
     if func is aten._scaled_dot_product_efficient_attention_backward.default:

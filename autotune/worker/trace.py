@@ -70,7 +70,7 @@ def trace_step(
         hidden_buffers=attention.buffers_of(spec.attention, buffers_on(device))
         if device.backend == "cuda"
         else None,
-        before=workspaces.before,
+        at_launch=workspaces.at_launch,
         decompositions={
             **({} if spec.quantization == "none" else quantize.decompositions()),
             **(_OF_LABELS if task == "sequence-classification" else {}),

@@ -125,7 +125,7 @@ def test_predicted_peak_equals_published(kernel: str) -> None:
 
 def _peak_bytes(set_up: Any, x: int, settings: dict[str, Any]) -> int:
     workspaces = Workspaces(A100.cublas_workspace_bytes)
-    tracker = Tracker("meta", hidden_buffers=buffers_on(A100), before=workspaces.before)
+    tracker = Tracker("meta", hidden_buffers=buffers_on(A100), at_launch=workspaces.at_launch)
     chunks = Chunks(tracker, is_symbolic=False)
     with device_choices(A100), liger.on_meta(tracker, A100, chunks), tracker:
         run = set_up(x, settings)
