@@ -83,6 +83,8 @@ class Prober:
         self.num_run = 0
         """Probes; confirmations are counted nowhere."""
         self.num_reused = 0
+        """Measured before, or by others meanwhile; not what this one has measured itself."""
+        self._own: set[TrainConfig] = set()
         self.near_seen: dict[TrainConfig, Measurement] = {}
         """Of the same device with another driver or other libraries, which helped the order."""
 
@@ -98,7 +100,7 @@ class Prober:
         measurement = self._find(config, self.spec, slow_below=slow_below / share)
         if measurement is not None:
             log_run(measurement, "known probe")
-            self.num_reused += 1
+            self.num_reused += config not in self._own
             speed = measurement.tokens_per_second
             if measurement.outcome == "slow" and watch is not None and speed is not None:
                 # What a trial that is stopped leaves to learn from.
@@ -106,6 +108,7 @@ class Prober:
         else:
             self.num_run += 1
             measurement = self.again(config, watch=watch)
+            self._own.add(config)
         return dataclasses.replace(measurement, useful_share=share)
 
     def again(self, config: TrainConfig, *, watch: Watch | None = None) -> Measurement:

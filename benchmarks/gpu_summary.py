@@ -2,6 +2,8 @@
 
 Errors are predicted / measured - 1, of runs that had all of the card and did not fail. Where a run was
 recorded several times (other versions, other budgets of its own prediction) the last one counts.
+
+Where there was no card (no_card.py) no time is told, nor what lies outside the allocator: both were put in.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import speedups
+from no_card import DRIVER as NO_CARD
 
 from autotune.measurement import Measurement, measurement_from_dict
 from autotune.units import format_bytes
@@ -37,6 +40,7 @@ QUANTITIES = {
     "time": "step_seconds",
 }
 """Column -> the name of the figure in Estimate and Measurement."""
+NO_CARDS_QUANTITIES = ("allocated", "reserved")
 
 KNOBS: dict[str, Callable[[Record], object]] = {
     "model": lambda record: record["model"],
@@ -132,21 +136,38 @@ def write_summary(folder: Path) -> None:
         *_head(folder.name, [*predicted, *swept]),
         *_predictions("Predicted against measured", predicted),
         *_predictions("The sweep", swept),
-        *_best(swept),
-        *_speedups(read_records(folder / "speedups.jsonl")),
-        *_finds(read_records(folder / "find.jsonl")),
-        *_processes(read_records(folder / "processes.jsonl")),
     ]
+    if not _is_without_card([*predicted, *swept]):
+        sections += [
+            *_best(swept),
+            *_speedups(read_records(folder / "speedups.jsonl")),
+            *_finds(read_records(folder / "find.jsonl")),
+        ]
+    sections += _processes(read_records(folder / "processes.jsonl"))
     (folder / "README.md").write_text("\n".join(sections) + "\n", encoding="utf-8")
 
 
 def _head(name: str, records: Sequence[Record]) -> list[str]:
     lines = [f"# What was measured on {name}", "", "Made by `make gpu-check`; do not edit.", ""]
+    if _is_without_card(records):
+        lines[0] = f"# PyTorch's own memory, on a card ({name}) that was not there"
     for text in sorted({_fingerprint(record) for record in records}):
         lines += [f"- {text}"]
     if any(r["measurement"]["spec"]["backend"] == "cpu" for r in records):
         lines += ["", "Steps ran on a CPU, bytes are the tracker's: no measure of any card."]
+    if _is_without_card(records):
+        lines += [
+            "",
+            "There was no card, and nothing was computed: PyTorch's CUDA build ran on a CUDA runtime that",
+            "does nothing (`benchmarks/no_card.py`). Its choice of kernels and every allocation are its own:",
+            "what it allocated and reserved is held against the prediction. Of times, of the context, of",
+            "cuDNN's own workspace and of managed memory this says nothing.",
+        ]
     return [*lines, ""]
+
+
+def _is_without_card(records: Iterable[Record]) -> bool:
+    return any(r["measurement"]["fingerprint"]["driver"] == NO_CARD for r in records)
 
 
 def _fingerprint(record: Record) -> str:
@@ -177,9 +198,10 @@ def _predictions(title: str, records: Sequence[Record]) -> list[str]:
         lines += [
             f"- with their own predicted peak as budget: {num_fitting} of {num_capped} fitted"
         ]
-    lines += [*_mended_by_one_probe(records), *_seen_on_the_card(records)]
+    has_times = not _is_without_card(records)
+    lines += [*(_mended_by_one_probe(records) if has_times else []), *_seen_on_the_card(records)]
     seconds = [_overhead_seconds(r) for r in records if r["measurement"]["outcome"] == "ok"]
-    if seconds:
+    if seconds and has_times:
         lines += [
             f"- outside its timed steps a probe took {statistics.median(seconds):.1f} s (median), "
             f"{max(seconds):.1f} s (longest)"
@@ -249,31 +271,34 @@ def _overhead_seconds(record: Record) -> float:
 
 def _table(records: Sequence[Record]) -> list[str]:
     """Per value of each knob: median of the absolute error, and the error that is furthest off."""
-    rows = [_row("all", "", records)]
+    names = NO_CARDS_QUANTITIES if _is_without_card(records) else tuple(QUANTITIES)
+    rows = [_row("all", "", records, names)]
     for knob, value_of in KNOBS.items():
         values = sorted({value_of(r) for r in records}, key=lambda value: (str(type(value)), value))
         if len(values) > 1:
             for value in values:
-                rows += [_row(knob, str(value), [r for r in records if value_of(r) == value])]
-    head = "| knob | value | runs | " + " | ".join(QUANTITIES) + " |"
+                rows += [
+                    _row(knob, str(value), [r for r in records if value_of(r) == value], names)
+                ]
+    head = "| knob | value | runs | " + " | ".join(names) + " |"
     return [
         "Median and worst error, predicted against measured.",
         "",
         head,
-        "|---|---|---:|" + "---:|" * len(QUANTITIES),
+        "|---|---|---:|" + "---:|" * len(names),
         *rows,
         "",
     ]
 
 
-def _row(knob: str, value: str, records: Sequence[Record]) -> str:
+def _row(knob: str, value: str, records: Sequence[Record], names: Iterable[str]) -> str:
     num_runs = len(errors(records, "peak_allocated_bytes"))
     cells = [knob, value, str(num_runs)]
-    for figure in QUANTITIES.values():
-        of_figure = errors(records, figure)
+    for name in names:
+        of_figure = errors(records, QUANTITIES[name])
         if of_figure:
             median = statistics.median(map(abs, of_figure))
-            cells += [f"{100 * median:.1f} %, {100 * max(of_figure, key=abs):+.1f} %"]
+            cells += [f"{100 * median:.2f} %, {100 * max(of_figure, key=abs):+.2f} %"]
         else:
             cells += [""]
     return "| " + " | ".join(cells) + " |"

@@ -1,11 +1,12 @@
 """Kill a study of real probes at random moments; nothing that was measured may be lost.
 
-    python benchmarks/kill_study.py [--kills 100] [--seed 1]
+    python benchmarks/kill_study.py [--kills 100] [--seed 1] [--backend cuda]
 
 Runs `autotune find --backend cpu` on a tiny model again and again, and kills its parent, a worker, or both
-(SIGKILL) after a random time. After every kill: no process is left, and every probe that was in the
-database still is. In the end the command runs undisturbed: no trial is open, and the winner is that of a
-study that was never disturbed. Prints what happened; exits 1 when anything of this fails.
+(SIGKILL) after a random time. After every kill: no process is left, nothing of it on the card, and every
+probe that was in the database still is. In the end the command runs undisturbed: no trial is open, and
+the winner is that of a study that was never disturbed. Prints what happened; exits 1 when anything of
+this fails.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from collections import Counter
 from pathlib import Path
 
 import optuna
+from gpu_processes import device_state, has_returned
+
+from autotune.measurement import BACKENDS
 
 MARK = "AUTOTUNE_KILL_STUDY"
 MODEL = {
@@ -48,23 +52,25 @@ methods:
     activation_checkpointing: [none, full]
     attention: [eager]
 """
-LONGEST_SECONDS = 9.0
+LONGEST_SECONDS = {"cpu": 9.0, "cuda": 30.0}
 """An undisturbed run takes about as long."""
+BUDGETS = {"cpu": "30MB", "cuda": "1GB"}
+"""On a card the context is within it."""
 GONE_SECONDS = 15.0
 
 
-def command(study: str) -> list[str]:
+def command(study: str, backend: str) -> list[str]:
     arguments = (
-        "find --model tiny --backend cpu --gpu-mem 30MB --space space.yaml --method full --seq-len 64"
-        f" --effective-batch 8 --effort quick --out out --json --storage sqlite:///{study}.db"
-        f" --study {study}"
+        f"find --model tiny --backend {backend} --gpu-mem {BUDGETS[backend]} --space space.yaml"
+        " --method full --seq-len 64 --effective-batch 8 --effort quick --out out --json"
+        f" --storage sqlite:///{study}.db --study {study}"
     )
     return [sys.executable, "-m", "autotune", *arguments.split()]
 
 
-def start(folder: Path, study: str) -> subprocess.Popen[str]:
+def start(folder: Path, study: str, backend: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(study),
+        command(study, backend),
         cwd=folder,
         env={**os.environ, MARK: str(folder)},
         stdout=subprocess.PIPE,
@@ -112,8 +118,8 @@ def kill(folder: Path, parent: int, whom: str) -> None:
             continue
 
 
-def winner(folder: Path, study: str) -> dict[str, object]:
-    out, err = (process := start(folder, study)).communicate(timeout=300)
+def winner(folder: Path, study: str, backend: str) -> dict[str, object]:
+    out, err = (process := start(folder, study, backend)).communicate(timeout=300)
     if process.returncode:
         sys.exit(f"the undisturbed run failed: {err}")
     config: dict[str, object] = json.loads(out)["best"]["config"]
@@ -124,7 +130,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--backend", choices=BACKENDS, default="cpu")
     options = parser.parse_args()
+    backend = options.backend
+    before_bytes, _ = device_state(backend)
     rng = random.Random(options.seed)
     problems: list[str] = []
     killed: Counter[str] = Counter()
@@ -133,15 +142,15 @@ def main() -> None:
         (folder / "tiny").mkdir()
         (folder / "tiny" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
         (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
-        undisturbed = winner(folder, "undisturbed")
+        undisturbed = winner(folder, "undisturbed", backend)
         kept: set[int] = set()
         for number in range(options.kills):
             # A study that is complete has nothing left to disturb: begin another.
             study = f"killed{number // 10}"
             if number % 10 == 0:
                 kept = set()
-            process = start(folder, study)
-            time.sleep(rng.uniform(0.3, LONGEST_SECONDS))
+            process = start(folder, study, backend)
+            time.sleep(rng.uniform(0.3, LONGEST_SECONDS[backend]))
             whom = rng.choice(("parent", "worker", "both"))
             kill(folder, process.pid, whom)
             killed[whom] += 1
@@ -154,12 +163,15 @@ def main() -> None:
                 time.sleep(0.05)
             if left:
                 problems.append(f"kill {number} of {whom}: {len(left)} processes left")
+            after_bytes, _ = device_state(backend)
+            if not has_returned(before_bytes, after_bytes):
+                problems.append(f"kill {number} of {whom}: {after_bytes} bytes held on the card")
             now = probes(folder, study)
             if not kept <= now:
                 problems.append(f"kill {number} of {whom}: {len(kept - now)} probes lost")
             kept = now
             if number % 10 == 9:
-                found = winner(folder, study)
+                found = winner(folder, study, backend)
                 if found != undisturbed:
                     problems.append(f"{study}: another winner, {found}")
                 loaded = optuna.load_study(

@@ -38,14 +38,12 @@ LIBRARIES = {
 }
 
 
-def build(folder: Path, cuda: Path) -> None:
-    """Compile the libraries into the folder. Raises OSError, CalledProcessError."""
+def build(folder: Path, name: str, cuda: Path) -> None:
+    """Compile a library into the folder. Raises OSError, CalledProcessError."""
     options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{cuda}/include"]
-    for name, sources in LIBRARIES.items():
-        paths = [str(SOURCES / source) for source in sources]
-        command = ["c++", *options, f"-Wl,-soname,{name}", "-o", str(folder / name), *paths, "-ldl"]
-        subprocess.run(command, check=True)
-    (folder / "libcuda.so").symlink_to("libcuda.so.1")
+    paths = [str(SOURCES / source) for source in LIBRARIES[name]]
+    command = ["c++", *options, f"-Wl,-soname,{name}", "-o", str(folder / name), *paths, "-ldl"]
+    subprocess.run(command, check=True)
 
 
 def environment(
@@ -83,7 +81,9 @@ def main() -> int:
     context_bytes = card.context_bytes if options.context_mib is None else options.context_mib << 20
     with tempfile.TemporaryDirectory(prefix="no-card-") as scratch:
         folder = Path(scratch)
-        build(folder, options.cuda)
+        for name in LIBRARIES:
+            build(folder, name, options.cuda)
+        (folder / "libcuda.so").symlink_to("libcuda.so.1")  # Triton's compiler links it.
         variables = environment(folder, card, context_bytes, padded=options.padded)
         return subprocess.run(options.command, env=variables, check=False).returncode
 

@@ -19,6 +19,7 @@ studies/op-memory-a100/README.md, which this command writes the tables of.
 from __future__ import annotations
 
 import csv
+import functools
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from transformers.models.llama.modeling_llama import (
 from autotune.allocator import replay
 from autotune.units import MIB
 from autotune.worker.cuda import Device, Workspaces, device_choices
-from autotune.worker.kernel_buffers import buffers_on
+from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.tracker import Tracker
 
 ROOT = Path(__file__).parents[1]
@@ -213,7 +214,11 @@ SETUPS: dict[str, Setup] = {
 def predict_peak_bytes(kernel: str, x: int, settings: dict[str, Any]) -> int:
     """Predicted torch.cuda.max_memory_allocated of a steady run."""
     workspaces = Workspaces(A100.cublas_workspace_bytes)
-    tracker = Tracker("meta", hidden_buffers=buffers_on(A100), at_launch=workspaces.at_launch)
+    tracker = Tracker(
+        "meta",
+        hidden_buffers=functools.partial(hidden_buffers, A100.multiprocessors),
+        at_launch=workspaces.at_launch,
+    )
     with device_choices(A100), tracker:
         run, alive = SETUPS[kernel](x, settings)
         num_set_up_events = len(tracker.recording.events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,11 +31,13 @@ class Card:
     peak_bytes: int = 0
     retries: int = 0
     allowed_bytes: int | None = None
+    to_whole: Callable[[float], int] = math.floor
+    """What torch makes of part of a byte: 2.11 and 2.13 differ."""
     calls: list[str] = field(default_factory=list)
 
     def set_fraction(self, fraction: float, _: Any = None) -> None:
         assert 0 <= fraction <= 1
-        self.allowed_bytes = int(fraction * self.total_bytes) if fraction < 1 else None
+        self.allowed_bytes = self.to_whole(fraction * self.total_bytes) if fraction < 1 else None
 
     def fraction(self, _: Any = None) -> float:
         return 1.0 if self.allowed_bytes is None else self.allowed_bytes / self.total_bytes

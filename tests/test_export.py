@@ -15,7 +15,14 @@ from autotune import export
 from autotune.adapters import _OF_A_FILE, _REFUSED, read_peft
 from autotune.config import TASKS, TrainConfig, Workload
 from autotune.errors import ConfigError, StorageError
-from autotune.export import installed, train_config, train_py, training_args
+from autotune.export import (
+    installed,
+    sft_config,
+    train_config,
+    train_py,
+    train_sft_py,
+    training_args,
+)
 
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
 FULL = TrainConfig(
@@ -179,6 +186,7 @@ def test_training_arguments_of_a_full_fine_tune() -> None:
     assert training_args.training_arguments(FULL) == {
         "output_dir": "output",
         "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
         "gradient_accumulation_steps": 8,
         "optim": "adamw_bnb_8bit",
         "max_grad_norm": 1.0,
@@ -187,6 +195,25 @@ def test_training_arguments_of_a_full_fine_tune() -> None:
         "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2},
     }
+
+
+def test_an_evaluation_takes_no_more_at_once_than_was_confirmed() -> None:
+    """Trainer's own default is 8 samples, whatever the micro-batch."""
+    config = dataclasses.replace(FULL, micro_batch_size=1, gradient_accumulation_steps=32)
+    workload = dataclasses.replace(WORKLOAD, extra_arguments='{"eval_strategy": "steps"}')
+    arguments = recipe(write(train_py, config, workload))["training_arguments"]
+    assert arguments["per_device_eval_batch_size"] == 1
+    assert "per_device_eval_batch_size=1,\n" in write(train_sft_py, config, workload)
+    assert json.loads(write(training_args, config, workload))["per_device_eval_batch_size"] == 1
+    assert "per_device_eval_batch_size: 1\n" in write(sft_config, config, workload)
+
+
+def test_who_has_said_how_many_samples_an_evaluation_takes_keeps_it() -> None:
+    extra = {"per_device_eval_batch_size": 2}
+    assert training_args.training_arguments(FULL, extra=extra)["per_device_eval_batch_size"] == 2
+    fields = training_args.installed_fields()
+    assert fields is not None
+    assert "per_device_eval_batch_size" not in training_args.decided_arguments(FULL, fields)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,16 @@ def test_what_no_setting_decides_goes_into_other_exports() -> None:
     }
 
 
+@pytest.mark.parametrize(("size", "kept"), [(4, {}), (2, {"per_device_eval_batch_size": 2})])
+def test_an_evaluation_as_large_as_the_micro_batch_goes_with_it(
+    tmp_path: Path, size: int, kept: dict[str, int]
+) -> None:
+    path = tmp_path / "training_args.json"
+    sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": size}
+    path.write_text(json.dumps({"output_dir": "output", **sizes}), encoding="utf-8")
+    assert json.loads(read_base(path).extra_arguments) == {"output_dir": "output", **kept}
+
+
 def test_ours_is_read_as_ever(tmp_path: Path) -> None:
     path = tmp_path / "train_config.yaml"
     text = train_config.write(workload=WORKLOAD, config=AXOLOTL, result={"evidence": "predicted"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,14 @@ def on_card() -> CudaMemory:
     return CudaMemory(BUDGET, torch.bfloat16)
 
 
+@pytest.mark.parametrize("to_whole", [math.floor, round], ids=["torch 2.11", "torch 2.13"])
 @pytest.mark.parametrize("difference_bytes", [0, 300 * MIB])
-def test_the_allocator_gets_what_the_context_leaves(card: Card, difference_bytes: int) -> None:
-    """Whatever the fraction is a fraction of."""
+def test_the_allocator_gets_what_the_context_leaves(
+    card: Card, difference_bytes: int, to_whole: Callable[[float], int]
+) -> None:
+    """Whatever the fraction is a fraction of, and whatever becomes of part of a byte."""
     card.total_bytes -= difference_bytes
+    card.to_whole = to_whole
     with on_card():
         assert card.allowed_bytes is not None
         assert 0 <= BUDGET - CONTEXT - card.allowed_bytes <= 1

@@ -691,6 +691,8 @@ def test_no_answer_is_slower_than_the_base_that_was_measured(url: str, table: Pr
     assert found.best.config == BASE
     assert found.speedup == pytest.approx(1.0)
     assert server.probed.count(1) == 1
+    # The base's trial takes what was measured of it a moment ago: that is no probe known from before.
+    assert (found.num_run, found.num_reused) == (len(server.probed), 0)
     speeds = [trial.value for trial in trials(url) if trial.value is not None]
     assert max(speeds) == pytest.approx(found.best.tokens_per_second)
 

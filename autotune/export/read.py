@@ -190,6 +190,9 @@ def arguments_of(target: Target, content: Mapping[str, Any]) -> dict[str, Any]:
     if not target.has_own_names:
         found |= {key: value for key, value in content.items() if key in fields}
     decided = {*DECIDED, *target.renamed, *target.flags}
+    if found.get("per_device_eval_batch_size") == found.get("per_device_train_batch_size"):
+        # As our own files have it: it goes with the micro-batch, which is decided.
+        decided.add("per_device_eval_batch_size")
     return {
         key: value
         for key, value in found.items()

@@ -27,7 +27,7 @@ libraries = ("transformers",)
 OUTPUT_FOLDER = "output"
 """`output_dir` until the user names another."""
 
-_USERS = ("output_dir", "max_grad_norm")
+_USERS = ("output_dir", "max_grad_norm", "per_device_eval_batch_size")
 """Written out in the files, and never changed in arguments that somebody has."""
 _OFF: dict[str, object] = {
     "torch_compile": False,
@@ -137,13 +137,16 @@ def training_arguments(
     """The keyword arguments. `fields` are those of the class at hand; None means the newest names.
 
     `extra` are a Workload's, over which goes what a setting decides. `max_grad_norm` is Trainer's
-    default, written out because clipping's memory was predicted.
+    default, written out because clipping's memory was predicted. An evaluation takes as many samples at
+    once as training does, unless the user says otherwise: that is what a confirmation has seen fit, where
+    Trainer's default of 8 may need several times the memory.
     `tf32` needs an Ampere card or later, as TrainingArguments itself says when it is loaded.
     """
     precision = PRECISIONS[config.precision]
     arguments: dict[str, object] = {
         "output_dir": OUTPUT_FOLDER,
         "max_grad_norm": 1.0,
+        "per_device_eval_batch_size": config.micro_batch_size,
         **extra,
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,

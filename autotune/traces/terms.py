@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from autotune.traces.reductions import shared_bytes
+
 Term = tuple[int, int, int]
 """(coefficient, power of the micro-batch, power of the rank)."""
 
@@ -35,28 +37,10 @@ def _near(numbers: Sequence[int]) -> int:
     return (size + beyond) * item_bytes
 
 
-def column_sums(numbers: Sequence[int]) -> int:
-    """Partial sums of a matrix' columns: (rows, columns, columns that a thread reads at once, threads of
-    the card's multiprocessors, their number).
-
-    Several blocks share a column where each thread would add up 256 rows or more and the card has room
-    for more blocks. Source: torch 2.13 ATen/native/cuda/Reduce.cuh, setReduceConfig (a reduction that is
-    not along the fastest dimension), set_block_dimension and global_memory_size.
-    """
-    rows, columns, vector, sm_threads, num_sms = numbers
-    most = 512 // vector
-    across, down = (min(1 << (max(n, 1).bit_length() - 1), most) for n in (columns // vector, rows))
-    height = min(down, most // min(across, 32))
-    width = min(across, most // height)
-    if rows < min(16 * height, 256):
-        return 0
-    grid = -(-(columns // vector) // width)
-    room = num_sms * (sm_threads // (width * height))
-    values = -(-rows // height)
-    if values < 256 or grid > room:
-        return 0
-    blocks = max(min(-(-room // grid), -(-values // 16)), -(-values // 256))
-    return 4 * columns * blocks * width * vector if blocks > 1 else 0
+def _reduction(numbers: Sequence[int]) -> int:
+    """What blocks of threads share: (0 partial results or 1 semaphores, what shared_bytes asks)."""
+    part, *asked = numbers
+    return shared_bytes(*asked)[part]
 
 
 def flash_splits(numbers: Sequence[int]) -> int:
@@ -85,9 +69,9 @@ def flash_splits(numbers: Sequence[int]) -> int:
 
 RULES = {
     "embedding": _embedding_partials,
-    "near": _near,
-    "column sums": column_sums,
     "flash splits": flash_splits,
+    "near": _near,
+    "reduction": _reduction,
 }
 """By name of the rule: bytes of the terms beside it."""
 

@@ -22,9 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 from autotune.worker import sdpa
 from autotune.worker.autocast import HALF, POLICIES, Autocast
+from autotune.worker.kernel_buffers import Multiprocessors
 from autotune.worker.tracker import Tracker, in_backward
 
 aten = torch.ops.aten
+
+
+_MOST_THREADS_PER_SM = 2048
+_THREADS_PER_SM = {(7, 5): 1024, **dict.fromkeys([(8, 6), (8, 9), (12, 0), (12, 1)], 1536)}
+"""CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +43,10 @@ class Device:
     """Liger's norms make a row of fp32 for each: 1.7 MB at a width of 4,096. Of an A100 unless known."""
     backend: str = "cuda"
     """cuda or cpu: whose kernels run."""
+
+    @property
+    def multiprocessors(self) -> Multiprocessors:
+        return self.num_sms, _THREADS_PER_SM.get(self.compute_capability, _MOST_THREADS_PER_SM)
 
 
 @contextlib.contextmanager

@@ -1,21 +1,24 @@
 """Buffers that CUDA kernels allocate and free inside one call.
 
 Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
-aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu, Reduce.cuh and SoftMax.cu.
+aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu, Reduce.cuh and SoftMax.cu;
+cudnn_frontend 1.18 node/scaled_dot_product_flash_attention.h.
 
-Not modelled: cuDNN attention's own workspace (no closed form: taken to be flash attention's),
-cub's temporary storage (in an embedding's backward it is free again before the partial sums are made).
+Not modelled: what a plan of cuDNN's attention wants besides (no closed form), cub's temporary storage (in an
+embedding's backward it is free again before the partial sums are made).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from autotune.traces.terms import column_sums, flash_splits
-from autotune.worker.cuda import Device
-from autotune.worker.tracker import Buffer, HiddenBuffers
+from autotune.traces.reductions import LEAST_SHARED, WARP, shared_bytes
+from autotune.traces.terms import flash_splits
+from autotune.worker.tracker import Buffer
 
 aten = torch.ops.aten
 
@@ -24,14 +27,36 @@ def _ceil_to(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
+def _flash_head(size: int) -> int:
+    """Elements of a head in flash attention's sums."""
+    return _ceil_to(size, 32 if size <= 128 else 64)
+
+
+def _flash_forward_buffers(
+    num_sms: int, q: torch.Tensor, k: torch.Tensor, dropout_p: float
+) -> tuple[Buffer, ...]:
+    """The parts' logarithms and sums where the keys are split; never with dropout."""
+    if dropout_p:
+        return ()
+    batch, heads, length, size = q.shape
+    numbers = batch, heads, length, k.shape[2], size, num_sms
+    rules = [("flash splits", *numbers, num_floats) for num_floats in (1, _flash_head(size))]
+    return tuple(Buffer(flash_splits(rule[1:]), rule=rule) for rule in rules)
+
+
+def _flash_backward_copies(gradient: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
+    """Of what does not lie token by token: the result does not where queries are rotated in part (Phi)."""
+    lying = (t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous())
+    return tuple(t.numel() * t.element_size() for t in lying)
+
+
 def _flash_backward_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
     """dq_accum and softmax_d in fp32; dK and dV for every query head when heads are grouped."""
     batch, heads, length, size = q.shape
-    rounded_size = _ceil_to(size, 32 if size <= 128 else 64)
     rounded_length = _ceil_to(length, 128)
     buffers = [
         batch * heads * rounded_length * 4,
-        batch * heads * rounded_length * rounded_size * 4,
+        batch * heads * rounded_length * _flash_head(size) * 4,
     ]
     if k.shape[1] != heads:
         buffers += 2 * [batch * k.shape[2] * heads * size * q.element_size()]
@@ -42,6 +67,12 @@ def _efficient_backward_buffers(q: torch.Tensor) -> tuple[int, ...]:
     """The fp32 accumulator of dQ in global memory."""
     batch, heads, length, size = q.shape
     return (batch * heads * _ceil_to(length * size, 4) * 4,)
+
+
+def _cudnn_backward_bytes(q: torch.Tensor) -> int:
+    """softmax_sum and dQ_accum in fp32, in one workspace (get_fe_workspace_size_node)."""
+    batch, heads, length, size = q.shape
+    return 4 * batch * heads * length * (size + 1)
 
 
 EMBEDDING_SORT_THRESHOLD = 3072
@@ -76,56 +107,62 @@ def _embedding_backward_buffers(
     )
 
 
-_SM_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Threads that a multiprocessor holds, by compute capability; 2,048 elsewhere (CUDA C++ Programming Guide
-13.0, technical specifications)."""
+_REDUCTIONS = {
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
+    aten.linalg_vector_norm.default,
+}  # fmt: skip
+
+Multiprocessors = tuple[int, int]
+"""(how many, threads of each)."""
 
 
-def _column_sum_buffers(matrix: torch.Tensor, dims: Any, device: Device) -> tuple[Buffer, ...]:
-    """Of a sum over all dimensions but the last, as a bias' gradient is one; others need a few KiB."""
-    leading = range(matrix.dim() - 1)
-    summed = {dim % matrix.dim() for dim in dims or ()}
-    if summed != set(leading) or not leading or matrix.stride(-1) != 1:
-        return ()
-    columns = matrix.shape[-1]
-    # The same columns of each row, as many as are aligned (get_output_vec_size).
-    steps = (columns, matrix.storage_offset(), *(matrix.stride(dim) for dim in leading))
-    vector = next(n for n in (4, 2, 1) if all(step % n == 0 for step in steps))
-    rows = matrix.numel() // columns
-    threads = _SM_THREADS.get(device.compute_capability, 2048)
-    numbers = rows, columns, vector, threads, device.num_sms
-    return (Buffer(column_sums(numbers), rule=("column sums", *numbers)),)
-
-
-def _flash_forward_buffers(
-    q: torch.Tensor, k: torch.Tensor, dropout_p: float, device: Device
+def _reduction_buffers(
+    multiprocessors: Multiprocessors, tensor: torch.Tensor, out: torch.Tensor, dims: set[int]
 ) -> tuple[Buffer, ...]:
-    """Sums of the parts that the keys are split into, and their logarithms; never with dropout."""
-    batch, heads, length, size = q.shape
-    if dropout_p:
+    """Partial results, and a semaphore for each block of threads that shares an output."""
+    kept = [d for d in range(tensor.ndim) if d not in dims and tensor.shape[d] > 1]
+    reduced = [d for d in dims if tensor.shape[d] > 1]
+    num_outputs = math.prod(tensor.shape[d] for d in kept)
+    row = 0
+    if kept and (not reduced or _least_stride(tensor, kept) < _least_stride(tensor, reduced)):
+        row = _row_of(tensor, kept)
+    num_inputs = math.prod(tensor.shape[d] for d in reduced)
+    if num_inputs < LEAST_SHARED * (1 if row else WARP):
         return ()
-    rounded_size = _ceil_to(size, 32) if size <= 192 else 256
-    numbers = batch, heads, length, k.shape[2], size, device.num_sms
-    rules = [("flash splits", *numbers, num_floats) for num_floats in (1, rounded_size)]
-    return tuple(Buffer(flash_splits(rule[1:]), rule=rule) for rule in rules)
+    item_bytes = max(out.element_size(), 4)
+    numbers = (num_inputs, num_outputs, row, item_bytes, *multiprocessors)
+    sizes = shared_bytes(*numbers)
+    return tuple(
+        Buffer(size, rule=("reduction", part, *numbers)) for part, size in enumerate(sizes)
+    )
 
 
-def buffers_on(device: Device) -> HiddenBuffers:
-    """hidden_buffers, and those whose size depends on the card."""
-
-    def buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, ...]:
-        if func is aten.sum.dim_IntList and args[0].is_floating_point() and args[0].numel():
-            return _column_sum_buffers(args[0], args[1], device)
-        if func is aten._scaled_dot_product_flash_attention.default:
-            dropout_p = args[3] if len(args) > 3 else 0.0
-            return _flash_forward_buffers(args[0], args[1], dropout_p, device)
-        return hidden_buffers(func, args, out)
-
-    return buffers
+def _least_stride(tensor: torch.Tensor, dims: Iterable[int]) -> int:
+    return min(tensor.stride(d) for d in dims)
 
 
-def hidden_buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, ...]:
+def _row_of(tensor: torch.Tensor, dims: Sequence[int]) -> int:
+    """Items that lie side by side along these dimensions; 1 where none do."""
+    items = 1
+    for d in sorted(dims, key=tensor.stride):
+        if tensor.stride(d) != items:
+            break
+        items *= tensor.shape[d]
+    return items
+
+
+def hidden_buffers(
+    multiprocessors: Multiprocessors, func: Any, args: tuple[Any, ...], out: Any
+) -> tuple[Buffer, ...]:
     """Buffers that the CUDA kernel of `func` allocates and frees inside the call."""
+    if func in _REDUCTIONS:
+        tensor, *more = args
+        said = more[func is aten.linalg_vector_norm.default :][:1]
+        dims = said[0] if said and said[0] else range(tensor.ndim)
+        return _reduction_buffers(multiprocessors, tensor, out, {d % tensor.ndim for d in dims})
+    if func is aten._scaled_dot_product_flash_attention.default:
+        dropout_p = args[3] if len(args) > 3 else 0.0
+        return _flash_forward_buffers(multiprocessors[0], args[0], args[1], dropout_p)
     if func is aten.embedding_dense_backward.default:
         return _embedding_backward_buffers(args[0], args[1], args[2])
     if func is aten._index_put_impl_.default and len(args) > 3 and args[3]:
@@ -134,12 +171,10 @@ def hidden_buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, 
     if func is aten._softmax_backward_data.default:  # SoftMax.cu: `tmp = grad * output`
         return (Buffer(args[0].numel() * args[0].element_size()),)
     if func is aten._scaled_dot_product_flash_attention_backward.default:
-        # Copied where they do not lie token by token: partly rotated queries (Phi) give their layout on.
-        lying = [t for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous()]
-        copies = tuple(t.numel() * t.element_size() for t in lying)
+        copies = _flash_backward_copies(args[0], args[4])
         return tuple(Buffer(size) for size in copies + _flash_backward_buffers(args[1], args[2]))
     if func is aten._scaled_dot_product_cudnn_attention_backward.default:
-        return tuple(Buffer(size) for size in _flash_backward_buffers(args[1], args[1]))
+        return (Buffer(_cudnn_backward_bytes(args[1])),)
     if func is aten._scaled_dot_product_efficient_attention_backward.default:
         return tuple(Buffer(size) for size in _efficient_backward_buffers(args[1]))
     return ()

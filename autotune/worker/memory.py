@@ -209,10 +209,11 @@ def _fraction_of_bytes(device: torch.device) -> int:
     """Bytes of which set_per_process_memory_fraction takes a fraction.
 
     It was cudaMemGetInfo's total and is cudaDeviceProp's now. Asked for one byte of either, torch
-    keeps one byte and then says which fraction of its total that is.
+    keeps one byte and then says which fraction of its total that is. The quarter is for totals that
+    differ: torch 2.11 cuts what is not a whole byte off, 2.13 rounds it.
     """
     _, total = torch.cuda.mem_get_info(device)
-    torch.cuda.set_per_process_memory_fraction(1.5 / total, device)
+    torch.cuda.set_per_process_memory_fraction(1.25 / total, device)
     return round(1 / torch.cuda.get_per_process_memory_fraction(device))
 
 

@@ -32,7 +32,7 @@ from autotune.worker.adapters import RANK, true_masks
 from autotune.worker.chunks import Chunks
 from autotune.worker.cuda import Device, Workspaces, device_choices
 from autotune.worker.encode import Symbols, encode
-from autotune.worker.kernel_buffers import buffers_on
+from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.meta_step import MetaStep
 from autotune.worker.meta_values import labelled_rows
 from autotune.worker.model import UnsupportedModel
@@ -67,7 +67,9 @@ def trace_step(
     tracker = Tracker(
         "meta",
         # A CPU's kernels make theirs out of sight.
-        hidden_buffers=attention.buffers_of(spec.attention, buffers_on(device))
+        hidden_buffers=attention.buffers_of(
+            spec.attention, functools.partial(hidden_buffers, device.multiprocessors)
+        )
         if device.backend == "cuda"
         else None,
         at_launch=workspaces.at_launch,

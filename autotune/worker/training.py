@@ -96,7 +96,6 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
     values |= {
         "output_dir": folder,
         "gradient_accumulation_steps": accumulation,
-        "per_device_eval_batch_size": config.micro_batch_size,
         "max_steps": MAX_WARM_UP_STEPS + (spec.confirm_steps or spec.max_steps),
         "report_to": "none",
         "save_strategy": "no",

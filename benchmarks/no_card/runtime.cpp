@@ -26,6 +26,7 @@ namespace {
 using card::MIB;
 constexpr size_t PAGE = 2 * MIB;
 constexpr size_t MOST_COPIED = 64 * MIB;
+constexpr size_t REGION = (size_t)16 << 40;
 
 int driver_pid = 0;                /* who called cuInit, in this process or in one that it was forked from */
 card::Process *process = nullptr;  /* the context of this process */
@@ -77,12 +78,30 @@ cudaError_t make_context() {
 uintptr_t whole_pages(uintptr_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
 /* Address space; the host's memory behind it is taken only where somebody writes. */
-void *address_space(size_t bytes, int protection) {
+void *address_space(size_t bytes) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void *start = mmap(nullptr, bytes + PAGE, protection, flags, -1, 0);
+    void *start = mmap(nullptr, bytes + PAGE, PROT_NONE, flags, -1, 0);
     if (start == MAP_FAILED) return nullptr;
     madvise(start, bytes + PAGE, MADV_NOHUGEPAGE);
     return (void *)whole_pages((uintptr_t)start);
+}
+
+void forget(void *start, size_t bytes) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    mmap(start, bytes, PROT_NONE, flags, -1, 0);
+    madvise(start, bytes, MADV_NOHUGEPAGE);
+}
+
+/* The lowest gap of one large region, so that what comes later lies higher, as on cards. */
+uintptr_t place(size_t bytes) {
+    static const uintptr_t region = (uintptr_t)address_space(REGION);
+    uintptr_t at = region;
+    for (const auto &[start, block] : blocks) {
+        if (start < region || start >= region + REGION) continue;
+        if (start - at >= bytes) break;
+        at = start + block.bytes;
+    }
+    return region && at + bytes <= region + REGION ? at : 0;
 }
 
 cudaError_t allocate(void **to, size_t bytes, bool is_counted) {
@@ -90,9 +109,9 @@ cudaError_t allocate(void **to, size_t bytes, bool is_counted) {
     if (!bytes) return cudaSuccess;
     bytes = whole_pages(bytes);
     if (is_counted && !take(bytes)) return cudaErrorMemoryAllocation;
-    *to = address_space(bytes, PROT_READ | PROT_WRITE);
-    if (!*to) return cudaErrorMemoryAllocation;
     std::lock_guard<std::mutex> guard(blocks_mutex);
+    *to = (void *)place(bytes);
+    if (!*to || mprotect(*to, bytes, PROT_READ | PROT_WRITE)) return cudaErrorMemoryAllocation;
     blocks[(uintptr_t)*to] = {bytes, is_counted};
     return cudaSuccess;
 }
@@ -154,6 +173,15 @@ const Limits &limits() {
     for (const Limits &row : LIMITS)
         if (row.capability == card::capability) return row;
     return LIMITS[1];
+}
+
+/* Of the card's own generation the nearest that PyTorch brings kernels for: torch.cuda.get_arch_list() of
+   2.13.0+cu130. cub looks for its policy under what a kernel was compiled for, and fails where none is. */
+int kernel_capability() {
+    int nearest = card::capability;
+    for (int compiled : {75, 80, 86, 90, 100, 120})
+        if (compiled <= card::capability && compiled / 10 == card::capability / 10) nearest = compiled;
+    return nearest;
 }
 
 int attribute(int which) {
@@ -254,7 +282,7 @@ RUNTIME cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void *data) {
 RUNTIME cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
     IN_CONTEXT;
     *attributes = {};
-    attributes->binaryVersion = attributes->ptxVersion = card::capability;
+    attributes->binaryVersion = attributes->ptxVersion = kernel_capability();
     attributes->maxThreadsPerBlock = 1024;
     attributes->numRegs = 64;
     attributes->maxDynamicSharedSizeBytes = 49152;
@@ -423,7 +451,7 @@ RUNTIME cudaFree(void *pointer) {
     std::lock_guard<std::mutex> guard(blocks_mutex);
     auto block = blocks.find((uintptr_t)pointer);
     if (block == blocks.end()) return said(cudaErrorInvalidValue);
-    munmap(pointer, block->second.bytes);
+    forget(pointer, block->second.bytes);
     if (block->second.is_counted) give_back(block->second.bytes);
     blocks.erase(block);
     return cudaSuccess;
@@ -761,7 +789,7 @@ DRIVER cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *,
 
 DRIVER cuMemAddressReserve(CUdeviceptr *to, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
     DRIVER_IN_CONTEXT;
-    *to = (CUdeviceptr)address_space(bytes, PROT_NONE);
+    *to = (CUdeviceptr)address_space(bytes);
     return *to ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -790,8 +818,7 @@ DRIVER cuMemMap(CUdeviceptr pointer, size_t bytes, size_t, CUmemGenericAllocatio
 }
 
 DRIVER cuMemUnmap(CUdeviceptr pointer, size_t bytes) {
-    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-    mmap((void *)pointer, bytes, PROT_NONE, flags, -1, 0);
+    forget((void *)pointer, bytes);
     std::lock_guard<std::mutex> guard(blocks_mutex);
     blocks.erase((uintptr_t)pointer);
     return CUDA_SUCCESS;

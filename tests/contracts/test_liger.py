@@ -28,7 +28,7 @@ from autotune.worker import model as models
 from autotune.worker import trace as trace_module
 from autotune.worker.chunks import Chunks
 from autotune.worker.cuda import Device, Workspaces, device_choices
-from autotune.worker.kernel_buffers import buffers_on
+from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.model import UnsupportedModel
 from autotune.worker.tracker import Tracker
 
@@ -125,7 +125,11 @@ def test_predicted_peak_equals_published(kernel: str) -> None:
 
 def _peak_bytes(set_up: Any, x: int, settings: dict[str, Any]) -> int:
     workspaces = Workspaces(A100.cublas_workspace_bytes)
-    tracker = Tracker("meta", hidden_buffers=buffers_on(A100), at_launch=workspaces.at_launch)
+    tracker = Tracker(
+        "meta",
+        hidden_buffers=functools.partial(hidden_buffers, A100.multiprocessors),
+        at_launch=workspaces.at_launch,
+    )
     chunks = Chunks(tracker, is_symbolic=False)
     with device_choices(A100), liger.on_meta(tracker, A100, chunks), tracker:
         run = set_up(x, settings)

@@ -149,7 +149,7 @@ def _forget_8_bit_overrides() -> Iterator[None]:
 
 
 def estimated(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Estimate:
-    monkeypatch.setattr(trace_module, "buffers_on", lambda _: lambda *_: ())
+    monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
     spec = TraceSpec.of(config)
     answer = trace_module.trace_step(
         models.load_config(MODEL),

@@ -72,7 +72,7 @@ COUNTED = {
 
 @pytest.fixture(autouse=True)
 def _no_hidden_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_module, "buffers_on", lambda _: lambda *_: ())
+    monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
     monkeypatch.setattr(sft, "places_of", lambda _: ())
     monkeypatch.setattr(attention, "_require", lambda _: None)
 

@@ -312,7 +312,7 @@ def undo_differences(patch: pytest.MonkeyPatch) -> None:
         return (KeepsWhatFlashKeeps.apply(q, k, v, starts),)
 
     patch.setattr(F, "dropout", fused)
-    patch.setattr(trace_module, "buffers_on", lambda _: lambda *_: ())
+    patch.setattr(trace_module, "hidden_buffers", lambda *_: ())
     patch.setattr(attention, "buffers_of", lambda *_: lambda *_: ())
     patch.setattr(attention, "varlen_attention", varlen)
 
