@@ -10,7 +10,8 @@ itself, byte for byte, and the program is tried from end to end.
 
 What it cannot tell, and no record of it may be taken for: any time; what the card holds outside PyTorch's
 allocator (the context is put in: --context-mib); workspaces that cuDNN and cuBLASLt ask for; what depends
-on values (a value that is read back is always one); managed memory. Records name the driver "no card".
+on values (a value that is read back is always one, and so every mask is full; with --padded Tensor.all() is
+no, and so none is); managed memory. Records name the driver "no card".
 
 Needs a CUDA build of torch, a C++ compiler, and the headers of the CUDA toolkit. Linux alone.
 """
@@ -45,7 +46,9 @@ def build(folder: Path, name: str, cuda: Path) -> None:
     subprocess.run(command, check=True)
 
 
-def environment(folder: Path, card: Gpu, context_bytes: int) -> dict[str, str]:
+def environment(
+    folder: Path, card: Gpu, context_bytes: int, *, padded: bool = False
+) -> dict[str, str]:
     """Of a process that is to find the card."""
     major, minor = card.compute_capability or (8, 0)
     settings = {
@@ -56,6 +59,7 @@ def environment(folder: Path, card: Gpu, context_bytes: int) -> dict[str, str]:
         "NO_CARD_TOTAL_BYTES": card.capacity_bytes,
         "NO_CARD_DRIVER_BYTES": max(0, card.nominal_memory_bytes - card.capacity_bytes),
         "NO_CARD_CONTEXT_BYTES": context_bytes,
+        "NO_CARD_ALL": int(not padded),
         "LD_PRELOAD": folder / "libcuda.so.1",
         "LD_LIBRARY_PATH": folder,
         "TRITON_LIBCUDA_PATH": folder,
@@ -69,6 +73,7 @@ def main() -> int:
     parser.add_argument(
         "--context-mib", type=int, help="of each process [default: as is predicted]"
     )
+    parser.add_argument("--padded", action="store_true", help="no batch is full of tokens")
     parser.add_argument("--cuda", type=Path, default=Path("/usr/local/cuda"), help="the toolkit")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
@@ -79,9 +84,8 @@ def main() -> int:
         for name in LIBRARIES:
             build(folder, name, options.cuda)
         (folder / "libcuda.so").symlink_to("libcuda.so.1")  # Triton's compiler links it.
-        return subprocess.run(
-            options.command, env=environment(folder, card, context_bytes), check=False
-        ).returncode
+        variables = environment(folder, card, context_bytes, padded=options.padded)
+        return subprocess.run(options.command, env=variables, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ studies/op-memory-a100/README.md, which this command writes the tables of.
 from __future__ import annotations
 
 import csv
+import functools
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -213,7 +214,11 @@ SETUPS: dict[str, Setup] = {
 def predict_peak_bytes(kernel: str, x: int, settings: dict[str, Any]) -> int:
     """Predicted torch.cuda.max_memory_allocated of a steady run."""
     workspaces = Workspaces(A100.cublas_workspace_bytes)
-    tracker = Tracker("meta", hidden_buffers=hidden_buffers, before=workspaces.before)
+    tracker = Tracker(
+        "meta",
+        hidden_buffers=functools.partial(hidden_buffers, A100.multiprocessors),
+        before=workspaces.before,
+    )
     with device_choices(A100), tracker:
         run, alive = SETUPS[kernel](x, settings)
         num_set_up_events = len(tracker.recording.events)

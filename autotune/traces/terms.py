@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from autotune.traces.reductions import shared_bytes
+
 Term = tuple[int, int, int]
 """(coefficient, power of the micro-batch, power of the rank)."""
 
@@ -35,7 +37,13 @@ def _near(numbers: Sequence[int]) -> int:
     return (size + beyond) * item_bytes
 
 
-RULES = {"embedding": _embedding_partials, "near": _near}
+def _reduction(numbers: Sequence[int]) -> int:
+    """What blocks of threads share: (0 partial results or 1 semaphores, what shared_bytes asks)."""
+    part, *asked = numbers
+    return shared_bytes(*asked)[part]
+
+
+RULES = {"embedding": _embedding_partials, "near": _near, "reduction": _reduction}
 """By name of the rule: bytes of the terms beside it."""
 
 

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 
 from autotune.config import FLASH_ATTENTIONS
 from autotune.results import TraceSpec
-from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.sdpa import flash_attention
 from autotune.worker.stand_ins import replaced
 from autotune.worker.tracker import Buffer, HiddenBuffers
@@ -55,7 +54,7 @@ KERNEL_NAMES = {
 """What autotune.roofline calls the kernels of an implementation, where the operation does not say it."""
 
 
-def buffers_of(attention: str, default: HiddenBuffers = hidden_buffers) -> HiddenBuffers:
+def buffers_of(attention: str, default: HiddenBuffers) -> HiddenBuffers:
     """The buffers inside kernels, by the implementation of attention."""
     if attention not in FLASH_ATTENTIONS:
         return default

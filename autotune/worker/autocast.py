@@ -133,7 +133,7 @@ _LOWER = (
     torch.Tensor.bmm, torch.Tensor.addmm, torch.Tensor.baddbmm,
 )  # fmt: skip
 _FLOAT32 = (
-    F.layer_norm, F.rms_norm, F.group_norm, F.cross_entropy, F.nll_loss, F.mse_loss,
+    F.layer_norm, F.rms_norm, F.group_norm, F.nll_loss, F.mse_loss,
     F.softplus, F.binary_cross_entropy_with_logits, F.cosine_similarity,
     torch.pow, torch.rsqrt, torch.exp, torch.log, torch.norm, torch.reciprocal, torch.erfinv,
     torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.rsqrt, torch.Tensor.exp, torch.Tensor.log,

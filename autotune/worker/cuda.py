@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,16 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autotune.worker import sdpa
-from autotune.worker.autocast import POLICIES, Autocast
+from autotune.worker.autocast import HALF, POLICIES, Autocast
+from autotune.worker.kernel_buffers import Multiprocessors
 from autotune.worker.tracker import Tracker, in_backward
 
 aten = torch.ops.aten
+
+
+_MOST_THREADS_PER_SM = 2048
+_THREADS_PER_SM = {(7, 5): 1024, **dict.fromkeys([(8, 6), (8, 9), (12, 0), (12, 1)], 1536)}
+"""CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +43,10 @@ class Device:
     """Liger's norms make a row of fp32 for each: 1.7 MB at a width of 4,096. Of an A100 unless known."""
     backend: str = "cuda"
     """cuda or cpu: whose kernels run."""
+
+    @property
+    def multiprocessors(self) -> Multiprocessors:
+        return self.num_sms, _THREADS_PER_SM.get(self.compute_capability, _MOST_THREADS_PER_SM)
 
 
 @contextlib.contextmanager
@@ -87,9 +98,27 @@ def _softmax(
     return F.softmax(input, dim, _stacklevel, dtype)
 
 
+def _cross_entropy(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Autocast knows only its second half: logarithms in 16 bits, and float32 of them for the loss
+    (LossNLL.cpp, cross_entropy_loss_prob_target aside; autocast_mode.h, nll_loss)."""
+    given = dict(zip(_CROSS_ENTROPY_ARGUMENTS, args, strict=False)) | kwargs
+    of_classes = target.dtype is torch.int64 and not given.pop("label_smoothing", 0.0)
+    if not (of_classes and input.dtype in HALF and torch.is_autocast_enabled("cpu")):
+        return F.cross_entropy(input, target, *args, **kwargs)
+    return F.nll_loss(F.log_softmax(input, min(input.dim() - 1, 1)).float(), target, **given)
+
+
+_CROSS_ENTROPY_ARGUMENTS = tuple(inspect.signature(F.cross_entropy).parameters)[2:]
+
+
 def _of_cuda(device: Device) -> dict[Any, Callable[..., Any]]:
     attention = functools.partial(sdpa.attention, device.compute_capability)
-    return {F.scaled_dot_product_attention: attention, F.dropout: _dropout, F.softmax: _softmax}
+    return {
+        F.scaled_dot_product_attention: attention,
+        F.cross_entropy: _cross_entropy,
+        F.dropout: _dropout,
+        F.softmax: _softmax,
+    }
 
 
 def _of_cpu(_: Device) -> dict[Any, Callable[..., Any]]:

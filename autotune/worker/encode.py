@@ -121,7 +121,10 @@ def encode(
             entry["category"] = "logits"
         if tensor.rule is not None:
             name, *numbers = tensor.rule
-            entry["rule"] = [name, *map(symbols.term, numbers)]
+            if any(_per_row(number, chunks)[1] for number in numbers):
+                entry["size"] = symbols.term(0)  # Of a chunk's few rows: not modelled.
+            else:
+                entry["rule"] = [name, *map(symbols.term, numbers)]
         tensors.append(entry)
     answer = {
         "layers": layers,

@@ -1,18 +1,22 @@
 """Buffers that CUDA kernels allocate and free inside one call.
 
 Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
-aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu and SoftMax.cu.
+aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu, Reduce.cuh and SoftMax.cu;
+cudnn_frontend 1.18 node/scaled_dot_product_flash_attention.h.
 
-Not modelled: cuDNN attention's own workspace (no closed form: taken to be flash attention's),
-cub's temporary storage (in an embedding's backward it is free again before the partial sums are made).
+Not modelled: what a plan of cuDNN's attention wants besides (no closed form), cub's temporary storage (in an
+embedding's backward it is free again before the partial sums are made).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from autotune.traces.reductions import LEAST_SHARED, WARP, shared_bytes
 from autotune.worker.tracker import Buffer
 
 aten = torch.ops.aten
@@ -40,6 +44,12 @@ def _efficient_backward_buffers(q: torch.Tensor) -> tuple[int, ...]:
     """The fp32 accumulator of dQ in global memory."""
     batch, heads, length, size = q.shape
     return (batch * heads * _ceil_to(length * size, 4) * 4,)
+
+
+def _cudnn_backward_bytes(q: torch.Tensor) -> int:
+    """softmax_sum and dQ_accum in fp32, in one workspace (get_fe_workspace_size_node)."""
+    batch, heads, length, size = q.shape
+    return 4 * batch * heads * length * (size + 1)
 
 
 EMBEDDING_SORT_THRESHOLD = 3072
@@ -74,8 +84,59 @@ def _embedding_backward_buffers(
     )
 
 
-def hidden_buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, ...]:
+_REDUCTIONS = {
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
+    aten.linalg_vector_norm.default,
+}  # fmt: skip
+
+Multiprocessors = tuple[int, int]
+"""(how many, threads of each)."""
+
+
+def _reduction_buffers(
+    multiprocessors: Multiprocessors, tensor: torch.Tensor, out: torch.Tensor, dims: set[int]
+) -> tuple[Buffer, ...]:
+    """Partial results, and a semaphore for each block of threads that shares an output."""
+    kept = [d for d in range(tensor.ndim) if d not in dims and tensor.shape[d] > 1]
+    reduced = [d for d in dims if tensor.shape[d] > 1]
+    num_outputs = math.prod(tensor.shape[d] for d in kept)
+    row = 0
+    if kept and (not reduced or _least_stride(tensor, kept) < _least_stride(tensor, reduced)):
+        row = _row_of(tensor, kept)
+    num_inputs = math.prod(tensor.shape[d] for d in reduced)
+    if num_inputs < LEAST_SHARED * (1 if row else WARP):
+        return ()
+    item_bytes = max(out.element_size(), 4)
+    numbers = (num_inputs, num_outputs, row, item_bytes, *multiprocessors)
+    sizes = shared_bytes(*numbers)
+    return tuple(
+        Buffer(size, rule=("reduction", part, *numbers)) for part, size in enumerate(sizes)
+    )
+
+
+def _least_stride(tensor: torch.Tensor, dims: Iterable[int]) -> int:
+    return min(tensor.stride(d) for d in dims)
+
+
+def _row_of(tensor: torch.Tensor, dims: Sequence[int]) -> int:
+    """Items that lie side by side along these dimensions; 1 where none do."""
+    items = 1
+    for d in sorted(dims, key=tensor.stride):
+        if tensor.stride(d) != items:
+            break
+        items *= tensor.shape[d]
+    return items
+
+
+def hidden_buffers(
+    multiprocessors: Multiprocessors, func: Any, args: tuple[Any, ...], out: Any
+) -> tuple[Buffer, ...]:
     """Buffers that the CUDA kernel of `func` allocates and frees inside the call."""
+    if func in _REDUCTIONS:
+        tensor, *more = args
+        said = more[func is aten.linalg_vector_norm.default :][:1]
+        dims = said[0] if said and said[0] else range(tensor.ndim)
+        return _reduction_buffers(multiprocessors, tensor, out, {d % tensor.ndim for d in dims})
     if func is aten.embedding_dense_backward.default:
         return _embedding_backward_buffers(args[0], args[1], args[2])
     if func is aten._index_put_impl_.default and len(args) > 3 and args[3]:
@@ -86,7 +147,7 @@ def hidden_buffers(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Buffer, 
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         return tuple(Buffer(size) for size in _flash_backward_buffers(args[1], args[2]))
     if func is aten._scaled_dot_product_cudnn_attention_backward.default:
-        return tuple(Buffer(size) for size in _flash_backward_buffers(args[1], args[1]))
+        return (Buffer(_cudnn_backward_bytes(args[1])),)
     if func is aten._scaled_dot_product_efficient_attention_backward.default:
         return tuple(Buffer(size) for size in _efficient_backward_buffers(args[1]))
     return ()

@@ -67,7 +67,9 @@ def trace_step(
     tracker = Tracker(
         "meta",
         # A CPU's kernels make theirs out of sight.
-        hidden_buffers=attention.buffers_of(spec.attention, hidden_buffers)
+        hidden_buffers=attention.buffers_of(
+            spec.attention, functools.partial(hidden_buffers, device.multiprocessors)
+        )
         if device.backend == "cuda"
         else None,
         before=workspaces.before,

@@ -161,13 +161,13 @@ class Tracker(TorchDispatchMode):
         return index
 
     def record_buffers(self, buffers: tuple[Buffer, ...]) -> None:
-        """Buffers that live and die inside one kernel."""
+        """Buffers that live and die inside one kernel; the last is the first to go, as locals do."""
         indices = []
         for buffer in buffers:
             index = self._record_allocation(buffer.size_bytes, (), torch.uint8)
             self.recording.tensors[index].rule = buffer.rule
             indices.append(index)
-        self.recording.events.extend(~index for index in indices)
+        self.recording.events.extend(~index for index in reversed(indices))
 
     def record_forever(self, size_bytes: int) -> int:
         """A buffer that the process keeps (a library workspace)."""

@@ -33,6 +33,8 @@ inline const size_t context_bytes = number("NO_CARD_CONTEXT_BYTES", 0);
 /* 90 is 9.0. */
 inline const int capability = (int)number("NO_CARD_CAPABILITY", 80);
 inline const int num_sms = (int)number("NO_CARD_NUM_SMS", 108);
+/* Whether all of something is so: what Transformers asks of a mask. 1 or 0. */
+inline const int all = (int)number("NO_CARD_ALL", 1);
 
 inline const char *name() {
     const char *said = getenv("NO_CARD_NAME");

@@ -2,7 +2,8 @@
 
    PyTorch's CUDA build runs on it as on a card: its choice of kernels, its autograd and autocast, its
    caching allocator. A kernel that is launched does nothing, so tensors hold whatever their memory held.
-   A single value that is read back is always one (true, 1 or 1.0): masks are full, losses finite.
+   A single value that is read back is always one (true, 1 or 1.0): masks are full, losses finite. What
+   Tensor.all() says may be no instead, as where a batch is padded.
    Memory that was not written costs the host nothing. Events tell the host's time.
 
    As on a card: the driver does not survive a fork, memory comes in whole pages of 2 MiB and may run out,
@@ -16,6 +17,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "card.h"
 
@@ -30,6 +32,11 @@ int driver_pid = 0;                /* who called cuInit, in this process or in o
 card::Process *process = nullptr;  /* the context of this process */
 thread_local cudaError_t last_error = cudaSuccess;
 bool is_capturing = false;
+
+/* Kernels that ask whether all are so, and whether the last that was launched is one: Tensor.all() (torch's
+   ReduceLogicKernel.cu), and equality (CompareEQKernel.cu), as Transformers compares a sum with their number. */
+std::set<const void *> kernels_of_all;
+thread_local bool asks_of_all = false;
 
 struct Block {
     size_t bytes;
@@ -123,7 +130,7 @@ bool write_one(void *to, size_t bytes) {
     const float float_one = 1;
     const int64_t integer_one = 1;
     switch (bytes) {
-        case 1: *(uint8_t *)to = 1; return true;
+        case 1: *(uint8_t *)to = asks_of_all ? card::all : 1; return true;
         case 2: memcpy(to, &bfloat16_one, 2); return true;
         case 4: memcpy(to, &float_one, 4); return true;
         case 8: memcpy(to, &integer_one, 8); return true;
@@ -233,7 +240,9 @@ EXPORTED void **__cudaRegisterFatBinary(void *) {
 EXPORTED void __cudaRegisterFatBinaryEnd(void **) {}
 EXPORTED void __cudaUnregisterFatBinary(void **) {}
 EXPORTED void __cudaRegisterFunction(
-    void **, const char *, char *, const char *, int, uint3 *, uint3 *, dim3 *, dim3 *, int *) {}
+    void **, const char *function, char *, const char *name, int, uint3 *, uint3 *, dim3 *, dim3 *, int *) {
+    if (strstr(name, "and_kernel_cuda") || strstr(name, "CompareEqFunctor")) kernels_of_all.insert(function);
+}
 EXPORTED void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int) {}
 EXPORTED unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void *) { return 0; }
 
@@ -249,14 +258,15 @@ RUNTIME __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
     return cudaSuccess;
 }
 
-RUNTIME __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void **, size_t, cudaStream_t) {
+RUNTIME cudaLaunchKernel(const void *function, dim3, dim3, void **, size_t, cudaStream_t) {
     IN_CONTEXT;
+    asks_of_all = kernels_of_all.count(function);
     return cudaSuccess;
 }
 
-RUNTIME cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, cudaStream_t) {
-    IN_CONTEXT;
-    return cudaSuccess;
+/* __cudaGetKernel gives the function itself. */
+RUNTIME __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t bytes, cudaStream_t stream) {
+    return cudaLaunchKernel((const void *)kernel, grid, block, arguments, bytes, stream);
 }
 
 RUNTIME cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *, void **) {

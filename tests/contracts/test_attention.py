@@ -16,7 +16,7 @@ from autotune.worker import kernel_costs
 from autotune.worker import model as models
 from autotune.worker.cuda import Device
 from autotune.worker.model import UnsupportedModel
-from autotune.worker.sdpa import attention_kernel
+from autotune.worker.sdpa import Call, attention_kernel
 from autotune.worker.trace import trace_step
 
 ADA = Device(compute_capability=(8, 9), cublas_workspace_bytes=8_519_680)
@@ -194,7 +194,10 @@ def test_a_mask_whose_rows_are_not_aligned_is_copied() -> None:
 def test_heads_of_odd_sizes_with_a_mask(
     capability: tuple[int, int], dtype: torch.dtype, size: int, kernel: str
 ) -> None:
-    assert attention_kernel(capability, dtype, size, size, has_mask=True) == kernel
+    heads = torch.empty(2, 4, 16, size, dtype=dtype, device="meta", requires_grad=True)
+    mask = torch.empty(2, 1, 16, 16, dtype=dtype, device="meta")
+    call = Call(query=heads, key=heads, value=heads, mask=mask)
+    assert attention_kernel(capability, call) == kernel
 
 
 @pytest.mark.parametrize("config", [LLAMA, ODD_HEADS], ids=["heads of 64", "heads of 60"])

@@ -125,7 +125,11 @@ def test_predicted_peak_equals_published(kernel: str) -> None:
 
 def _peak_bytes(set_up: Any, x: int, settings: dict[str, Any]) -> int:
     workspaces = Workspaces(A100.cublas_workspace_bytes)
-    tracker = Tracker("meta", hidden_buffers=hidden_buffers, before=workspaces.before)
+    tracker = Tracker(
+        "meta",
+        hidden_buffers=functools.partial(hidden_buffers, A100.multiprocessors),
+        before=workspaces.before,
+    )
     chunks = Chunks(tracker, is_symbolic=False)
     with device_choices(A100), liger.on_meta(tracker, A100, chunks), tracker:
         run = set_up(x, settings)

@@ -1,0 +1,57 @@
+"""What a reduction on CUDA needs where several blocks of threads share an output.
+
+Source: pytorch v2.13 aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig, ReduceConfig).
+"""
+
+from __future__ import annotations
+
+_MOST_THREADS = 512
+WARP = 32
+_LEAST_VALUES, LEAST_SHARED = 16, 256
+"""Values of a thread: no block gets fewer, and up to so many are left to one block."""
+_MOST_VECTOR = 4
+"""Outputs that a thread works on together, where they lie side by side."""
+
+
+def shared_bytes(
+    num_inputs: int,
+    num_outputs: int,
+    row: int,
+    item_bytes: int,
+    num_sms: int,
+    threads_per_sm: int,
+) -> tuple[int, int]:
+    """Bytes of the partial results and of the semaphores beside them; (0, 0) where none are needed.
+
+    `num_inputs`: values of one output. `row`: of the outputs, how many lie side by side in the input;
+    0 where the values of one output do. `item_bytes` is of what is accumulated in.
+    """
+    vector = _MOST_VECTOR if row else 1
+    while row and row % vector:
+        vector //= 2
+    fast, slow = (num_outputs // vector, num_inputs) if row else (num_inputs, num_outputs)
+    most = _MOST_THREADS // vector
+    fast_threads, slow_threads = _last_power_of_2(fast, most), _last_power_of_2(slow, most)
+    width = min(fast_threads, WARP)
+    height = min(slow_threads, most // width)
+    width = min(fast_threads, most // height)
+    outputs_per_block, inputs_per_block = (width, 1) if row else (1, width)
+    values = -(-num_inputs // inputs_per_block)
+    if values < height * _LEAST_VALUES and values < LEAST_SHARED:
+        return 0, 0  # Rows of threads have outputs of their own.
+    values = -(-num_inputs // (inputs_per_block * height))
+    num_blocks = -(-(num_outputs // vector) // outputs_per_block)
+    target = num_sms * (threads_per_sm // (width * height))
+    if values < LEAST_SHARED or num_blocks > target:
+        return 0, 0
+    shares = max(
+        min(-(-target // num_blocks), -(-values // _LEAST_VALUES)), -(-values // LEAST_SHARED)
+    )
+    if shares <= 1:
+        return 0, 0
+    per_output = width * vector if row else 1
+    return item_bytes * num_outputs * shares * per_output, 4 * num_blocks
+
+
+def _last_power_of_2(number: int, most: int) -> int:
+    return min(1 << max(number.bit_length() - 1, 0), most)
