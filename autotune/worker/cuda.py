@@ -161,7 +161,7 @@ class Workspaces:
         self._made: set[bool] = set()
         self.indices: list[int] = []
 
-    def before(self, tracker: Tracker, func: Any) -> None:
+    def at_launch(self, tracker: Tracker, func: Any) -> None:
         if func in _MATRIX_PRODUCTS:
             thread = in_backward()
             if thread not in self._made:

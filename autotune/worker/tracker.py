@@ -41,6 +41,10 @@ from autotune.worker.meta_values import (
 aten = torch.ops.aten
 
 
+_LAST_FIRST = {aten.native_dropout.default}
+"""Operations that allocate their last result first, the mask here (torch 2.13 native/cuda/Dropout.cu)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A buffer inside a kernel. `rule` names a size that is not a product of the traced dimensions."""
@@ -98,7 +102,7 @@ class Tracker(TorchDispatchMode):
         device_type: str,
         *,
         hidden_buffers: HiddenBuffers | None = None,
-        before: Callable[[Tracker, Any], None] | None = None,
+        at_launch: Callable[[Tracker, Any], None] | None = None,
         decompositions: dict[Any, Callable[..., Any]] | None = None,
         kernel_names: Mapping[Any, str] | None = None,
         wrappers: tuple[type[torch.Tensor], ...] = (),
@@ -115,7 +119,7 @@ class Tracker(TorchDispatchMode):
         """Some places of the batch hold no token: what the mask (batch, length) says, if asked."""
         self._device_type = device_type
         self._hidden_buffers = hidden_buffers
-        self._before = before
+        self._at_launch = at_launch
         self._pending_mark: Any = None
         self._sole_owner_counts = _sole_owner_counts()
         self._index_of: dict[int, int] = {}
@@ -207,8 +211,6 @@ class Tracker(TorchDispatchMode):
             return answer
         if func is aten.add.Tensor and self._engine_adds_in_place(args):
             func = aten.add_.Tensor
-        if self._before is not None:
-            self._before(self, func)
         out = quick_result(func, args, kwargs) if self._device_type == "meta" else None
         if out is None:
             out = func(*args, **kwargs)
@@ -238,8 +240,11 @@ class Tracker(TorchDispatchMode):
         """What the operation allocated, and the kernel that it launched."""
         outputs = self._tensors_here(out)
         fresh = [tensor for tensor in outputs if not self.knows(tensor)]
-        for tensor in fresh:
+        for tensor in reversed(fresh) if func in _LAST_FIRST else fresh:
             self.index_of(tensor)
+        # Only the kernel asks for a workspace: what it returns is there by then.
+        if self._at_launch is not None:
+            self._at_launch(self, func)
         if not launches(func, bool(fresh)):
             return
         inputs = self._tensors_here((args, tuple(kwargs.values())))
