@@ -12,8 +12,9 @@ import pytest
 STUDY = Path(__file__).parents[1] / "studies" / "architectures-no-card"
 LARGEST_ERROR = {"allocated": 0.002, "reserved": 0.0125}
 UNEXPLAINED = {
+    ("reserved", "causal-lm axk2 checkpointed"): 0.051,
     ("reserved", "causal-lm bamba checkpointed"): 0.036,
-    ("reserved", "causal-lm llama checkpointed"): 0.018,
+    ("reserved", "causal-lm qwen3_moe checkpointed"): 0.045,
 }
 MEDIAN_ERROR = {"allocated": 0.00002, "reserved": 0.0002}
 NOT_COMPARED = {"gemma3n_text", "inkling2_text", "llama4_text", "mamba2", "modernbert-decoder"}
