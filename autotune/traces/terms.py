@@ -31,6 +31,12 @@ def _embedding_partials(numbers: Sequence[int]) -> int:
     return 0 if indices <= 3072 else row_bytes * (indices // 10 + min(indices, rows))
 
 
+def _embedding_rows(numbers: Sequence[int]) -> int:
+    """A number for each row that got a gradient: (indices, rows). Likewise."""
+    indices, rows = numbers
+    return 0 if indices <= 3072 else 8 * min(indices, rows)
+
+
 def _near(numbers: Sequence[int]) -> int:
     """A tensor that is one longer or shorter than a size that is a term: (size, bytes each, +1 or -1)."""
     size, item_bytes, beyond = numbers
@@ -43,7 +49,12 @@ def _reduction(numbers: Sequence[int]) -> int:
     return shared_bytes(*asked)[part]
 
 
-RULES = {"embedding": _embedding_partials, "near": _near, "reduction": _reduction}
+RULES = {
+    "embedding": _embedding_partials,
+    "embedding rows": _embedding_rows,
+    "near": _near,
+    "reduction": _reduction,
+}
 """By name of the rule: bytes of the terms beside it."""
 
 

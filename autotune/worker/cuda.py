@@ -161,7 +161,8 @@ class Workspaces:
         self._made: set[bool] = set()
         self.indices: list[int] = []
 
-    def before(self, tracker: Tracker, func: Any) -> None:
+    def after(self, tracker: Tracker, func: Any) -> None:
+        """The product's result has its memory when the library asks for some."""
         if func in _MATRIX_PRODUCTS:
             thread = in_backward()
             if thread not in self._made:

@@ -77,7 +77,7 @@ def _embedding_backward_buffers(
 
     return (
         *(Buffer(tokens * 8) for _ in range(3)),
-        *(Buffer(segments * 8) for _ in range(2)),
+        *(Buffer(segments * 8, rule=("embedding rows", tokens, rows)) for _ in range(2)),
         *(Buffer(8) for _ in range(2)),
         per_partial(8),
         per_partial(accumulate_bytes * gradient.shape[-1]),
@@ -141,7 +141,10 @@ def hidden_buffers(
         return _embedding_backward_buffers(args[0], args[1], args[2])
     if func is aten._index_put_impl_.default and len(args) > 3 and args[3]:
         # Adding goes by sorted places (index_put_with_sort_kernel): linear, sorted, original, range.
-        return 4 * (Buffer(8 * max(index.numel() for index in args[1])),)
+        places = max(index.numel() for index in args[1] if index is not None)
+        return 4 * (Buffer(8 * places),)
+    if func is aten._safe_softmax.default:  # attention.cpp: which places are masked, and whole rows
+        return Buffer(out.numel()), Buffer(out.numel() // out.shape[-1])
     if func is aten._softmax_backward_data.default:  # SoftMax.cu: `tmp = grad * output`
         return (Buffer(args[0].numel() * args[0].element_size()),)
     if func is aten._scaled_dot_product_flash_attention_backward.default:

@@ -72,7 +72,7 @@ def trace_step(
         )
         if device.backend == "cuda"
         else None,
-        before=workspaces.before,
+        after=workspaces.after,
         decompositions={
             **({} if spec.quantization == "none" else quantize.decompositions()),
             **(_OF_LABELS if task == "sequence-classification" else {}),

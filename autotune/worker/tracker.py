@@ -98,7 +98,7 @@ class Tracker(TorchDispatchMode):
         device_type: str,
         *,
         hidden_buffers: HiddenBuffers | None = None,
-        before: Callable[[Tracker, Any], None] | None = None,
+        after: Callable[[Tracker, Any], None] | None = None,
         decompositions: dict[Any, Callable[..., Any]] | None = None,
         kernel_names: Mapping[Any, str] | None = None,
         wrappers: tuple[type[torch.Tensor], ...] = (),
@@ -115,7 +115,7 @@ class Tracker(TorchDispatchMode):
         """Some places of the batch hold no token: what the mask (batch, length) says, if asked."""
         self._device_type = device_type
         self._hidden_buffers = hidden_buffers
-        self._before = before
+        self._after = after
         self._pending_mark: Any = None
         self._sole_owner_counts = _sole_owner_counts()
         self._index_of: dict[int, int] = {}
@@ -207,8 +207,10 @@ class Tracker(TorchDispatchMode):
             return answer
         if func is aten.add.Tensor and self._engine_adds_in_place(args):
             func = aten.add_.Tensor
-        if self._before is not None:
-            self._before(self, func)
+        if func is aten.index_put.default and in_backward() and not torch.is_grad_enabled():
+            # What was picked by places gets its gradient in place, were no mode on (torch 2.13
+            # FunctionsManual.cpp, index_backward).
+            func = aten._index_put_impl_.default
         out = quick_result(func, args, kwargs) if self._device_type == "meta" else None
         if out is None:
             out = func(*args, **kwargs)
@@ -238,8 +240,12 @@ class Tracker(TorchDispatchMode):
         """What the operation allocated, and the kernel that it launched."""
         outputs = self._tensors_here(out)
         fresh = [tensor for tensor in outputs if not self.knows(tensor)]
+        if func is aten.native_dropout.default:
+            fresh.reverse()  # CUDA's makes the mask first (torch 2.13 native/cuda/Dropout.cu).
         for tensor in fresh:
             self.index_of(tensor)
+        if self._after is not None:
+            self._after(self, func)
         if not launches(func, bool(fresh)):
             return
         inputs = self._tensors_here((args, tuple(kwargs.values())))
