@@ -224,8 +224,8 @@ def card_here(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
             why=f"It is a {card.name}",
             remedy="Leave --gpu out; --gpu-mem emulates less memory",
         )
-    taken = nvml.occupancy()
-    if taken is None or taken.used_bytes <= IDLE_BYTES or budget_bytes <= taken.free_bytes:
+    taken = nvml.taken_of(budget_bytes)
+    if taken is None:
         return card, FOUND, budget_bytes
     free_bytes = taken.free_bytes // FREE_STEP_BYTES * FREE_STEP_BYTES
     free = f"{format_bytes(taken.free_bytes)} of its {format_bytes(card.capacity_bytes)} are free"
@@ -250,8 +250,6 @@ def card_here_or_planned(name: str | None, size: str | None) -> tuple[Gpu, str, 
     return card, reason, budget_bytes
 
 
-IDLE_BYTES = 128 * MIB
-"""[judgement] Held of a card that nobody uses: a driver's daemon, another process's bare context."""
 FREE_STEP_BYTES = 256 * MIB
 """What is free is rounded down to it, so that the same command finds its study again."""
 

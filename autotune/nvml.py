@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from autotune.units import format_bytes
+from autotune.units import MIB, format_bytes
 
+IDLE_BYTES = 128 * MIB
+"""[judgement] Held of a card that nobody uses: a driver's daemon, another process's bare context."""
 MAX_NAMED = 3
 """Holders in one line, the largest first."""
 
@@ -146,6 +148,14 @@ def occupancy() -> Occupancy | None:
             )
     except NoCard:
         return None
+
+
+def taken_of(budget_bytes: int) -> Occupancy | None:
+    """Who has of the card what a budget needs of it; None where nobody has, or can be seen to have."""
+    taken = occupancy()
+    if taken is None or taken.used_bytes <= IDLE_BYTES or budget_bytes <= taken.free_bytes:
+        return None
+    return taken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

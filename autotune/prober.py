@@ -15,8 +15,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune import compiled, needs
+from autotune import compiled, needs, nvml
 from autotune.config import TrainConfig
+from autotune.errors import HardwareError
 from autotune.fingerprints import digest, fingerprint_here
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
@@ -36,6 +37,7 @@ from autotune.probes import ProbeTable
 from autotune.results import Estimate
 from autotune.sampler import Near
 from autotune.trials import Watch
+from autotune.units import format_bytes
 
 if TYPE_CHECKING:
     import optuna
@@ -200,6 +202,7 @@ class Prober:
                 "probe", request, deadline_seconds=deadline_seconds, on_answer=on_answer
             )
         measurement = self._read(end, config, spec)
+        _require_free_card(measurement)
         log_run(measurement, "confirmation" if spec.confirm_steps else "probe")
         tail = "" if measurement.outcome == "ok" else end.stderr_tail
         key = self._key(config, spec)
@@ -229,6 +232,25 @@ class Prober:
             fingerprint=self.fingerprint_of(config),
             outcome=outcome,
             message=f"{message} {end.last_words}".strip()[:500],
+        )
+
+
+def _require_free_card(measurement: Measurement) -> None:
+    """Raise HardwareError where a probe failed, and others have what its budget needs of the card.
+
+    They have taken it since the search began; what ran out then says nothing of the configuration.
+    """
+    spec = measurement.spec
+    has_failed = measurement.outcome in ("oom", "crashed") or measurement.num_alloc_retries
+    if spec.backend != "cuda" or not has_failed:
+        return
+    taken = nvml.taken_of(spec.memory_budget_bytes)
+    if taken is not None:
+        raise HardwareError(
+            "Others have taken the card meanwhile",
+            why=f"{format_bytes(taken.free_bytes)} are free, and the budget is "
+            f"{format_bytes(spec.memory_budget_bytes)}: {taken}",
+            remedy="What was measured before is kept, and the same command goes on",
         )
 
 

@@ -217,7 +217,7 @@ def predict_peak_bytes(kernel: str, x: int, settings: dict[str, Any]) -> int:
     tracker = Tracker(
         "meta",
         hidden_buffers=functools.partial(hidden_buffers, A100.multiprocessors),
-        after=workspaces.after,
+        at_launch=workspaces.at_launch,
     )
     with device_choices(A100), tracker:
         run, alive = SETUPS[kernel](x, settings)

@@ -15,7 +15,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autotune import probing
+from autotune import nvml, probing
 from autotune.config import TrainConfig, Workload
 from autotune.errors import HardwareError, NothingFitsError, StorageError, WorkerError
 from autotune.isolate import WorkerEnd
@@ -337,6 +337,42 @@ def test_what_the_table_has_is_not_run_again(url: str, table: ProbeTable) -> Non
     assert found.num_run == 0
     assert found.num_reused == 1
     assert found.best.config.micro_batch_size == 8
+
+
+def test_what_runs_out_because_others_took_the_card_is_held_against_nobody(
+    url: str, table: ProbeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_card = dataclasses.replace(SPEC, backend="cuda")
+
+    def find(answer: Answer) -> Measured:
+        def of_card(config: TrainConfig) -> Measurement:
+            seen = answer(config)
+            assert isinstance(seen, Measurement)
+            return dataclasses.replace(seen, spec=on_card)
+
+        plan = Plan(
+            pool=[predicted(size) for size in SIZES],
+            base=BASE,
+            baseline=None,
+            budget_bytes=BUDGET_BYTES,
+            max_probes=10,
+        )
+        with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
+            return search(study, plan, Prober(Server(of_card), table, MODEL, on_card))  # type: ignore[arg-type]
+
+    holder = nvml.Holder(pid=7, name="another", used_bytes=10**10)
+    taken = nvml.Occupancy(free_bytes=BUDGET_BYTES - 1, used_bytes=10**10, holders=(holder,))
+    monkeypatch.setattr(nvml, "occupancy", lambda: taken)
+    with pytest.raises(HardwareError, match=r"Others have taken .* another \(process 7") as raised:
+        find(out_of_memory)
+    assert raised.value.exit_code == 3
+    assert all(trial.state.is_finished() for trial in trials(url))
+    # The card is free again: nothing is held against what could not run. Then it is the budget's.
+    monkeypatch.setattr(nvml, "occupancy", lambda: dataclasses.replace(taken, free_bytes=10**10))
+    assert find(measured).best.config.micro_batch_size == 8
+    no_more = dataclasses.replace(taken, free_bytes=BUDGET_BYTES)
+    monkeypatch.setattr(nvml, "occupancy", lambda: no_more)
+    assert find(lambda config: pytest.fail("probed again")).best.config.micro_batch_size == 8
 
 
 def test_the_same_command_goes_on_where_it_was_stopped(url: str, table: ProbeTable) -> None:

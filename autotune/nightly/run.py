@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune import gpus, inputs, machine, models, needs, nvml
+from autotune import gpus, machine, models, needs, nvml
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.fingerprints import fingerprint_here
 from autotune.forkserver import ForkServer
@@ -225,6 +225,6 @@ def _run(
 def _disturbed(backend: str) -> dict[str, None]:
     """Who else holds some of the card, once a cell has ended."""
     taken = nvml.occupancy() if backend == "cuda" else None
-    if taken is None or taken.used_bytes <= inputs.IDLE_BYTES:
+    if taken is None or taken.used_bytes <= nvml.IDLE_BYTES:
         return {}
     return {f"Others used the card meanwhile, and its speeds may be theirs: {taken}": None}

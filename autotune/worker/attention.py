@@ -73,6 +73,8 @@ def buffers_of(attention: str, default: HiddenBuffers) -> HiddenBuffers:
             num_rows = batch * -(-length // _BLOCK_ROWS) * _BLOCK_ROWS
             sizes = backward(args[1], num_rows, heads, args[2].shape[1], 0)
             return tuple(Buffer(size) for size in sizes)
+        if func is _FORWARD and attention == "flash_attention_3":
+            return ()  # Unless it is told to it does not split the keys.
         return default(func, args, out)
 
     return buffers

@@ -161,8 +161,7 @@ class Workspaces:
         self._made: set[bool] = set()
         self.indices: list[int] = []
 
-    def after(self, tracker: Tracker, func: Any) -> None:
-        """The product's result has its memory when the library asks for some."""
+    def at_launch(self, tracker: Tracker, func: Any) -> None:
         if func in _MATRIX_PRODUCTS:
             thread = in_backward()
             if thread not in self._made:

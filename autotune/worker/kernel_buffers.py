@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autotune.traces.reductions import LEAST_SHARED, WARP, shared_bytes
+from autotune.traces.terms import flash_splits
 from autotune.worker.tracker import Buffer
 
 aten = torch.ops.aten
@@ -26,14 +27,36 @@ def _ceil_to(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
+def _flash_head(size: int) -> int:
+    """Elements of a head in flash attention's sums."""
+    return _ceil_to(size, 32 if size <= 128 else 64)
+
+
+def _flash_forward_buffers(
+    num_sms: int, q: torch.Tensor, k: torch.Tensor, dropout_p: float
+) -> tuple[Buffer, ...]:
+    """The parts' logarithms and sums where the keys are split; never with dropout."""
+    if dropout_p:
+        return ()
+    batch, heads, length, size = q.shape
+    numbers = batch, heads, length, k.shape[2], size, num_sms
+    rules = [("flash splits", *numbers, num_floats) for num_floats in (1, _flash_head(size))]
+    return tuple(Buffer(flash_splits(rule[1:]), rule=rule) for rule in rules)
+
+
+def _flash_backward_copies(gradient: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
+    """Of what does not lie token by token: the result does not where queries are rotated in part (Phi)."""
+    lying = (t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous())
+    return tuple(t.numel() * t.element_size() for t in lying)
+
+
 def _flash_backward_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
     """dq_accum and softmax_d in fp32; dK and dV for every query head when heads are grouped."""
     batch, heads, length, size = q.shape
-    rounded_size = _ceil_to(size, 32 if size <= 128 else 64)
     rounded_length = _ceil_to(length, 128)
     buffers = [
         batch * heads * rounded_length * 4,
-        batch * heads * rounded_length * rounded_size * 4,
+        batch * heads * rounded_length * _flash_head(size) * 4,
     ]
     if k.shape[1] != heads:
         buffers += 2 * [batch * k.shape[2] * heads * size * q.element_size()]
@@ -137,6 +160,9 @@ def hidden_buffers(
         said = more[func is aten.linalg_vector_norm.default :][:1]
         dims = said[0] if said and said[0] else range(tensor.ndim)
         return _reduction_buffers(multiprocessors, tensor, out, {d % tensor.ndim for d in dims})
+    if func is aten._scaled_dot_product_flash_attention.default:
+        dropout_p = args[3] if len(args) > 3 else 0.0
+        return _flash_forward_buffers(multiprocessors[0], args[0], args[1], dropout_p)
     if func is aten.embedding_dense_backward.default:
         return _embedding_backward_buffers(args[0], args[1], args[2])
     if func is aten._index_put_impl_.default and len(args) > 3 and args[3]:
@@ -148,7 +174,8 @@ def hidden_buffers(
     if func is aten._softmax_backward_data.default:  # SoftMax.cu: `tmp = grad * output`
         return (Buffer(args[0].numel() * args[0].element_size()),)
     if func is aten._scaled_dot_product_flash_attention_backward.default:
-        return tuple(Buffer(size) for size in _flash_backward_buffers(args[1], args[2]))
+        copies = _flash_backward_copies(args[0], args[4])
+        return tuple(Buffer(size) for size in copies + _flash_backward_buffers(args[1], args[2]))
     if func is aten._scaled_dot_product_cudnn_attention_backward.default:
         return (Buffer(_cudnn_backward_bytes(args[1])),)
     if func is aten._scaled_dot_product_efficient_attention_backward.default:

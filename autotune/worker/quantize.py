@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,15 +107,50 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     Source: bitsandbytes 0.50, backends/cuda/ops.py.
     """
     import bitsandbytes  # noqa: F401  (defines the operators)
-    from bitsandbytes.backends.default import ops
 
     defined = torch.ops.bitsandbytes
     return {
-        defined.gemm_4bit.default: ops._gemm_4bit_default_impl,
+        defined.quantize_4bit.default: _quantize_4bit,
+        defined.gemm_4bit.default: _gemm_4bit,
         defined.int8_vectorwise_quant.default: _int8_vectorwise_quant,
         defined.int8_mixed_scaled_mm.default: _int8_mixed_scaled_mm,
         defined.int8_scaled_mm.default: _int8_scaled_mm,
     }
+
+
+def _quantize_4bit(
+    weight: torch.Tensor, blocksize: int, quant_type: str, quant_storage: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and the scales of blocks, which are made first."""
+    weight = weight.contiguous()
+    num = weight.numel()
+    scales = torch.empty(-(-num // blocksize), dtype=torch.float32, device=weight.device)
+    shape = (num + 1) // (2 * quant_storage.itemsize), 1
+    return torch.empty(shape, dtype=quant_storage, device=weight.device), scales
+
+
+def _gemm_4bit(
+    rows: torch.Tensor,
+    codes: torch.Tensor,
+    shape: Sequence[int],
+    scales: torch.Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: torch.Tensor | None = None,
+    codes_of_scales: torch.Tensor | None = None,
+    table_of_scales: torch.Tensor | None = None,
+    mean_of_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """_dequant_linear_fallback, whose every step is alive until it ends."""
+    defined = torch.ops.bitsandbytes
+    if codes_of_scales is not None:
+        quantized = codes_of_scales, scales, table_of_scales, 256, torch.float32
+        around_mean = defined.dequantize_blockwise.default(*quantized)
+        scales = around_mean + mean_of_scales
+    weight = defined.dequantize_4bit.default(
+        codes, scales, blocksize, quant_type, shape, rows.dtype
+    )
+    return nn.functional.linear(rows, weight, bias)
 
 
 def _int8_vectorwise_quant(

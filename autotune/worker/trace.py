@@ -72,7 +72,7 @@ def trace_step(
         )
         if device.backend == "cuda"
         else None,
-        after=workspaces.after,
+        at_launch=workspaces.at_launch,
         decompositions={
             **({} if spec.quantization == "none" else quantize.decompositions()),
             **(_OF_LABELS if task == "sequence-classification" else {}),

@@ -41,6 +41,10 @@ from autotune.worker.meta_values import (
 aten = torch.ops.aten
 
 
+_LAST_FIRST = {aten.native_dropout.default}
+"""Operations that allocate their last result first, the mask here (torch 2.13 native/cuda/Dropout.cu)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A buffer inside a kernel. `rule` names a size that is not a product of the traced dimensions."""
@@ -98,7 +102,7 @@ class Tracker(TorchDispatchMode):
         device_type: str,
         *,
         hidden_buffers: HiddenBuffers | None = None,
-        after: Callable[[Tracker, Any], None] | None = None,
+        at_launch: Callable[[Tracker, Any], None] | None = None,
         decompositions: dict[Any, Callable[..., Any]] | None = None,
         kernel_names: Mapping[Any, str] | None = None,
         wrappers: tuple[type[torch.Tensor], ...] = (),
@@ -115,7 +119,7 @@ class Tracker(TorchDispatchMode):
         """Some places of the batch hold no token: what the mask (batch, length) says, if asked."""
         self._device_type = device_type
         self._hidden_buffers = hidden_buffers
-        self._after = after
+        self._at_launch = at_launch
         self._pending_mark: Any = None
         self._sole_owner_counts = _sole_owner_counts()
         self._index_of: dict[int, int] = {}
@@ -240,12 +244,11 @@ class Tracker(TorchDispatchMode):
         """What the operation allocated, and the kernel that it launched."""
         outputs = self._tensors_here(out)
         fresh = [tensor for tensor in outputs if not self.knows(tensor)]
-        if func is aten.native_dropout.default:
-            fresh.reverse()  # CUDA's makes the mask first (torch 2.13 native/cuda/Dropout.cu).
-        for tensor in fresh:
+        for tensor in reversed(fresh) if func in _LAST_FIRST else fresh:
             self.index_of(tensor)
-        if self._after is not None:
-            self._after(self, func)
+        # Only the kernel asks for a workspace: what it returns is there by then.
+        if self._at_launch is not None:
+            self._at_launch(self, func)
         if not launches(func, bool(fresh)):
             return
         inputs = self._tensors_here((args, tuple(kwargs.values())))

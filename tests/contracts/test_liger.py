@@ -128,7 +128,7 @@ def _peak_bytes(set_up: Any, x: int, settings: dict[str, Any]) -> int:
     tracker = Tracker(
         "meta",
         hidden_buffers=functools.partial(hidden_buffers, A100.multiprocessors),
-        after=workspaces.after,
+        at_launch=workspaces.at_launch,
     )
     chunks = Chunks(tracker, is_symbolic=False)
     with device_choices(A100), liger.on_meta(tracker, A100, chunks), tracker:

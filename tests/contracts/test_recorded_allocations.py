@@ -91,7 +91,7 @@ def run(name: str, device: str) -> None:
 def h200() -> Tracker:
     workspaces = Workspaces(H200.cublas_workspace_bytes)
     buffers = functools.partial(hidden_buffers, H200.multiprocessors)
-    return Tracker("meta", hidden_buffers=buffers, after=workspaces.after)
+    return Tracker("meta", hidden_buffers=buffers, at_launch=workspaces.at_launch)
 
 
 def predicted_peak_bytes(name: str) -> int:

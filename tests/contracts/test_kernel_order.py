@@ -1,0 +1,116 @@
+"""What CUDA's kernels allocate inside, and in which order, as PyTorch's CUDA build was seen to.
+
+The figures are of torch 2.13.0+cu130 and bitsandbytes 0.50 under benchmarks/no_card.py: each is the list of
+blocks that torch.cuda.memory._snapshot() shows of one call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autotune.worker import quantize
+from autotune.worker.cuda import Device, Workspaces, device_choices
+from autotune.worker.kernel_buffers import hidden_buffers
+from autotune.worker.tracker import Tracker
+
+A100 = Device(compute_capability=(8, 0), cublas_workspace_bytes=8_519_680, num_sms=108)
+RTX_3090 = Device(compute_capability=(8, 6), cublas_workspace_bytes=8_519_680, num_sms=82)
+
+
+def allocations(run: Callable[[], Any], device: Device = A100, **settings: Any) -> list[int]:
+    """Bytes of each storage that a call allocates, in that order."""
+    workspaces = Workspaces(device.cublas_workspace_bytes)
+    buffers = functools.partial(hidden_buffers, device.multiprocessors)
+    tracker = Tracker("meta", hidden_buffers=buffers, at_launch=workspaces.at_launch, **settings)
+    with device_choices(device), tracker:
+        result = run()
+    del result
+    sizes = [tensor.size_bytes for tensor in tracker.recording.tensors]
+    made = (event for event in tracker.recording.events if event >= 0)
+    return [sizes[event] for event in made if sizes[event]]
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16, **more: Any) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", **more)
+
+
+def test_dropout_makes_its_mask_first() -> None:
+    tensor = on_meta(512, 768, dtype=torch.float32)
+    made = allocations(lambda: F.dropout(tensor, 0.1))
+    assert made[-2:] == [512 * 768, 512 * 768 * 4]
+
+
+def test_a_product_is_there_before_its_workspace() -> None:
+    left, right = on_meta(64, 32), on_meta(32, 16)
+    made = allocations(lambda: left @ right)
+    assert made[-2:] == [64 * 16 * 2, A100.cublas_workspace_bytes]
+
+
+def test_scales_are_made_before_the_codes() -> None:
+    import bitsandbytes as bnb
+
+    weight = on_meta(256, 128)
+    made = allocations(
+        lambda: bnb.functional.quantize_4bit(weight, blocksize=64, quant_type="nf4"),
+        decompositions=quantize.decompositions(),
+    )
+    assert made[made.index(256 * 128 // 64 * 4) + 1] == 256 * 128 // 2
+
+
+def test_a_loss_of_16_bits_has_logarithms_of_16_bits() -> None:
+    """Autocast converts what goes into nll_loss, and not the logits."""
+    logits, target = on_meta(512, 1000), on_meta(512, dtype=torch.int64)
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(logits, target)
+
+    assert [size for size in allocations(loss) if size > 512] == [512 * 1000 * 2, 512 * 1000 * 4]
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "sums"),
+    [
+        ((2, 8, 512, 256), A100, [24_576 * 4, 25_165_824]),
+        ((2, 8, 512, 160), A100, [24_576 * 4, 18_874_368]),
+        ((1, 2, 512, 160), A100, [32_768, 6_291_456]),
+        ((1, 2, 512, 160), RTX_3090, [32_768, 6_291_456]),
+        ((4, 4, 128, 160), RTX_3090, [16_384, 3_145_728]),
+        ((8, 32, 512, 64), A100, []),
+    ],
+)
+def test_flash_attention_splits_the_keys_where_the_card_is_not_full(
+    shape: tuple[int, int, int, int], device: Device, sums: list[int]
+) -> None:
+    batch, heads, length, size = shape
+    query = on_meta(batch, length, heads, size).transpose(1, 2)
+
+    def attend() -> Any:
+        return F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    made = allocations(attend, device)
+    kept = [2 * batch * heads * length * size, 4 * batch * heads * length]
+    assert [size for size in made if size > 512] == kept + sums
+
+
+def test_flash_attention_copies_what_does_not_lie_token_by_token() -> None:
+    """The result has the queries' layout; what torch.cat has made of them lies head by head."""
+    shape = 2, 8, 512, 64
+    copied = {}
+    for layout in ("tokens", "heads"):
+        query = on_meta(*shape, requires_grad=True)
+        if layout == "tokens":
+            query = on_meta(2, 512, 8, 64, requires_grad=True).transpose(1, 2)
+        made = allocations(
+            lambda query=query: torch.autograd.grad(
+                F.scaled_dot_product_attention(query, query, query, is_causal=True).sum(), query
+            )
+        )
+        copied[layout] = made.count(2 * 8 * 512 * 64 * 2)
+    assert copied["heads"] - copied["tokens"] >= 1
