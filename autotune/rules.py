@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.adapters import ADAPTERS, adapter_of
+from autotune.adapters import ADAPTERS, adapter_of, peft_fields
 from autotune.config import FLASH_ATTENTIONS, PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
@@ -80,6 +80,15 @@ def _computes_in_float32(config: TrainConfig) -> bool:
 
 def _is_prompt(config: TrainConfig) -> bool:
     return config.method in ADAPTERS and adapter_of(config).is_prompt
+
+
+def _tokens(config: TrainConfig) -> int:
+    """Of a sample, as the layers see it: virtual ones among them, but a prefix's, which are keys alone."""
+    if not _is_prompt(config):
+        return config.sequence_length
+    fields = peft_fields(config)
+    is_prefix = fields["peft_type"] == "PREFIX_TUNING"
+    return config.sequence_length + (0 if is_prefix else fields.get("num_virtual_tokens") or 0)
 
 
 def _is_before(context: Context, capability: tuple[int, int]) -> bool:
@@ -316,7 +325,7 @@ RULES: tuple[Rule, ...] = (
         name="fp8-needs-multiples-of-16",
         reason="float8 matrix products take 16 tokens at a time: how torchao pads others is not "
         "modelled",
-        breaks=lambda c, _: PRECISIONS[c.precision].fp8 and c.sequence_length % 16 != 0,
+        breaks=lambda c, _: PRECISIONS[c.precision].fp8 and _tokens(c) % 16 != 0,
     ),
     Rule(
         # accelerate converts every nn.Linear, and bitsandbytes' layers are such.

@@ -1,6 +1,6 @@
 """The events of two optimizer steps: weights, micro-steps, clipping, optimizer, zero_grad.
 
-Two, so that state exists when the second step peaks.
+Two, so that state exists when the second step peaks; four where only some empty the cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autotune.allocator import EMPTY_CACHE_BYTES, Tape
 from autotune.config import TrainConfig
-from autotune.optimizer_steps.core import States
+from autotune.optimizer_steps.core import LOW_PRECISION, States
 from autotune.optimizers import OPTIMIZERS, Optimizer
 from autotune.parallel import RankTrace
 from autotune.traces import Trace
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """Two optimizer steps of one configuration."""
+    """The first optimizer steps of one configuration."""
 
     sizes: list[int]
     """Bytes of each tensor."""
@@ -50,31 +50,44 @@ def two_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -> 
     row = OPTIMIZERS[config.optimizer]
     if row.updates:
         assert isinstance(trace, Trace)  # A rule: on one GPU only.
-        tape, parts = _updating_in_backward(trace, row, len(sizes), rank)
+        tape, parts = _updating_in_backward(trace, row, len(sizes) + 1, config)
     else:
-        tape, parts = update.tape, _updating_after(trace, update, len(sizes), config)
+        tape, parts = update.tape, _updating_after(trace, update, len(sizes) + 1, config)
+    marker = len(sizes)
+    # Accelerator.free_memory empties the cache before the Trainer makes the optimizer.
+    setup = [*trace.setup, marker, ~marker, *_shifted(update.made, marker + 1)]
     return Steps(
-        sizes=[*sizes, *tape.sizes, EMPTY_CACHE_BYTES],
-        categories=[*trace.categories, *tape.categories, "temporary"],
-        parts=parts,
+        sizes=[*sizes, EMPTY_CACHE_BYTES, *tape.sizes],
+        categories=[*trace.categories, "temporary", *tape.categories],
+        parts=[Part(-1, _SETUP, setup), *parts],
     )
+
+
+def _emptied(config: TrainConfig, step: int, num_tensors: int) -> list[int]:
+    """The Trainer empties the cache between forward and backward (training_step)."""
+    every, marker = config.torch_empty_cache_steps, num_tensors - 1
+    return [marker, ~marker] if every and not step % every else []
+
+
+def _step_numbers(config: TrainConfig) -> tuple[int, ...]:
+    """After the first. Where some empty the cache, one does that has state, and the next finds what it
+    left."""
+    every = config.torch_empty_cache_steps
+    return (1, every, every + 1) if every > 1 else (1,)
 
 
 def _updating_after(
     trace: Trace | RankTrace, update: Update, num_tensors: int, config: TrainConfig
 ) -> list[Part]:
-    every, marker = config.torch_empty_cache_steps, num_tensors + len(update.tape.sizes)
-
     def micro_step(
         events: list[int], step: int, *, is_first: bool = False, suffix: str = ""
     ) -> list[Part]:
-        """The Trainer empties the cache between forward and backward (training_step)."""
         if not isinstance(trace, Trace):
             return [Part(step, f"{_FORWARD} and {_BACKWARD}{suffix}", events)]
         middle = trace.num_forward_events
         if is_first:
             middle += trace.num_forward_workspaces
-        emptied = [marker, ~marker] if every and not step % every else []
+        emptied = _emptied(config, step, num_tensors)
         return [
             Part(step, f"{_FORWARD}{suffix}", events[:middle]),
             Part(step, f"{_BACKWARD}{suffix}", [*emptied, *events[middle:]]),
@@ -86,26 +99,29 @@ def _updating_after(
         written = _shifted(events, num_tensors)
         return Part(step, _OPTIMIZER, [*trace.step_buffers, *written, *done, *zero_grad])
 
-    is_more = config.gradient_accumulation_steps > 1
-    first_more, later_more = (
-        micro_step(trace.next, step, suffix=_AGAIN) if is_more else [] for step in (0, 1)
-    )
-    return [
-        Part(-1, _SETUP, trace.setup),
+    def further(step: int) -> list[Part]:
+        is_more = config.gradient_accumulation_steps > 1
+        return micro_step(trace.next, step, suffix=_AGAIN) if is_more else []
+
+    parts = [
         *micro_step(trace.first, 0, is_first=True),
-        *first_more,
+        *further(0),
         optimizer_step(update.first, 0),
-        *micro_step(trace.again, 1),
-        *later_more,
-        optimizer_step(update.later, 1),
     ]
+    for step in _step_numbers(config):
+        parts += [
+            *micro_step(trace.again, step),
+            *further(step),
+            optimizer_step(update.later, step),
+        ]
+    return parts
 
 
 def _updating_in_backward(
-    trace: Trace, row: Optimizer, num_tensors: int, rank: int
+    trace: Trace, row: Optimizer, num_tensors: int, config: TrainConfig
 ) -> tuple[Tape, list[Part]]:
     """Each weight is updated where it gets its gradient: nothing is left to clip."""
-    tape = Tape()
+    tape, rank = Tape(), config.lora_rank or 0
     states: dict[int, States] = {}
     gradients = frozenset(trace.gradients)
 
@@ -113,13 +129,19 @@ def _updating_in_backward(
         start = len(tape.events)
         spec = trace.parameter_of(gradient, rank)
         states[gradient] = row.algorithm.write_step(tape, [spec], states.get(gradient))
-        written = _shifted(tape.events[start:], num_tensors)
-        return [~gradient, *written] if row.updates == "one-behind" else [*written, ~gradient]
+        written = tape.events[start:]
+        end = len(written)
+        if row.updates == "one-behind":
+            # A gradient in 16 bits when its float32 copy is there; one in 32 is its own.
+            end = _first_temporary(tape, written) + (spec.dtype in LOW_PRECISION)
+        shifted = _shifted(written, num_tensors)
+        return [*shifted[:end], ~gradient, *shifted[end:]]
 
-    parts = [Part(-1, _SETUP, trace.setup)]
-    for step, micro_step in enumerate((trace.released_first, trace.released)):
+    parts = list[Part]()
+    for step in (0, *_step_numbers(config)):
+        micro_step = trace.released if step else trace.released_first
         middle = trace.num_forward_events + (0 if step else trace.num_forward_workspaces)
-        events: list[int] = []
+        events = _emptied(config, step, num_tensors)
         waiting: int | None = None
         for event in micro_step[middle:]:
             if ~event not in gradients:
@@ -135,6 +157,10 @@ def _updating_in_backward(
         parts.append(Part(step, _FORWARD, micro_step[:middle]))
         parts.append(Part(step, f"{_BACKWARD} and {_OPTIMIZER}", events))
     return tape, parts
+
+
+def _first_temporary(tape: Tape, events: list[int]) -> int:
+    return next(i for i, e in enumerate(events) if e >= 0 and tape.categories[e] == "temporary")
 
 
 def _shifted(events: Iterable[int], num_tensors: int) -> list[int]:

@@ -19,6 +19,7 @@ from autotune.optimizer_steps import (
     write_unscale,
 )
 from autotune.optimizer_steps.core import NO_COST, States
+from autotune.optimizer_steps.torch_lists import TensorLists
 from autotune.optimizers import Optimizer
 from autotune.traces.running import changes, in_blocks, running
 
@@ -28,8 +29,10 @@ class Update:
     """One optimizer on one list of trainable parameters."""
 
     tape: Tape
+    made: list[int]
+    """Events before the first forward pass, when the optimizer is made: of state, or none."""
     first: list[int]
-    """Events of the first step, which makes the state."""
+    """Of the first step, which makes the state that is not there."""
     later: list[int]
     """Of every other step."""
     device_state_bytes: int
@@ -56,19 +59,28 @@ def priced_update(row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool) 
     if scaled:
         costs.append(unscale_cost(specs))
     sizes = np.asarray(tape.sizes, dtype=np.int64)
-    made = np.asarray(first, dtype=np.int64)
+    both = np.asarray(first, dtype=np.int64)
+    made = list[int]()
+    if isinstance(row.algorithm, TensorLists) and row.algorithm.state_at_once:
+        made = [event for event in first if _is_state(tape, event)]
+        first = [event for event in first if not _is_state(tape, event)]
     is_state = np.asarray(tape.categories) == "optimizer_state"
     temporaries = running(np.asarray(later, dtype=np.int64), in_blocks(sizes))
     return Update(
         tape=tape,
+        made=made,
         first=first,
         later=later,
-        device_state_bytes=int(changes(made, np.where(is_state, sizes, 0)).sum()),
-        state_bytes=int(changes(made, np.where(is_state, in_blocks(sizes), 0)).sum()),
+        device_state_bytes=int(changes(both, np.where(is_state, sizes, 0)).sum()),
+        state_bytes=int(changes(both, np.where(is_state, in_blocks(sizes), 0)).sum()),
         managed_bytes=row.managed_bytes(specs),
         temporary_peak_bytes=int(temporaries.max(initial=0)),
         cost=sum(costs, NO_COST),
     )
+
+
+def _is_state(tape: Tape, event: int) -> bool:
+    return event >= 0 and tape.categories[event] == "optimizer_state"
 
 
 def _write_step(

@@ -109,7 +109,7 @@ class Records:
         self._keys.add(key)
 
 
-class _Nothing:
+class Nothing:
     """Stands for the table of probes: the records remember."""
 
     def find(self, *_: Any, **__: Any) -> None:
@@ -253,7 +253,7 @@ class Probes:
         if model not in self._probers:
             source = gpu_cases.source(model)
             server: Any = PunctualServer(self._check.server, self._check.deadline)
-            table: Any = _Nothing()
+            table: Any = Nothing()
             self._probers[model] = source, Prober(server, table, source, spec)
         return self._probers[model]
 

@@ -265,3 +265,22 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
 )
 def test_the_other_side_of_each_border(config: TrainConfig, context: Context) -> None:
     assert broken_rules(config, context) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "num_virtual_tokens", "is_refused"),
+    [("prompt_tuning", 20, True), ("p_tuning", 16, False), ("prefix_tuning", 20, False)],
+)
+def test_virtual_tokens_are_multiplied_in_fp8_too(
+    method: str, num_virtual_tokens: int, is_refused: bool
+) -> None:
+    """A prefix is keys and values, which no linear layer sees."""
+    config = dataclasses.replace(
+        FULL,
+        method=method,
+        precision="fp8-autocast",
+        sequence_length=1024,
+        num_virtual_tokens=num_virtual_tokens,
+    )
+    names = [rule.name for rule in broken_rules(config, ADA)]
+    assert ("fp8-needs-multiples-of-16" in names) == is_refused

@@ -41,7 +41,7 @@ class TensorLists(Algorithm):
     step_on_device: bool = False
     """A float32 step count per parameter; else it is on the CPU."""
     state_at_once: bool = False
-    """All state is there before the first parameter group has stepped."""
+    """The optimizer makes all state when it is made itself."""
 
     def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
         moments = (StateTensor(size_bytes=spec.size_bytes),) * self.num_moments

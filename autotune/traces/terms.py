@@ -31,6 +31,12 @@ def _embedding_partials(numbers: Sequence[int]) -> int:
     return 0 if indices <= 3072 else row_bytes * (indices // 10 + min(indices, rows))
 
 
+def _embedding_rows(numbers: Sequence[int]) -> int:
+    """A number for each row that got a gradient: (indices, rows). Likewise."""
+    indices, rows = numbers
+    return 0 if indices <= 3072 else 8 * min(indices, rows)
+
+
 def _near(numbers: Sequence[int]) -> int:
     """A tensor that is one longer or shorter than a size that is a term: (size, bytes each, +1 or -1)."""
     size, item_bytes, beyond = numbers
@@ -69,6 +75,7 @@ def flash_splits(numbers: Sequence[int]) -> int:
 
 RULES = {
     "embedding": _embedding_partials,
+    "embedding rows": _embedding_rows,
     "flash splits": flash_splits,
     "near": _near,
     "reduction": _reduction,

@@ -101,7 +101,7 @@ def _embedding_backward_buffers(
 
     return (
         *(Buffer(tokens * 8) for _ in range(3)),
-        *(Buffer(segments * 8) for _ in range(2)),
+        *(Buffer(segments * 8, rule=("embedding rows", tokens, rows)) for _ in range(2)),
         *(Buffer(8) for _ in range(2)),
         per_partial(8),
         per_partial(accumulate_bytes * gradient.shape[-1]),

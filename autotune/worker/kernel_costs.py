@@ -122,7 +122,11 @@ def tensor_bytes(
 
 def moved_bytes(tensor: torch.Tensor) -> int:
     """Bytes a kernel touches of it: an expanded tensor is read once."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    num_elements = tensor.numel()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if not stride and size:
+            num_elements //= size
+    return min(num_elements * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def dtype_of(func: Any, args: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> torch.dtype:

@@ -241,7 +241,10 @@ def place_finder(model: Any) -> Callable[[str], Place]:
 
 
 def _batch(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int) -> dict[str, Any]:
-    """What the Trainer's collator gives: token ids, a mask, labels; or samples one behind the other."""
+    """What the Trainer's collator gives: token ids, a mask, labels; or samples one behind the other.
+
+    Packed rows have no mask (export/train.py.template), but where TRL's collator makes one.
+    """
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -250,7 +253,10 @@ def _batch(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int) -
     if spec.batching == "padding-free":
         return _one_row(empty, *shape, has_sample_numbers=spec.trainer == "trl-sft")
     labels = empty(micro_batch) if task == "sequence-classification" else empty(*shape)
-    return {"input_ids": empty(*shape), "attention_mask": empty(*shape), "labels": labels}
+    batch = {"input_ids": empty(*shape), "attention_mask": empty(*shape), "labels": labels}
+    if task == "causal-lm" and spec.batching == "packed" and spec.trainer == "transformers":
+        del batch["attention_mask"]
+    return batch
 
 
 def _one_row(

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.worker.autocast import HALF
 
@@ -46,16 +48,17 @@ def attention(
     if kernel == "flash":
         return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     if kernel == "math":
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        with MaskAddedInPlace():
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
     bias = _additive_mask(attn_mask, query, aligned=kernel == "efficient")
     if kernel == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(
@@ -64,6 +67,22 @@ def attention(
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, call.trains, dropout_p, is_causal, scale=scale
     )[0]
+
+
+class MaskAddedInPlace(TorchDispatchMode):
+    """The unfused kernel adds the mask to the scores where they are, unless a dispatch mode is on
+    (attention.cpp, _scaled_dot_product_attention_math: areAnyTensorSubclassLike)."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is aten.add.Tensor:
+            return aten.alias.default(aten.add_.Tensor(*args))
+        return func(*args, **(kwargs or {}))
 
 
 def attention_on_cpu(

@@ -211,6 +211,10 @@ class Tracker(TorchDispatchMode):
             return answer
         if func is aten.add.Tensor and self._engine_adds_in_place(args):
             func = aten.add_.Tensor
+        if func is aten.index_put.default and in_backward() and not torch.is_grad_enabled():
+            # What was picked by places gets its gradient in place, were no mode on (torch 2.13
+            # FunctionsManual.cpp, index_backward).
+            func = aten._index_put_impl_.default
         out = quick_result(func, args, kwargs) if self._device_type == "meta" else None
         if out is None:
             out = func(*args, **kwargs)

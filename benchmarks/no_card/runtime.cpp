@@ -3,7 +3,8 @@
    PyTorch's CUDA build runs on it as on a card: its choice of kernels, its autograd and autocast, its
    caching allocator. A kernel that is launched does nothing, so tensors hold whatever their memory held.
    A single value that is read back is always one (true, 1 or 1.0): masks are full, losses finite. What
-   Tensor.all() says may be no instead, as where a batch is padded.
+   Tensor.all() says may be no instead, as where a batch is padded. As many elements of a tensor are not
+   zero as it has.
    Memory that was not written costs the host nothing. Events tell the host's time.
 
    As on a card: the driver does not survive a fork, memory comes in whole pages of 2 MiB and may run out,
@@ -15,6 +16,7 @@
 #include <time.h>
 
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
@@ -124,6 +126,18 @@ bool is_on_card(const void *pointer) {
     return (uintptr_t)pointer < block->first + block->second.bytes;
 }
 
+/* PyTorch counts what is not zero by a sum of cub's over NonZeroOp, of arguments (from, to, number of
+   elements, ...), and reads the count back (torch 2.13 aten/src/ATen/native/cuda/Nonzero.cu). */
+std::set<const void *> &counting_kernels() {
+    static std::set<const void *> functions;
+    return functions;
+}
+thread_local uint32_t num_counted = 0;
+
+void note_launch(const void *function, void **arguments) {
+    if (arguments && counting_kernels().count(function)) num_counted = *(uint32_t *)arguments[2];
+}
+
 /* One, in as many bytes as are asked for. */
 bool write_one(void *to, size_t bytes) {
     const uint16_t bfloat16_one = 0x3f80;
@@ -140,6 +154,11 @@ bool write_one(void *to, size_t bytes) {
 
 void copy(void *to, const void *from, size_t bytes) {
     bool is_from_card = is_on_card(from);
+    if (is_from_card && num_counted && bytes == sizeof num_counted && !is_on_card(to)) {
+        memcpy(to, &num_counted, bytes);
+        num_counted = 0;
+        return;
+    }
     if (is_from_card && (is_on_card(to) || write_one(to, bytes))) return;
     if (bytes <= MOST_COPIED) memcpy(to, from, bytes);
 }
@@ -241,6 +260,7 @@ EXPORTED void __cudaRegisterFatBinaryEnd(void **) {}
 EXPORTED void __cudaUnregisterFatBinary(void **) {}
 EXPORTED void __cudaRegisterFunction(
     void **, const char *function, char *, const char *name, int, uint3 *, uint3 *, dim3 *, dim3 *, int *) {
+    if (strstr(name, "NonZeroOp") && strstr(name, "DeviceReduce")) counting_kernels().insert(function);
     if (strstr(name, "and_kernel_cuda") || strstr(name, "CompareEqFunctor")) kernels_of_all.insert(function);
 }
 EXPORTED void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int) {}
@@ -258,8 +278,9 @@ RUNTIME __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
     return cudaSuccess;
 }
 
-RUNTIME cudaLaunchKernel(const void *function, dim3, dim3, void **, size_t, cudaStream_t) {
+RUNTIME cudaLaunchKernel(const void *function, dim3, dim3, void **arguments, size_t, cudaStream_t) {
     IN_CONTEXT;
+    note_launch(function, arguments);
     asks_of_all = kernels_of_all.count(function);
     return cudaSuccess;
 }
@@ -269,8 +290,9 @@ RUNTIME __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **ar
     return cudaLaunchKernel((const void *)kernel, grid, block, arguments, bytes, stream);
 }
 
-RUNTIME cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *, void **) {
+RUNTIME cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *function, void **arguments) {
     IN_CONTEXT;
+    note_launch(function, arguments);
     return cudaSuccess;
 }
 
@@ -718,6 +740,7 @@ DRIVER cuModuleLoadDataEx(CUmodule *module, const void *data, unsigned, CUjit_op
     return cuModuleLoadData(module, data);
 }
 
+DRIVER cuModuleLoad(CUmodule *module, const char *) { return cuModuleLoadData(module, nullptr); }
 DRIVER cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
 
 DRIVER cuModuleGetFunction(CUfunction *function, CUmodule, const char *) {
@@ -828,7 +851,6 @@ DRIVER cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t) { re
 
 /* Needed by libcaffe2_nvrtc.so to be loaded, and by no training step. */
 
-DRIVER cuModuleLoad(CUmodule *, const char *) { return CUDA_ERROR_NOT_SUPPORTED; }
 DRIVER cuLinkCreate(unsigned, CUjit_option *, void **, CUlinkState *) { return CUDA_ERROR_NOT_SUPPORTED; }
 DRIVER cuLinkComplete(CUlinkState, void **, size_t *) { return CUDA_ERROR_NOT_SUPPORTED; }
 DRIVER cuLinkAddData(

@@ -41,7 +41,7 @@ from autotune.optimizer_steps import write_clip
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
-from autotune.worker import attention, fp8, liger
+from autotune.worker import attention, fp8, liger, sdpa
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module
 from autotune.worker.cuda import Device
@@ -76,6 +76,8 @@ DIFFERENCES = {
     "GPU, before all other numbers of a micro-step: left out of the real run",
     "flash attention": "its kernel is another on both sides, that keeps and makes what its does; the "
     "buffers inside are left out. Transformers' own code around it runs",
+    "mask added in place": "as unfused attention does while no dispatch mode is on: the real run is "
+    "watched by one, and its scores are copied, so the trace's are too",
     "padding": "the trace takes every place for a token; what the real run has of the tokens alone, it "
     "has in proportion (61 of 64 places, a prime)",
     "liger": "its Python code runs, its Triton kernels are not launched: a CPU has none",
@@ -315,6 +317,7 @@ def undo_differences(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trace_module, "hidden_buffers", lambda *_: ())
     patch.setattr(attention, "buffers_of", lambda *_: lambda *_: ())
     patch.setattr(attention, "varlen_attention", varlen)
+    patch.setattr(sdpa, "MaskAddedInPlace", contextlib.nullcontext)
 
 
 @pytest.fixture(autouse=True)

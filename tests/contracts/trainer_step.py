@@ -100,7 +100,10 @@ def tokenizer() -> Any:
 
 
 def samples(num_samples: int, sequence_length: int, task: str) -> list[dict[str, torch.Tensor]]:
+    """Packed rows of a causal language model have no mask, as those of the exported train.py."""
     tokens = torch.arange(num_samples * sequence_length).reshape(num_samples, -1) % 500
+    if task == "causal-lm":
+        return [{"input_ids": row, "labels": row} for row in tokens]
     return [
         {
             "input_ids": row,

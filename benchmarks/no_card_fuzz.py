@@ -1,0 +1,176 @@
+"""Configurations drawn at random, predicted and run by PyTorch's CUDA build: their memory side by side.
+
+    PYTHONPATH=. python benchmarks/no_card.py --gpu H200 -- \\
+        python benchmarks/no_card_fuzz.py --seed 1 --num 50 --out drawn.jsonl
+
+Under no_card.py nothing is computed and every allocation is PyTorch's own; on a card it runs as well.
+Each differs from a plain one in a few settings, in one more often than in two. What a rule refuses, what
+the model does not have and what is not installed is not drawn. A line each: the prediction against what
+was seen, of allocated and of reserved bytes. What depends on values (places without tokens,
+LLM.int8's outliers, an overflow of float16) is no error.
+
+--out: the same, a JSON object per line {"schema_version", "key", "model", "num_layers", "prediction":
+{Estimate.to_dict}, "measurement": {Measurement.to_dict}}; what it has already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+from gpu_cases import TASK
+from gpu_check import Nothing, Records, card_and_budget, say, shown
+
+from autotune import needs
+from autotune.config import METHODS, TrainConfig
+from autotune.errors import AutotuneError
+from autotune.estimate import Estimator
+from autotune.forkserver import ForkServer
+from autotune.knobs import KNOBS, REQUIRED
+from autotune.measurement import Measurement, ProbeSpec
+from autotune.models import ModelSource, resolve
+from autotune.prober import Prober
+from autotune.results import Estimate, TraceSpec
+from autotune.rules import Context, broken_rules
+from autotune.tracing import trace_all
+from autotune.units import MIB
+
+MODELS = (
+    "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-0.6B",
+    "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B", "openai-community/gpt2",
+    "google/gemma-2-2b", "google/gemma-3-1b-it", "microsoft/Phi-3-mini-4k-instruct",
+    "mistralai/Mistral-7B-v0.3", "allenai/OLMo-2-1124-7B", "facebook/opt-1.3b",
+    "EleutherAI/pythia-1b", "tiiuae/falcon-7b", "Qwen/Qwen3-30B-A3B",
+)  # fmt: skip
+NUMBERS: dict[str, tuple[int, ...]] = {
+    "micro_batch_size": (1, 2, 3, 4, 8, 16, 32),
+    "gradient_accumulation_steps": (1, 2),
+    "sequence_length": (128, 200, 512, 1000, 1024, 2048, 4096, 8192),
+    "activation_checkpointing": (0, 1, 2, 3),
+    "lora_rank": (1, 8, 16, 63, 256),
+    "num_virtual_tokens": (1, 20, 100),
+    "torch_empty_cache_steps": (0, 1, 2),
+}
+"""Of settings that are numbers; the others have their knob's choices."""
+_MOST_TOKENS = 32768
+"""Of a micro-batch: more takes a probe's time and tells nothing new."""
+_FIXED = ("micro_batch_size", "peft", "parallelism", "lora_alpha_ratio")
+
+
+def cut(model: str, num_layers: int) -> ModelSource:
+    """The model with so many layers: what repeats costs time alone. 0: with all."""
+    source = resolve(model)
+    config = dict(source.config)
+    for key in ("num_hidden_layers", "n_layer"):
+        if num_layers and key in config:
+            config[key] = min(config[key], num_layers)
+    if num_layers and isinstance(config.get("layer_types"), list):
+        config["layer_types"] = config["layer_types"][:num_layers]
+    return dataclasses.replace(source, config=config, num_parameters_known=None)
+
+
+def draw(chance: random.Random, only: list[str]) -> TrainConfig:
+    """One that may break a rule. `only`: settings that differ from the plain ones."""
+    method = chance.choice([name for name in METHODS if name != "peft"])
+    domains = {
+        knob.name: NUMBERS.get(knob.name) or knob.choices
+        for knob in KNOBS.values()
+        if method in knob.methods and knob.name not in _FIXED
+    }
+    values: dict[str, Any] = {
+        name: KNOBS[name].default_for(method)
+        for name in domains
+        if KNOBS[name].default_for(method) is not REQUIRED
+    }
+    plain = ("bf16-true", "bf16-mixed") if method == "full" else ("bf16-autocast",)
+    values |= {"precision": chance.choice(plain), "optimizer": "adamw_torch_fused"}
+    values |= {
+        name: chance.choice(NUMBERS[name])
+        for name in ("micro_batch_size", "gradient_accumulation_steps", "sequence_length")
+    }
+    others = sorted(only or chance.sample(sorted(domains), chance.choice((1, 1, 1, 2, 3, 5))))
+    for name in others:
+        if name in domains:
+            values[name] = chance.choice(domains[name])
+    return TrainConfig(method=method, **values)
+
+
+def is_valid(config: TrainConfig, source: ModelSource, capability: tuple[int, int] | None) -> bool:
+    longest = source.max_sequence_length
+    context = Context(
+        effective_batch_size=config.effective_batch_size,
+        num_layers=source.num_layers,
+        compute_capability=capability,
+        max_sequence_length=longest,
+        head_size=source.head_size,
+        task=TASK,
+    )
+    return (
+        config.attention in source.attentions
+        and (longest is None or config.sequence_length <= longest)
+        and config.micro_batch_size * config.sequence_length <= _MOST_TOKENS
+        and not broken_rules(config, context)
+        and not needs.of_config(config)
+        and not config.is_compiled  # eager's figures are predicted
+    )
+
+
+def line(estimate: Estimate, seen: Measurement) -> str:
+    if seen.outcome != "ok":
+        return f"{seen.outcome}: {seen.message}"
+    assert seen.peak_allocated_bytes
+    assert seen.peak_reserved_bytes
+    allocated = estimate.peak_allocated_bytes / seen.peak_allocated_bytes - 1
+    reserved = estimate.peak_reserved_bytes / seen.peak_reserved_bytes - 1
+    size = f"of {seen.peak_allocated_bytes / MIB:.0f} MiB"
+    return f"allocated {allocated:+.2%}, reserved {reserved:+.2%} {size}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num", type=int, default=20, help="configurations")
+    parser.add_argument("--layers", type=int, default=0, help="of each model, at most [all]")
+    parser.add_argument("--model", action="append", help="one of these alone")
+    parser.add_argument("--only", action="append", default=[], help="a setting that differs")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    card, budget_bytes = card_and_budget("cuda", None)
+    chance, records = random.Random(options.seed), Records(options.out)
+    table: Any = Nothing()
+    spec = ProbeSpec(task=TASK, backend="cuda", memory_budget_bytes=budget_bytes, max_seconds=0.1)
+    with ForkServer() as tracers, ForkServer() as probes:
+        for _ in range(options.num):
+            while True:
+                source = cut(chance.choice(options.model or MODELS), options.layers)
+                config = draw(chance, options.only)
+                if is_valid(config, source, card.compute_capability):
+                    break
+            key = f"{source.name} {options.layers} {shown(config)} {config.lora_dropout}"
+            if key in records:
+                continue
+            try:
+                specs = [TraceSpec.of(config)]
+                length = config.sequence_length
+                traces = trace_all(source, TASK, length, card, specs, server=tracers)
+                estimator = Estimator(traces, card, memory_budget_bytes=budget_bytes)
+                estimate = estimator.estimate(config)
+            except AutotuneError as error:
+                say(f"not predicted: {error}: {source.name} {shown(config)}")
+                continue
+            seen = Prober(probes, table, source, spec).measure(config)
+            records.add(
+                key,
+                model=source.name,
+                num_layers=options.layers,
+                prediction=estimate.to_dict(budget_bytes),
+                measurement=seen.to_dict(),
+            )
+            print(f"{line(estimate, seen)}: {source.name} {shown(config)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

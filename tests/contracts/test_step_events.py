@@ -1,0 +1,93 @@
+"""What a step's events have beside the traced micro-steps: emptied caches, state, gradients given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune.allocator import EMPTY_CACHE_BYTES
+from autotune.config import TrainConfig
+from autotune.optimizers import OPTIMIZERS
+from autotune.results import TraceSpec
+from autotune.step_events import Part, Steps, two_steps
+from autotune.traces import Trace
+from autotune.update import priced_update
+from autotune.worker import model as models
+from autotune.worker import trace as trace_module
+from autotune.worker.cuda import Device
+
+H200 = Device(compute_capability=(9, 0), cublas_workspace_bytes=33_554_432, num_sms=132)
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+}
+
+
+def steps_of(optimizer: str, precision: str = "bf16-true", empty_cache_steps: int = 0) -> Steps:
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=2,
+        gradient_accumulation_steps=1,
+        sequence_length=32,
+        precision=precision,
+        optimizer=optimizer,
+        torch_empty_cache_steps=empty_cache_steps,
+    )
+    answer: dict[str, Any] = trace_module.trace_step(
+        models.load_config(SMALL),
+        "causal-lm",
+        TraceSpec.of(config),
+        sequence_length=32,
+        device=H200,
+    )
+    trace = Trace(answer)
+    update = priced_update(OPTIMIZERS[optimizer], trace.trainable(0), scaled=False)
+    return two_steps(trace, config, update)
+
+
+def is_emptied(steps: Steps, part: Part) -> bool:
+    return any(e >= 0 and steps.sizes[e] == EMPTY_CACHE_BYTES for e in part.events)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "lomo"])
+@pytest.mark.parametrize(("every", "emptied"), [(0, []), (1, [0, 1]), (2, [0, 2]), (3, [0, 3])])
+def test_the_cache_is_emptied_in_some_steps(optimizer: str, every: int, emptied: list[int]) -> None:
+    """And always before the first: Accelerator.free_memory in Trainer._inner_training_loop. A step that
+    empties it with the optimizer's state there is replayed, and one after it."""
+    steps = steps_of(optimizer, empty_cache_steps=every)
+    setup, *others = steps.parts
+    assert setup.step == -1
+    assert is_emptied(steps, setup)
+    assert [part.step for part in others if is_emptied(steps, part)] == emptied
+    assert others[-1].step == (every + 1 if every > 1 else 1)
+
+
+@pytest.mark.parametrize(("optimizer", "phase"), [("adagrad", "set-up"), ("rmsprop", "optimizer")])
+def test_adagrad_makes_its_state_when_it_is_made(optimizer: str, phase: str) -> None:
+    """torch 2.13 optim/adagrad.py, __init__; rmsprop.py, _init_group in the first step."""
+    steps = steps_of(optimizer)
+    made_in = {
+        part.phase
+        for part in steps.parts
+        if any(e >= 0 and steps.categories[e] == "optimizer_state" for e in part.events)
+    }
+    assert made_in == {phase}
+
+
+@pytest.mark.parametrize(("precision", "copies_first"), [("bf16-true", True), ("fp32", False)])
+def test_lomo_gives_a_gradient_up_for_its_copy(precision: str, copies_first: bool) -> None:
+    """lomo-optim 0.1 adalomo.py: `grad_fp32 = p.grad.to(torch.float32)`, then `p.grad = None`."""
+    steps = steps_of("adalomo", precision)
+    events = steps.events()
+    gradients = {e for e in events if e >= 0 and steps.categories[e] == "gradient"}
+    head = max(gradients, key=lambda gradient: steps.sizes[gradient])
+    freed = events.index(~head)
+    copy_bytes = 160 * 64 * 4
+    before, after = steps.sizes[events[freed - 1]], steps.sizes[events[freed + 1]]
+    assert (before if copies_first else after) == copy_bytes
