@@ -32,10 +32,10 @@ from autotune.worker.trace import trace_step
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 MEDIAN_ERROR = {"peft": 0.0033, "others": 0.0013}
-LARGEST_ERROR = {"peft": 0.016, "kbook": 0.011, "rasbt": 0.033, "hfperf": 0.019}
+LARGEST_ERROR = {"peft": 0.016, "kbook": 0.011, "rasbt": 0.003, "hfperf": 0.019}
 """Of each source's rows."""
 LARGEST_STEP_END_ERROR = 0.0013
-UNEXPLAINED = {"peft-043": (-0.057, -0.055)}
+UNEXPLAINED = {"peft-043": (-0.057, -0.055), "peft-015": (0.016, 0.018)}
 WRONG_VERDICTS = {"hf4bit-012"}
 
 PEFT_HERE = ("peft-001", "peft-015", "peft-033", "peft-035", "peft-051")
@@ -267,5 +267,8 @@ def test_runs_that_were_predicted_unseen(published_memory: ModuleType) -> None:
     }
     assert errors.pop("boft") == pytest.approx(0.094, abs=0.001)  # the README says why
     assert max(map(abs, errors.values())) < 0.005
+    # What was predicted then stays as it was; today's model of memory has been mended since.
     vera = next(row for row in published_blind.rows() if row["run"].startswith("vera"))
-    assert published_blind.today_bytes(vera) == vera["predicted_reserved_bytes"]
+    today_bytes = published_blind.today_bytes(vera)
+    assert today_bytes == pytest.approx(vera["predicted_reserved_bytes"], rel=0.001)
+    assert abs(today_bytes / vera["published_reserved_bytes"] - 1) < 0.005
