@@ -12,7 +12,7 @@ embedding's backward it is free again before the partial sums are made).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -108,11 +108,6 @@ def _embedding_backward_buffers(
     )
 
 
-_REDUCTIONS = {
-    aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
-    aten.linalg_vector_norm.default,
-}  # fmt: skip
-
 Multiprocessors = tuple[int, int]
 """(how many, threads of each)."""
 
@@ -152,55 +147,110 @@ def _row_of(tensor: torch.Tensor, dims: Sequence[int]) -> int:
     return items
 
 
-_ADDED_BY_PLACES = {
-    aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
-}  # fmt: skip
-_IN_ORDER = {
-    aten.cumsum.default: 1,  # ScanUtils.cuh, scan_dim
-    aten.convolution.default: 1,  # In one dimension only: taken for two, of operands in order.
-    aten.convolution_backward.default: 2,
-}
-"""How many of the first operands are copied where their elements do not lie in order."""
+Found = tuple[Buffer, ...]
+Args = tuple[Any, ...]
 
 
-def _copies(func: Any, args: tuple[Any, ...]) -> tuple[Buffer, ...]:
-    if func is not aten.cumsum.default and args[0].ndim != 3:
+def _sums(multiprocessors: Multiprocessors, tensor: torch.Tensor, dims: Any, out: Any) -> Found:
+    reduced = {dim % tensor.ndim for dim in dims or range(tensor.ndim)}
+    return _reduction_buffers(multiprocessors, tensor, out, reduced)
+
+
+def _of_sum(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
+    return _sums(multiprocessors, args[0], args[1] if len(args) > 1 else None, out)
+
+
+def _of_norm(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
+    return _sums(multiprocessors, args[0], args[2] if len(args) > 2 else None, out)
+
+
+def _of_flash_forward(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
+    dropout_p = args[3] if len(args) > 3 else 0.0
+    return _flash_forward_buffers(multiprocessors[0], args[0], args[1], dropout_p)
+
+
+def _of_flash_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    copies = _flash_backward_copies(args[0], args[4])
+    return tuple(Buffer(size) for size in copies + _flash_backward_buffers(args[1], args[2]))
+
+
+def _of_cudnn_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    return (Buffer(_cudnn_backward_bytes(args[1])),)
+
+
+def _of_efficient_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    return tuple(Buffer(size) for size in _efficient_backward_buffers(args[1]))
+
+
+def _of_embedding_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    return _embedding_backward_buffers(args[0], args[1], args[2])
+
+
+def _of_index_put(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """Adding goes by sorted places (index_put_with_sort_kernel): linear, sorted, original, range."""
+    if len(args) < 4 or not args[3]:
         return ()
-    return tuple(
-        Buffer(tensor.numel() * tensor.element_size())
-        for tensor in args[: _IN_ORDER[func]]
-        if not tensor.is_contiguous()
-    )
+    return 4 * (Buffer(8 * max(index.numel() for index in args[1] if index is not None)),)
+
+
+def _of_safe_softmax(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """Which scores are masked, and which rows as a whole."""
+    return Buffer(out.numel()), Buffer(out.numel() // out.shape[args[1]])
+
+
+def _of_softmax_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """SoftMax.cu: `tmp = grad * output`."""
+    return (Buffer(_bytes(args[0])),)
+
+
+def _of_cumsum(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """ScanUtils.cuh, scan_dim."""
+    return _copies(args[:1])
+
+
+def _of_convolution(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """In one dimension: taken for two, of operands in order."""
+    return _copies(args[:1]) if args[0].ndim == 3 else ()
+
+
+def _of_convolution_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    return _copies(args[:2]) if args[0].ndim == 3 else ()
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> Found:
+    """Of those whose elements do not lie in order."""
+    return tuple(Buffer(_bytes(tensor)) for tensor in tensors if not tensor.is_contiguous())
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+_BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
+    aten.sum.default: _of_sum,
+    aten.sum.dim_IntList: _of_sum,
+    aten.mean.default: _of_sum,
+    aten.mean.dim: _of_sum,
+    aten.linalg_vector_norm.default: _of_norm,
+    aten._scaled_dot_product_flash_attention.default: _of_flash_forward,
+    aten._scaled_dot_product_flash_attention_backward.default: _of_flash_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _of_cudnn_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _of_efficient_backward,
+    aten.embedding_dense_backward.default: _of_embedding_backward,
+    aten.index_put.default: _of_index_put,
+    aten.index_put_.default: _of_index_put,
+    aten._index_put_impl_.default: _of_index_put,
+    aten._safe_softmax.default: _of_safe_softmax,
+    aten._softmax_backward_data.default: _of_softmax_backward,
+    aten.cumsum.default: _of_cumsum,
+    aten.convolution.default: _of_convolution,
+    aten.convolution_backward.default: _of_convolution_backward,
+}
 
 
 def hidden_buffers(
     multiprocessors: Multiprocessors, func: Any, args: tuple[Any, ...], out: Any
 ) -> tuple[Buffer, ...]:
     """Buffers that the CUDA kernel of `func` allocates and frees inside the call."""
-    if func in _REDUCTIONS:
-        tensor, *more = args
-        said = more[func is aten.linalg_vector_norm.default :][:1]
-        dims = said[0] if said and said[0] else range(tensor.ndim)
-        return _reduction_buffers(multiprocessors, tensor, out, {d % tensor.ndim for d in dims})
-    if func is aten._scaled_dot_product_flash_attention.default:
-        dropout_p = args[3] if len(args) > 3 else 0.0
-        return _flash_forward_buffers(multiprocessors[0], args[0], args[1], dropout_p)
-    if func is aten.embedding_dense_backward.default:
-        return _embedding_backward_buffers(args[0], args[1], args[2])
-    if func in _ADDED_BY_PLACES and len(args) > 3 and args[3]:
-        # Adding goes by sorted places (index_put_with_sort_kernel): linear, sorted, original, range.
-        return 4 * (Buffer(8 * max(index.numel() for index in args[1] if index is not None)),)
-    if func in _IN_ORDER:
-        return _copies(func, args)
-    if func is aten._safe_softmax.default:  # Which scores are masked, and which rows as a whole.
-        return Buffer(out.numel()), Buffer(out.numel() // out.shape[args[1]])
-    if func is aten._softmax_backward_data.default:  # SoftMax.cu: `tmp = grad * output`
-        return (Buffer(args[0].numel() * args[0].element_size()),)
-    if func is aten._scaled_dot_product_flash_attention_backward.default:
-        copies = _flash_backward_copies(args[0], args[4])
-        return tuple(Buffer(size) for size in copies + _flash_backward_buffers(args[1], args[2]))
-    if func is aten._scaled_dot_product_cudnn_attention_backward.default:
-        return (Buffer(_cudnn_backward_bytes(args[1])),)
-    if func is aten._scaled_dot_product_efficient_attention_backward.default:
-        return tuple(Buffer(size) for size in _efficient_backward_buffers(args[1]))
-    return ()
+    buffers = _BUFFERS.get(func)
+    return () if buffers is None else buffers(multiprocessors, args, out)
