@@ -20,6 +20,7 @@ Heartbeats are Optuna's, and run inside `study.optimize` alone: hence one call o
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -34,6 +35,26 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune import owners
 from autotune.trial_history import INTERRUPTED, OWNER
 from autotune.trials import Failed
+
+
+class _Heartbeat(threading.Thread):
+    """Optuna's thread, which an interrupt between its start and the trial's would leave behind: no process
+    ends before its last thread, unless that is a daemon (optuna 5.0, storages/_heartbeat.py)."""
+
+    def __init__(self, *, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+        super().__init__(target=target, args=args, daemon=True)
+        self._of = threading.current_thread()
+        self._stop_event: threading.Event = args[-1]
+
+    @classmethod
+    def stop_those_left(cls) -> None:
+        """Of trials that this thread has run."""
+        for thread in threading.enumerate():
+            if isinstance(thread, cls) and thread._of is threading.current_thread():
+                thread._stop_event.set()
+
+
+optuna.storages._heartbeat.Thread = _Heartbeat  # type: ignore[attr-defined, assignment]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +123,8 @@ def take_turn(
             # Optuna's, of a database that fails when the trial is told (the same place): what it said.
             said = raised or error.__context__ or error
             raise said from said.__cause__
+        finally:
+            _Heartbeat.stop_those_left()
     return True
 
 

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,26 @@ def test_a_trial_that_others_took_for_dead_is_theirs(study: optuna.Study, tells:
 
     assert turn(study, run)
     assert state_of(study) == (TrialState.FAIL, None)
+
+
+def test_an_interrupt_while_the_first_heartbeat_starts_leaves_none(
+    study: optuna.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[threading.Thread] = []
+    start = turns._Heartbeat.start
+
+    def interrupted(thread: turns._Heartbeat) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(turns._Heartbeat, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        turn(study, lambda *_: 1.0)
+    (thread,) = started
+    assert thread.daemon
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def test_what_somebody_else_put_into_the_queue_is_not_measured_as_ours(study: optuna.Study) -> None:
