@@ -26,7 +26,7 @@ from autotune.optimizer_steps import TensorSpec
 from autotune.optimizers import OPTIMIZERS
 from autotune.parallel import Exchange, RankTrace
 from autotune.results import Breakdown, Estimate, ParameterCount, PerGpu, StateBytes, TraceSpec
-from autotune.step_events import Steps, two_steps
+from autotune.step_events import Steps, first_steps
 from autotune.timeline import timeline_of
 from autotune.traces import Trace
 from autotune.update import Update, kernels_of, priced_update
@@ -306,7 +306,7 @@ class Estimator:
     def _steps(self, config: TrainConfig) -> Steps:
         spec = TraceSpec.of(config)
         update = self._update(spec, config.lora_rank or 0, config.optimizer)
-        return two_steps(self._traces[spec], config, update)
+        return first_steps(self._traces[spec], config, update)
 
     def _paged_out_bytes(self, optimizer: Update, resident_bytes: int) -> int:
         """Managed state that the budget has no room for beside what torch holds."""

@@ -10,12 +10,13 @@ import dataclasses
 import functools
 import math
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune import compiled, needs, nvml
+from autotune import compiled, isolate, needs, nvml
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError
 from autotune.fingerprints import digest, fingerprint_here
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 SET_UP_SECONDS = 120.0
 """A probe's deadline beyond its timed steps: building, warm-up, the last step begun."""
+RETURN_SECONDS = 2.0
+"""[judgement] For how long the memory of a process that has ended may still be told as held."""
 
 CHECKPOINT_BYTES_PER_SECOND = 50e6
 """For the deadline: [judgement] a slow network disk."""
@@ -239,13 +242,17 @@ def _require_free_card(measurement: Measurement) -> None:
     """Raise HardwareError where a probe failed, and others have what its budget needs of the card.
 
     They have taken it since the search began; what ran out then says nothing of the configuration.
+    What the probe itself held may be told as held for a moment after its end.
     """
     spec = measurement.spec
     has_failed = measurement.outcome in ("oom", "crashed") or measurement.num_alloc_retries
     if spec.backend != "cuda" or not has_failed:
         return
-    taken = nvml.taken_of(spec.memory_budget_bytes)
-    if taken is not None:
+    deadline = time.monotonic() + RETURN_SECONDS
+    while (taken := nvml.taken_of(spec.memory_budget_bytes)) is not None:
+        if time.monotonic() < deadline:
+            time.sleep(isolate.POLL_SECONDS)
+            continue
         raise HardwareError(
             "Others have taken the card meanwhile",
             why=f"{format_bytes(taken.free_bytes)} are free, and the budget is "

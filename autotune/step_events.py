@@ -1,4 +1,4 @@
-"""The events of two optimizer steps: weights, micro-steps, clipping, optimizer, zero_grad.
+"""The events of the first optimizer steps: weights, micro-steps, clipping, optimizer, zero_grad.
 
 Two, so that state exists when the second step peaks; four where only some empty the cache.
 """
@@ -44,7 +44,7 @@ class Steps:
         return [event for part in self.parts for event in part.events]
 
 
-def two_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -> Steps:
+def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -> Steps:
     rank = config.lora_rank or 0
     sizes = trace.sizes(config.micro_batch_size, rank)
     row = OPTIMIZERS[config.optimizer]

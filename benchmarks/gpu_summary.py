@@ -134,7 +134,7 @@ def write_summary(folder: Path) -> None:
     swept = read_records(folder / "sweep.jsonl")
     sections = [
         *_head(folder.name, [*predicted, *swept]),
-        *_predictions("Predicted against measured", predicted),
+        *_predictions(f"Predicted against {_theirs([*predicted, *swept])}", predicted),
         *_predictions("The sweep", swept),
     ]
     if not _is_without_card([*predicted, *swept]):
@@ -164,6 +164,10 @@ def _head(name: str, records: Sequence[Record]) -> list[str]:
             "cuDNN's own workspace and of managed memory this says nothing.",
         ]
     return [*lines, ""]
+
+
+def _theirs(records: Iterable[Record]) -> str:
+    return "PyTorch's own" if _is_without_card(records) else "measured"
 
 
 def _is_without_card(records: Iterable[Record]) -> bool:
@@ -282,7 +286,7 @@ def _table(records: Sequence[Record]) -> list[str]:
                 ]
     head = "| knob | value | runs | " + " | ".join(names) + " |"
     return [
-        "Median and worst error, predicted against measured.",
+        f"Median and worst error, predicted against {_theirs(records)}.",
         "",
         head,
         "|---|---|---:|" + "---:|" * len(names),

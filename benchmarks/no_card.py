@@ -26,6 +26,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from autotune.errors import ConfigError
 from autotune.gpus import Gpu, find_gpu
 
 SOURCES = Path(__file__).with_name("no_card")
@@ -79,14 +80,24 @@ def main() -> int:
     parser.add_argument("--cuda", type=Path, default=Path("/usr/local/cuda"), help="the toolkit")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
-    card = find_gpu(options.gpu)
+    try:
+        card = find_gpu(options.gpu)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if card.vendor != "nvidia":
+        parser.error(f"the {card.name} does no CUDA")
     if options.memory_gib is not None:
         card = dataclasses.replace(card, capacity_bytes=options.memory_gib << 30)
     context_bytes = card.context_bytes if options.context_mib is None else options.context_mib << 20
     with tempfile.TemporaryDirectory(prefix="no-card-") as scratch:
         folder = Path(scratch)
-        for name in LIBRARIES:
-            build(folder, name, options.cuda)
+        try:
+            for name in LIBRARIES:
+                build(folder, name, options.cuda)
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"error: no card can be made: {error}", file=sys.stderr)
+            return 1
         (folder / "libcuda.so").symlink_to("libcuda.so.1")  # Triton's compiler links it.
         variables = environment(folder, card, context_bytes, padded=options.padded)
         return subprocess.run(options.command, env=variables, check=False).returncode

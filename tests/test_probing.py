@@ -21,7 +21,7 @@ from autotune.errors import HardwareError, NothingFitsError, StorageError, Worke
 from autotune.isolate import WorkerEnd
 from autotune.measurement import Fingerprint, Measurement, ProbeSpec
 from autotune.models import resolve
-from autotune.prober import SET_UP_SECONDS, NotAsAssumed, Prober
+from autotune.prober import SET_UP_SECONDS, NotAsAssumed, Prober, _require_free_card
 from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Plan, search
 from autotune.results import Estimate
@@ -373,6 +373,17 @@ def test_what_runs_out_because_others_took_the_card_is_held_against_nobody(
     no_more = dataclasses.replace(taken, free_bytes=BUDGET_BYTES)
     monkeypatch.setattr(nvml, "occupancy", lambda: no_more)
     assert find(lambda config: pytest.fail("probed again")).best.config.micro_batch_size == 8
+
+
+def test_what_a_probe_held_may_be_told_as_held_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = nvml.Occupancy(free_bytes=BUDGET_BYTES - 1, used_bytes=10**10, holders=())
+    told = iter([held] * 3)
+    monkeypatch.setattr(nvml, "occupancy", lambda: next(told, None))
+    on_card = dataclasses.replace(SPEC, backend="cuda")
+    _require_free_card(dataclasses.replace(out_of_memory(BASE), spec=on_card))
+    assert not list(told)
 
 
 def test_the_same_command_goes_on_where_it_was_stopped(url: str, table: ProbeTable) -> None:

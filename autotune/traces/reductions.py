@@ -16,26 +16,26 @@ _MOST_VECTOR = 4
 def shared_bytes(
     num_inputs: int,
     num_outputs: int,
-    row: int,
+    num_in_row: int,
     item_bytes: int,
     num_sms: int,
     threads_per_sm: int,
 ) -> tuple[int, int]:
     """Bytes of the partial results and of the semaphores beside them; (0, 0) where none are needed.
 
-    `num_inputs`: values of one output. `row`: of the outputs, how many lie side by side in the input;
+    `num_inputs`: values of one output. `num_in_row`: of the outputs, how many lie side by side in the input;
     0 where the values of one output do. `item_bytes` is of what is accumulated in.
     """
-    vector = _MOST_VECTOR if row else 1
-    while row and row % vector:
+    vector = _MOST_VECTOR if num_in_row else 1
+    while num_in_row and num_in_row % vector:
         vector //= 2
-    fast, slow = (num_outputs // vector, num_inputs) if row else (num_inputs, num_outputs)
+    fast, slow = (num_outputs // vector, num_inputs) if num_in_row else (num_inputs, num_outputs)
     most = _MOST_THREADS // vector
     fast_threads, slow_threads = _last_power_of_2(fast, most), _last_power_of_2(slow, most)
     width = min(fast_threads, WARP)
     height = min(slow_threads, most // width)
     width = min(fast_threads, most // height)
-    outputs_per_block, inputs_per_block = (width, 1) if row else (1, width)
+    outputs_per_block, inputs_per_block = (width, 1) if num_in_row else (1, width)
     values = -(-num_inputs // inputs_per_block)
     if values < height * _LEAST_VALUES and values < LEAST_SHARED:
         return 0, 0  # Rows of threads have outputs of their own.
@@ -49,7 +49,7 @@ def shared_bytes(
     )
     if shares <= 1:
         return 0, 0
-    per_output = width * vector if row else 1
+    per_output = width * vector if num_in_row else 1
     return item_bytes * num_outputs * shares * per_output, 4 * num_blocks
 
 

@@ -101,10 +101,8 @@ def _check_base(model: nn.Module, config: TrainConfig, base_dtype: str) -> list[
     packed: list[Any] = [m for m in model.modules() if is_quantized(m)]
     if config.quantization == "none":
         complaints = [f"{len(packed)} layers are quantised"] if packed else []
-        if (
-            config.method == "full"
-        ):  # What a model freezes itself (a router's correction) is no base.
-            return complaints
+        if config.method == "full":
+            return complaints  # What a model freezes itself (a router's correction) is no base.
         frozen = [p for p in model.parameters() if not p.requires_grad]
         if frozen and _bulk_dtype(frozen) != base_dtype:
             complaints.append(f"frozen weights are in {_bulk_dtype(frozen)}, not in {base_dtype}")

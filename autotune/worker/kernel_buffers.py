@@ -48,7 +48,7 @@ def _flash_forward_buffers(
 def _flash_backward_copies(gradient: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
     """Of what does not lie token by token: the result does not where queries are rotated in part (Phi)."""
     lying = (t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous())
-    return tuple(t.numel() * t.element_size() for t in lying)
+    return tuple(t.nbytes for t in lying)
 
 
 def _flash_backward_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ def _of_safe_softmax(_: Multiprocessors, args: Args, out: Any) -> Found:
 
 def _of_softmax_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
     """SoftMax.cu: `tmp = grad * output`."""
-    return (Buffer(_bytes(args[0])),)
+    return (Buffer(args[0].nbytes),)
 
 
 def _of_cumsum(_: Multiprocessors, args: Args, out: Any) -> Found:
@@ -219,11 +219,7 @@ def _of_convolution_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
 
 def _copies(tensors: Iterable[torch.Tensor]) -> Found:
     """Of those whose elements do not lie in order."""
-    return tuple(Buffer(_bytes(tensor)) for tensor in tensors if not tensor.is_contiguous())
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tuple(Buffer(tensor.nbytes) for tensor in tensors if not tensor.is_contiguous())
 
 
 _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {

@@ -10,7 +10,7 @@ from autotune.allocator import EMPTY_CACHE_BYTES
 from autotune.config import TrainConfig
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import TraceSpec
-from autotune.step_events import Part, Steps, two_steps
+from autotune.step_events import Part, Steps, first_steps
 from autotune.traces import Trace
 from autotune.update import priced_update
 from autotune.worker import model as models
@@ -48,7 +48,7 @@ def steps_of(optimizer: str, precision: str = "bf16-true", empty_cache_steps: in
     )
     trace = Trace(answer)
     update = priced_update(OPTIMIZERS[optimizer], trace.trainable(0), scaled=False)
-    return two_steps(trace, config, update)
+    return first_steps(trace, config, update)
 
 
 def is_emptied(steps: Steps, part: Part) -> bool:
