@@ -73,6 +73,18 @@ print(json.dumps([card.slug, card.capacity_bytes, state.driver, state.compute_ca
     assert found == [CARD.slug, CARD.capacity_bytes, no_card.DRIVER, [7, 5], 0]
 
 
+def test_nvml_tells_that_there_is_no_fabric(no_card: Any, tmp_path: Path) -> None:
+    """PyTorch asks before it makes expandable segments: nvmlGpuFabricInfo_v2_t, NOT_SUPPORTED is 0."""
+    no_card.build(tmp_path, "libnvidia-ml.so.1", CUDA)
+    script = """
+import ctypes, json
+info = (ctypes.c_ubyte * 36)(*[255] * 36)
+said = ctypes.CDLL("libnvidia-ml.so.1").nvmlDeviceGetGpuFabricInfoV(None, info)
+print(json.dumps([said, info[28]]))
+"""
+    assert run(no_card, tmp_path, script) == [0, 0]
+
+
 @needs_toolkit
 def test_memory_is_counted_and_comes_back(no_card: Any, tmp_path: Path) -> None:
     no_card.build(tmp_path, "libcuda.so.1", CUDA)
@@ -88,6 +100,30 @@ print(json.dumps([before, took, before - free()]))
         before, took, held = run(no_card, tmp_path, script)
         assert before == CARD.capacity_bytes - CONTEXT
         assert (took, held) == ([0, OUT_OF_MEMORY], GIB + 2 * MIB)
+
+
+@needs_toolkit
+def test_mapped_pages_are_counted_and_come_back(no_card: Any, tmp_path: Path) -> None:
+    """As expandable segments are made: addresses are free, pages are not."""
+    no_card.build(tmp_path, "libcuda.so.1", CUDA)
+    script = (
+        DEFINITIONS
+        + f"""
+page, address, handle = ctypes.c_size_t({20 * MIB}), ctypes.c_uint64(), ctypes.c_uint64()
+before, zero = free(), ctypes.c_uint64()
+cuda.cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t({GIB}), zero, zero, zero)
+reserved = before - free()
+took = [
+    cuda.cuMemCreate(ctypes.byref(handle), page, None, zero),
+    cuda.cuMemCreate(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(before), None, zero),
+    cuda.cuMemMap(address, page, zero, handle, zero),
+]
+held = before - free()
+ended = [cuda.cuMemUnmap(address, page), cuda.cuMemRelease(handle)]
+print(json.dumps([reserved, took, held, ended, before - free()]))
+"""
+    )
+    assert run(no_card, tmp_path, script) == [0, [0, OUT_OF_MEMORY, 0], 20 * MIB, [0, 0], 0]
 
 
 @needs_toolkit

@@ -17,6 +17,13 @@ struct Memory_v2 {
     unsigned long long total, reserved, free, used;
 };
 
+struct FabricInfo_v2 {
+    unsigned version;
+    unsigned char cluster_uuid[16];
+    unsigned status, clique_id;
+    unsigned char state;
+};
+
 struct ProcessInfo {
     unsigned pid;
     unsigned long long used;
@@ -138,6 +145,12 @@ NVML nvmlDeviceGetCurrentClocksEventReasons(void *, unsigned long long *reasons)
 NVML nvmlDeviceGetMigMode(void *, unsigned *, unsigned *) { return NOT_SUPPORTED; }
 NVML nvmlDeviceGetEnforcedPowerLimit(void *, unsigned *) { return NOT_SUPPORTED; }
 NVML nvmlDeviceGetPowerManagementDefaultLimit(void *, unsigned *) { return NOT_SUPPORTED; }
-NVML nvmlDeviceGetGpuFabricInfoV(void *, void *) { return NOT_SUPPORTED; }
+
+/* PyTorch asks before it makes expandable segments, and does not go on without an answer. */
+NVML nvmlDeviceGetGpuFabricInfoV(void *, FabricInfo_v2 *info) {
+    info->state = 0; /* NVML_GPU_FABRIC_STATE_NOT_SUPPORTED */
+    return SUCCESS;
+}
+
 NVML nvmlDeviceGetNvLinkRemoteDeviceType(void *, unsigned, void *) { return NOT_SUPPORTED; }
 NVML nvmlDeviceGetNvLinkRemotePciInfo_v2(void *, unsigned, void *) { return NOT_SUPPORTED; }
