@@ -9,13 +9,15 @@ Source of every rule: pytorch c10/cuda/CUDACachingAllocator.cpp @001074d2 and
 c10/core/AllocatorConfig.h @007b9bc0.
 
 Known limitations
-- PYTORCH_ALLOC_CONF is not read: settings are torch's defaults, so no expandable segments,
-  `max_split_size_mb`, `roundup_power2_divisions` or `garbage_collection_threshold`.
+- PYTORCH_ALLOC_CONF is not read: settings are torch's defaults, or these and expandable segments;
+  no `max_split_size_mb`, `roundup_power2_divisions` or `garbage_collection_threshold`.
 - One stream. Blocks of other streams, and those that `record_stream` holds back, are not modelled.
 - Addresses. Among free blocks of equal size torch takes the lowest address. Here a later segment
   has a higher address; cudaMalloc may reuse the address of a segment that was released.
 - The cap is one number. Fragmentation of physical memory, other processes and memory outside the
-  allocator are the caller's: subtract them from the cap.
+  allocator are the caller's: subtract them from the cap. It is a memory fraction's: where the card
+  itself has no page left, expandable segments fail otherwise.
+- An expandable segment's addresses do not end; torch's are 9/8 of the card's memory.
 - CUDA graph pools, user pools and `cudaMallocAsync` are not modelled.
 """
 
@@ -55,6 +57,9 @@ _LARGE_SLACK_BYTES = _MIB
 _ADDRESS_BITS = 56
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 
+# Of an expandable segment, which is one per pool; blocks of the two never touch.
+_RANGE_BYTES = _LARGE_SEGMENT_BYTES << 28
+_LARGE_RANGE = 2 * _RANGE_BYTES
 
 EMPTY_CACHE_BYTES = -_BLOCK_BYTES
 """Size of what is no tensor: where it is allocated, torch.cuda.empty_cache() runs."""
@@ -112,6 +117,7 @@ def replay(
     events: Sequence[int],
     *,
     cap_bytes: int | None = None,
+    expandable_segments: bool = False,
 ) -> Replay:
     """Run a tape through the allocator, under a cap on reserved bytes if one is given.
 
@@ -120,11 +126,17 @@ def replay(
     free, so a steady step can be repeated. Raises KeyError when a tensor is freed that is not
     allocated.
 
+    expandable_segments: as under PYTORCH_ALLOC_CONF=expandable_segments:True. Torch holds the cap
+    against the segment it would ask for otherwise (22 MiB) and then maps whole pages (40 MiB), so
+    the reserved bytes may pass the cap by up to 18 MiB.
+
     One long function on purpose: it runs for every configuration near the budget, at about half a
     microsecond an event, and a call per event would show. What is rare lives in _Heap.
     """
     rounded = [(nbytes + 511) & -512 for nbytes in sizes]
-    heap = _Heap(cap_bytes)
+    expandable = _ExpandableHeap(cap_bytes) if expandable_segments else None
+    heap = expandable or _Heap(cap_bytes)
+    large_slack = 0 if expandable_segments else _LARGE_SLACK_BYTES
     small_free, large_free = heap.small_free, heap.large_free
     end_of, start_of = heap.end_of, heap.start_of
     used: dict[int, tuple[int, int]] = {}
@@ -144,9 +156,11 @@ def replay(
                 slack = 0
             else:
                 free = large_free
-                slack = _LARGE_SLACK_BYTES
+                slack = large_slack
             index = bisect_left(free, size << _ADDRESS_BITS)
             if index < len(free):
+                if expandable is not None:
+                    index = expandable.best_fit(free, index)
                 key = free[index]
                 address = key & _ADDRESS_MASK
                 end = address + (key >> _ADDRESS_BITS)
@@ -259,19 +273,15 @@ class _Heap:
 
     def grow(self, size: int) -> tuple[int, int] | None:
         """A new block (start, end) of `size` bytes or more, in no pool; None when out of memory."""
-        segment = _segment_bytes(size)
-        room = self._cap - segment
+        room = self._cap - _segment_bytes(size)
         if self.reserved_bytes > room:
             self.release_cached()
             self.num_alloc_retries += 1
             if self.reserved_bytes > room:
                 return None
-        start = self._next_address
-        self._next_address += segment + _BLOCK_BYTES
-        self._segments[start] = segment
-        self.reserved_bytes += segment
+        block = self._take(size)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return start, start + segment
+        return block
 
     def release_cached(self) -> None:
         """Give back every segment that is free as a whole."""
@@ -279,6 +289,110 @@ class _Heap:
             end = start + nbytes
             if self.end_of.get(start) == end:
                 free = self.small_free if nbytes == _SMALL_SEGMENT_BYTES else self.large_free
-                del free[bisect_left(free, nbytes << _ADDRESS_BITS | start)]
-                del self.end_of[start], self.start_of[end], self._segments[start]
+                self._remove(free, start, end)
+                del self._segments[start]
                 self.reserved_bytes -= nbytes
+
+    def _take(self, size: int) -> tuple[int, int]:
+        """Reserve a new segment for a request."""
+        segment = _segment_bytes(size)
+        start = self._next_address
+        self._next_address += segment + _BLOCK_BYTES
+        self._segments[start] = segment
+        self.reserved_bytes += segment
+        return start, start + segment
+
+    def _remove(self, free: list[int], start: int, end: int) -> None:
+        """Take a free block out of its pool."""
+        del free[bisect_left(free, (end - start) << _ADDRESS_BITS | start)]
+        del self.end_of[start], self.start_of[end]
+
+
+class _ExpandableHeap(_Heap):
+    """With expandable segments: a range of addresses per pool, of which whole pages are mapped."""
+
+    __slots__ = ("_holes", "_pools")
+
+    def __init__(self, cap_bytes: int | None) -> None:
+        super().__init__(cap_bytes)
+        # Free blocks, where the range starts, bytes of a page.
+        self._pools = (
+            (self.small_free, 0, _SMALL_SEGMENT_BYTES),
+            (self.large_free, _LARGE_RANGE, _LARGE_SEGMENT_BYTES),
+        )
+        # Start -> end of what is not mapped.
+        self._holes = {base: base + _RANGE_BYTES for _, base, _ in self._pools}
+
+    def best_fit(self, free: list[int], index: int) -> int:
+        """Index of the block to take, from the smallest that is large enough (get_free_block).
+
+        A block before a hole counts as large as it may grow: the next larger one that may grow to
+        less is taken in its place.
+        """
+        room = self._room(free[index])
+        while index + 1 < len(free) and (next_room := self._room(free[index + 1])) < room:
+            index += 1
+            room = next_room
+        return index
+
+    def release_cached(self) -> None:
+        """Unmap every page that is free as a whole (unmap_block)."""
+        for free, _, page in self._pools:
+            for key in list(free):
+                start = key & _ADDRESS_MASK
+                end = start + (key >> _ADDRESS_BITS)
+                first, last = -(-start // page) * page, end // page * page
+                if first < last:
+                    self._remove(free, start, end)
+                    self._insert(free, start, first)
+                    self._insert(free, last, end)
+                    self._holes[first] = last
+                    self.reserved_bytes -= last - first
+        merged: dict[int, int] = {}
+        hole = -1
+        for start, end in sorted(self._holes.items()):
+            hole = hole if merged.get(hole) == start else start
+            merged[hole] = end
+        self._holes = merged
+
+    def _take(self, size: int) -> tuple[int, int]:
+        """Map pages where the lowest room is (find_expandable_block, map_block)."""
+        free, base, page = self._pools[size > _SMALL_REQUEST_BYTES]
+        start = end = self._lowest_room(base, size)
+        while end in self.end_of or end - start < size:
+            if end in self.end_of:
+                block_end = self.end_of[end]
+                self._remove(free, end, block_end)
+                end = block_end
+            else:
+                hole_end = self._holes.pop(end)
+                mapped_end = min(end + -(-(start + size - end) // page) * page, hole_end)
+                if mapped_end < hole_end:
+                    self._holes[mapped_end] = hole_end
+                self.reserved_bytes += mapped_end - end
+                end = mapped_end
+        return start, end
+
+    def _lowest_room(self, base: int, size: int) -> int:
+        """Start of the first holes, free blocks between and before them included, of that size."""
+        for hole in sorted(self._holes):
+            if hole >= base:
+                start = end = self.start_of.get(hole, hole)
+                while end - start < size and (end in self._holes or end in self.end_of):
+                    end = self._holes.get(end) or self.end_of[end]
+                if end - start >= size:
+                    return start
+        raise AssertionError(size)
+
+    def _room(self, key: int) -> int:
+        """Bytes of a free block and the hole behind it."""
+        size = key >> _ADDRESS_BITS
+        end = (key & _ADDRESS_MASK) + size
+        return size + self._holes.get(end, end) - end
+
+    def _insert(self, free: list[int], start: int, end: int) -> None:
+        """Put a free block into its pool, unless it is empty."""
+        if start < end:
+            insort(free, (end - start) << _ADDRESS_BITS | start)
+            self.end_of[start] = end
+            self.start_of[end] = start
