@@ -57,9 +57,8 @@ _LARGE_SLACK_BYTES = _MIB
 _ADDRESS_BITS = 56
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 
-# Of an expandable segment, which is one per pool; blocks of the two never touch.
+# Addresses of an expandable segment, one per pool; those of the two never touch.
 _RANGE_BYTES = _LARGE_SEGMENT_BYTES << 28
-_LARGE_RANGE = 2 * _RANGE_BYTES
 
 EMPTY_CACHE_BYTES = -_BLOCK_BYTES
 """Size of what is no tensor: where it is allocated, torch.cuda.empty_cache() runs."""
@@ -273,15 +272,14 @@ class _Heap:
 
     def grow(self, size: int) -> tuple[int, int] | None:
         """A new block (start, end) of `size` bytes or more, in no pool; None when out of memory."""
-        room = self._cap - _segment_bytes(size)
-        if self.reserved_bytes > room:
-            self.release_cached()
-            self.num_alloc_retries += 1
-            if self.reserved_bytes > room:
-                return None
-        block = self._take(size)
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return block
+        segment = _segment_bytes(size)
+        if not self._has_room(segment):
+            return None
+        start = self._next_address
+        self._next_address += segment + _BLOCK_BYTES
+        self._segments[start] = segment
+        self._reserve(segment)
+        return start, start + segment
 
     def release_cached(self) -> None:
         """Give back every segment that is free as a whole."""
@@ -293,14 +291,18 @@ class _Heap:
                 del self._segments[start]
                 self.reserved_bytes -= nbytes
 
-    def _take(self, size: int) -> tuple[int, int]:
-        """Reserve a new segment for a request."""
-        segment = _segment_bytes(size)
-        start = self._next_address
-        self._next_address += segment + _BLOCK_BYTES
-        self._segments[start] = segment
-        self.reserved_bytes += segment
-        return start, start + segment
+    def _has_room(self, segment: int) -> bool:
+        """Whether the cap allows a segment, if need be without what is cached."""
+        room = self._cap - segment
+        if self.reserved_bytes > room:
+            self.release_cached()
+            self.num_alloc_retries += 1
+        return self.reserved_bytes <= room
+
+    def _reserve(self, nbytes: int) -> None:
+        self.reserved_bytes += nbytes
+        if self.reserved_bytes > self.peak_reserved_bytes:
+            self.peak_reserved_bytes = self.reserved_bytes
 
     def _remove(self, free: list[int], start: int, end: int) -> None:
         """Take a free block out of its pool."""
@@ -311,14 +313,12 @@ class _Heap:
 class _ExpandableHeap(_Heap):
     """With expandable segments: a range of addresses per pool, of which whole pages are mapped."""
 
-    __slots__ = ("_holes", "_pools")
-
     def __init__(self, cap_bytes: int | None) -> None:
         super().__init__(cap_bytes)
         # Free blocks, where the range starts, bytes of a page.
         self._pools = (
             (self.small_free, 0, _SMALL_SEGMENT_BYTES),
-            (self.large_free, _LARGE_RANGE, _LARGE_SEGMENT_BYTES),
+            (self.large_free, 2 * _RANGE_BYTES, _LARGE_SEGMENT_BYTES),
         )
         # Start -> end of what is not mapped.
         self._holes = {base: base + _RANGE_BYTES for _, base, _ in self._pools}
@@ -334,6 +334,25 @@ class _ExpandableHeap(_Heap):
             index += 1
             room = next_room
         return index
+
+    def grow(self, size: int) -> tuple[int, int] | None:
+        """Of pages mapped where the lowest room is (find_expandable_block, map_block)."""
+        if not self._has_room(_segment_bytes(size)):
+            return None
+        free, base, page = self._pools[size > _SMALL_REQUEST_BYTES]
+        start = end = self._lowest_room(base, size)
+        while end in self.end_of or end - start < size:
+            if end in self.end_of:
+                behind, end = end, self.end_of[end]
+                self._remove(free, behind, end)
+            else:
+                hole_end = self._holes.pop(end)
+                mapped_end = min(end + -(-(start + size - end) // page) * page, hole_end)
+                if mapped_end < hole_end:
+                    self._holes[mapped_end] = hole_end
+                self._reserve(mapped_end - end)
+                end = mapped_end
+        return start, end
 
     def release_cached(self) -> None:
         """Unmap every page that is free as a whole (unmap_block)."""
@@ -354,24 +373,6 @@ class _ExpandableHeap(_Heap):
             hole = hole if merged.get(hole) == start else start
             merged[hole] = end
         self._holes = merged
-
-    def _take(self, size: int) -> tuple[int, int]:
-        """Map pages where the lowest room is (find_expandable_block, map_block)."""
-        free, base, page = self._pools[size > _SMALL_REQUEST_BYTES]
-        start = end = self._lowest_room(base, size)
-        while end in self.end_of or end - start < size:
-            if end in self.end_of:
-                block_end = self.end_of[end]
-                self._remove(free, end, block_end)
-                end = block_end
-            else:
-                hole_end = self._holes.pop(end)
-                mapped_end = min(end + -(-(start + size - end) // page) * page, hole_end)
-                if mapped_end < hole_end:
-                    self._holes[mapped_end] = hole_end
-                self.reserved_bytes += mapped_end - end
-                end = mapped_end
-        return start, end
 
     def _lowest_room(self, base: int, size: int) -> int:
         """Start of the first holes, free blocks between and before them included, of that size."""
