@@ -38,9 +38,6 @@ CATEGORIES = (
 )
 """What a tensor is for."""
 
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads its settings; the newer name wins (torch 2.13 c10/core/AllocatorConfig.cpp)."""
-
 _MIB = 1 << 20
 # c10/core/AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kRoundLarge.
 _BLOCK_BYTES = 512
@@ -51,6 +48,12 @@ _SEGMENT_ROUNDING_BYTES = 2 * _MIB
 _LARGE_SEGMENT_BYTES = 20 * _MIB
 # A remainder in the large pool is split off where it is larger (should_split).
 _LARGE_SLACK_BYTES = _MIB
+
+PAGE_BYTES = _LARGE_SEGMENT_BYTES
+"""What a segment for large blocks grows by."""
+OVERSHOOT_BYTES = PAGE_BYTES - _SEGMENT_ROUNDING_BYTES
+"""How far reserved bytes may pass a cap where segments grow: torch holds the cap against a segment of
+22 MiB, say, and maps two pages of 20."""
 
 # A free block is one integer, size << _ADDRESS_BITS | address: sorted integers are then in torch's
 # best-fit order (size, address), and bisect compares them at C speed.
@@ -101,6 +104,8 @@ class Replay:
     """torch.cuda.max_memory_reserved: segments held."""
     num_alloc_retries: int
     """Times the cap was hit and every cached segment was released; the failing request counts."""
+    last_retry_event: int | None
+    """Index into events of the request that hit the cap last; None when none did."""
     failed_event: int | None
     """Index into events of the request that did not fit; None when all did."""
     failed_request_bytes: int | None
@@ -126,8 +131,8 @@ def replay(
     allocated.
 
     expandable_segments: as under PYTORCH_ALLOC_CONF=expandable_segments:True. Torch holds the cap
-    against the segment it would ask for otherwise (22 MiB) and then maps whole pages (40 MiB), so
-    the reserved bytes may pass the cap by up to 18 MiB.
+    against the segment it would ask for otherwise and then maps whole pages: reserved bytes may pass
+    it by OVERSHOOT_BYTES.
 
     One long function on purpose: it runs for every configuration near the budget, at about half a
     microsecond an event, and a call per event would show. What is rare lives in _Heap.
@@ -141,7 +146,7 @@ def replay(
     used: dict[int, tuple[int, int]] = {}
     allocated = peak_allocated = 0
     peak_event = -1 if not events else 0
-    failed_event = failed_request = None
+    failed_event = failed_request = last_retry = None
 
     for position, tensor in enumerate(events):
         if tensor >= 0:
@@ -166,7 +171,10 @@ def replay(
                 del end_of[address]
             else:
                 index = -1
+                num_retries = heap.num_alloc_retries
                 block = heap.grow(size)
+                if heap.num_alloc_retries > num_retries:
+                    last_retry = position
                 if block is None:
                     failed_event = position
                     failed_request = _segment_bytes(size)
@@ -220,6 +228,7 @@ def replay(
         peak_allocated_bytes=peak_allocated,
         peak_reserved_bytes=heap.peak_reserved_bytes,
         num_alloc_retries=heap.num_alloc_retries,
+        last_retry_event=last_retry,
         failed_event=failed_event,
         failed_request_bytes=failed_request,
         peak_allocated_event=peak_event,

@@ -293,6 +293,8 @@ class TrainConfig:
     """One of TRAINERS."""
     torch_empty_cache_steps: int = 0
     """0: never; n: the allocator's cache is emptied in every n-th step, before the backward pass."""
+    expandable_segments: bool = False
+    """Segments of torch's allocator grow in place (PYTORCH_ALLOC_CONF): less of them lies idle."""
     neftune_noise_alpha: float = 0.0
     """0: none; else noise of that strength is added to the embeddings."""
     torch_compile: str = "none"

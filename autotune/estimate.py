@@ -22,6 +22,7 @@ from autotune.allocator import replay
 from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.details import Timeline
 from autotune.gpus import Gpu
+from autotune.growing import grown
 from autotune.optimizer_steps import TensorSpec
 from autotune.optimizers import OPTIMIZERS
 from autotune.parallel import Exchange, RankTrace
@@ -219,8 +220,12 @@ class Estimator:
         optimizer = self._update(spec, rank, config.optimizer)
         steps = self._steps(config)
         sizes, categories, events = steps.sizes, steps.categories, steps.events()
-        result = replay(sizes, events)
         outside = self._outside_bytes(spec)
+        result = (
+            grown(steps, self.memory_budget_bytes - outside)
+            if config.expandable_segments
+            else replay(sizes, events)
+        )
         resident = result.peak_reserved_bytes + outside
         managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)
         seconds = self.seconds(config, resident)

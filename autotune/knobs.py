@@ -364,6 +364,17 @@ KNOBS: dict[str, Knob] = {
             summary="Empty the allocator's cache in every N-th step [default: never].",
         ),
         Knob(
+            # A variable of the environment: no trainer has a field for it.
+            name="expandable_segments",
+            tradeoff="exact",
+            read=readers.flag,
+            default=False,
+            choices=(False, True),
+            words=lambda on: "expandable segments" if on else "segments of fixed size",
+            flag="--expandable-segments",
+            summary="torch's allocator grows its segments instead of adding others (PYTORCH_ALLOC_CONF).",
+        ),
+        Knob(
             name="neftune_noise_alpha",
             tradeoff="recipe",
             read=readers.strength,

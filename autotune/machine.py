@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import platform
 from importlib import metadata
 from pathlib import Path
 
-from autotune import nvml
+from autotune import alloc_conf, nvml
 from autotune.measurement import Fingerprint
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")
@@ -27,13 +26,13 @@ def fingerprint(backend: str) -> Fingerprint | None:
         return None
     if backend == "cpu":
         return Fingerprint(
-            device=cpu_name(), driver="", cuda="", versions=found, allocator=allocator()
+            device=cpu_name(), driver="", cuda="", versions=found, allocator=alloc_conf.here()
         )
     card, cuda = _card(), _cuda()
     if card is None or cuda is None:
         return None
     return Fingerprint(
-        device=card[0], driver=card[1], cuda=cuda, versions=found, allocator=allocator()
+        device=card[0], driver=card[1], cuda=cuda, versions=found, allocator=alloc_conf.here()
     )
 
 
@@ -41,11 +40,6 @@ def versions() -> tuple[tuple[str, str], ...]:
     """Of every measurement. Raises PackageNotFoundError."""
     of_libraries = [(name, metadata.version(name)) for name in LIBRARIES]
     return tuple(sorted([*of_libraries, ("python", platform.python_version())]))
-
-
-def allocator() -> str:
-    # The newer name wins (torch c10/core/AllocatorConfig.cpp).
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 def cpu_name() -> str:

@@ -8,6 +8,8 @@ What was measured under one budget answers for others:
 | measured under B             | answers for a budget b   | because                                     |
 |------------------------------|--------------------------|---------------------------------------------|
 | ok, no allocation retry      | any: its peak is p       | p <= b fits; where p > b, b forces a retry  |
+| the same, where segments     | p <= b                   | below p they come and go as they did until  |
+| grow                         |                          | B was met: how well, is not known           |
 | ok, with retries             | b <= B                   | less memory forces them, too                |
 | oom, at least e were lacking | b < B + e                | it needs B + e or more                      |
 | invalid                      | any                      | what was asked for is not on at any budget  |
@@ -176,7 +178,11 @@ def _answers(measurement: Measurement, budget_bytes: int) -> bool:
     probed_bytes = measurement.spec.memory_budget_bytes
     match measurement.outcome:
         case "ok" | "slow":
-            return measurement.num_alloc_retries == 0 or budget_bytes <= probed_bytes
+            if measurement.num_alloc_retries:
+                return budget_bytes <= probed_bytes
+            peak_bytes = measurement.peak_device_bytes
+            grows = measurement.config.expandable_segments
+            return not grows or (peak_bytes is not None and peak_bytes <= budget_bytes)
         case "oom":
             over_bytes = measurement.over_budget_bytes
             assert over_bytes is not None

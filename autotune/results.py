@@ -152,7 +152,8 @@ class Estimate:
     peak_allocated_bytes: int
     """As torch.cuda.max_memory_allocated would say."""
     peak_reserved_bytes: int
-    """As torch.cuda.max_memory_reserved would say, without a cap."""
+    """As torch.cuda.max_memory_reserved would say, without a cap; where segments grow, within the
+    budget if that is possible."""
     nontorch_bytes: int
     """CUDA context, kernels, managed memory: outside the allocator."""
     breakdown: Breakdown

@@ -11,6 +11,7 @@ search_spaces/default.yaml explains each line; in short:
         optimizer: [adamw_torch_fused]                  required; keys of optimizers.OPTIMIZERS
         activation_checkpointing: [none, full, every-2] default [none]
         activation_offloading: [false, true]            default [false]
+        expandable_segments: [false, true]              default [false]
         attention: [sdpa, eager]                        default [sdpa]
         parallelism: [ddp, fsdp2, zero2]                with --num-gpus; default [ddp, fsdp2]
         batching: [packed, padded, padding-free]        with --dataset; default [packed]

@@ -35,6 +35,8 @@ def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
         config.quantization != "none",
         -(config.lora_rank or 0),
         *_num_changes(config, base),
+        # The user's to set wherever the run starts: not for headroom alone.
+        config.expandable_segments != base.expandable_segments,
     )
 
 

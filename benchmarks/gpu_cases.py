@@ -128,6 +128,7 @@ CKPT: dict[str, Any] = {"activation_checkpointing": 1}
 EVERY_2: dict[str, Any] = {"activation_checkpointing": 2}
 OFFLOAD: dict[str, Any] = {"activation_checkpointing": 1, "activation_offloading": True}
 EAGER: dict[str, Any] = {"attention": "eager"}
+EXPANDABLE: dict[str, Any] = {"expandable_segments": True}
 
 CASES: tuple[Case, ...] = (
     # The main roads of each method, small to large.
@@ -161,6 +162,12 @@ CASES: tuple[Case, ...] = (
     full(QWEN_05, 1024, 2, "fp32"),
     full(QWEN_05, 1024, 2, "tf32"),
     full(QWEN_05, 1024, 16, "bf16-true", accumulation=1, capped=True),
+    full(SMOLLM, 1024, 4, "bf16-true", **EXPANDABLE, capped=True),
+    lora(SMOLLM, 1024, 4, 16, **EXPANDABLE, capped=True),
+    qlora(SMOLLM, 1024, 4, 16, **EXPANDABLE, capped=True),
+    full(QWEN_05, 1024, 4, "bf16-true", **EXPANDABLE, capped=True),
+    lora(QWEN_05, 1024, 8, 16, **CKPT, **EXPANDABLE, capped=True),
+    qlora(LLAMA_8, 1024, 2, 16, **CKPT, **EXPANDABLE, capped=True),
     # Another architecture: learned positions, fused projections, dropout.
     full(GPT2, 256, 8, "bf16-mixed"),
     full(GPT2, 256, 8, "bf16-mixed", **EAGER),
@@ -203,6 +210,13 @@ TECHNIQUES: tuple[Case, ...] = (
     lora(LLAMA_8, 1024, 2, 16, trainer="trl-sft", **CKPT),
     full(QWEN_05, 1024, 4, "bf16-true", neftune_noise_alpha=5.0),
     full(QWEN_05, 1024, 4, "bf16-true", torch_empty_cache_steps=1),
+    # Segments that grow.
+    full(SMOLLM, 4096, 2, "bf16-true", **EXPANDABLE),
+    full(GPT2, 1024, 8, "bf16-mixed", **EXPANDABLE),
+    full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="adamw_torch", **EXPANDABLE),
+    full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="paged_adamw_8bit", **EXPANDABLE),
+    full(QWEN_05, 1024, 4, "bf16-true", torch_empty_cache_steps=1, **EXPANDABLE),
+    lora(QWEN_15, 1024, 4, 64, **EVERY_2, **EXPANDABLE),
     # fp8, beside what it is to replace.
     full(QWEN_15, 1024, 4, "bf16-autocast", **CKPT),
     full(QWEN_15, 1024, 4, "fp8-autocast", **CKPT),

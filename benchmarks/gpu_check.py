@@ -71,7 +71,7 @@ from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.rules import Context, broken_rules
 from autotune.space import SearchSpace, enumerate_configs
 from autotune.tracing import trace_all
-from autotune.units import parse_bytes
+from autotune.units import MIB, parse_bytes
 
 ROOT = Path(__file__).parents[1]
 
@@ -163,6 +163,26 @@ class Predictions:
             return None
         return estimator.estimate(config)
 
+    def within_least(self, model: str, config: TrainConfig) -> tuple[Estimate, int] | None:
+        """The prediction under the least budget that is predicted to do, to a MiB, and that budget.
+
+        Where segments grow, how much is reserved hangs on the budget.
+        """
+        alone = self.of(model, config)
+        if alone is None or not config.expandable_segments:
+            return alone and (alone, alone.peak_device_bytes)
+        estimator = self._estimators[model, config.sequence_length]
+        assert estimator is not None
+        too_small, enough = alone.peak_allocated_bytes, 2 * alone.peak_device_bytes
+        while enough - too_small > MIB:
+            budget_bytes = (too_small + enough) // 2
+            estimate = estimator.with_budget(budget_bytes).estimate(config)
+            if estimate.peak_device_bytes <= budget_bytes:
+                enough = budget_bytes
+            else:
+                too_small = budget_bytes
+        return estimator.with_budget(enough).estimate(config), enough
+
     def _make(self, group: Group) -> Estimator | None:
         try:
             traces = self._traces[group].result()
@@ -205,11 +225,18 @@ class Probes:
         self._probers: dict[str, tuple[ModelSource, Prober]] = {}
 
     def measure(
-        self, model: str, config: TrainConfig, budget_bytes: int, predict: Callable[[], Any]
+        self,
+        model: str,
+        config: TrainConfig,
+        budget_bytes: int,
+        predict: Callable[[], Any],
+        *,
+        is_capped: bool = False,
     ) -> bool:
         """Probe and record, unless it is recorded. False when the time is over.
 
-        `predict()` is the Estimate, or None for what is not to be probed.
+        `predict()` is the Estimate, or None for what is not to be probed. `is_capped`: the budget is
+        what is predicted to do.
         """
         if not self._check.deadline.allows_another():
             return False
@@ -240,7 +267,7 @@ class Probes:
         self._records.add(
             key,
             model=model,
-            capped_at_prediction=budget_bytes == estimate.peak_device_bytes,
+            capped_at_prediction=is_capped,
             prediction=estimate.to_dict(budget_bytes),
             measurement=measurement.to_dict(),
             card_peak_bytes=seen.peak_bytes,
@@ -288,11 +315,13 @@ def predict(check: Check) -> bool:
     def capped(case: Case) -> bool:
         if not check.deadline.allows_another():
             return False
-        estimate = predictions.of(case.model, case.config)
-        if estimate is None or estimate.peak_device_bytes > check.budget_bytes:
+        found = predictions.within_least(case.model, case.config)
+        if found is None or found[1] > check.budget_bytes:
             return True
-        peak_bytes = estimate.peak_device_bytes
-        return probes.measure(case.model, case.config, peak_bytes, lambda: estimate)
+        estimate, least_bytes = found
+        return probes.measure(
+            case.model, case.config, least_bytes, lambda: estimate, is_capped=True
+        )
 
     with predictions:
         return (

@@ -38,6 +38,7 @@ def test_empty_tape() -> None:
         peak_allocated_bytes=0,
         peak_reserved_bytes=0,
         num_alloc_retries=0,
+        last_retry_event=None,
         failed_event=None,
         failed_request_bytes=None,
         peak_allocated_event=-1,
@@ -342,6 +343,7 @@ def slow_replay(sizes: list[int], events: list[int], cap: int | None) -> Replay:
     peak_event = 0 if events else -1
     failed = None
     request = None
+    last_retry = None
     for position, event in enumerate(events):
         if event < 0:
             if sizes[~event]:
@@ -349,7 +351,10 @@ def slow_replay(sizes: list[int], events: list[int], cap: int | None) -> Replay:
             continue
         if not sizes[event]:
             continue
+        num_retries = slow.retries
         block = slow.malloc(sizes[event])
+        if slow.retries > num_retries:
+            last_retry = position
         if block is None:
             failed, request = position, slow.segment(slow.round(sizes[event]))
             break
@@ -360,6 +365,7 @@ def slow_replay(sizes: list[int], events: list[int], cap: int | None) -> Replay:
         peak_allocated_bytes=slow.peak,
         peak_reserved_bytes=slow.peak_reserved,
         num_alloc_retries=slow.retries,
+        last_retry_event=last_retry,
         failed_event=failed,
         failed_request_bytes=request,
         peak_allocated_event=peak_event,

@@ -70,11 +70,15 @@ FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
         (FULL, {"batching": "grouped"}),
         (FULL, {"trainer": "trl-sft"}),
         (FULL, {"precision": "fp8-mixed"}),
+        (FULL, {"expandable_segments": True}),
+        (FULL, {"expandable_segments": True, "precision": "fp8-mixed"}),
+        (dataclasses.replace(QLORA, expandable_segments=True), {"precision": "fp16-autocast"}),
         (DDP, {"parallelism": "fsdp2"}),
     ],
     "training-args": ARGUMENTS,
     "training-args-yaml": ARGUMENTS,
     "training-args-python": [*ARGUMENTS, (FULL, {"batching": "grouped"})],
+    "sft": [(dataclasses.replace(FULL, trainer="trl-sft"), {"expandable_segments": True})],
     "sft-python": [
         *((dataclasses.replace(config, trainer="trl-sft"), to)
           for config, to in (*ARGUMENTS, *ADAPTER, *BITS, *MODELS)),

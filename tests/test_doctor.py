@@ -24,7 +24,7 @@ import pytest
 from fake_nvml import fake_nvml
 
 from autotune import cli, doctor, upgrade
-from autotune.allocator import VARIABLES
+from autotune.alloc_conf import VARIABLES
 from autotune.doctor import CHECKS, host, libraries, reach
 from autotune.doctor.machine import PARTS, Machine, NotAnswered
 from autotune.doctor.verdict import Status, Verdict

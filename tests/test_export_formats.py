@@ -97,6 +97,7 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("liger", FULL, (False, True)),
     ("trainer", FULL, TRAINERS),
     ("torch_empty_cache_steps", FULL, (0, 1, 2)),
+    ("expandable_segments", FULL, (False, True)),
     ("neftune_noise_alpha", FULL, (0.0, 5.0, 7.5)),
     ("torch_compile", FULL, ("none", *COMPILE_MODES)),
     ("torch_compile_backend", COMPILED, COMPILE_BACKENDS),

@@ -322,3 +322,27 @@ def test_hostile_names_in_a_program_are_cut(tmp_path: Path) -> None:
             read_base(written(tmp_path, f"TrainingArguments(optim={value})\n"))
         assert len(str(raised.value)) < 500
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"', True),
+        (
+            'os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", '
+            '"max_split_size_mb:64, expandable_segments:True")',
+            True,
+        ),
+        ('os.environ |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}', True),
+        ('os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:64"', False),
+        ('os.environ["OTHER"] = "expandable_segments:True"', False),
+    ],
+)
+def test_a_program_tells_torchs_allocator(tmp_path: Path, line: str, expected: bool) -> None:
+    text = (BASES / "qlora.py.txt").read_text(encoding="utf-8")
+    run = read_base(written(tmp_path, f"import os\n{line}\n{text}"))
+    assert run.config.expandable_segments is expected
+    assert mapping_write.allows(run.target, run.config.method, "expandable_segments", expected)
+    assert not mapping_write.allows(
+        run.target, run.config.method, "expandable_segments", not expected
+    )

@@ -34,6 +34,7 @@ AXOLOTL = TrainConfig(
     precision="bf16-autocast",
     activation_checkpointing=1,
     attention="flash_attention_2",
+    expandable_segments=True,  # axolotl 0.19 utils/__init__.py
     lora_alpha_ratio=0.5,
     lora_dropout=0.05,
 )

@@ -81,6 +81,21 @@ def test_kernels_loaded_later_take_from_the_allocator(card: Card) -> None:
     assert peaks.peak_reserved_bytes == 10 * GIB
 
 
+def test_where_segments_grow_retries_count_from_the_steps_that_are_timed(card: Card) -> None:
+    """And the cap leaves room for what torch maps beyond it."""
+    with CudaMemory(BUDGET, torch.bfloat16, expandable_segments=True) as device:
+        assert card.allowed_bytes is not None
+        assert 0 <= BUDGET - CONTEXT - 18 * MIB - card.allowed_bytes <= 1
+        device.model_is_built()
+        card.reserve(8 * GIB)
+        for step, card.retries in enumerate((2, 3), start=1):
+            is_steady = device.settle(NO_OPTIMIZER, step)
+        assert is_steady
+        assert device.peaks(NO_OPTIMIZER).num_alloc_retries == 0
+        card.retries += 1
+        assert device.peaks(NO_OPTIMIZER).num_alloc_retries == 1
+
+
 @pytest.mark.parametrize(("managed", "counted"), [(1 * GIB, 1 * GIB), (8 * GIB, 5 * GIB // 2)])
 def test_managed_memory_counts_as_far_as_there_is_room(
     card: Card, managed: int, counted: int

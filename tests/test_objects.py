@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import TrainingArguments
 from trl.trainer.sft_config import SFTConfig
 
 from autotune.adapters import ADAPTERS, read_peft
+from autotune.alloc_conf import VARIABLES
 from autotune.api import Result
 from autotune.config import COMPILE_MODES, TrainConfig
 from autotune.errors import ConfigError
@@ -194,6 +196,18 @@ def test_fp8_comes_with_the_arguments_and_goes_with_them(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     left = objects.differences(without.config, TrainingArguments(**MINE))
     assert left["mixed_precision"] == ("fp8", "without fp8")
+
+
+@pytest.mark.parametrize("make", ["model_kwargs", "training_arguments"])
+def test_torchs_allocator_is_told_before_cuda_is_used(
+    monkeypatch: pytest.MonkeyPatch, make: str
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+    getattr(result(FULL), make)()
+    assert [os.environ[name] for name in VARIABLES] == ["", ""]
+    getattr(result(dataclasses.replace(FULL, expandable_segments=True)), make)()
+    assert [os.environ[name] for name in VARIABLES] == ["expandable_segments:True"] * 2
 
 
 ADAPTER = dataclasses.replace(LORA, lora_rank=None, lora_targets=None)

@@ -27,6 +27,7 @@ CONFIG = TrainConfig(
     precision="bf16-true",
     optimizer="adamw_torch_fused",
 )
+GROWING = dataclasses.replace(CONFIG, expandable_segments=True)
 BUDGET_BYTES = 10**9
 SPEC = ProbeSpec(
     task="causal-lm", backend="cpu", memory_budget_bytes=BUDGET_BYTES, max_seconds=10.0
@@ -256,6 +257,11 @@ GB = 10**9
         ({}, 2 * GB, -1_050_000_000),
         ({}, 950_000_000, 0),
         ({}, 900_000_000, 50_000_000),
+        # Where segments grow, how they go below its peak is not known.
+        ({"config": GROWING}, 2 * GB, -1_050_000_000),
+        ({"config": GROWING}, 950_000_000, 0),
+        ({"config": GROWING}, 949_999_999, None),
+        ({"config": GROWING, "num_alloc_retries": 1}, 990_000_000, 1),
         # With a retry it lacked something in 1 GB: so it would in less, and perhaps not in more.
         ({"num_alloc_retries": 1}, 990_000_000, 1),
         ({"num_alloc_retries": 1}, 800_000_000, 150_000_000),

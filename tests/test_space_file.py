@@ -133,6 +133,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "liger": (False,),
         "trainer": ("transformers",),
         "torch_empty_cache_steps": (0,),
+        "expandable_segments": (False,),
         "neftune_noise_alpha": (0.0,),
         "torch_compile": ("none",),
         "torch_compile_backend": ("inductor",),

@@ -119,6 +119,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "liger": False,
         "trainer": "transformers",
         "torch_empty_cache_steps": 0,
+        "expandable_segments": False,
         "neftune_noise_alpha": 0.0,
         "torch_compile": "none",
         "torch_compile_backend": "inductor",

@@ -98,6 +98,11 @@ def test_of_one_class_fewer_settings_give_up_less() -> None:
     # What costs nothing is not counted.
     faster = dataclasses.replace(half, attention="eager", optimizer="adamw_torch_fused")
     assert gives_up(faster, base) == gives_up(half, base)
+    # But for what is set beside the files.
+    growing = dataclasses.replace(half, expandable_segments=True)
+    assert tradeoff_class(growing, half) == "exact"
+    assert gives_up(half, base) < gives_up(growing, base) < gives_up(both, base)
+    assert gives_up(growing, growing) < gives_up(half, growing)
     # Nor is a lower class nothing beside a higher one.
     eight = dataclasses.replace(LORA, optimizer="adamw_bnb_8bit")
     assert tradeoff_class(eight, FULL) == tradeoff_class(LORA, FULL) == "recipe"

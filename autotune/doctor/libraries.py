@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from autotune import compilers, nvml
-from autotune.allocator import VARIABLES
+from autotune.alloc_conf import VARIABLES
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
 from autotune.knobs import KNOBS

@@ -249,7 +249,8 @@ TARGET = Target(
         _DOUBLE: True,
         _CODES: "nf4",
     },
-    fixed={"trainer": "transformers"},
+    # Segments grow unless the environment says otherwise (utils/__init__.py, set_pytorch_cuda_alloc_conf).
+    fixed={"trainer": "transformers", "expandable_segments": True},
     renamed={
         "liger_swiglu": "liger_glu_activation",
         "noisy_embedding_alpha": "neftune_noise_alpha",

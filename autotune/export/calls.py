@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.alloc_conf import VARIABLES, is_expandable
 from autotune.export.literals import Program, name_of
 from autotune.export.section_rows import ADAPTER, MODEL, QUANTIZATION
 from autotune.export.sections import Shape
@@ -94,6 +95,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     loads_by_name = MODEL not in sections and (
         found.loads_by_name or "model_init_kwargs" in program.content
     )
+    variables = [pair for node in ast.walk(tree) for pair in _pairs(node)]
     program.shape = Shape(
         name="a Python program",
         sections=sections,
@@ -101,7 +103,10 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         has_sft_defaults=found.has_sft_defaults,
         loads_by_name=loads_by_name,
         is_unsloth=found.is_unsloth,
-        is_fp8=any(map(_sets_fp8, ast.walk(tree))),
+        is_fp8=("ACCELERATE_MIXED_PRECISION", "fp8") in variables,
+        expandable_segments=any(
+            name in VARIABLES and is_expandable(value) for name, value in variables
+        ),
         keeps_checkpointing=bool(found.switches),
         is_part=MODEL not in sections and not loads_by_name,
     )
@@ -217,13 +222,13 @@ def _check_assignments(program: Program, tree: ast.Module) -> None:
             )
 
 
-def _sets_fp8(node: ast.AST) -> bool:
-    """os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8", or a table with it."""
+def _pairs(node: ast.AST) -> list[tuple[Any, Any]]:
+    """Of os.environ["NAME"] = "value", os.environ.setdefault("NAME", "value"), or a table."""
+    pairs: list[tuple[Any, Any]] = []
     if isinstance(node, ast.Dict):
-        pairs: list[tuple[Any, Any]] = list(zip(node.keys, node.values, strict=True))
+        pairs = list(zip(node.keys, node.values, strict=True))
     elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
         pairs = [(node.targets[0].slice, node.value)]
-    else:
-        return False
-    said = [tuple(getattr(each, "value", None) for each in pair) for pair in pairs]
-    return ("ACCELERATE_MIXED_PRECISION", "fp8") in said
+    elif isinstance(node, ast.Call) and name_of(node.func) == "setdefault" and len(node.args) == 2:
+        pairs = [(node.args[0], node.args[1])]
+    return [(getattr(name, "value", None), getattr(value, "value", None)) for name, value in pairs]

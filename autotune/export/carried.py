@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from autotune.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.config import TrainConfig
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
 
@@ -15,8 +16,11 @@ _WORDS: dict[str, Callable[[TrainConfig], str]] = {
     "gradient_accumulation_steps": lambda config: f"{config.gradient_accumulation_steps}",
     "sequence_length": lambda config: f"{config.sequence_length:,} tokens",
     "num_gpus": lambda config: f"{config.num_gpus}",
+    "expandable_segments": lambda config: (
+        f"{VARIABLES[0]}={EXPANDABLE} in the environment" if config.expandable_segments else "off"
+    ),
 }
-"""Fields of TrainConfig that are no knobs."""
+"""Fields of TrainConfig that are no knobs, and the one that has another name outside."""
 
 
 def unsaid(config: TrainConfig, carried: Collection[str]) -> tuple[str, ...]:

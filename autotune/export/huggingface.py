@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
 from autotune.config import (
     LOADER_SETTINGS,
     QUANTIZATION_STORAGES,
@@ -257,6 +258,15 @@ SFT = Target(
             Choice(ours=("padding-free",), theirs={"packing": False, "padding_free": True}),
         ),
         *_SHARED,
+        # TrlParser sets the variables before anything asks for CUDA (trl 1.16 scripts/utils.py).
+        Row(
+            ours=("expandable_segments",),
+            keys=tuple(f"env.{name}" for name in VARIABLES),
+            say=lambda on: dict.fromkeys(
+                (f"env.{name}" for name in VARIABLES), EXPANDABLE if on else None
+            ),
+            hear=lambda said: any(is_expandable(value) for value in said.values()),
+        ),
     ),
     defaults={
         **_DEFAULTS,

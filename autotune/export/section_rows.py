@@ -164,10 +164,14 @@ def precision_row(dtype_key: str, *, is_quantized: bool) -> Row:
     )
 
 
-def with_products(rows: list[Choice], *, is_quantized: bool) -> Row:
-    """Products of 4-bit weights follow the precision where it is written, and are not asked for."""
+def with_products(rows: list[Choice], *further: str, is_quantized: bool) -> Row:
+    """Of the precision, and of `further` settings that are said with it.
+
+    Products of 4-bit weights follow the precision where it is written, and are not asked for.
+    """
+    ours = ("precision", *further)
     if not is_quantized:
-        return choices(("precision",), *rows)
+        return choices(ours, *rows)
     written = [
         dataclasses.replace(
             row,
@@ -175,4 +179,4 @@ def with_products(rows: list[Choice], *, is_quantized: bool) -> Row:
         )
         for row in rows
     ]
-    return choices(("precision",), *written, *rows)
+    return choices(ours, *written, *rows)

@@ -9,6 +9,7 @@ Defaults are those of peft 0.21 tuners/*/config.py, transformers 5.23 utils/quan
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,8 @@ class Shape:
     is_unsloth: bool = False
     is_fp8: bool = False
     """The program sets accelerate's variables for fp8."""
+    expandable_segments: bool = False
+    """It sets the allocator's variable."""
     keeps_checkpointing: bool = False
     """Something beside the arguments switches it on."""
     is_part: bool = False
@@ -140,6 +143,8 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
         rows.append(of_values("attention", key, {name: name for name in ATTENTIONS}))
     if RECIPE not in shape.sections:
         fixed["trainer"] = "trl-sft" if shape.is_sft else "transformers"
+    if shape.expandable_segments:
+        fixed["expandable_segments"] = True
     return Target(
         name=shape.name,
         source="transformers 5.23",
@@ -218,11 +223,12 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
 
 
 def _recipe_precision(*, is_quantized: bool) -> Row:
-    """train.py has fp8 in variables that it sets, and every dtype by name."""
+    """train.py has fp8 and the allocator's settings in variables that it sets, and every dtype by name."""
     rows = []
-    for name, row in PRECISIONS.items():
+    for name, is_expandable in itertools.product(PRECISIONS, (False, True)):
+        row = PRECISIONS[name]
         is_mixed = row.autocast and not row.fp8
-        variables = environment(_plain(precision=name))
+        variables = environment(_plain(precision=name, expandable_segments=is_expandable))
         theirs = {
             f"{MODEL}dtype": row.parameter_dtype,
             "bf16": is_mixed and row.compute_dtype == "bfloat16",
@@ -230,8 +236,8 @@ def _recipe_precision(*, is_quantized: bool) -> Row:
             "tf32": row.tf32 if row.compute_dtype == "float32" else None,
             f"{RECIPE}environment": variables,
         }
-        rows.append(Choice(ours=(name,), theirs=theirs))
-    return with_products(rows, is_quantized=is_quantized)
+        rows.append(Choice(ours=(name, is_expandable), theirs=theirs))
+    return with_products(rows, "expandable_segments", is_quantized=is_quantized)
 
 
 def _recipe_rows() -> list[Row]:

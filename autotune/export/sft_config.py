@@ -44,6 +44,7 @@ CARRIED = (
     "lora_dropout",
     "quantization",
     "quantization_storage",
+    "expandable_segments",
 )
 
 

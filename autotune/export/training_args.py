@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from autotune.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.config import LOADER_SETTINGS, PRECISIONS, TrainConfig, Workload
 from autotune.export import installed, targets
 from autotune.export.carried import heading, unsaid
@@ -68,15 +69,16 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     return json.dumps(known_arguments(workload, config), indent=2) + "\n"
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:
-    """The model, the adapter and the data are not TrainingArguments'."""
+def cannot_express(config: TrainConfig, carried: Collection[str] = ()) -> tuple[str, ...]:
+    """The model, the adapter and the data are not TrainingArguments'. `carried`: what a program says
+    beside them."""
     fields = installed_fields()
     dtype = PRECISIONS[config.precision].parameter_dtype
-    fp8 = ", products in float8: accelerate_config.yaml" if environment(config) else ""
+    fp8 = ", products in float8: accelerate_config.yaml" if PRECISIONS[config.precision].fp8 else ""
     batching = {"batching"} if config.batching == "grouped" else set()
     return (
         f"precision: weights in {dtype}{fp8}",
-        *unsaid(config, {*CARRIED, "precision", *batching}),
+        *unsaid(config, {*CARRIED, *carried, "precision", *batching}),
         *installed.unknown(training_arguments(config, fields), fields, "transformers"),
         *unknown_values(training_arguments(config, fields)),
     )
@@ -87,10 +89,15 @@ def has_no_words_for(workload: Workload) -> tuple[str, ...]:
     return installed.unknown(workload.extra, installed_fields(), "transformers")
 
 
-def head_of(workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+def head_of(
+    workload: Workload,
+    config: TrainConfig,
+    result: Mapping[str, object],
+    carried: Collection[str] = (),
+) -> str:
     """What opens the arguments as Python or YAML: what they are of, and what is not in them."""
     what = f"transformers.TrainingArguments{targets.said(*libraries)}"
-    lost = (*cannot_express(config), *has_no_words_for(workload))
+    lost = (*cannot_express(config, carried), *has_no_words_for(workload))
     return heading(what, config, result["evidence"], lost)
 
 
@@ -188,20 +195,28 @@ def training_arguments(
 
 
 def environment(config: TrainConfig) -> dict[str, str]:
-    """Variables that the Trainer's process needs: TrainingArguments has no field for fp8.
+    """Variables that the Trainer's process needs: TrainingArguments has fields neither for fp8 nor for
+    torch's allocator.
 
+    The allocator reads them when CUDA is first used (torch c10/core/AllocatorConfig.cpp). For fp8
     transformers 5.23 training_args.py takes the mixed precision from the first; accelerate 1.15
     (utils/dataclasses.py, AORecipeKwargs) would by default prepare the weights for FSDP2, which on one
     GPU puts tensors into the model that the optimizer does not have: they would never be trained.
     """
-    if not PRECISIONS[config.precision].fp8:
-        return {}
-    return {
-        "ACCELERATE_MIXED_PRECISION": "fp8",
-        "ACCELERATE_FP8_BACKEND": "AO",
-        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "false",
-        "ACCELERATE_FP8_PAD_INNER_DIM": "true",
-    }
+    variables: dict[str, str] = {}
+    if PRECISIONS[config.precision].fp8:
+        variables |= _FP8_VARIABLES
+    if config.expandable_segments:
+        variables |= dict.fromkeys(VARIABLES, EXPANDABLE)
+    return variables
+
+
+_FP8_VARIABLES = {
+    "ACCELERATE_MIXED_PRECISION": "fp8",
+    "ACCELERATE_FP8_BACKEND": "AO",
+    "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "false",
+    "ACCELERATE_FP8_PAD_INNER_DIM": "true",
+}
 
 
 def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:

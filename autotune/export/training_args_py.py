@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autotune.config import TrainConfig, Workload
+from autotune.export import training_args
 from autotune.export.carried import keywords
 from autotune.export.training_args import (
-    cannot_express,
     environment,
     has_no_words_for,
     head_of,
@@ -24,9 +24,17 @@ name = "training-args-python"
 filename = "training_args.py"
 
 
+_IN_ENVIRONMENT = ("expandable_segments",)
+
+
+def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+    """Words for each setting that the file does not carry."""
+    return training_args.cannot_express(config, _IN_ENVIRONMENT)
+
+
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A Python module that makes `arguments`. Every value in it is an ASCII literal."""
-    head = head_of(workload, config, result)
+    head = head_of(workload, config, result, _IN_ENVIRONMENT)
     variables = set_environment(config)
     system = "import os\n\n" if variables else ""
     return f"""{head}{system}from transformers import TrainingArguments

@@ -114,10 +114,12 @@ def _read_if_there(path: Path) -> str:
 
 
 def _fingerprint(request: dict[str, Any]) -> Answers:
+    from autotune import alloc_conf
     from autotune.worker.fingerprint import fingerprint
 
     try:
-        yield {"fingerprint": dataclasses.asdict(fingerprint(request["backend"]))}
+        found = fingerprint(request["backend"], alloc_conf.here())
+        yield {"fingerprint": dataclasses.asdict(found)}
     except (AssertionError, RuntimeError) as error:
         # torch.cuda._lazy_init of 2.13: no CUDA in this build; no driver, one too old, no free card.
         yield {"unusable": str(error).partition("\n")[0]}

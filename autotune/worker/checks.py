@@ -278,6 +278,15 @@ def check_precision(accelerator: Any, config: TrainConfig, backend: str) -> list
     return complaints
 
 
+def check_allocator(config: TrainConfig, backend: str) -> list[str]:
+    """Whether segments grow: torch warns and goes on where the platform cannot."""
+    if backend != "cuda" or not config.expandable_segments:
+        return []
+    segments = torch.cuda.memory_snapshot()
+    num_fixed = sum(not segment["is_expandable"] for segment in segments)
+    return [f"{num_fixed} of {len(segments)} segments are not expandable"] if num_fixed else []
+
+
 def _tf32_is_on() -> bool:
     matmul = torch.backends.cuda.matmul
     # From torch 2.9 on; asking by the old name then raises.

@@ -6,13 +6,12 @@ Each part is an answer of its own, the likeliest to end the process late: what w
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune.allocator import VARIABLES
+from autotune import alloc_conf
 from autotune.worker.uncompiled import uncompiled
 
 Part = dict[str, Any]
@@ -46,9 +45,8 @@ def _allocator() -> Part:
     """Whether torch understands what is set: it would say so at its first allocation only."""
     import torch
 
-    setting = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
-    if setting:
-        torch._C._accelerator_setAllocatorSettings(setting)
+    if settings := alloc_conf.here():
+        torch._C._accelerator_setAllocatorSettings(settings)
     return {}
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import pynvml
 import torch
 
-from autotune.machine import allocator, cpu_name, versions
+from autotune.machine import cpu_name, versions
 from autotune.measurement import Fingerprint
 
 
-def fingerprint(backend: str) -> Fingerprint:
-    """Of the first visible CUDA device, or of the CPU. Needs no CUDA context."""
+def fingerprint(backend: str, allocator: str) -> Fingerprint:
+    """Of the first visible CUDA device, or of the CPU. Needs no CUDA context.
+
+    `allocator`: its settings, without what the configuration adds to them.
+    """
     is_cuda = backend == "cuda"
     return Fingerprint(
         device=torch.cuda.get_device_name(0) if is_cuda else cpu_name(),
         driver=_driver() if is_cuda else "",
         cuda=torch.version.cuda or "" if is_cuda else "",
         versions=versions(),
-        allocator=allocator(),
+        allocator=allocator,
     )
 
 

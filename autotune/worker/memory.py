@@ -15,6 +15,9 @@ Known limitations
 - Without NVML what other processes hold cannot be told apart and counts as this process's; the same
   when this process had a context before.
 - Other processes that grow or shrink meanwhile change what is measured.
+- Where segments grow, torch's cap counts a request in full, though a part of it is mapped already: it
+  gives back what is cached sooner than a card of that size would make it. Retries while it warms up are
+  no retries then.
 - Managed memory (paged optimizers) never has to leave a card that is larger than the budget: it counts
   as far as the budget has room beside the rest, which is where the card would keep it.
 - On the CPU peaks include building the model, as predictions do.
@@ -32,7 +35,8 @@ from typing import Any, Protocol
 import pynvml
 import torch
 
-from autotune.allocator import Replay, replay
+from autotune.allocator import OVERSHOOT_BYTES, Replay, replay
+from autotune.config import PRECISIONS, TrainConfig
 from autotune.worker.compiling import AllocationProfile
 from autotune.worker.tracker import Tracker
 
@@ -72,13 +76,12 @@ class DeviceMemory(Protocol):
         """After the last step."""
 
 
-def device_memory(
-    backend: str, budget_bytes: int, compute_dtype: torch.dtype, *, is_compiled: bool = False
-) -> DeviceMemory:
+def device_memory(backend: str, budget_bytes: int, config: TrainConfig) -> DeviceMemory:
     if backend == "cuda":
-        return CudaMemory(budget_bytes, compute_dtype)
+        dtype = getattr(torch, PRECISIONS[config.precision].compute_dtype)
+        return CudaMemory(budget_bytes, dtype, expandable_segments=config.expandable_segments)
     assert backend == "cpu", backend
-    return CpuMemory(budget_bytes, AllocationProfile() if is_compiled else None)
+    return CpuMemory(budget_bytes, AllocationProfile() if config.is_compiled else None)
 
 
 def left_bytes(backend: str) -> int | None:
@@ -94,8 +97,11 @@ def left_bytes(backend: str) -> int | None:
 class CudaMemory:
     """The first visible CUDA device. Not yet run on a GPU."""
 
-    def __init__(self, budget_bytes: int, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, budget_bytes: int, compute_dtype: torch.dtype, *, expandable_segments: bool = False
+    ) -> None:
         self.device = torch.device("cuda", 0)
+        self._expandable_segments = expandable_segments
         self._budget_bytes = budget_bytes
         self._compute_dtype = compute_dtype
         self._nontorch_bytes = 0
@@ -122,6 +128,10 @@ class CudaMemory:
         reserved = torch.cuda.memory_reserved(self.device)
         was_steady = self._reserved_bytes == reserved
         self._reserved_bytes = reserved
+        if self._expandable_segments:
+            # What is cached goes back once, in pages, and comes again where it is wanted: no harm but
+            # in every step.
+            self._num_earlier_retries = self._num_retries()
         peak = torch.cuda.max_memory_reserved(self.device)
         if peak + self._nontorch_bytes > self._budget_bytes:
             torch.cuda.empty_cache()
@@ -149,6 +159,8 @@ class CudaMemory:
         outside = total - free - reserved - self._others_bytes - managed_bytes
         self._nontorch_bytes = max(self._nontorch_bytes, outside)
         cap_bytes = max(self._budget_bytes - self._nontorch_bytes, 0)
+        if self._expandable_segments:
+            cap_bytes = max(cap_bytes - OVERSHOOT_BYTES, 0)
         fraction = min(cap_bytes / self._fraction_of_bytes, 1.0)
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 

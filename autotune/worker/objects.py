@@ -16,13 +16,14 @@ from peft import PeftConfig
 from transformers import BitsAndBytesConfig, TrainingArguments
 
 from autotune import adapters as fields_of
+from autotune.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.config import PRECISIONS, TrainConfig
 from autotune.errors import ConfigError, nearest
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.training_args import decided_arguments, environment
 from autotune.export.training_args import training_arguments as keyword_arguments
 from autotune.results import TraceSpec
-from autotune.worker import adapters
+from autotune.worker import adapters, checks
 from autotune.worker import model as models
 
 ONLY_CUDA = ("fp16", "tf32", "use_liger_kernel")
@@ -68,10 +69,11 @@ def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArgume
 
 
 def _set_environment(config: TrainConfig) -> None:
-    """What the Trainer takes from this process's environment as its arguments are made: fp8, or not."""
+    """What is taken from this process's environment: by the Trainer as its arguments are made (fp8, or
+    not), by torch's allocator when CUDA is first used."""
     wanted = environment(config)
     os.environ.update(wanted)
-    if not wanted and os.environ.get(_MIXED_PRECISION) == "fp8":
+    if _MIXED_PRECISION not in wanted and os.environ.get(_MIXED_PRECISION) == "fp8":
         del os.environ[_MIXED_PRECISION]
 
 
@@ -88,6 +90,8 @@ def differences(config: TrainConfig, arguments: TrainingArguments) -> dict[str, 
     mixed_precision = getattr(arguments, "mixed_precision", "unknown")
     if (mixed_precision == "fp8") is not is_fp8:
         found["mixed_precision"] = (mixed_precision, "fp8" if is_fp8 else "without fp8")
+    if checks.check_allocator(config, arguments.device.type):
+        found[VARIABLES[0]] = (os.environ.get(VARIABLES[0], "unset"), EXPANDABLE)
     for name, value in wanted.items():
         actual = getattr(arguments, name)
         actual = getattr(actual, "value", actual)  # an Enum
@@ -170,7 +174,11 @@ def quantization_config(config: TrainConfig, task: str) -> BitsAndBytesConfig | 
 
 
 def model_kwargs(config: TrainConfig, task: str) -> dict[str, Any]:
-    """Keyword arguments of `from_pretrained`: dtype, attention, and the quantisation where there is one."""
+    """Keyword arguments of `from_pretrained`: dtype, attention, and the quantisation where there is one.
+
+    Quantised weights are the first that CUDA hears of, so what is told by the environment is told here.
+    """
+    _set_environment(config)
     kwargs: dict[str, Any] = {
         "dtype": getattr(torch, PRECISIONS[config.precision].parameter_dtype),
         "attn_implementation": config.attention,

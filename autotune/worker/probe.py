@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from autotune import host_memory, needs
-from autotune.config import PRECISIONS, TrainConfig
+from autotune import alloc_conf, host_memory, needs
+from autotune.config import TrainConfig
 from autotune.export.training_args import environment
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.out_of_memory import HANDLE_BYTES, excess_bytes, says_no_handle
@@ -56,17 +56,14 @@ def probe(
     done anyway. Whatever is neither out of memory nor invalid is raised as it is.
     """
     began = time.perf_counter()
-    compute_dtype = getattr(torch, PRECISIONS[config.precision].compute_dtype)
+    settings = alloc_conf.here()
+    # Before CUDA is first used, which is when torch's allocator reads it.
+    os.environ.update(environment(config))
     if spec.backend == "cpu":
         # Threads that wait for each other are as slow as the one whose core another process has.
         torch.set_num_threads(1)
     try:
-        with device_memory(
-            spec.backend,
-            spec.memory_budget_bytes,
-            compute_dtype,
-            is_compiled=config.is_compiled,
-        ) as memory:
+        with device_memory(spec.backend, spec.memory_budget_bytes, config) as memory:
             callback = ProbeCallback(config, spec, memory, on_progress, stop_reason)
             figures = _run(model_config, callback, folder)
     except Exception as error:
@@ -76,7 +73,7 @@ def probe(
     return Measurement(
         config=config,
         spec=spec,
-        fingerprint=needs.fingerprint_for(config, fingerprint(spec.backend)),
+        fingerprint=needs.fingerprint_for(config, fingerprint(spec.backend, settings)),
         elapsed_seconds=time.perf_counter() - began,
         **figures,
     )
@@ -110,7 +107,6 @@ def _run(
     config, spec, memory = callback.config, callback.spec, callback.memory
     checks.require(checks.check_backend(config, spec.backend))
     torch.manual_seed(0)
-    os.environ.update(environment(config))
     hf_config = models.load_config(model_config)
     model = build(hf_config, spec.task, config, memory.device)
     memory.model_is_built()

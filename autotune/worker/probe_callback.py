@@ -155,6 +155,7 @@ class ProbeCallback(TrainerCallback):
             complaints = checks.check_optimizer(optimizer, self.config)
             accelerator = self._trainer.accelerator
             complaints += checks.check_precision(accelerator, self.config, self.spec.backend)
+            complaints += checks.check_allocator(self.config, self.spec.backend)
             if PRECISIONS[self.config.precision].fp8:
                 complaints += fp8.check_trained(self._trainer.model, optimizer)
             checks.require(complaints)

@@ -1,0 +1,63 @@
+"""Segments that grow, in a room: sums over a few large blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune.allocator import OVERSHOOT_BYTES, PAGE_BYTES, replay
+from autotune.growing import grown
+from autotune.step_events import Part, Steps
+from autotune.units import MIB
+
+X, Y, Z = range(3)
+SIZES = [300 * MIB, 300 * MIB, 400 * MIB]
+ONCE = [
+    # X goes while Y stays: Z fits into no free block of the steps, however often they run.
+    Part(-1, "set-up", [X, Y, ~X]),
+    Part(0, "forward", [Z, ~Z]),
+    Part(1, "forward", [Z, ~Z]),
+]
+
+
+def steps(parts: list[Part], sizes: list[int] = SIZES) -> Steps:
+    return Steps(sizes=sizes, categories=["activation"] * 3, parts=parts)
+
+
+def room(mib: int) -> int:
+    return mib * MIB + OVERSHOOT_BYTES
+
+
+def test_with_room_nothing_is_given_back() -> None:
+    found = grown(steps(ONCE), room(1000))
+    assert (found.peak_reserved_bytes, found.num_alloc_retries) == (1000 * MIB, 0)
+
+
+@pytest.mark.parametrize("mib", [700, 999])
+def test_what_is_given_back_once_is_no_harm(mib: int) -> None:
+    """Y and Z live together, and 700 MiB are enough; by segments of fixed size it is 1,000."""
+    found = grown(steps(ONCE), room(mib))
+    assert (found.peak_reserved_bytes, found.num_alloc_retries) == (700 * MIB, 1)
+    assert found.peak_allocated_bytes == 700 * MIB
+    assert replay(SIZES, steps(ONCE).events()).peak_reserved_bytes == 1000 * MIB
+
+
+def test_what_does_not_fit_lacks_what_its_request_lacked() -> None:
+    """The cap is held against 300 and 400 MiB, and what torch may map beyond it comes on top."""
+    found = grown(steps(ONCE), room(699))
+    assert found.peak_reserved_bytes == room(700)
+    assert found.peak_allocated_bytes == 700 * MIB
+
+
+def test_what_does_not_fit_lacks_what_is_live_at_least() -> None:
+    """The first request that fails is of X alone."""
+    assert grown(steps(ONCE), room(200)).peak_reserved_bytes == room(700)
+
+
+def test_what_is_given_back_in_every_step_does_not_fit() -> None:
+    """Z needs the place of X, which needs it back."""
+    step = [X, Y, ~X, Z, ~Z, ~Y]
+    sizes = [500 * MIB, 300 * MIB, 800 * MIB]
+    runs = replay(sizes, step * 30, cap_bytes=1100 * MIB, expandable_segments=True)
+    assert (runs.failed_event, runs.num_alloc_retries) == (None, 30)
+    found = grown(steps([Part(0, "forward", step), Part(1, "forward", step)], sizes), room(1100))
+    assert found.peak_reserved_bytes == room(1100) + PAGE_BYTES
