@@ -1,6 +1,6 @@
 """Traces -> Estimates: predicted memory and time of any number of configurations on one card.
 
-Memory: the events of two optimizer steps go through the allocator model. Time: the kernels of a
+Memory: the events of the first optimizer steps go through the allocator model. Time: the kernels of a
 micro-step and of an optimizer step go through the roofline, apart, so that any accumulation is priced.
 
 A full replay takes milliseconds; `floor_bytes` takes microseconds and cannot be too high, `seconds`
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune import roofline
-from autotune.allocator import replay
 from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.details import Timeline
 from autotune.gpus import Gpu
@@ -219,7 +218,7 @@ class Estimator:
         optimizer = self._update(spec, rank, config.optimizer)
         steps = self._steps(config)
         sizes, categories, events = steps.sizes, steps.categories, steps.events()
-        result = replay(sizes, events)
+        result = steps.replay()
         outside = self._outside_bytes(spec)
         resident = result.peak_reserved_bytes + outside
         managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)
