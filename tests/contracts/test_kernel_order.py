@@ -103,6 +103,26 @@ def test_a_loss_of_16_bits_has_logarithms_of_16_bits() -> None:
     assert [size for size in allocations(loss) if size > 512] == [512 * 1000 * 2, 512 * 1000 * 4]
 
 
+def test_autocast_casts_einsums_operands_in_their_order() -> None:
+    """And those of other products from the last to the first: OFT's and LoRA's."""
+    tokens, rotations = (
+        on_meta(512, 8, 32, dtype=torch.float32),
+        on_meta(8, 32, 32, dtype=torch.float32),
+    )
+
+    def casts(product: Callable[[], torch.Tensor]) -> list[int]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return [size for size in allocations(product) if size in (cast_tokens, cast_rotations)][
+                :2
+            ]
+
+    cast_tokens, cast_rotations = 2 * 512 * 8 * 32, 2 * 8 * 32 * 32
+    rotated = casts(lambda: torch.einsum("...rk,rkc->...rc", tokens, rotations))
+    assert rotated == [cast_tokens, cast_rotations]
+    multiplied = casts(lambda: tokens.transpose(0, 1) @ rotations)
+    assert multiplied == [cast_rotations, cast_tokens]
+
+
 @pytest.mark.parametrize(
     ("shape", "device", "sums"),
     [
