@@ -24,8 +24,9 @@ Known limitations
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 CATEGORIES = (
     "parameter",
@@ -107,7 +108,7 @@ class Replay:
     last_retry_event: int | None
     """Index into events of the request that hit the cap last; None when none did."""
     failed_event: int | None
-    """Index into events of the request that did not fit; None when all did."""
+    """Index into all events of the request that did not fit; None when all did."""
     failed_request_bytes: int | None
     """The segment it asked for ("Tried to allocate"): with final_reserved_bytes beyond the cap."""
     peak_allocated_event: int
@@ -120,10 +121,14 @@ def replay(
     sizes: Sequence[int],
     events: Sequence[int],
     *,
+    until_steady: Sequence[Sequence[int]] = (),
     cap_bytes: int | None = None,
     expandable_segments: bool = False,
 ) -> Replay:
     """Run a tape through the allocator, under a cap on reserved bytes if one is given.
+
+    `until_steady`: the events of further steps, which run until one ends with as much reserved as it
+    began with. Where nothing is given back in between, it leaves what it found: all others are alike.
 
     A request whose segment would pass the cap releases cached segments and tries again; if that
     does not help, the replay stops there and says so. A tensor may be allocated again after its
@@ -148,7 +153,7 @@ def replay(
     peak_event = -1 if not events else 0
     failed_event = failed_request = last_retry = None
 
-    for position, tensor in enumerate(events):
+    for position, tensor in enumerate(chain.from_iterable(_steps(events, until_steady, heap))):
         if tensor >= 0:
             size = rounded[tensor]
             if size <= _SMALL_REQUEST_BYTES:
@@ -235,6 +240,17 @@ def replay(
         final_allocated_bytes=allocated,
         final_reserved_bytes=heap.reserved_bytes,
     )
+
+
+def _steps(
+    events: Sequence[int], until_steady: Sequence[Sequence[int]], heap: _Heap
+) -> Iterator[Sequence[int]]:
+    yield events
+    for step in until_steady:
+        reserved_bytes = heap.reserved_bytes
+        yield step
+        if heap.reserved_bytes == reserved_bytes:
+            return
 
 
 def _segment_bytes(size: int) -> int:

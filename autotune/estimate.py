@@ -1,6 +1,6 @@
 """Traces -> Estimates: predicted memory and time of any number of configurations on one card.
 
-Memory: the events of two optimizer steps go through the allocator model. Time: the kernels of a
+Memory: the events of the first optimizer steps go through the allocator model. Time: the kernels of a
 micro-step and of an optimizer step go through the roofline, apart, so that any accumulation is priced.
 
 A full replay takes milliseconds; `floor_bytes` takes microseconds and cannot be too high, `seconds`
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune import roofline
-from autotune.allocator import replay
 from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig
 from autotune.details import Timeline
 from autotune.gpus import Gpu
@@ -224,7 +223,7 @@ class Estimator:
         result = (
             grown(steps, self.memory_budget_bytes - outside)
             if config.expandable_segments
-            else replay(sizes, events)
+            else steps.replay()
         )
         resident = result.peak_reserved_bytes + outside
         managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)

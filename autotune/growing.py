@@ -13,29 +13,34 @@ import dataclasses
 from autotune.allocator import OVERSHOOT_BYTES, PAGE_BYTES, Replay, replay
 from autotune.step_events import Steps
 
+NUM_STEPS = 4
+"""[judgement] In three of them what is cached may be given back, in the last no more."""
+
 
 def grown(steps: Steps, room_bytes: int) -> Replay:
     """The replay of the steps within so many reserved bytes.
 
     It passes them where the steps do not fit: by what is live, or by what the request that failed lacked,
-    or by a page where the last of two steady steps still has to give back what is cached. They may need
+    or by a page where the last step still has to give back what is cached. They may need
     more than that.
     """
-    events = steps.events()
-    last = max(part.step for part in steps.parts)
-    steady = [event for part in steps.parts if part.step == last for event in part.events]
-    settled = len(events) + len(steady)
+    numbers = sorted({part.step for part in steps.parts})[: NUM_STEPS + 1]
+    *settling, last = [
+        [event for part in steps.parts if part.step == number for event in part.events]
+        for number in numbers
+    ]
+    settled = [event for events in settling for event in events]
     within = replay(
         steps.sizes,
-        [*events, *steady, *steady],
+        [*settled, *last],
         cap_bytes=max(room_bytes - OVERSHOOT_BYTES, 0),
         expandable_segments=True,
     )
     if within.last_retry_event is None or (
-        within.failed_request_bytes is None and within.last_retry_event < settled
+        within.failed_request_bytes is None and within.last_retry_event < len(settled)
     ):
         return within
-    alone = replay(steps.sizes, events, expandable_segments=True)
+    alone = replay(steps.sizes, [*settled, *last], expandable_segments=True)
     needed = room_bytes + PAGE_BYTES
     if within.failed_request_bytes is not None:
         needed = within.final_reserved_bytes + within.failed_request_bytes + OVERSHOOT_BYTES

@@ -1,20 +1,22 @@
 """The events of the first optimizer steps: weights, micro-steps, clipping, optimizer, zero_grad.
 
-Two, so that state exists when the second step peaks; four where only some empty the cache.
+State exists from the second step on, and where the blocks then lie may let a third or a fourth reserve
+more: they run until one does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
-from autotune.allocator import EMPTY_CACHE_BYTES, Tape
+from autotune.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
 from autotune.config import TrainConfig
 from autotune.optimizer_steps.core import LOW_PRECISION, States
 from autotune.optimizers import OPTIMIZERS, Optimizer
 from autotune.parallel import RankTrace
 from autotune.traces import Trace
-from autotune.update import Update
+from autotune.update import MOST_STEPS, Update
 
 _SETUP, _FORWARD, _BACKWARD, _OPTIMIZER = "set-up", "forward", "backward", "optimizer"
 _AGAIN = ", further micro-batches"
@@ -39,9 +41,22 @@ class Steps:
     """Bytes of each tensor."""
     categories: list[str]
     parts: list[Part]
+    sure_step: int
+    """Steps up to it run in any case, those behind it until one reserves no more."""
 
     def events(self) -> list[int]:
-        return [event for part in self.parts for event in part.events]
+        return _events_of(self.parts)
+
+    def replay(self) -> Replay:
+        """What an allocator without a cap says; it may not come to the last steps."""
+        sure = [part for part in self.parts if part.step <= self.sure_step]
+        further = groupby(self.parts[len(sure) :], lambda part: part.step)
+        steps = [_events_of(parts) for _, parts in further]
+        return replay(self.sizes, _events_of(sure), until_steady=steps)
+
+
+def _events_of(parts: Iterable[Part]) -> list[int]:
+    return [event for part in parts for event in part.events]
 
 
 def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -> Steps:
@@ -60,6 +75,7 @@ def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -
         sizes=[*sizes, EMPTY_CACHE_BYTES, *tape.sizes],
         categories=[*trace.categories, "temporary", *tape.categories],
         parts=[Part(-1, _SETUP, setup), *parts],
+        sure_step=_sure_step(config),
     )
 
 
@@ -69,11 +85,18 @@ def _emptied(config: TrainConfig, step: int, num_tensors: int) -> list[int]:
     return [marker, ~marker] if every and not step % every else []
 
 
-def _step_numbers(config: TrainConfig) -> tuple[int, ...]:
-    """After the first. Where some empty the cache, one does that has state, and the next finds what it
-    left."""
+def _sure_step(config: TrainConfig) -> int:
+    """The first; where some empty the cache, one that does so with state there."""
     every = config.torch_empty_cache_steps
-    return (1, every, every + 1) if every > 1 else (1,)
+    return every if every > 1 else 0
+
+
+def _later_steps(config: TrainConfig) -> tuple[int, ...]:
+    """Numbers of the steps after the first. What lies between the second and the one that empties the
+    cache is like the second."""
+    sure = _sure_step(config)
+    numbers = (1, *range(max(sure, 2), sure + MOST_STEPS))
+    return numbers[: MOST_STEPS - 1]
 
 
 def _updating_after(
@@ -108,11 +131,11 @@ def _updating_after(
         *further(0),
         optimizer_step(update.first, 0),
     ]
-    for step in _step_numbers(config):
+    for step, events in zip(_later_steps(config), update.later, strict=True):
         parts += [
             *micro_step(trace.again, step),
             *further(step),
-            optimizer_step(update.later, step),
+            optimizer_step(events, step),
         ]
     return parts
 
@@ -138,7 +161,7 @@ def _updating_in_backward(
         return [*shifted[:end], ~gradient, *shifted[end:]]
 
     parts = list[Part]()
-    for step in (0, *_step_numbers(config)):
+    for step in (0, *_later_steps(config)):
         micro_step = trace.released if step else trace.released_first
         middle = trace.num_forward_events + (0 if step else trace.num_forward_workspaces)
         events = _emptied(config, step, num_tensors)

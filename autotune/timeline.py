@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from autotune.allocator import CATEGORIES, replay
+from autotune.allocator import CATEGORIES
 from autotune.details import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
 from autotune.step_events import Steps
 from autotune.traces.copies import numbers_of
@@ -15,7 +15,7 @@ from autotune.traces.running import changes, in_blocks
 
 def timeline_of(steps: Steps) -> Timeline:
     parts, events = steps.parts, steps.events()
-    peak_event = replay(steps.sizes, events).peak_allocated_event
+    peak_event = steps.replay().peak_allocated_event
     order = np.asarray(events, dtype=np.int64)
     deltas = changes(order, np.maximum(in_blocks(steps.sizes), 0))
     category_of = np.asarray(steps.categories)[numbers_of(order)]

@@ -161,6 +161,18 @@ def test_a_tensor_may_be_allocated_again() -> None:
     assert replay(tape.sizes, tape.events * 5) == replay(tape.sizes, tape.events)
 
 
+def test_steps_run_until_one_reserves_nothing() -> None:
+    """A tensor that stays takes a block that the step before had used: the step needs another segment."""
+    sizes = [30 * MIB, 14 * MIB]
+    first, keeping, steady = [0, ~0], [1, 0, ~0], [0, ~0]
+    once = replay(sizes, first)
+    assert once.peak_reserved_bytes == 30 * MIB
+    result = replay(sizes, first, until_steady=[keeping, steady, [*steady, *steady, -1]])
+    assert result == replay(sizes, [*first, *keeping, *steady])
+    assert result.peak_reserved_bytes == 60 * MIB
+    assert result.peak_allocated_event == 3
+
+
 def test_freeing_what_is_not_allocated_fails() -> None:
     with pytest.raises(KeyError):
         run(MIB, "a", "a")

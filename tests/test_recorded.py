@@ -15,8 +15,6 @@ from autotune.measurement import Fingerprint, Measurement, ProbeSpec
 ROOT = Path(__file__).parents[1]
 RECORDED = sorted((ROOT / "studies").glob("*/predicted_vs_measured.jsonl"))
 NO_CARDS = sorted((ROOT / "studies/no-card").glob("*/predicted_vs_measured.jsonl"))
-UNEXPLAINED = {"adamw_torch_4bit": -0.19, "liger": -0.03}
-"""Reserved memory, predicted / PyTorch's own - 1, of one run each: studies/no-card/README.md."""
 
 CONFIG = TrainConfig(
     method="full",
@@ -132,14 +130,7 @@ def test_pytorchs_own_memory_without_a_card(summary: Any, path: Path) -> None:
     records = [r for r in records if r["measurement"]["config"]["quantization"] != "int8"]
     assert len(summary.errors(records, "peak_allocated_bytes")) >= 95
     assert max(map(abs, summary.errors(records, "peak_allocated_bytes"))) < 0.0015
-    known, others = [], []
-    for record in records:
-        config = record["measurement"]["config"]
-        is_known = config["optimizer"] in UNEXPLAINED or (
-            config["liger"] and config["precision"] == "bf16-true" and config["method"] == "full"
-        )
-        (known if is_known else others).append(record)
-    assert max(map(abs, summary.errors(others, "peak_reserved_bytes"))) < 0.0025
-    found = sorted(summary.errors(known, "peak_reserved_bytes"))
-    assert found == pytest.approx(sorted(UNEXPLAINED.values()), abs=0.001)
+    reserved = list(map(abs, summary.errors(records, "peak_reserved_bytes")))
+    assert max(reserved) < 0.0025
+    assert reserved.count(0.0) >= 75
     assert summary.survival(records) == (15, 18)  # What lacks 2 MiB asks twice.

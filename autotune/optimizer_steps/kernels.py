@@ -101,16 +101,17 @@ class TorchAo(Algorithm):
 
     torchao 0.18 optim/adam.py (_new_buffer, single_param_adam), subclass_8bit.py, subclass_4bit.py.
     The Trainer passes block_size 256 to both. Of the step's float32 copies nothing is written: a
-    Triton kernel that reduces blocks of 256 holds them in registers, which no run here has shown.
-    The code that inductor makes for a CPU does keep two of them, of one parameter at a time. Not
-    modelled: compiling, once for each shape, and the host's look at its guards for each parameter.
+    Triton kernel that reduces blocks of 256 holds them in registers. Two codes of 4 bits make a byte,
+    though, which is another kernel's work, and it reads what the first one writes (quant_utils.py,
+    quantize_4bit_with_qmap): scaled values, and codes in 64 bits. Not modelled: compiling, once for
+    each shape, and the host's look at its guards for each parameter.
     """
 
     bits: int
 
     def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
         num_elements = spec.num_elements
-        if num_elements < _MIN_8BIT_ELEMENTS or num_elements % _BLOCK_ELEMENTS:
+        if not self._quantises(spec):
             return (StateTensor(size_bytes=spec.size_bytes),) * 2
         codes = StateTensor(size_bytes=num_elements * self.bits // 8)
         scales = StateTensor(size_bytes=num_elements // _BLOCK_ELEMENTS * 4)
@@ -118,12 +119,44 @@ class TorchAo(Algorithm):
         return (codes, scales, code_book) * 2
 
     def write_step(self, tape: Tape, specs: Sequence[TensorSpec], states: States | None) -> States:
-        return _state_as_it_comes(self, tape, specs) if states is None else states
+        kept = empty_states(specs) if states is None else states
+        for i in in_group_order(specs):
+            if states is None:
+                kept[i] = alloc_state(tape, self.state(specs[i]))
+            for index in [tape.alloc(n, "temporary") for n in self._between_kernels(specs[i])]:
+                tape.free(index)
+        return kept
+
+    def _between_kernels(self, spec: TensorSpec) -> list[int]:
+        """Bytes of what one kernel writes for another, in order of allocation.
+
+        Of both moments: the blocks' largest values, scaled values, codes.
+        """
+        if self.bits != 4 or not self._quantises(spec):
+            return []
+        num_elements = spec.num_elements
+        sizes = num_elements // _BLOCK_ELEMENTS * 4, num_elements * 4, num_elements * 8
+        return [size for size in sizes for _ in range(2)]
+
+    @staticmethod
+    def _quantises(spec: TensorSpec) -> bool:
+        num_elements = spec.num_elements
+        return num_elements >= _MIN_8BIT_ELEMENTS and num_elements % _BLOCK_ELEMENTS == 0
 
     def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
+        # Where another kernel packs the codes, a second one reads gradient and state again. Then there
+        # are six: the parameter, both moments, and of each moment its scales and its codes.
+        between = {
+            i: sizes for i, spec in enumerate(specs) if (sizes := self._between_kernels(spec))
+        }
+        again = [specs[i] for i in between]
         return StepCost(
-            bytes_moved=3 * total_bytes(specs) + 2 * total_state_bytes(self, specs),
-            num_kernels=len(specs),
+            bytes_moved=3 * total_bytes(specs)
+            + 2 * total_state_bytes(self, specs)
+            + total_bytes(again)
+            + total_state_bytes(self, again)
+            + 2 * sum(map(sum, between.values())),
+            num_kernels=len(specs) + 5 * len(between),
         )
 
 

@@ -103,6 +103,12 @@ def _cast_lower(autocast: Autocast, args: Any, kwargs: Any) -> _Call:
     return _map_tensors(autocast.lower, args, kwargs)
 
 
+def _cast_list_lower(autocast: Autocast, args: Any, kwargs: Any) -> _Call:
+    """Operands that C++ gets as a list are cast in its order (autocast_mode.h, cached_cast)."""
+    (operands,), kwargs = _cast_lower(autocast, (args,), kwargs)
+    return operands, kwargs
+
+
 def _cast_float32(_: Autocast, args: Any, kwargs: Any) -> _Call:
     return _map_tensors(lambda t: t.float() if t.dtype in HALF else t, args, kwargs)
 
@@ -128,7 +134,7 @@ def _cast_widest(_: Autocast, args: Any, kwargs: Any) -> _Call:
 # The functions of autocast_mode.h that Transformers' and PEFT's modelling code reaches.
 _LOWER = (
     F.linear, F.conv1d, F.conv2d, F.scaled_dot_product_attention,
-    torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.addbmm, torch.baddbmm, torch.einsum,
+    torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.addbmm, torch.baddbmm,
     torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.mm,
     torch.Tensor.bmm, torch.Tensor.addmm, torch.Tensor.baddbmm,
 )  # fmt: skip
@@ -148,6 +154,7 @@ _WIDEST = (torch.cat, torch.stack, torch.addcmul, torch.addcdiv, torch.cross, to
 
 _OF_CUDA: dict[Any, Policy] = {
     **dict.fromkeys(_LOWER, _cast_lower),
+    torch.einsum: _cast_list_lower,
     **dict.fromkeys(_FLOAT32, _cast_float32),
     **dict.fromkeys(_FLOAT32_RESULT, _default_float32),
     **dict.fromkeys(_WIDEST, _cast_widest),
@@ -160,6 +167,7 @@ _FLOAT32_ON_CPU = (
 _WIDEST_ON_CPU = (torch.cat, torch.stack)
 _OF_CPU: dict[Any, Policy] = {
     **dict.fromkeys(_LOWER, _cast_lower),
+    torch.einsum: _cast_list_lower,
     **dict.fromkeys(_FLOAT32_ON_CPU, _cast_float32),
     **dict.fromkeys(_WIDEST_ON_CPU, _cast_widest),
 }

@@ -45,10 +45,13 @@ def _flash_forward_buffers(
     return tuple(Buffer(flash_splits(rule[1:]), rule=rule) for rule in rules)
 
 
-def _flash_backward_copies(gradient: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
-    """Of what does not lie token by token: the result does not where queries are rotated in part (Phi)."""
+def _flash_backward_copies(gradient: torch.Tensor, out: torch.Tensor) -> tuple[Buffer, ...]:
+    """Of what does not lie token by token: the result does not where queries are rotated in part (Phi).
+
+    pytorch v2.13 aten/src/ATen/native/transformers/cuda/attention_backward.cu, _flash_attention_backward.
+    """
     lying = (t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous())
-    return tuple(t.nbytes for t in lying)
+    return tuple(Buffer(t.nbytes, comes_first=True) for t in lying)
 
 
 def _flash_backward_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
@@ -171,7 +174,7 @@ def _of_flash_forward(multiprocessors: Multiprocessors, args: Args, out: Any) ->
 
 def _of_flash_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
     copies = _flash_backward_copies(args[0], args[4])
-    return tuple(Buffer(size) for size in copies + _flash_backward_buffers(args[1], args[2]))
+    return (*copies, *map(Buffer, _flash_backward_buffers(args[1], args[2])))
 
 
 def _of_cudnn_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
@@ -205,21 +208,21 @@ def _of_softmax_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
 
 def _of_cumsum(_: Multiprocessors, args: Args, out: Any) -> Found:
     """ScanUtils.cuh, scan_dim."""
-    return _copies(args[:1])
+    return () if args[0].is_contiguous() else (Buffer(args[0].nbytes),)
 
 
 def _of_convolution(_: Multiprocessors, args: Args, out: Any) -> Found:
-    """In one dimension: taken for two, of operands in order."""
-    return _copies(args[:1]) if args[0].ndim == 3 else ()
+    return _copies(args[:1])
 
 
 def _of_convolution_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
-    return _copies(args[:2]) if args[0].ndim == 3 else ()
+    return _copies(args[:2])
 
 
 def _copies(tensors: Iterable[torch.Tensor]) -> Found:
-    """Of those whose elements do not lie in order."""
-    return tuple(Buffer(tensor.nbytes) for tensor in tensors if not tensor.is_contiguous())
+    """In one dimension: taken for two, of operands in order (Convolution.cpp, _convolution)."""
+    out_of_order = (t for t in tensors if t.ndim == 3 and not t.is_contiguous())
+    return tuple(Buffer(tensor.nbytes, comes_first=True) for tensor in out_of_order)
 
 
 _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {

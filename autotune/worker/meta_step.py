@@ -74,7 +74,7 @@ class MetaStep:
             rank = self._rank if ADAPTERS[spec.method].scales and spec.lora_rank is None else None
             self.model = adapters.add_adapter(self.model, self.task, spec, rank)
         if spec.trainer == "trl-sft":
-            sft.prepare(self.model, self.task, spec.method)
+            sft.prepare(self.model, self.task, is_quantized=spec.quantization != "none")
         if spec.method in ADAPTERS:
             self._own_new("adapter", place_of)
         if spec.liger:

@@ -31,8 +31,8 @@ PASSES = {"_backward_kernel": 2}
 """In place: read and written."""
 
 
-def prepare(model: Any, task: str, method: str) -> None:
-    """What SFTTrainer does to a model with its adapter."""
+def prepare(model: Any, task: str, *, is_quantized: bool) -> None:
+    """What SFTTrainer does to a model with its adapter; `is_quantized`: the base of it."""
     if task != "causal-lm":
         raise UnsupportedModel("SFTTrainer trains causal language models only")
     try:
@@ -41,9 +41,9 @@ def prepare(model: Any, task: str, method: str) -> None:
         raise UnsupportedModel(
             f"TRL is not installed here ({error}). It needs: pip install trl"
         ) from error
-    if method == "qlora":
-        for parameter in model.parameters():
-            if parameter.requires_grad:
+    if is_quantized:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))

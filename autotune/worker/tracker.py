@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +41,24 @@ from autotune.worker.meta_values import (
 aten = torch.ops.aten
 
 
-_LAST_FIRST = {aten.native_dropout.default}
-"""Operations that allocate their last result first, the mask here (torch 2.13 native/cuda/Dropout.cu)."""
+def _mask_first(_: tuple[Any, ...], out: Any) -> Any:
+    return out[::-1]
+
+
+def _weight_first_by_depth(args: tuple[Any, ...], out: Any) -> Any:
+    """Where each channel is convolved by itself, PyTorch's own kernels run; else cuDNN's."""
+    gradient_of_input, gradient_of_weight, gradient_of_bias = out
+    if args[1].shape[1] == args[9] > 1:
+        return gradient_of_weight, gradient_of_input, gradient_of_bias
+    return out
+
+
+_ORDERS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
+    aten.native_dropout.default: _mask_first,
+    aten.convolution_backward.default: _weight_first_by_depth,
+}
+"""Operations that allocate their results in another order than they return them: torch 2.13
+native/cuda/Dropout.cu; native/cuda/DepthwiseConv2d.cu, conv_depthwise2d_backward_cuda_out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +67,8 @@ class Buffer:
 
     size_bytes: int
     rule: tuple[Any, ...] | None = None
+    comes_first: bool = False
+    """There before the results are."""
 
 
 HiddenBuffers = Callable[[Any, tuple[Any, ...], Any], tuple[Buffer, ...]]
@@ -165,12 +183,19 @@ class Tracker(TorchDispatchMode):
         return index
 
     def record_buffers(self, buffers: tuple[Buffer, ...]) -> None:
-        """Buffers that live and die inside one kernel; the last is the first to go, as locals do."""
+        """Buffers that live and die inside one kernel."""
+        self._free(self._allocated(buffers))
+
+    def _allocated(self, buffers: Iterable[Buffer]) -> list[int]:
         indices = []
         for buffer in buffers:
             index = self._record_allocation(buffer.size_bytes, (), torch.uint8)
             self.recording.tensors[index].rule = buffer.rule
             indices.append(index)
+        return indices
+
+    def _free(self, indices: list[int]) -> None:
+        """The last is the first to go, as locals do."""
         self.recording.events.extend(~index for index in reversed(indices))
 
     def record_forever(self, size_bytes: int) -> int:
@@ -242,20 +267,24 @@ class Tracker(TorchDispatchMode):
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """What the operation allocated, and the kernel that it launched."""
-        outputs = self._tensors_here(out)
+        order = _ORDERS.get(func)
+        outputs = self._tensors_here(out if order is None else order(args, out))
+        inputs = self._tensors_here((args, tuple(kwargs.values())))
         fresh = [tensor for tensor in outputs if not self.knows(tensor)]
-        for tensor in reversed(fresh) if func in _LAST_FIRST else fresh:
+        is_launched = launches(func, bool(fresh)) and bool(outputs or inputs)
+        buffers: tuple[Buffer, ...] = ()
+        if is_launched and self._hidden_buffers is not None:
+            buffers = self._hidden_buffers(func, args, out)
+        inside = self._allocated(buffer for buffer in buffers if buffer.comes_first)
+        for tensor in fresh:
             self.index_of(tensor)
         # Only the kernel asks for a workspace: what it returns is there by then.
         if self._at_launch is not None:
             self._at_launch(self, func)
-        if not launches(func, bool(fresh)):
+        if not is_launched:
             return
-        inputs = self._tensors_here((args, tuple(kwargs.values())))
-        if not outputs and not inputs:
-            return
-        if self._hidden_buffers is not None:
-            self.record_buffers(self._hidden_buffers(func, args, out))
+        inside += self._allocated(buffer for buffer in buffers if not buffer.comes_first)
+        self._free(inside)
         self._launch(
             self._kernel_names.get(func) or _name(func),
             dtype_of(func, args, inputs or outputs),

@@ -46,6 +46,35 @@ def test_dropout_makes_its_mask_first() -> None:
     assert made[-2:] == [512 * 768, 512 * 768 * 4]
 
 
+@pytest.mark.parametrize(
+    ("groups", "gradients"),
+    [
+        # Each channel by itself: of the weight and then of the input, by PyTorch's own kernels.
+        (64, [64 * 4 * 2, 16 * 64 * 128 * 2]),
+        (1, [16 * 64 * 128 * 2, 64 * 64 * 4 * 2]),
+    ],
+)
+def test_a_convolution_copies_what_does_not_lie_in_order_first(
+    groups: int, gradients: list[int]
+) -> None:
+    """In one dimension; tokens by channels, as Mamba has them, are turned round by a view."""
+    tokens = on_meta(16, 128, 64, requires_grad=True)
+    weight = on_meta(64, 64 // groups, 4, requires_grad=True)
+    results = []
+
+    def forward() -> None:
+        turned = tokens.transpose(1, 2)
+        results.append(F.conv1d(turned, weight, padding=3, groups=groups))
+
+    copy, result = 16 * 64 * 128 * 2, 16 * 64 * 131 * 2
+    workspace = A100.cublas_workspace_bytes
+    assert [n for n in allocations(forward) if n != workspace][-2:] == [copy, result]
+    (out,) = results
+    gradient = torch.empty_like(out)
+    made = allocations(lambda: torch.autograd.grad(out, (tokens, weight), gradient))
+    assert [n for n in made if n != workspace][-3:] == [copy, *gradients]
+
+
 def test_a_product_is_there_before_its_workspace() -> None:
     left, right = on_meta(64, 32), on_meta(32, 16)
     made = allocations(lambda: left @ right)
@@ -72,6 +101,26 @@ def test_a_loss_of_16_bits_has_logarithms_of_16_bits() -> None:
             return F.cross_entropy(logits, target)
 
     assert [size for size in allocations(loss) if size > 512] == [512 * 1000 * 2, 512 * 1000 * 4]
+
+
+def test_autocast_casts_einsums_operands_in_their_order() -> None:
+    """And those of other products from the last to the first: OFT's and LoRA's."""
+    tokens, rotations = (
+        on_meta(512, 8, 32, dtype=torch.float32),
+        on_meta(8, 32, 32, dtype=torch.float32),
+    )
+
+    def casts(product: Callable[[], torch.Tensor]) -> list[int]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return [size for size in allocations(product) if size in (cast_tokens, cast_rotations)][
+                :2
+            ]
+
+    cast_tokens, cast_rotations = 2 * 512 * 8 * 32, 2 * 8 * 32 * 32
+    rotated = casts(lambda: torch.einsum("...rk,rkc->...rc", tokens, rotations))
+    assert rotated == [cast_tokens, cast_rotations]
+    multiplied = casts(lambda: tokens.transpose(0, 1) @ rotations)
+    assert multiplied == [cast_rotations, cast_tokens]
 
 
 @pytest.mark.parametrize(
@@ -114,3 +163,18 @@ def test_flash_attention_copies_what_does_not_lie_token_by_token() -> None:
         )
         copied[layout] = made.count(2 * 8 * 512 * 64 * 2)
     assert copied["heads"] - copied["tokens"] >= 1
+
+
+def test_flash_attention_copies_before_it_makes_gradients() -> None:
+    query = on_meta(2, 8, 512, 64, requires_grad=True)
+    key = on_meta(2, 2, 512, 64, requires_grad=True)
+
+    def attend() -> Any:
+        out = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+        return torch.autograd.grad(out, (query, key), torch.empty_like(out))
+
+    whole, of_a_key = 2 * 8 * 512 * 64 * 2, 2 * 2 * 512 * 64 * 2
+    copies, gradients, for_each_head = [whole] * 2, [whole, of_a_key, of_a_key], [whole] * 2
+    sums = [2 * 8 * 512 * 4, 2 * 8 * 512 * 64 * 4]
+    made = [size for size in allocations(attend) if size > 512]
+    assert made[-9:] == copies + gradients + sums + for_each_head

@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_probe import (
     FULL,
     LORA,
@@ -27,8 +29,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune.config import TrainConfig
 from autotune.units import MIB
+from autotune.worker import model as models
+from autotune.worker import sft
+from autotune.worker.build import build
 from autotune.worker.probe import probe
 from autotune.worker.stand_ins import replaced
+from autotune.worker.training import build_trainer
 
 pytest.importorskip("trl")
 
@@ -100,3 +106,42 @@ def test_it_trains_causal_language_models_alone(task: str, config: TrainConfig) 
     measured = probe(model, config, dataclasses.replace(SPEC, task=task))
     assert measured.outcome == "invalid"
     assert measured.message == "SFTTrainer trains causal language models only"
+
+
+QUANTISED = {
+    "a prompt": {
+        "method": "p_tuning",
+        "lora_rank": None,
+        "lora_targets": None,
+        "num_virtual_tokens": 4,
+    },
+    "a magnitude": {"method": "qlora", "lora_variant": "dora"},
+}
+
+
+@pytest.mark.parametrize("adapter", QUANTISED)
+def test_trl_casts_what_trains_on_a_quantised_base(adapter: str, tmp_path: Path) -> None:
+    """All of it but DoRA's magnitudes, whatever the method."""
+    config = dataclasses.replace(
+        LORA,
+        trainer="trl-sft",
+        precision="bf16-autocast",
+        quantization="nf4",
+        **QUANTISED[adapter],
+    )
+    hf_config = models.load_config(MODEL)
+
+    def built() -> Any:
+        return build(hf_config, SPEC.task, config, torch.device("cpu"))
+
+    def dtypes(model: Any) -> dict[str, torch.dtype]:
+        return {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+
+    ours = built()
+    assert set(dtypes(ours).values()) == {torch.float32}
+    sft.prepare(ours, SPEC.task, is_quantized=True)
+    theirs = dtypes(build_trainer(built(), hf_config, config, SPEC, str(tmp_path)).model)
+    assert dtypes(ours) == theirs
+    assert torch.bfloat16 in theirs.values()
+    kept = {name for name, dtype in theirs.items() if dtype is torch.float32}
+    assert bool(kept) == (adapter == "a magnitude")
