@@ -41,8 +41,12 @@ from autotune.worker.meta_values import (
 aten = torch.ops.aten
 
 
-_LAST_FIRST = {aten.native_dropout.default}
-"""Operations that allocate their last result first, the mask here (torch 2.13 native/cuda/Dropout.cu)."""
+_LAST_FIRST = {
+    aten.native_dropout.default: 1,
+    aten._scaled_dot_product_cudnn_attention.default: 2,
+}
+"""How many of its last results an operation allocates first: the mask (torch 2.13 native/cuda/Dropout.cu),
+seed and offset (native/transformers/cuda/attention.cu)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +248,8 @@ class Tracker(TorchDispatchMode):
         """What the operation allocated, and the kernel that it launched."""
         outputs = self._tensors_here(out)
         fresh = [tensor for tensor in outputs if not self.knows(tensor)]
-        for tensor in reversed(fresh) if func in _LAST_FIRST else fresh:
+        border = len(fresh) - _LAST_FIRST.get(func, 0)
+        for tensor in (*fresh[border:], *fresh[:border]):
             self.index_of(tensor)
         # Only the kernel asks for a workspace: what it returns is there by then.
         if self._at_launch is not None:
