@@ -23,6 +23,9 @@ from autotune.optimizer_steps.torch_lists import TensorLists
 from autotune.optimizers import Optimizer
 from autotune.traces.running import changes, in_blocks, running
 
+NUM_LATER_STEPS = 3
+"""As many as are replayed after the first at most (autotune.step_events)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
@@ -33,8 +36,8 @@ class Update:
     """Events before the first forward pass, when the optimizer is made: of state, or none."""
     first: list[int]
     """Of the first step, which makes the state that is not there."""
-    later: list[int]
-    """Of every other step."""
+    later: list[list[int]]
+    """Of the steps after it, each its own: some make a part of their state anew."""
     device_state_bytes: int
     state_bytes: int
     """The same in the allocator's blocks."""
@@ -51,10 +54,15 @@ def priced_update(row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool) 
     if row.updates:
         # What a weight's update allocates comes and goes within the backward pass.
         row.write_state(tape, specs)
-        first, later = tape.events, list[int]()
+        first, later = tape.events, list[list[int]]()
     else:
-        first, states = _write_step(tape, specs, row.algorithm, None, scaled=scaled)
-        later, _ = _write_step(tape, specs, row.algorithm, states, scaled=scaled)
+        first, norm, states = _write_step(tape, specs, row.algorithm, None, scaled=scaled)
+        later = []
+        for _ in range(NUM_LATER_STEPS):
+            written, norm, states = _write_step(
+                tape, specs, row.algorithm, states, norm=norm, scaled=scaled
+            )
+            later.append(written)
         costs.append(clip_cost(specs))
     if scaled:
         costs.append(unscale_cost(specs))
@@ -65,7 +73,7 @@ def priced_update(row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool) 
         made = [event for event in first if _is_state(tape, event)]
         first = [event for event in first if not _is_state(tape, event)]
     is_state = np.asarray(tape.categories) == "optimizer_state"
-    temporaries = running(np.asarray(later, dtype=np.int64), in_blocks(sizes))
+    temporaries = running(np.asarray(later[:1], dtype=np.int64).ravel(), in_blocks(sizes))
     return Update(
         tape=tape,
         made=made,
@@ -89,16 +97,22 @@ def _write_step(
     algorithm: Algorithm,
     states: States | None,
     *,
+    norm: int | None = None,
     scaled: bool,
-) -> tuple[list[int], States]:
-    """One step as the Trainer runs it: unscale, clip, step. Scalars last until its end."""
+) -> tuple[list[int], int, States]:
+    """One step as the Trainer runs it: unscale, clip, step. (Events, the norm's number, states.)
+
+    The Trainer keeps the norm of the gradients until the next step clips: `norm` is of the one before.
+    """
     start = len(tape.events)
-    kept = [write_unscale(tape)] if scaled else []
-    kept.append(write_clip(tape, specs))
+    if norm is not None:
+        tape.free(norm)
+    found_inf = write_unscale(tape) if scaled else None
+    norm = write_clip(tape, specs)
     states = algorithm.write_step(tape, specs, states)
-    for index in kept:
-        tape.free(index)
-    return tape.events[start:], states
+    if found_inf is not None:
+        tape.free(found_inf)
+    return tape.events[start:], norm, states
 
 
 def kernels_of(cost: StepCost, paged_out_bytes: int) -> list[roofline.Kernel]:
