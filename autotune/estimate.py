@@ -1,6 +1,6 @@
 """Traces -> Estimates: predicted memory and time of any number of configurations on one card.
 
-Memory: the events of two optimizer steps go through the allocator model. Time: the kernels of a
+Memory: the events of the first optimizer steps go through the allocator model. Time: the kernels of a
 micro-step and of an optimizer step go through the roofline, apart, so that any accumulation is priced.
 
 A full replay takes milliseconds; `floor_bytes` takes microseconds and cannot be too high, `seconds`
