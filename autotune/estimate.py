@@ -53,6 +53,7 @@ class _MicroStep:
 
     weights_bytes: int
     workspace_bytes: int
+    batch_bytes: int
     gradients_bytes: int
     step_buffers_bytes: int
     peak_first_bytes: int
@@ -142,6 +143,7 @@ class Estimator:
             if config.gradient_accumulation_steps > 1
             else 0,
         )
+        above += config.gradient_accumulation_steps * micro.batch_bytes
         state = optimizer.state_bytes
         outside = self._outside_bytes(spec)
         return outside + micro.weights_bytes + micro.workspace_bytes + state + above
@@ -328,6 +330,7 @@ class Estimator:
         return _MicroStep(
             weights_bytes=int(trace.running_bytes("setup", micro_batch, rank)[-1]),
             workspace_bytes=trace.bytes_of(trace.workspaces, micro_batch, rank),
+            batch_bytes=trace.bytes_of(trace.batch, micro_batch, rank),
             gradients_bytes=0
             if in_backward
             else trace.bytes_of(trace.gradients, micro_batch, rank),

@@ -72,8 +72,8 @@ class Answer:
     best: Estimate
     """The fastest that fits at the value; among equals the one that gives up least."""
     accumulated: Estimate | None
-    """The same with a second micro-batch per step: more of them need no more memory. None where it
-    cannot be."""
+    """The same with a second micro-batch per step: more of them need their token ids besides. None where
+    it cannot be."""
     beyond: Beyond | None
     """None where it is not memory that ends it."""
     limit: str

@@ -86,6 +86,7 @@ class RankTrace:
         self._own_sizes = functools.cache(self._work_out_sizes)
         self.launches = trace.launches
         self.workspaces = trace.workspaces
+        self.batch, self.count, self.loss = trace.batch, trace.count, trace.loss
         self._replaced: dict[int, Size] = {}
         self._buffers: list[int] = []
         self.setup = list(trace.setup)

@@ -62,7 +62,7 @@ class MicroStep:
             unit = self._unit_in(phase, place)
             if index == last_forward + 1:
                 self._begin_backward()
-            is_used = phase not in ("batch", "end")
+            is_used = phase != "end"
             if is_used and self._gathers and unit in self._shares.members:
                 self._use(unit, is_backward=is_backward)
             self._events += events

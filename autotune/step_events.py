@@ -1,4 +1,4 @@
-"""The events of the first optimizer steps: weights, micro-steps, clipping, optimizer, zero_grad.
+"""The events of the first optimizer steps: weights, batches, micro-steps, clipping, optimizer, zero_grad.
 
 State exists from the second step on, and where the blocks then lie may let a third or a fourth reserve
 more: they run until one does not.
@@ -6,12 +6,12 @@ more: they run until one does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from autotune.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
-from autotune.config import TrainConfig
+from autotune.config import PRECISIONS, TrainConfig
 from autotune.optimizer_steps.core import LOW_PRECISION, States
 from autotune.optimizers import OPTIMIZERS, Optimizer
 from autotune.parallel import RankTrace
@@ -21,6 +21,10 @@ from autotune.update import MOST_STEPS, Update
 _SETUP, _FORWARD, _BACKWARD, _OPTIMIZER = "set-up", "forward", "backward", "optimizer"
 _AGAIN = ", further micro-batches"
 """They are alike: one is replayed, however many the configuration accumulates."""
+
+_NUM_SCALARS, _NUM_SCALARS_OF_SCALER, _SCALAR_BYTES = 1, 2, 4
+"""Kept for good: the sum of losses (Trainer._run_epoch); a scaler's factor, and the steps since it changed
+(torch 2.13 amp/grad_scaler.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +73,92 @@ def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -
     else:
         tape, parts = update.tape, _updating_after(trace, update, len(sizes) + 1, config)
     marker = len(sizes)
-    # Accelerator.free_memory empties the cache before the Trainer makes the optimizer.
-    setup = [*trace.setup, marker, ~marker, *_shifted(update.made, marker + 1)]
+    kept = _KeptByTrainer(trace, sizes, config, num_before=marker + 1 + len(tape.sizes))
+    setup = [
+        *trace.setup,
+        # Accelerator.free_memory empties the cache before the Trainer makes the optimizer.
+        *(marker, ~marker),
+        *_shifted(update.made, marker + 1),
+        *kept.scalars(),
+    ]
+    parts = [Part(-1, _SETUP, setup), *map(kept.added_to, parts)]
     return Steps(
-        sizes=[*sizes, EMPTY_CACHE_BYTES, *tape.sizes],
-        categories=[*trace.categories, "temporary", *tape.categories],
-        parts=[Part(-1, _SETUP, setup), *parts],
+        sizes=[*sizes, EMPTY_CACHE_BYTES, *tape.sizes, *kept.tape.sizes],
+        categories=[*trace.categories, "temporary", *tape.categories, *kept.tape.categories],
+        parts=parts,
         sure_step=_sure_step(config),
     )
+
+
+class _KeptByTrainer:
+    """What outlives a micro-step: its loss, until there is the next; scalars; the step's micro-batches.
+
+    All of a step are fetched before it, while those of the last one are there still. Their labels are
+    counted one micro-batch after the other, which is alike: once here.
+    Source: transformers 5.23 Trainer._run_epoch and get_batch_samples.
+    """
+
+    def __init__(
+        self,
+        trace: Trace | RankTrace,
+        sizes: Sequence[int],
+        config: TrainConfig,
+        *,
+        num_before: int,
+    ) -> None:
+        self.tape = Tape()
+        self._trace = trace
+        self._sizes = sizes
+        self._config = config
+        self._num_before = num_before
+        self._step = -1
+        self._fetched: list[int] = []
+        self._losses: list[int] = []
+
+    def scalars(self) -> list[int]:
+        """Made before the first step."""
+        is_scaled = PRECISIONS[self._config.precision].grad_scaler
+        for _ in range(_NUM_SCALARS + is_scaled * _NUM_SCALARS_OF_SCALER):
+            self.tape.alloc(_SCALAR_BYTES, "temporary")
+        return self._written()
+
+    def added_to(self, part: Part) -> Part:
+        """The part of a step with its events."""
+        before, events, after = list[int](), part.events, list[int]()
+        if part.step != self._step:
+            self._step = part.step
+            self._fetch()
+            before = self._written()
+        if part.phase.startswith(_FORWARD) and self._trace.loss is not None:
+            made = events.index(self._trace.loss)
+            self._losses.append(self.tape.alloc(_SCALAR_BYTES, "temporary"))
+            events = [*events[:made], *self._written(), *events[made + 1 :]]
+        if _BACKWARD in part.phase and len(self._losses) > 1:
+            self.tape.free(self._losses.pop(0))
+            after = self._written()
+        return Part(part.step, part.phase, [*before, *events, *after])
+
+    def _fetch(self) -> None:
+        tape, sizes = self.tape, self._sizes
+        num_micro_batches = self._config.gradient_accumulation_steps
+        fetched = [
+            tape.alloc(sizes[tensor], "activation")
+            for tensor in num_micro_batches * self._trace.batch
+        ]
+        counted = {}
+        for event in self._trace.count:
+            if event >= 0:
+                counted[event] = tape.alloc(sizes[event], "temporary")
+            else:
+                tape.free(counted.pop(~event))
+        for tensor in self._fetched:
+            tape.free(tensor)
+        self._fetched = [*fetched, *counted.values()]
+
+    def _written(self) -> list[int]:
+        events = _shifted(self.tape.events, self._num_before)
+        self.tape.events.clear()
+        return events
 
 
 def _emptied(config: TrainConfig, step: int, num_tensors: int) -> list[int]:

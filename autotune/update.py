@@ -37,7 +37,7 @@ class Update:
     first: list[int]
     """Of the first step, which makes the state that is not there."""
     later: list[list[int]]
-    """Of each step after it: they are alike, but state that is made anew is another tensor."""
+    """Of each step after it: they are alike, but a part of the state may be made anew."""
     device_state_bytes: int
     state_bytes: int
     """The same in the allocator's blocks."""
@@ -56,10 +56,12 @@ def priced_update(row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool) 
         row.write_state(tape, specs)
         first, later = tape.events, [list[int]()]
     else:
-        first, states = _write_step(tape, specs, row.algorithm, None, scaled=scaled)
+        first, norm, states = _write_step(tape, specs, row.algorithm, None, scaled=scaled)
         later = list[list[int]]()
         for _ in range(1, MOST_STEPS):
-            events, states = _write_step(tape, specs, row.algorithm, states, scaled=scaled)
+            events, norm, states = _write_step(
+                tape, specs, row.algorithm, states, norm=norm, scaled=scaled
+            )
             later.append(events)
         costs.append(clip_cost(specs))
     if scaled:
@@ -95,16 +97,22 @@ def _write_step(
     algorithm: Algorithm,
     states: States | None,
     *,
+    norm: int | None = None,
     scaled: bool,
-) -> tuple[list[int], States]:
-    """One step as the Trainer runs it: unscale, clip, step. Scalars last until its end."""
+) -> tuple[list[int], int, States]:
+    """One step as the Trainer runs it: unscale, clip, step. (Events, the norm's number, states.)
+
+    The Trainer keeps the norm of the gradients until the next step clips: `norm` is of the one before.
+    """
     start = len(tape.events)
-    kept = [write_unscale(tape)] if scaled else []
-    kept.append(write_clip(tape, specs))
+    if norm is not None:
+        tape.free(norm)
+    found_inf = write_unscale(tape) if scaled else None
+    norm = write_clip(tape, specs)
     states = algorithm.write_step(tape, specs, states)
-    for index in kept:
-        tape.free(index)
-    return tape.events[start:], states
+    if found_inf is not None:
+        tape.free(found_inf)
+    return tape.events[start:], norm, states
 
 
 def kernels_of(cost: StepCost, paged_out_bytes: int) -> list[roofline.Kernel]:

@@ -54,7 +54,7 @@ from autotune.gpus import Gpu, find_gpu
 from autotune.optimizer_steps import TensorSpec, write_clip, write_unscale
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Estimate, TraceSpec
-from autotune.traces import FORWARD_PHASES, SETUP_PHASES, Trace
+from autotune.traces import FETCH_PHASES, FORWARD_PHASES, SETUP_PHASES, Trace
 from autotune.worker import adapters
 from autotune.worker import model as models
 from autotune.worker.cuda import Device
@@ -101,7 +101,7 @@ def _traced(plan: Plan, gpu: Gpu, program: Program) -> _Traced:
         backward = next(
             block
             for block in answer["blocks"]
-            if block["phase"] not in (*SETUP_PHASES, *FORWARD_PHASES)
+            if block["phase"] not in (*SETUP_PHASES, *FETCH_PHASES, *FORWARD_PHASES)
         )
         first_of_backward = backward["events"][0]
         num_forward_events = next(
@@ -173,7 +173,7 @@ class _Loop:
         self.tape = Tape(
             sizes=trace.sizes(config.micro_batch_size, rank),
             categories=list(trace.categories),
-            events=list(trace.setup),
+            events=[*trace.setup, *trace.batch],
         )
         self._states: Any = None
         self._has_gradients = False
@@ -228,6 +228,8 @@ class _Loop:
         if self._program.holds_outputs:
             num_end_events = self._traced.num_end_events
             backward, self._outputs = backward[:-num_end_events], backward[-num_end_events:]
+        if trace.loss is not None:
+            backward.append(~trace.loss)
         self.tape.events += forward
         if self._program.gradients == "dropped before the backward pass":
             self._drop_gradients()

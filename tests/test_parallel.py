@@ -222,9 +222,11 @@ def test_every_event_list_adds_up(name: str, method: str, accumulation: int) -> 
     assert isinstance(trace, RankTrace)
     rank = config.lora_rank or 0
     again, later = (trace.running_bytes(events, 2, rank) for events in ("again", "next"))
-    # What a micro-step leaves behind is its gradients; one that adds to them leaves nothing.
-    assert again[-1] == trace.bytes_of(trace.gradients, 2, rank)
-    assert later[-1] == 0
+    # What a micro-step leaves behind is its gradients and the loss; one that adds to them, the loss.
+    assert trace.loss is not None
+    loss_bytes = trace.bytes_of([trace.loss], 2, rank)
+    assert again[-1] == trace.bytes_of(trace.gradients, 2, rank) + loss_bytes
+    assert later[-1] == loss_bytes == 512
     assert min(again.min(), later.min()) >= 0
     estimate = priced.estimate(config)
     parts = dataclasses.asdict(estimate.breakdown)

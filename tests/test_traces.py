@@ -11,7 +11,7 @@ from autotune.traces import BrokenTrace, Sums, Terms, Trace, evaluate
 
 WEIGHT, EMBEDDING = [1000, 0, 0], [9000, 0, 0]
 HIDDEN, SCRATCH, LOGITS, TOKENS = [16, 1, 0], [24, 1, 0], [700, 1, 0], [8, 1, 0]
-WORKSPACE = [50_000, 0, 0]
+WORKSPACE, NUMBER = [50_000, 0, 0], [4, 0, 0]
 
 
 class Answer:
@@ -74,7 +74,8 @@ def step(*, full: int, traced: int = 3, odd_first_layer: bool = False) -> Answer
     a.block("weights").weight("embedding", EMBEDDING)
     for n in range(traced):
         a.block("weights", n).weight(f"w{n}", WEIGHT)
-    a.block("batch").alloc("tokens", TOKENS)
+    a.block("batch").alloc("tokens", TOKENS).kernel("copy", [5, 1, 0])
+    a.block("count").alloc("is-token", TOKENS).alloc("number", NUMBER).free("is-token")
     a.block("embed").alloc("out-1", HIDDEN)
     for n in range(traced):
         a.block("forward", n)
@@ -92,7 +93,7 @@ def step(*, full: int, traced: int = 3, odd_first_layer: bool = False) -> Answer
         a.kernel("mm", [20, 1, 0])
     a.block("embed_backward").gradient("g-embedding", EMBEDDING).free("d0")
     # The last output has no next layer to free it.
-    a.block("end").free("tokens", f"out{traced - 1}")
+    a.block("end").free(f"out{traced - 1}")
     return a
 
 
@@ -103,9 +104,9 @@ def seen(trace: Trace, events: list[int], micro_batch: int = 2) -> list[int]:
 
 
 # At micro-batch 2: hidden 32, scratch 48, logits 1400, tokens 16.
-FORWARD = [16, 32, 50_000, 48, 32, -48] + 4 * [48, 32, -48] + [1400]
-BACKWARD = [-1400, 32, *5 * [1000, 32, -32, -32], 9000, -32, -16, -32]
-ADDING = [-1400, 32, *5 * [1000, -1000, 32, -32, -32], 9000, -9000, -32, -16, -32]
+FORWARD = [32, 50_000, 48, 32, -48] + 4 * [48, 32, -48] + [1400]
+BACKWARD = [-1400, 32, *5 * [1000, 32, -32, -32], 9000, -32, -32]
+ADDING = [-1400, 32, *5 * [1000, -1000, 32, -32, -32], 9000, -9000, -32, -32]
 
 
 @pytest.mark.parametrize("odd_first_layer", [False, True])
@@ -114,7 +115,9 @@ def test_the_middle_layer_repeats(odd_first_layer: bool) -> None:
     trace = step(full=5, odd_first_layer=odd_first_layer).trace()
     forward = list(FORWARD)
     if odd_first_layer:
-        forward[3:3] = [48, -48]
+        forward[2:2] = [48, -48]
+    assert seen(trace, trace.batch) == [16]
+    assert seen(trace, trace.count) == [16, 4, -16]
     assert seen(trace, trace.setup) == [9000, *5 * [1000]]
     assert seen(trace, trace.first) == forward + BACKWARD
     assert seen(trace, trace.again) == [size for size in forward if size != 50_000] + BACKWARD
@@ -165,7 +168,8 @@ def test_categories() -> None:
     assert of_size == {
         9000: {"parameter", "gradient"},
         1000: {"parameter", "gradient"},
-        16: {"activation"},
+        16: {"activation", "temporary"},  # tokens, and which of them are counted
+        4: {"activation"},
         32: {"activation", "temporary"},  # outputs are kept for the backward pass, d's are not
         48: {"temporary"},
         1400: {"logits"},
@@ -182,8 +186,8 @@ def test_running_and_summed_bytes_are_rounded_to_blocks() -> None:
     assert trace.bytes_of(trace.gradients, 2, 1) == 5 * 1024 + 9216
     again = trace.running_bytes("again", 2, 1)
     assert again[-1] == 5 * 1024 + 9216
-    # Tokens, embedded input and five outputs, one scratch or the logits (1400 -> 1536).
-    assert again[: len(FORWARD) - 1].max() == 512 + 512 + 5 * 512 + 1536
+    # Embedded input and five outputs, one scratch or the logits (1400 -> 1536).
+    assert again[: len(FORWARD) - 1].max() == 512 + 5 * 512 + 1536
     assert trace.running_bytes("next", 2, 1)[-1] == 0
 
 
@@ -340,8 +344,8 @@ def test_freeing_twice_is_broken() -> None:
 def test_freeing_first_is_broken() -> None:
     a = step(full=5)
     a.block("end").alloc("late", HIDDEN)
-    batch = next(block for block in a.blocks if block["phase"] == "batch")
-    batch["events"].append(~a.number["late"])
+    embed = next(block for block in a.blocks if block["phase"] == "embed")
+    embed["events"].append(~a.number["late"])
     with pytest.raises(BrokenTrace, match="freed before it is allocated"):
         a.trace()
 

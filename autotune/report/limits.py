@@ -60,11 +60,11 @@ def _said(answer: Answer) -> str:
 
 
 def _accumulating(answer: Answer) -> str:
-    """Whether gradients may wait for a second micro-batch; more of them need no more."""
+    """Whether gradients may wait for a second micro-batch; more of them need their token ids besides."""
     if answer.accumulated is None:
         return "Several micro-batches per step do not go with these settings."
     if answer.best.config.gradient_accumulation_steps > 1:
-        return "More micro-batches per step need no more memory."
+        return "More micro-batches per step need no more memory than their token ids."
     peak_bytes = answer.accumulated.peak_device_bytes
     lacks_bytes = peak_bytes - answer.memory_budget_bytes
     verdict = "fits" if lacks_bytes <= 0 else f"does not fit, by {format_bytes(lacks_bytes)}"

@@ -13,6 +13,7 @@ each reference to a neighbour's tensor is shifted with the copy. Sizes are
 """
 
 from autotune.traces.blocks import (
+    FETCH_PHASES,
     FORWARD_PHASES,
     SETUP_PHASES,
     Place,
@@ -25,6 +26,7 @@ from autotune.traces.terms import Sums, Term, Terms, evaluate
 from autotune.traces.trace import Launch, Trace, TracedParameter
 
 __all__ = [
+    "FETCH_PHASES",
     "FORWARD_PHASES",
     "SETUP_PHASES",
     "BrokenTrace",

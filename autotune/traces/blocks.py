@@ -13,7 +13,9 @@ Place = tuple[str, int]
 """(stack, layer): which of several stacks, empty for the first; layer -1 outside of all."""
 
 SETUP_PHASES = ("weights", "adapter", "settled")
-FORWARD_PHASES = ("batch", "embed", "forward", "head")
+FETCH_PHASES = ("batch", "count")
+"""A micro-batch reaches the device; its labels are counted."""
+FORWARD_PHASES = ("embed", "forward", "head")
 # A second stack of layers (a decoder's, beside an encoder's) has its number behind the phase.
 
 
@@ -35,6 +37,10 @@ class TracedKernel:
 
 def is_setup(phase: str) -> bool:
     return phase.partition(" ")[0] in SETUP_PHASES
+
+
+def is_fetch(phase: str) -> bool:
+    return phase in FETCH_PHASES
 
 
 def is_forward(phase: str) -> bool:
@@ -89,7 +95,7 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
     """Equal kernels of a micro-step once, with their number."""
     counts: dict[tuple[Any, ...], int] = {}
     for block in blocks:
-        if is_setup(block["phase"]):
+        if is_setup(block["phase"]) or is_fetch(block["phase"]):
             continue
         copies = layers.copies(block["layer"])
         pass_of_block = "forward" if is_forward(block["phase"]) else "backward"

@@ -37,6 +37,12 @@ def _embedding_rows(numbers: Sequence[int]) -> int:
     return 0 if indices <= 3072 else 8 * min(indices, rows)
 
 
+def _embedding_sort(numbers: Sequence[int]) -> int:
+    """What sorting takes: (indices, bytes). Likewise."""
+    indices, size_bytes = numbers
+    return 0 if indices <= 3072 else size_bytes
+
+
 def _near(numbers: Sequence[int]) -> int:
     """A tensor that is one longer or shorter than a size that is a term: (size, bytes each, +1 or -1)."""
     size, item_bytes, beyond = numbers
@@ -76,6 +82,7 @@ def flash_splits(numbers: Sequence[int]) -> int:
 RULES = {
     "embedding": _embedding_partials,
     "embedding rows": _embedding_rows,
+    "embedding sort": _embedding_sort,
     "flash splits": flash_splits,
     "near": _near,
     "reduction": _reduction,

@@ -19,6 +19,7 @@ from autotune.traces.blocks import (
     count_kernels,
     cut,
     giving_up,
+    is_fetch,
     is_forward,
     is_setup,
 )
@@ -56,9 +57,10 @@ class TracedParameter:
 class Trace:
     """The events and kernels of one micro-step of the whole model, sizes still symbolic.
 
-    Tensors are numbered; `setup` allocates weights, `first` is a micro-step that makes the
-    gradients (and the library workspaces, which stay), `again` the same once workspaces exist,
-    `next` one that adds to gradients already there.
+    Tensors are numbered; `setup` allocates weights, `batch` a micro-batch, which outlives its
+    micro-step, and `count` counts its labels. `first` is a micro-step that makes the gradients (and
+    the library workspaces, which stay), `again` the same once workspaces exist, `next` one that adds
+    to gradients already there. Its `loss` outlives it, too.
     """
 
     def __init__(self, answer: dict[str, Any]) -> None:
@@ -74,8 +76,11 @@ class Trace:
 
         starts: dict[Callable[[str], bool], list[tuple[int, int, int]]] = {}
 
+        def is_step(phase: str) -> bool:
+            return not is_setup(phase) and not is_fetch(phase)
+
         def is_backward(phase: str) -> bool:
-            return not is_setup(phase) and not is_forward(phase)
+            return is_step(phase) and not is_forward(phase)
 
         def whole(wanted: Callable[[str], bool], events_of: Callable[..., list[int]]) -> Events:
             events, starts[wanted] = copies.events(
@@ -85,6 +90,9 @@ class Trace:
 
         traced = operator.itemgetter("events")
         self._setup = whole(is_setup, traced)
+        batch = whole(lambda phase: phase == "batch", traced)
+        count = whole(lambda phase: phase == "count", traced)
+        self.batch, self.count = listed(batch), listed(count)
         forward = whole(is_forward, traced)
         backward = whole(is_backward, traced)
         self._first = np.concatenate((forward, backward))
@@ -94,11 +102,10 @@ class Trace:
             *((phases[i], layer, at) for i, layer, at in starts[is_forward]),
             *((phases[i], layer, at + len(forward)) for i, layer, at in starts[is_backward]),
         ]
-        self._next = whole(
-            lambda phase: not is_setup(phase), functools.partial(adding, self._tensors)
-        )
-        self._make_released = functools.partial(whole, lambda phase: not is_setup(phase), giving_up)
-        self._categories = self._categorise(forward)
+        self._next = whole(is_step, functools.partial(adding, self._tensors))
+        self._make_released = functools.partial(whole, is_step, giving_up)
+        self._categories = self._categorise(np.concatenate((batch, count, forward)))
+        self.loss = listed(self._template).index(answer["loss"]) if "loss" in answer else None
         is_workspace = self._categories[numbers_of(self._first)] == "workspace"
         self._again = self._first[~is_workspace]
         is_kept = self._categories[numbers_of(forward)] == "workspace"
@@ -310,7 +317,7 @@ class Trace:
         return categories
 
     def _check(self, events: Events) -> None:
-        """Every tensor is made once and freed once after; only gradients and workspaces stay."""
+        """Every tensor is made once and freed once after; only gradients, workspaces and the loss stay."""
         numbers, positions = numbers_of(events), np.arange(len(events))
         is_free = events < 0
         made_at = np.full(len(self._template), len(events))
@@ -321,7 +328,10 @@ class Trace:
             number = numbers[wrong][0]
             raise BrokenTrace(f"tensor {number} is freed before it is allocated, or twice")
         made, freed = uses[::2], uses[1::2]
-        left = set(self._categories[made > freed]) - {"gradient", "workspace"}
+        stays = made > freed
+        if self.loss is not None:
+            stays[self.loss] = False
+        left = set(self._categories[stays]) - {"gradient", "workspace"}
         if left:
             raise BrokenTrace(f"{', '.join(sorted(left))} tensors outlive the step")
 

@@ -33,9 +33,6 @@ def build(
     if train_config.quantization != "none":
         quantize.quantize(model, task, spec)
     materialize(model, getattr(torch, PRECISIONS[train_config.precision].parameter_dtype), device)
-    # As the exported train.py has it. The losses of other tasks are means over a micro-batch.
-    if task != "causal-lm":
-        model.accepts_loss_kwargs = False  # type: ignore[assignment]
     if train_config.method == "full":
         return model
     return adapters.add_adapter(model, task, train_config)

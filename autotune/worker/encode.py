@@ -131,6 +131,7 @@ def encode(
         "tensors": tensors,
         "blocks": blocks,
         "parameters": _count_parameters(step.model, symbols),
+        "loss": step.loss,
     }
     if chunks.is_symbolic and chunks.rule is not None:
         name, num_tokens, constant = chunks.rule

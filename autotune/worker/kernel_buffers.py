@@ -102,10 +102,13 @@ def _embedding_backward_buffers(
     def per_partial(row_bytes: int) -> Buffer:
         return Buffer(partials * row_bytes, rule=("embedding", tokens, rows, row_bytes))
 
+    def sorted_by(size_bytes: int) -> Buffer:
+        return Buffer(size_bytes, rule=("embedding sort", tokens, size_bytes))
+
     return (
-        *(Buffer(tokens * 8) for _ in range(3)),
+        *(sorted_by(tokens * 8) for _ in range(3)),
         *(Buffer(segments * 8, rule=("embedding rows", tokens, rows)) for _ in range(2)),
-        *(Buffer(8) for _ in range(2)),
+        *(sorted_by(8) for _ in range(2)),
         per_partial(8),
         per_partial(accumulate_bytes * gradient.shape[-1]),
     )
@@ -156,7 +159,13 @@ Args = tuple[Any, ...]
 
 def _sums(multiprocessors: Multiprocessors, tensor: torch.Tensor, dims: Any, out: Any) -> Found:
     reduced = {dim % tensor.ndim for dim in dims or range(tensor.ndim)}
-    return _reduction_buffers(multiprocessors, tensor, out, reduced)
+    return _cast(tensor, out) + _reduction_buffers(multiprocessors, tensor, out, reduced)
+
+
+def _cast(tensor: torch.Tensor, out: torch.Tensor) -> Found:
+    """What is summed as integers is made some first (ReduceOpsUtils.h, make_reduction)."""
+    is_cast = tensor.dtype is not out.dtype and not tensor.is_floating_point()
+    return (Buffer(tensor.numel() * out.element_size()),) if is_cast else ()
 
 
 def _of_sum(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
@@ -207,7 +216,9 @@ def _of_softmax_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
 
 
 def _of_cumsum(_: Multiprocessors, args: Args, out: Any) -> Found:
-    """ScanUtils.cuh, scan_dim."""
+    """ScanUtils.cuh, scan_dim; ReduceOps.cpp, impl_func_cum_ops."""
+    if cast := _cast(args[0], out):
+        return cast
     return () if args[0].is_contiguous() else (Buffer(args[0].nbytes),)
 
 

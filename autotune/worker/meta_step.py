@@ -45,6 +45,10 @@ class MetaStep:
         """tensor index of a gradient -> tensor index of its parameter"""
         self.handed_over: dict[int, list[int]] = {}
         """event position -> gradients that autograd hands over there"""
+        self._kept: list[Any] = []
+        """What the Trainer keeps after the micro-step: its list of micro-batches, and the loss."""
+        self.loss = -1
+        """Tensor index of the loss."""
 
     def mark(self, phase: str, place: Place = OUTSIDE) -> None:
         self._last = phase, place
@@ -126,7 +130,9 @@ class MetaStep:
         inputs = _batch(self.task, self.spec, micro_batch, sequence_length)
         accepts = models.accepts_loss_kwargs(model)
         if accepts:
-            inputs["num_items_in_batch"] = torch.empty((), dtype=torch.float32, device="meta")
+            self.mark("count")
+            inputs["num_items_in_batch"] = _num_items(model, inputs["labels"])
+        self._kept += inputs.values()
         for number, stack in enumerate(layer_stacks(model)):
             handles += self._hook_layers(number, stack)
         self.mark("embed")
@@ -146,7 +152,9 @@ class MetaStep:
             accumulate_grad=True,
         )
         self.mark("end")
-        del scaled, loss, inputs  # the Trainer's list of micro-batches keeps them so long
+        self._kept.append(loss.detach())
+        self.loss = self.tracker.index_of(loss)
+        del scaled, loss, inputs
         # Hooks in C++ keep what they refer to from ever being collected.
         for handle in handles:
             handle.remove()
@@ -253,10 +261,17 @@ def _batch(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int) -
     if spec.batching == "padding-free":
         return _one_row(empty, *shape, has_sample_numbers=spec.trainer == "trl-sft")
     labels = empty(micro_batch) if task == "sequence-classification" else empty(*shape)
-    batch = {"input_ids": empty(*shape), "attention_mask": empty(*shape), "labels": labels}
-    if task == "causal-lm" and spec.batching == "packed" and spec.trainer == "transformers":
-        del batch["attention_mask"]
-    return batch
+    batch = {"input_ids": empty(*shape)}
+    if task != "causal-lm" or spec.batching != "packed" or spec.trainer != "transformers":
+        batch["attention_mask"] = empty(*shape)
+    return {**batch, "labels": labels}
+
+
+def _num_items(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    """Trainer._get_num_items_in_batch, of one micro-batch."""
+    counted = labels[..., 1:] if models.shifts_labels(model) else labels
+    total = 0 + counted.ne(-100).sum()
+    return total / 1
 
 
 def _one_row(

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autotune.config import PRECISIONS
@@ -71,6 +72,9 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
         # A decoder asks where a row ends. Trainer gives it the tokenizer's padding token (transformers
         # 5.23 trainer_utils.py, align_special_tokens); which one it is changes nothing here.
         of_text.pad_token_id = 0
+    # As the exported train.py has it. The losses of other tasks are means over a micro-batch.
+    if task != "causal-lm":
+        model.accepts_loss_kwargs = False
     built: nn.Module = model
     return built
 
@@ -133,6 +137,13 @@ def accepts_loss_kwargs(model: Any) -> bool:
         return bool(declared)
     parameters = inspect.signature(inner.forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def shifts_labels(model: Any) -> bool:
+    """Trainer's own question: is what a place foretells the label of the next?"""
+    inner = _inner(model)
+    loss = LOSS_MAPPING.get(getattr(inner, "loss_type", ""))
+    return loss is ForCausalLMLoss and not inner.config.is_encoder_decoder
 
 
 _ASKS_FOR_VALUES = (

@@ -6,7 +6,8 @@ The result is small whatever the size of the model: three periods of layers are 
 cut into blocks at the layers' borders, and the middle period is the one that repeats. A micro-batch of
 one takes other code paths (squeezed dimensions), so it is traced by itself.
 
-Not modelled: data loading (the batch lives for its micro-step), evaluation, logging, checkpoints.
+The batch and the loss outlive the micro-step: how long, autotune.step_events says. Not modelled:
+evaluation, logging, checkpoints.
 """
 
 from __future__ import annotations

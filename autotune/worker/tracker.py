@@ -45,6 +45,11 @@ def _mask_first(_: tuple[Any, ...], out: Any) -> Any:
     return out[::-1]
 
 
+def _seed_first(_: tuple[Any, ...], out: Any) -> Any:
+    """And the offset."""
+    return (*out[6:8], *out[:6], *out[8:])
+
+
 def _weight_first_by_depth(args: tuple[Any, ...], out: Any) -> Any:
     """Where each channel is convolved by itself, PyTorch's own kernels run; else cuDNN's."""
     gradient_of_input, gradient_of_weight, gradient_of_bias = out
@@ -55,10 +60,12 @@ def _weight_first_by_depth(args: tuple[Any, ...], out: Any) -> Any:
 
 _ORDERS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.native_dropout.default: _mask_first,
+    aten._scaled_dot_product_cudnn_attention.default: _seed_first,
     aten.convolution_backward.default: _weight_first_by_depth,
 }
 """Operations that allocate their results in another order than they return them: torch 2.13
-native/cuda/Dropout.cu; native/cuda/DepthwiseConv2d.cu, conv_depthwise2d_backward_cuda_out."""
+native/cuda/Dropout.cu; native/transformers/cuda/attention.cu; native/cuda/DepthwiseConv2d.cu,
+conv_depthwise2d_backward_cuda_out."""
 
 
 @dataclass(frozen=True, slots=True)

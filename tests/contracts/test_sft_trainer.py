@@ -123,7 +123,7 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
             dataset_kwargs={"skip_prepare_dataset": True},
             **arguments,
         )
-    trace, batch = traced(case)
+    trace = traced(case)
     counted, all_tokens = COUNTED.get(name, (1, 1))
     sizes = [
         t.size_bytes // counted * all_tokens if t.size_bytes % counted == 0 else t.size_bytes
@@ -133,7 +133,7 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
     for number, window in enumerate(run.micro_steps):
         events = [event for event in run.window(window) if max(event, ~event) not in literals]
         real = canonical(events, sizes)
-        expected = predicted(case, trace, batch, is_first=number % case.accumulation == 0)
+        expected = predicted(case, trace, is_first=number % case.accumulation == 0)
         assert real == expected, f"micro-step {number}"
     assert len(run.micro_steps) == 2 * case.accumulation
 
@@ -143,7 +143,7 @@ def test_the_loss_makes_no_logits() -> None:
     case = Case(architecture="llama", micro_batch=4)
     peaks = []
     for kind in ("transformers", "trl-sft"):
-        trace, _ = traced(dataclasses.replace(case, trainer=kind))
+        trace = traced(dataclasses.replace(case, trainer=kind))
         logits = {n for n, c in enumerate(trace.categories) if c == "logits"}
         peaks.append(len(logits))
     assert peaks[0] > 0

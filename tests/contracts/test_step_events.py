@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -29,11 +30,16 @@ SMALL = {
 }
 
 
-def steps_of(optimizer: str, precision: str = "bf16-true", empty_cache_steps: int = 0) -> Steps:
+def steps_of(
+    optimizer: str,
+    precision: str = "bf16-true",
+    empty_cache_steps: int = 0,
+    num_micro_batches: int = 1,
+) -> Steps:
     config = TrainConfig(
         method="full",
         micro_batch_size=2,
-        gradient_accumulation_steps=1,
+        gradient_accumulation_steps=num_micro_batches,
         sequence_length=32,
         precision=precision,
         optimizer=optimizer,
@@ -71,6 +77,33 @@ def test_the_cache_is_emptied_in_some_steps(optimizer: str, every: int, emptied:
     numbers = sorted({part.step for part in others})
     assert len(numbers) == 8
     assert numbers[-6:] == list(range(numbers[-6], numbers[-6] + 6))
+
+
+def test_a_steps_micro_batches_are_there_until_the_next_are() -> None:
+    """transformers 5.23 Trainer._run_epoch: `batch_samples` is all of a step's, until it is the next's."""
+    steps = steps_of("adamw_torch_fused", num_micro_batches=3)
+    events = steps.events()
+    fetched = [part.events[:6] for part in steps.parts if part.phase == "forward"]
+    assert len(fetched) == 8
+    for tensors in fetched:
+        assert [steps.sizes[tensor] for tensor in tensors] == 3 * 2 * [2 * 32 * 8]
+    for tensors, later in itertools.pairwise(fetched):
+        freed = [events.index(~tensor) for tensor in tensors]
+        assert events.index(later[-1]) < min(freed)
+    assert not {~tensor for tensor in fetched[-1]} & set(events)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "galore_adamw", "apollo_adamw"])
+def test_what_each_step_makes_anew_is_freed_once(optimizer: str) -> None:
+    """In eight steps: a part of the state, the norm of the gradients, the loss."""
+    events = steps_of(optimizer, empty_cache_steps=2).events()
+    alive = set[int]()
+    for event in events:
+        if event >= 0:
+            assert event not in alive
+            alive.add(event)
+        else:
+            alive.remove(~event)
 
 
 @pytest.mark.parametrize(("optimizer", "phase"), [("adagrad", "set-up"), ("rmsprop", "optimizer")])
