@@ -29,8 +29,8 @@ PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
 CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
 
 VARIED_MICRO_BATCHES = {"cuda": 100, "cpu": 10}
-"""Of a confirmation, with varied lengths, in whole optimizer steps at least. [judgement] Neither with half nor
-with twice as many did runs hold less or more in general (studies/no-card). On a CPU nobody counts it."""
+"""Of a confirmation, with varied lengths, in whole optimizer steps at least. [judgement] With half or
+twice as many runs held no less or more in general (studies/no-card). On a CPU nobody counts it."""
 MIN_VARIED_STEPS = 4
 """Two of each order: the first makes the optimizer's state, the second is like all that follow."""
 
