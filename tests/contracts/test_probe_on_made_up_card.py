@@ -78,8 +78,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "made up")
     make = memory.CudaMemory.__init__
 
-    def make_on_cpu(device_memory: Any, *arguments: Any) -> None:
-        make(device_memory, *arguments)
+    def make_on_cpu(device_memory: Any, *arguments: Any, **named: Any) -> None:
+        make(device_memory, *arguments, **named)
         device_memory.device = torch.device("cpu")
 
     monkeypatch.setattr(memory.CudaMemory, "__init__", make_on_cpu)
