@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,10 @@ BATCHINGS = ("packed", "padded", "grouped", "padding-free")
 its micro-batch; the same with samples of like length together (Trainer's group_by_length); one behind
 the other, whole, told apart by where each begins (DataCollatorWithFlattening)."""
 UNPADDED = ("packed", "padding-free")
+
+SHORT_SHARE = 16
+"""[judgement] Where nobody has said how long samples are, the shortest is taken to be this part of the
+longest."""
 
 _NUM_SIMULATED = 16_384
 """Samples that padding is simulated with: its mean is then good to a fraction of a per cent."""
@@ -63,6 +67,27 @@ class Lengths:
             num_kept_tokens=round(float(lengths.mean()) * num_samples),
             percentiles=(*percentiles, min(longest, limit)),
         )
+
+
+def vary(batching: str) -> bool:
+    """Whether one micro-batch is longer than another."""
+    return batching != "packed"
+
+
+def draw(percentiles: Sequence[int], limit: int, num_samples: int, *, seed: int = 0) -> list[int]:
+    """Tokens of so many samples in no order; the first is as long as the longest.
+
+    `percentiles`: of Lengths. None given: all lengths from a SHORT_SHARE-th of `limit` to it are as likely.
+    No sample is shorter than 2 tokens, with which there is one to predict.
+    """
+    import numpy as np
+
+    among = percentiles or (limit // SHORT_SHARE, limit)
+    draws = np.random.default_rng(seed).random(num_samples)
+    lengths = np.interp(draws, np.linspace(0, 1, len(among)), among).round().astype(int)
+    lengths[0] = among[-1]
+    drawn: list[int] = lengths.clip(min(2, limit), limit).tolist()
+    return drawn
 
 
 @functools.cache

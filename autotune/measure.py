@@ -79,6 +79,7 @@ def measured(
                 source,
                 spec,
                 useful_share=workload.useful_share,
+                lengths=() if workload.lengths is None else workload.lengths.percentiles,
                 on_run=heard.on_run,
             )
             # Where everything was measured before, no process is needed that could tell the fingerprint.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from autotune import typed
 from autotune.config import TrainConfig
+from autotune.lengths import vary
 from autotune.results import SCHEMA_VERSION, step_seconds_of, tokens_per_second_of
-from autotune.units import format_bytes
+from autotune.units import counted, format_bytes
 
 NOISE = 0.02
 """Speeds closer than this are tied: a probe measures until its spread is under 2 %."""
@@ -26,11 +28,25 @@ PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
 """Of timed steps per probe, at most."""
 CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
 
+VARIED_MICRO_BATCHES = {"cuda": 100, "cpu": 10}
+"""Of a confirmation, with varied lengths, in whole optimizer steps at least. [judgement] With half or
+twice as many runs held no less or more in general (studies/no-card). On a CPU nobody counts it."""
+MIN_VARIED_STEPS = 4
+"""Two of each order: the first makes the optimizer's state, the second is like all that follow."""
+
 NUM_CONFIRMATION_WARM_UP_STEPS = 10
 """Beside those that are timed: autotune.worker.training warms up for 8 at most, and evaluates."""
 
 STOP_FILE = "stop"
 """Name of the file in a probe's folder that ends its timing (outcome slow); its text says why."""
+
+
+def varied_steps(config: TrainConfig, backend: str) -> int:
+    """Optimizer steps with varied lengths of a confirmation: none where all batches have one length."""
+    if not vary(config.batching):
+        return 0
+    needed = math.ceil(VARIED_MICRO_BATCHES[backend] / config.gradient_accumulation_steps)
+    return max(needed, MIN_VARIED_STEPS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +84,11 @@ class ProbeSpec:
     confirm_steps: int = 0
     """Not 0: a confirmation. Whole optimizer steps at the full accumulation, so many of them timed whatever
     else is said here; an evaluation pass; a checkpoint."""
+    varied_steps: int = 0
+    """Of a confirmation: further optimizer steps, not timed, whose samples are of varied lengths, begun as
+    a run of its own would be."""
+    lengths: tuple[int, ...] = ()
+    """Of those samples: Lengths.percentiles; empty: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +114,12 @@ class Measurement:
     peak_reserved_bytes: int | None = None
     nontorch_bytes: int | None = None
     num_alloc_retries: int = 0
+    num_varied_steps: int = 0
+    """Optimizer steps with varied lengths that were begun; where memory ran out, in the last of them."""
+    varied_device_bytes: int | None = None
+    """Most that they held on the device. None where they were not run, or nobody can tell."""
+    num_varied_retries: int = 0
+    """Of num_alloc_retries those in them."""
     excess_bytes: int | None = None
     """Outcome oom: at least so much was lacking."""
     loss_is_finite: bool | None = None
@@ -109,10 +136,35 @@ class Measurement:
 
     @property
     def peak_device_bytes(self) -> int | None:
-        """Reserved and everything outside the allocator: what is compared with the budget."""
+        """Reserved and everything outside the allocator: what is compared with the budget.
+
+        With varied lengths, where it ran with them, the allocator may reserve more than at full length.
+        """
+        at_full_length, varied = self.full_length_device_bytes, self.varied_device_bytes
+        if at_full_length is None or varied is None:
+            return at_full_length
+        return max(at_full_length, varied)
+
+    @property
+    def full_length_device_bytes(self) -> int | None:
+        """Of steps at full length alone: what is predicted."""
         if self.peak_reserved_bytes is None or self.nontorch_bytes is None:
             return None
         return self.peak_reserved_bytes + self.nontorch_bytes
+
+    @property
+    def most_reserved_bytes(self) -> int | None:
+        """As peak_reserved_bytes, with varied lengths where it ran with them: what a run may come to."""
+        device, at_full_length = self.peak_device_bytes, self.full_length_device_bytes
+        if self.peak_reserved_bytes is None or device is None or at_full_length is None:
+            return self.peak_reserved_bytes
+        return self.peak_reserved_bytes + device - at_full_length
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether it fits at full length, and with varied lengths memory ran out, or had to be flushed."""
+        ran_out = self.outcome == "oom" and self.num_varied_steps > 0
+        return ran_out or 0 < self.num_varied_retries == self.num_alloc_retries
 
     @property
     def fits(self) -> bool:
@@ -152,6 +204,12 @@ class Measurement:
             return ""
         if self.outcome != "ok":
             return f"{self.outcome}: {self.message}" if self.message else self.outcome
+        if self.is_in_pieces:
+            return (
+                "fits at full length alone; with varied lengths memory is in pieces, and "
+                f"{counted(self.num_varied_steps, 'step')} of them needed "
+                f"{self.num_varied_retries} allocation retries"
+            )
         if self.num_alloc_retries:
             return f"fits only with {self.num_alloc_retries} allocation retries"
         peak = self.peak_device_bytes
@@ -186,14 +244,8 @@ def measurement_from_dict(values: Any) -> Measurement:
     """Read Measurement.to_dict back. Raises ValueError, which names the field, for what is none."""
     try:
         fields = {k: v for k, v in typed.mapping(values, "it").items() if k != "schema_version"}
-        spec = {
-            # Records before STOP_FILE have it: the speed at which a probe stopped itself.
-            name: value
-            for name, value in typed.mapping(fields.get("spec"), "spec").items()
-            if name != "stop_below_tokens_per_second"
-        }
         fields["config"] = typed.record(TrainConfig, fields.get("config"), "config")
-        fields["spec"] = typed.record(ProbeSpec, spec, "spec")
+        fields["spec"] = spec_from_dict(fields.get("spec"))
         fields["fingerprint"] = fingerprint_from_dict(fields.get("fingerprint"))
         measurement: Measurement = typed.record(Measurement, fields, "")
         _check(measurement)
@@ -211,6 +263,18 @@ def fingerprint_from_dict(values: Any) -> Fingerprint:
     fields = fields | {"versions": tuple((name, version) for name, version in versions)}
     fingerprint: Fingerprint = typed.record(Fingerprint, fields, "fingerprint")
     return fingerprint
+
+
+def spec_from_dict(values: Any) -> ProbeSpec:
+    """Read dataclasses.asdict(ProbeSpec) back, from JSON as well. Raises ValueError."""
+    fields = dict(typed.mapping(values, "spec"))
+    # Records before STOP_FILE have it: the speed at which a probe stopped itself.
+    fields.pop("stop_below_tokens_per_second", None)
+    lengths = fields.get("lengths", ())
+    if not isinstance(lengths, list | tuple) or any(type(length) is not int for length in lengths):
+        raise ValueError(f"spec.lengths is {typed.shown(lengths)}")
+    spec: ProbeSpec = typed.record(ProbeSpec, fields | {"lengths": tuple(lengths)}, "spec")
+    return spec
 
 
 def _is_version(pair: Any) -> bool:

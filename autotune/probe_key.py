@@ -35,7 +35,7 @@ class ProbeKey:
     model: str
     """The model's configuration, as JSON."""
     near_key: str
-    """Of the TrainConfig, the task, the backend, the confirmation's steps and the device."""
+    """Of the TrainConfig, the task, the backend, what a confirmation runs and the device."""
     fingerprint: str
     """Of the machine, the driver and the libraries."""
 
@@ -85,6 +85,7 @@ def columns_of(record: Any) -> dict[str, str]:
         "backend": spec.get("backend"),
         "confirm_steps": spec.get("confirm_steps"),
         "device": device,
+        **{name: spec[name] for name in ("varied_steps", "lengths") if spec.get(name)},
     }
     return {"near_key": _digest(near), "fingerprint": _digest(fingerprint), "device": device}
 

@@ -30,6 +30,7 @@ from autotune.measurement import (
     Measurement,
     ProbeSpec,
     measurement_from_dict,
+    varied_steps,
 )
 from autotune.models import ModelSource
 from autotune.out_of_memory import says_out_of_memory
@@ -70,16 +71,19 @@ class Prober:
         spec: ProbeSpec,
         *,
         useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
+        lengths: tuple[int, ...] = (),
         on_run: OnRun = lambda *_: None,
         assumed: Fingerprint | None = None,
     ) -> None:
-        """`assumed`: what the fingerprint here must be, as far as is known before a process has told it;
+        """`lengths`: percentiles of the samples', which a confirmation draws from; empty: not known.
+        `assumed`: what the fingerprint here must be, as far as is known before a process has told it;
         NotAsAssumed is raised when the first one, started to measure something, tells another.
         """
         self._server = server
         self._table = table
         self._model = model
         self._useful_share = useful_share
+        self._lengths = lengths
         self._on_run = on_run
         self.spec = spec
         self._is_assumed = assumed is not None
@@ -123,7 +127,13 @@ class Prober:
 
     def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
         """The table's confirmation of what a probe measured, or a new one."""
-        spec = dataclasses.replace(self.spec, confirm_steps=num_steps)
+        num_varied = varied_steps(best.config, self.spec.backend)
+        spec = dataclasses.replace(
+            self.spec,
+            confirm_steps=num_steps,
+            varied_steps=num_varied,
+            lengths=self._lengths if num_varied else (),
+        )
         measurement = self._find(best.config, spec)
         if measurement is None:
             assert best.step_seconds is not None
@@ -131,7 +141,7 @@ class Prober:
             written_bytes = state.parameters_bytes + state.optimizer_state_bytes
             deadline_seconds = (
                 _set_up_seconds(best.config)
-                + 3 * (num_steps + NUM_CONFIRMATION_WARM_UP_STEPS) * best.step_seconds
+                + 3 * (num_steps + NUM_CONFIRMATION_WARM_UP_STEPS + num_varied) * best.step_seconds
                 + written_bytes / CHECKPOINT_BYTES_PER_SECOND
             )
             measurement = self._run(best.config, spec, deadline_seconds=deadline_seconds)

@@ -6,7 +6,8 @@ command goes on: what was measured is in the table, and a trial left running is 
 search in the same study meanwhile (autotune.turns), and the answer waits for what they have begun. Each
 timed step of a probe is reported to its trial, and what the study's pruner gives up is stopped part-way.
 
-The winner then runs again, longer, with an evaluation and a checkpoint. Where it fails, the next one by
+The winner then runs again, longer, with an evaluation and a checkpoint, and where its batches vary in
+length with such batches, too. Where it fails, the next one by
 the same rule takes its place; where it is slower than another's probe, the faster one of the two after
 that one's confirmation. A disk without room for the checkpoint is not held against it: the winner
 stays, not confirmed.
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune import compiled, needs, owners
 from autotune.config import TrainConfig
+from autotune.lengths import vary
 from autotune.measurement import NOISE, Measurement
 from autotune.prober import Prober
 from autotune.pruner import SpeedPruner
@@ -51,6 +53,11 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5
 """Between two looks whether the last trials of others have ended."""
+
+PIECES_SHARE = 0.7
+"""Of what a configuration needs at full length, where with varied lengths it did not fit: the next one may
+need so much. [judgement] With varied lengths the allocator was seen to reserve up to 2.3 times as
+much (studies/no-card), and the third of MAX_CONFIRMATIONS needs half of what the first did."""
 
 OnProbe = Callable[[int, Measurement, Measurement | None], None]
 """(probes so far, what was just measured, the best that fits)."""
@@ -139,7 +146,21 @@ class _Search:
 
     @property
     def _refused(self) -> set[TrainConfig]:
-        return {m.config for m in self._rejected}
+        """What failed its confirmation; and where that was for memory in pieces, what needs not much less
+        and has segments of the same kind."""
+        predicted = self._predicted
+        in_pieces = [predicted[m.config] for m in self._rejected if m.is_in_pieces]
+
+        def is_alike(estimate: Estimate) -> bool:
+            config = estimate.config
+            return vary(config.batching) and any(
+                config.expandable_segments == failed.config.expandable_segments
+                and estimate.peak_device_bytes > PIECES_SHARE * failed.peak_device_bytes
+                for failed in in_pieces
+            )
+
+        alike = {config for config, estimate in predicted.items() if is_alike(estimate)}
+        return alike | {m.config for m in self._rejected}
 
     def _measure(self) -> list[Measurement]:
         """Probe the candidates, then compiled variants of the best; all that is known of them."""

@@ -102,10 +102,14 @@ def none_confirmed(rejected: Sequence[Measurement]) -> NothingFitsError | Worker
     why = "; ".join(f"{describe(m.config)}: {m.problem}" for m in rejected)
     if {m.outcome for m in rejected} <= _NOTHING_MEASURED:
         return WorkerError(message, why=why)
+    instead = ""
+    if rejected[-1].is_in_pieces:
+        instead = ", expandable_segments or packed batching in a search space"
     return NothingFitsError(
         message,
         why=why,
-        remedy="Give a larger budget, or take an answer without confirmation: --confirm-steps 0",
+        remedy=f"Give a larger budget{instead}, or take an answer without confirmation: "
+        "--confirm-steps 0",
     )
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from autotune.config import TrainConfig, Workload
-from autotune.lengths import BATCHINGS, Lengths, useful_share
+from autotune.lengths import BATCHINGS, Lengths, draw, useful_share
 
 HALF_AND_HALF = Lengths.of({100: 500, 300: 500}, 1000, num_samples=1000, longest=300)
 """Every other sample is three times as long."""
@@ -86,3 +86,24 @@ def test_a_workload_without_a_dataset_pads_nothing() -> None:
     with_lengths = dataclasses.replace(workload, lengths=HALF_AND_HALF)
     assert with_lengths.useful_share(config) == pytest.approx(200 / 287.5, rel=0.02)
     assert json.dumps(with_lengths.to_dict()["lengths"])
+
+
+def test_samples_are_drawn_as_the_dataset_has_them() -> None:
+    drawn = draw(HALF_AND_HALF.percentiles, 1000, 4000)
+    assert drawn[0] == 300
+    assert {100, 300} == set(drawn) & {100, 300}
+    # Between its two lengths lies one percentile.
+    assert sum(length == 100 for length in drawn) / 4000 == pytest.approx(0.5, abs=0.03)
+    assert sum(length == 300 for length in drawn) / 4000 == pytest.approx(0.5, abs=0.03)
+    assert drawn == draw(HALF_AND_HALF.percentiles, 1000, 4000)
+
+
+def test_where_no_dataset_is_known_every_length_is_as_likely() -> None:
+    drawn = draw((), 1600, 4000)
+    assert (drawn[0], min(drawn), max(drawn)) == (1600, 100, 1600)
+    assert sum(drawn) / 4000 == pytest.approx(850, rel=0.03)
+
+
+def test_no_sample_is_too_short_to_be_trained_on() -> None:
+    assert min(draw((1, 1, 8), 8, 100)) == 2
+    assert draw((), 1, 3) == [1, 1, 1]

@@ -14,7 +14,7 @@ import pytest
 from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
 from autotune.measurement import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
-from autotune.probe_key import probe_key
+from autotune.probe_key import columns_of, probe_key
 from autotune.probes import open_probes
 from autotune.store import open_study
 
@@ -32,6 +32,7 @@ BUDGET_BYTES = 10**9
 SPEC = ProbeSpec(
     task="causal-lm", backend="cpu", memory_budget_bytes=BUDGET_BYTES, max_seconds=10.0
 )
+VARIED = dataclasses.replace(SPEC, confirm_steps=50, varied_steps=7, lengths=(2, 8))
 HERE = Fingerprint(
     device="a CPU", driver="", cuda="", versions=(("torch", "2.13.0"),), allocator=""
 )
@@ -207,12 +208,45 @@ def test_whatever_a_measurement_depends_on_is_in_its_key() -> None:
         probe_key(MODEL, CONFIG, SPEC, dataclasses.replace(HERE, driver="580.1")),
         probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, confirm_steps=10), HERE),
         probe_key(MODEL, CONFIG, dataclasses.replace(SPEC, confirm_steps=50), HERE),
+        probe_key(MODEL, CONFIG, dataclasses.replace(VARIED, lengths=()), HERE),
+        probe_key(MODEL, CONFIG, VARIED, HERE),
+        probe_key(MODEL, CONFIG, dataclasses.replace(VARIED, lengths=(2, 9)), HERE),
     ]
     assert len({KEY, *others}) == len(others) + 1
     longer = dataclasses.replace(
         SPEC, max_seconds=99.0, target_spread=0.001, memory_budget_bytes=2 * BUDGET_BYTES
     )
     assert probe_key(MODEL, CONFIG, longer, HERE) == KEY
+
+
+def test_what_was_confirmed_before_there_were_varied_lengths_is_found(url: str) -> None:
+    """Of batches of one length: their confirmation is what it was."""
+    spec = dataclasses.replace(SPEC, confirm_steps=50)
+    before = dataclasses.asdict(spec)
+    del before["varied_steps"], before["lengths"]
+    record = {"config": CONFIG.to_dict(), "spec": before, "fingerprint": dataclasses.asdict(HERE)}
+    assert columns_of(record)["near_key"] == probe_key(MODEL, CONFIG, spec, HERE).near_key
+
+
+def test_varied_lengths_answer_for_other_budgets_by_what_they_held(url: str) -> None:
+    key = probe_key(MODEL, CONFIG, VARIED, HERE)
+    seen = dataclasses.replace(measured(), spec=VARIED, num_varied_steps=7)
+    with open_probes(url) as probes:
+        probes.add(key, dataclasses.replace(seen, varied_device_bytes=BUDGET_BYTES - 1000))
+
+        def found(budget_bytes: int) -> Measurement:
+            measurement = probes.find(key, budget_bytes)
+            assert measurement is not None
+            assert measurement.spec.lengths == VARIED.lengths
+            return measurement
+
+        assert found(BUDGET_BYTES).fits
+        assert not found(BUDGET_BYTES - 1001).fits
+        probes.add(key, dataclasses.replace(seen, num_varied_retries=2, num_alloc_retries=2))
+        assert found(BUDGET_BYTES).is_in_pieces
+        assert found(BUDGET_BYTES - 1).is_in_pieces
+        # With more memory it may do without.
+        assert found(BUDGET_BYTES + 1).fits
 
 
 def test_it_lives_beside_a_study(url: str) -> None:

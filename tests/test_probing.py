@@ -638,6 +638,86 @@ def test_where_the_winner_fails_the_next_takes_its_place(
     assert not any(folder.exists() for folder in server.folders)
 
 
+def padded(size: int) -> TrainConfig:
+    return dataclasses.replace(with_size(size), batching="padded")
+
+
+IN_PIECES = (
+    {"outcome": "oom", "message": "out of memory", "num_varied_steps": 2},
+    {"num_varied_steps": 7, "num_varied_retries": 4, "num_alloc_retries": 4},
+)
+
+
+@pytest.mark.parametrize("seen", IN_PIECES)
+@pytest.mark.parametrize("of_next", ["padded", "packed", "expandable"])
+def test_what_fits_at_one_length_alone_makes_way_for_what_needs_much_less(
+    url: str, table: ProbeTable, of_next: str, seen: dict[str, Any]
+) -> None:
+    """8 samples take 0.8 GB; the next one 0.6, or 0.56: that is 0.7 of 0.8. Batches of one length may
+    need as much as ever, and so may those whose segments grow."""
+    changed = {"padded": {"batching": "padded"}, "packed": {}}.get(
+        of_next, {"batching": "padded", "expandable_segments": True}
+    )
+    first = dataclasses.replace(predicted(8), config=padded(8))
+    second = dataclasses.replace(
+        predicted(4),
+        config=dataclasses.replace(with_size(4), **changed),
+        peak_reserved_bytes=600_000_000,
+    )
+    third = dataclasses.replace(predicted(2), config=padded(2), peak_reserved_bytes=560_000_000)
+    asked: list[ProbeSpec] = []
+
+    def on_run(config: TrainConfig, spec: ProbeSpec) -> None:
+        asked.extend([spec] if spec.confirm_steps else [])
+
+    def confirm(config: TrainConfig) -> Measurement:
+        return measured(config, **seen) if config == padded(8) else measured(config)
+
+    server = Server(slow_sizes, confirm)
+    prober = Prober(server, table, MODEL, SPEC, lengths=(2, 128), on_run=on_run)  # type: ignore[arg-type]
+    plan = Plan(
+        pool=[first, second, third],
+        base=BASE,
+        baseline=None,
+        budget_bytes=BUDGET_BYTES,
+        max_probes=10,
+        confirm_steps=7,
+    )
+    with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
+        found = search(study, plan, prober)
+    assert found.best.config == (third if of_next == "padded" else second).config
+    assert found.is_confirmed
+    (rejected,) = found.rejected
+    assert rejected.is_in_pieces
+    assert "out of memory" in rejected.problem or rejected.problem == (
+        "fits at full length alone; with varied lengths memory is in pieces, and 7 steps of them needed "
+        "4 allocation retries"
+    )
+    # 10 micro-batches on a CPU, two of them in a step of 8 samples.
+    assert (asked[0].varied_steps, asked[0].lengths) == (5, (2, 128))
+    is_varied = of_next != "packed"
+    assert (asked[1].varied_steps, asked[1].lengths) == ((4, (2, 128)) if is_varied else (0, ()))
+
+
+def test_where_all_fall_to_pieces_what_helps_is_named(url: str, table: ProbeTable) -> None:
+    pool = [dataclasses.replace(predicted(size), config=padded(size)) for size in SIZES]
+    server = Server(slow_sizes, lambda config: measured(config, **IN_PIECES[0]))
+    prober = Prober(server, table, MODEL, SPEC)  # type: ignore[arg-type]
+    plan = Plan(
+        pool=pool,
+        base=BASE,
+        baseline=None,
+        budget_bytes=BUDGET_BYTES,
+        max_probes=10,
+        confirm_steps=7,
+    )
+    with (
+        open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study,
+        pytest.raises(NothingFitsError, match="expandable_segments or packed batching"),
+    ):
+        search(study, plan, prober)
+
+
 @pytest.mark.usefixtures("all_probed")
 def test_what_was_stopped_as_too_slow_may_be_the_next(url: str, table: ProbeTable) -> None:
     """Rather than 16 samples, which are faster and over the budget."""

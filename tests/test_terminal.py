@@ -9,6 +9,7 @@ import os
 import pty
 import re
 from pathlib import Path
+from typing import Any
 
 import answers
 import pytest
@@ -89,6 +90,42 @@ def test_what_was_measured_is_beside_what_was_predicted() -> None:
         assert part in shown
     # What more memory would buy was worked out for the predicted answer, not for this one.
     assert "GB more" not in shown
+
+
+@pytest.mark.parametrize(
+    ("of_spec", "varied_gib", "told"),
+    [
+        (
+            {"lengths": (2, 99)},
+            10.5,
+            "confirmed over 50 steps, 25 more with varied lengths (as in the dataset), which took memory "
+            "from 10.00 GiB to 10.50 GiB, evaluation and checkpoint",
+        ),
+        (
+            {},
+            9.5,
+            "confirmed over 50 steps, 25 more with varied lengths (drawn, for want of a --dataset), "
+            "evaluation and checkpoint",
+        ),
+        ({}, None, "25 more with varied lengths (drawn, for want of a --dataset), evaluation"),
+    ],
+)
+def test_what_varied_lengths_took_is_no_error_of_the_prediction(
+    of_spec: dict[str, Any], varied_gib: float | None, told: str
+) -> None:
+    confirmation = answers.measurement(
+        confirm_steps=50,
+        num_varied_steps=25,
+        varied_device_bytes=None if varied_gib is None else int(varied_gib * GIB),
+    )
+    spec = dataclasses.replace(confirmation.spec, varied_steps=25, **of_spec)
+    found = answers.measured(confirmation=dataclasses.replace(confirmation, spec=spec))
+    summary = answers.summary(measured=found, tied=(), changes=())
+    shown = one_line(drawn(summary))
+    assert told in shown
+    assert f"{max(varied_gib or 0, 10):.2f} GiB (predicted" in shown
+    assert "+0 % in memory" in shown
+    assert summary.peak_device_bytes == max(varied_gib or 0, 10) * GIB
 
 
 def test_a_winner_that_was_not_confirmed_is_said_to_be_none() -> None:

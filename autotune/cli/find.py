@@ -79,8 +79,8 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 @click.option(
     "--confirm-steps",
     type=click.IntRange(0, 1_000_000),
-    help="Optimizer steps of the measured winner's confirmation, 0 for none [default: 50 on cuda, 10 "
-    "on cpu].",
+    help="Optimizer steps of the measured winner's confirmation, those with varied lengths not counted; "
+    "0 for none [default: 50 on cuda, 10 on cpu].",
 )
 @click.option(
     KNOBS["torch_compile"].flag,

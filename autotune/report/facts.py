@@ -106,8 +106,10 @@ def _memory(summary: Summary) -> Tile:
     note = f"on the device; {format_bytes(budget_bytes - best.peak_device_bytes)} to spare"
     if found is not None:
         peak_bytes = found.final.peak_device_bytes
-        off = words.off(best.peak_device_bytes, peak_bytes)
-        note = f"Predicted: {format_bytes(best.peak_device_bytes)}, off by {off}"
+        at_full_length = found.final.full_length_device_bytes
+        off = words.off(best.peak_device_bytes, at_full_length)
+        where = "" if peak_bytes == at_full_length else ", at full length"
+        note = f"Predicted{where}: {format_bytes(best.peak_device_bytes)}, off by {off}"
     figure, _, unit = "unknown".partition(" ")
     if peak_bytes is not None:
         figure, _, unit = format_bytes(peak_bytes).partition(" ")

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING
 
 from autotune.config import TrainConfig
 from autotune.knobs import describe
-from autotune.measurement import NUM_CONFIRMATION_WARM_UP_STEPS, Measurement, ProbeSpec
+from autotune.measurement import (
+    NUM_CONFIRMATION_WARM_UP_STEPS,
+    Measurement,
+    ProbeSpec,
+    varied_steps,
+)
 from autotune.report import words
 from autotune.report.stderr import Output, output
 from autotune.summary import Counts
@@ -93,6 +98,7 @@ class Tally:
         confirmation_seconds = 0.0
         if self._confirm_steps and best is not None and best.step_seconds is not None:
             num_steps = self._confirm_steps + NUM_CONFIRMATION_WARM_UP_STEPS
+            num_steps += varied_steps(best.config, best.spec.backend)
             # It is built as a probe is; an evaluation and a checkpoint are at its end.
             confirmation_seconds = num_steps * best.step_seconds + longest_seconds
         if self.confirms and self.running is not None:

@@ -149,7 +149,19 @@ def confirmation(found: Measured) -> str:
     if not found.is_confirmed:
         return f"not confirmed: {printable(found.confirmation.message)}"
     steps = counted(found.confirmation.spec.confirm_steps, "step")
-    return f"confirmed over {steps}, evaluation and checkpoint"
+    return f"confirmed over {steps}{varied(found.confirmation)}, evaluation and checkpoint"
+
+
+def varied(confirmation: Measurement) -> str:
+    """The steps with varied lengths, and by how much memory grew in them; empty where there were none."""
+    if not confirmation.num_varied_steps:
+        return ""
+    drawn = "as in the dataset" if confirmation.spec.lengths else "drawn, for want of a --dataset"
+    said = f", {confirmation.num_varied_steps:,} more with varied lengths ({drawn})"
+    peak, at_full_length = confirmation.peak_device_bytes, confirmation.full_length_device_bytes
+    if peak is None or at_full_length is None or peak == at_full_length:
+        return said
+    return f"{said}, which took memory from {format_bytes(at_full_length)} to {format_bytes(peak)}"
 
 
 def rejected(measurement: Measurement) -> str:
@@ -182,7 +194,7 @@ def probes(found: Measured) -> str:
     return (
         f"{found.num_run} run{reused} ({outcomes}). {whose} was off by "
         f"{off(estimate.tokens_per_second, best.tokens_per_second)} in speed and "
-        f"{off(estimate.peak_device_bytes, best.peak_device_bytes)} in memory.{near(found)}"
+        f"{off(estimate.peak_device_bytes, best.full_length_device_bytes)} in memory.{near(found)}"
     )
 
 

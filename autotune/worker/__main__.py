@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.config import TrainConfig
-from autotune.measurement import STOP_FILE, ProbeSpec
+from autotune.measurement import STOP_FILE, spec_from_dict
 from autotune.orphans import die_with_parent
 from autotune.results import SCHEMA_VERSION, TraceSpec
 
@@ -87,7 +87,7 @@ def _probe(request: dict[str, Any]) -> Answers:
 
     from autotune.worker.probe import probe
 
-    config, spec = TrainConfig(**request["train_config"]), ProbeSpec(**request["spec"])
+    config, spec = TrainConfig(**request["train_config"]), spec_from_dict(request["spec"])
 
     folder = request.get("folder")
     stop_file = None if folder is None else Path(folder) / STOP_FILE

@@ -28,6 +28,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from autotune import gpus, nvml
 from autotune.knobs import describe
+from autotune.lengths import vary
 from autotune.machine import cpu_name
 from autotune.measurement import Measurement
 from autotune.results import Estimate
@@ -80,8 +81,11 @@ class WatchCallback(TrainerCallback):
         self._evidence = summary.evidence
         self._card = summary.gpu
         self._plan: Estimate | Measurement = summary.best
+        self._planned_bytes: int | None = summary.best.peak_reserved_bytes
+        """Of torch's allocator, at the peak."""
         if summary.measured is not None:
             self._plan = summary.measured.final
+            self._planned_bytes = summary.measured.final.most_reserved_bytes
         self._config = self._plan.config
         self._tolerance = TOLERANCES[self._evidence] if tolerance is None else tolerance
         self._window_steps = window_steps
@@ -240,7 +244,7 @@ class WatchCallback(TrainerCallback):
         if not self._is_cuda:
             return
         self._held_bytes = max(self._held_bytes, torch.cuda.memory_reserved(self._device))
-        planned, peak = self._plan.peak_reserved_bytes, self._peak_bytes
+        planned, peak = self._planned_bytes, self._peak_bytes
         if planned is None or "memory" in self._said:
             return
         if peak <= planned * (1 + MEMORY_TOLERANCES[self._evidence]):
@@ -248,6 +252,8 @@ class WatchCallback(TrainerCallback):
         self._said.add("memory")
         free, total = torch.cuda.mem_get_info(self._device)
         otherwise = "unknown" if self._evidence == "measured" else "the prediction is off"
+        if vary(self._config.batching):
+            otherwise = "batches of varied lengths, which leave free memory in pieces"
         if self._has_evaluated:
             otherwise = "an evaluation, whose batches have a size of their own"
         self._say(
@@ -263,7 +269,7 @@ class WatchCallback(TrainerCallback):
         return peak if peak > self._reserved_before_bytes else self._held_bytes
 
     def _planned(self) -> str:
-        speed, peak = self._planned_speed, self._plan.peak_reserved_bytes
+        speed, peak = self._planned_speed, self._planned_bytes
         told = "unknown speed" if speed is None else f"{speed:,.0f} tokens/s"
         reserved = "" if peak is None else f", {format_bytes(peak)} reserved"
         return f"{told}{reserved}, {self._evidence}"
@@ -284,7 +290,7 @@ class WatchCallback(TrainerCallback):
         return f"{speed:,.0f} tokens/s ({_off(speed, self._planned_speed)} of what was {self._evidence})"
 
     def _told_memory(self) -> str:
-        planned = self._plan.peak_reserved_bytes
+        planned = self._planned_bytes
         if not self._is_cuda or not planned:
             return "memory not checked (no CUDA device)"
         return f"{format_bytes(self._peak_bytes)} reserved ({_off(self._peak_bytes, planned)})"

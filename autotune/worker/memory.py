@@ -23,6 +23,7 @@ Known limitations
 - On the CPU peaks include building the model, as predictions do.
 - A probe accumulates at most two micro-batches: the token ids of further ones, which the Trainer
   fetches before the step, are not seen. A confirmation accumulates all.
+- On the CPU steps with varied lengths are not watched, and no storage is ever cut into pieces.
 """
 
 from __future__ import annotations
@@ -75,6 +76,9 @@ class DeviceMemory(Protocol):
     def peaks(self, optimizer: Any) -> Peaks:
         """After the last step."""
 
+    def start_again(self) -> bool:
+        """Give back what is cached, and count peaks from here; whether the device can."""
+
 
 def device_memory(backend: str, budget_bytes: int, config: TrainConfig) -> DeviceMemory:
     if backend == "cuda":
@@ -121,7 +125,7 @@ class CudaMemory:
         pass
 
     def model_is_built(self) -> None:
-        self._start_again()
+        self._count_again()
 
     def settle(self, optimizer: Any, num_steps: int) -> bool:
         self._cap(_managed_bytes(optimizer))
@@ -134,8 +138,7 @@ class CudaMemory:
             self._num_earlier_retries = self._num_retries()
         peak = torch.cuda.max_memory_reserved(self.device)
         if peak + self._nontorch_bytes > self._budget_bytes:
-            torch.cuda.empty_cache()
-            self._start_again()
+            self.start_again()
             return False
         return was_steady and num_steps >= 2
 
@@ -164,7 +167,12 @@ class CudaMemory:
         fraction = min(cap_bytes / self._fraction_of_bytes, 1.0)
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
-    def _start_again(self) -> None:
+    def start_again(self) -> bool:
+        torch.cuda.empty_cache()
+        self._count_again()
+        return True
+
+    def _count_again(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
         self._num_earlier_retries = self._num_retries()
         self._reserved_bytes = None
@@ -287,6 +295,9 @@ class CpuMemory:
             nontorch_bytes=0,
             num_alloc_retries=self._replay.num_alloc_retries,
         )
+
+    def start_again(self) -> bool:
+        return False
 
 
 class CappedTracker(Tracker):

@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from autotune import alloc_conf, host_memory, needs
 from autotune.config import TrainConfig
@@ -26,17 +27,17 @@ from autotune.export.training_args import environment
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.out_of_memory import HANDLE_BYTES, excess_bytes, says_no_handle
 from autotune.units import format_bytes
-from autotune.worker import checks, confirm, parking
+from autotune.worker import checks, confirm, parking, varied
 from autotune.worker import model as models
 from autotune.worker.build import build
 from autotune.worker.checks import Invalid, NotFinite
 from autotune.worker.compiling import cold_caches
 from autotune.worker.fingerprint import fingerprint
-from autotune.worker.memory import device_memory, left_bytes
+from autotune.worker.memory import Peaks, device_memory, left_bytes
 from autotune.worker.paging import require_host_memory
 from autotune.worker.probe_callback import OnProgress, ProbeCallback, StopReason
 from autotune.worker.steps import summarize
-from autotune.worker.training import build_trainer, evaluation_rows, is_out_of_memory
+from autotune.worker.training import build_trainer, evaluation_rows, is_out_of_memory, varied_rows
 
 
 def probe(
@@ -86,6 +87,14 @@ def _figures_of(error: Exception, backend: str) -> dict[str, Any]:
         return {"outcome": "invalid", "message": str(error), "loss_is_finite": is_finite}
     if isinstance(error, confirm.FullDisk):
         return {"outcome": "full_disk", "message": str(error)}
+    if isinstance(error, varied.RanOut):
+        where = f"with varied lengths memory is in pieces, and in step {error.num_steps} of them"
+        return {
+            "outcome": "oom",
+            "message": f"fits at full length alone; {where}: {models.first_line(error.cause)}",
+            "excess_bytes": excess_bytes(str(error.cause)),
+            "num_varied_steps": error.num_steps,
+        }
     if is_out_of_memory(error):
         return {
             "outcome": "oom",
@@ -121,7 +130,8 @@ def _run(
         with caches:
             trainer = build_trainer(model, hf_config, config, spec, output_folder)
             callback.train(trainer, evaluation_rows(hf_config, config, spec))
-    peaks = memory.peaks(callback.innermost_optimizer())
+            peaks = memory.peaks(callback.innermost_optimizer())
+            of_varied = _vary(trainer, hf_config, callback)
     timings = summarize(callback.steps)
     return {
         "outcome": "slow" if callback.stopped else "ok",
@@ -130,6 +140,30 @@ def _run(
         **dataclasses.asdict(peaks),
         "cold_start_seconds": callback.cold_start_seconds(),
         "loss_is_finite": True,
+        **of_varied,
+        "num_alloc_retries": peaks.num_alloc_retries + of_varied.get("num_varied_retries", 0),
+    }
+
+
+def _vary(trainer: Any, hf_config: PretrainedConfig, callback: ProbeCallback) -> dict[str, Any]:
+    """Fields of the Measurement of steps with varied lengths; none where none are asked for."""
+    config, spec, memory = callback.config, callback.spec, callback.memory
+    if not spec.varied_steps:
+        return {}
+    seen: list[Peaks] = []
+    num_steps = 0
+    for number, of_run in enumerate(varied.runs(spec.varied_steps)):
+        varied.release(trainer)
+        is_counted = memory.start_again()
+        rows = varied_rows(hf_config, config, spec, of_run, seed=number)
+        varied.train_varied(trainer, rows, config, of_run, num_before=num_steps)
+        num_steps += of_run
+        seen += [memory.peaks(callback.innermost_optimizer())] if is_counted else []
+    held = [peaks.peak_reserved_bytes + peaks.nontorch_bytes for peaks in seen]
+    return {
+        "num_varied_steps": num_steps,
+        "varied_device_bytes": max(held, default=None),
+        "num_varied_retries": sum(peaks.num_alloc_retries for peaks in seen),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from autotune.config import TrainConfig
 from autotune.export.training_args import installed_fields, training_arguments
+from autotune.lengths import draw
 from autotune.measurement import ProbeSpec
 from autotune.out_of_memory import says_out_of_memory
 from autotune.results import TraceSpec
@@ -60,6 +61,21 @@ def evaluation_rows(hf_config: PretrainedConfig, config: TrainConfig, spec: Prob
         return None
     num_rows = confirm.NUM_EVALUATION_BATCHES * config.micro_batch_size
     return _rows(hf_config, config, spec, num_rows, kept=num_rows)
+
+
+def varied_rows(
+    hf_config: PretrainedConfig,
+    config: TrainConfig,
+    spec: ProbeSpec,
+    num_steps: int,
+    *,
+    seed: int,
+) -> Any:
+    """Those of so many optimizer steps of a confirmation with varied lengths."""
+    per_step = config.micro_batch_size * config.gradient_accumulation_steps
+    num_rows, kept = num_steps * per_step, 2 * config.micro_batch_size
+    lengths = draw(spec.lengths, config.sequence_length, num_rows, seed=seed)
+    return _rows(hf_config, config, spec, num_rows, kept=kept, lengths=lengths)
 
 
 def train(trainer: Any) -> None:
@@ -118,17 +134,23 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
 
 
 def _rows(
-    hf_config: PretrainedConfig, config: TrainConfig, spec: ProbeSpec, num_rows: int, *, kept: int
+    hf_config: PretrainedConfig,
+    config: TrainConfig,
+    spec: ProbeSpec,
+    num_rows: int,
+    *,
+    kept: int,
+    lengths: Sequence[int] = (),
 ) -> Any:
-    rows = _Rows(hf_config, spec.task, config, num_rows, kept)
+    rows = _Rows(hf_config, spec.task, config, num_rows, kept, lengths)
     return sft_trainer.dataset(rows) if config.trainer == "trl-sft" else rows
 
 
 class _Rows(torch.utils.data.Dataset):
-    """Samples of random token ids at full length, as the exported train.py makes them.
+    """Samples of random token ids at full length, or cut to `lengths`, as the exported train.py makes them.
 
     In NumPy's arrays: on the CPU a tensor would count as memory of the device. Where a trace has
-    padding, the last place of each holds no token.
+    padding, the last place of each at full length holds no token.
     """
 
     def __init__(
@@ -138,6 +160,7 @@ class _Rows(torch.utils.data.Dataset):
         train_config: TrainConfig,
         num_rows: int,
         kept: int,
+        lengths: Sequence[int],
     ) -> None:
         random = np.random.default_rng(0)
         vocabulary = config.get_text_config().vocab_size or 1
@@ -145,6 +168,7 @@ class _Rows(torch.utils.data.Dataset):
         self._task = task
         self._batching = TraceSpec.of(train_config).batching
         self._num_rows = num_rows
+        self._lengths = lengths or [sequence_length]
         self._token_ids = random.integers(vocabulary, size=(kept, sequence_length))
         self._classes = random.integers(config.num_labels or 1, size=kept)
         # 15 % are to be guessed, as train.py has it.
@@ -157,7 +181,11 @@ class _Rows(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index >= self._num_rows:
             raise IndexError(index)  # The end, for who iterates: a sampler that groups by length.
-        index %= len(self._token_ids)
+        length = self._lengths[index % len(self._lengths)]
+        row = self._row(index % len(self._token_ids))
+        return {name: v[:length] if isinstance(v, np.ndarray) else v for name, v in row.items()}
+
+    def _row(self, index: int) -> dict[str, Any]:
         row = self._token_ids[index]
         if self._task == "causal-lm" and self._batching != "padded":
             return {"input_ids": row, "labels": row}

@@ -212,3 +212,23 @@ def test_a_measured_answer_counts_no_padding_either(folder: Path) -> None:
     assert best["tokens_per_second"] == pytest.approx(
         best["useful_share"] * tokens / step_seconds, rel=1e-6
     )
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_padded_batches_are_confirmed_with_the_datasets_lengths(folder: Path) -> None:
+    found = find(
+        folder,
+        *("--backend", "cpu", "--gpu-mem", "200MB"),
+        *("--effort", "quick", "--confirm-steps", "1"),
+        batchings="padded",
+    )
+    assert found["measured"]["confirmed"]
+    confirmation = found["measured"]["confirmation"]
+    assert confirmation["config"]["batching"] == "padded"
+    assert confirmation["spec"]["lengths"] == found["workload"]["lengths"]["percentiles"]
+    # 10 micro-batches on a CPU at least, and 4 steps.
+    accumulation = confirmation["config"]["gradient_accumulation_steps"]
+    assert confirmation["num_varied_steps"] == max(-(-10 // accumulation), 4)
+    # Speed is that of the one step at full length, and memory is not counted beyond it.
+    assert confirmation["num_steps"] == 1
+    assert confirmation["varied_device_bytes"] is None

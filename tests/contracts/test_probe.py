@@ -19,7 +19,7 @@ import json
 import math
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -720,6 +720,97 @@ def test_a_confirmation_trains_evaluates_and_saves(
     tensors_bytes = saved_bytes["optimizer.pt"] + saved_bytes[f"{weights}.safetensors"]
     assert tensors_bytes == pytest.approx(needed_bytes[0], rel=0.25)
     assert not list(tmp_path.iterdir())
+
+
+LENGTHS = (4, 20, 36)
+
+
+def varied(config: TrainConfig, folder: Path, model: dict[str, Any] = MODEL, **spec: Any) -> Any:
+    """Confirmed over 3 steps, and 8 more of these lengths."""
+    wanted = dataclasses.replace(SPEC, confirm_steps=3, varied_steps=8, lengths=LENGTHS, **spec)
+    return probe(model, config, wanted, folder=str(folder))
+
+
+def watch_steps(monkeypatch: pytest.MonkeyPatch, look: Callable[[Any, Any], None]) -> None:
+    """`look` gets the Trainer and the batch of each micro-step."""
+    training_step = transformers.Trainer.training_step
+
+    def watched(self: Any, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        look(self, inputs)
+        return training_step(self, model, inputs, *args)
+
+    monkeypatch.setattr(transformers.Trainer, "training_step", watched)
+
+
+@pytest.mark.parametrize("batching", ["padded", "grouped", "padding-free"])
+def test_a_confirmation_goes_on_with_varied_lengths(
+    batching: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(FULL, batching=batching)
+    batches: list[tuple[int, ...]] = []
+    has_state: list[bool] = []
+
+    def look(trainer: Any, inputs: Any) -> None:
+        ids = inputs["input_ids"]
+        mask = inputs.get("attention_mask", torch.ones_like(ids))
+        kept = tuple(mask.sum(dim=1).tolist())
+        assert max(kept) >= ids.shape[1] - 1
+        batches.append((ids.shape[1], *sorted(kept)))
+        has_state.append(bool(trainer.optimizer.state))
+
+    watch_steps(monkeypatch, look)
+    measured = varied(config, tmp_path)
+    assert (measured.outcome, measured.message, measured.fits) == ("ok", "", True)
+    assert (measured.num_steps, measured.num_varied_steps) == (3, 8)
+    at_full_length, further = batches[: 5 * 2], batches[5 * 2 :]
+    per_batch = 2 * SEQUENCE_LENGTH if batching == "padding-free" else SEQUENCE_LENGTH
+    assert {tokens for tokens, *_ in at_full_length} == {per_batch}
+    # 8 steps of two micro-batches, begun twice as a run is: without the state of an optimizer.
+    assert len(further) == 8 * 2
+    assert has_state == [False] * 2 + [True] * 8 + 2 * ([False] * 2 + [True] * 6)
+    tokens = [tokens for tokens, *_ in further]
+    assert len(set(tokens)) > 5
+    assert max(kept for _, *of_batch in further for kept in of_batch) >= LENGTHS[-1]
+    if batching == "grouped":
+        # Mega-batches of 4 / 4 steps, the longest first (transformers trainer_pt_utils.py).
+        parts = [tokens[start : start + 2] for start in range(0, 16, 2)]
+        assert all(sorted(part, reverse=True) == part for part in parts)
+    # Nobody counts a CPU's memory then.
+    assert measured.varied_device_bytes is None
+    assert measurement_from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
+
+
+@pytest.mark.parametrize("task", ["sequence-classification", "masked-lm"])
+def test_varied_lengths_of_other_tasks(task: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(LORA, batching="padded", micro_batch_size=3)
+    measured = varied(config, tmp_path, {**MODEL, "model_type": "bert"}, task=task)
+    assert (measured.outcome, measured.message) == ("ok", "")
+    assert measured.num_varied_steps == 8
+
+
+def test_memory_that_runs_out_with_varied_lengths_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the third of those steps, of their first run."""
+    steps = iter(range(100))
+
+    def look(trainer: Any, inputs: Any) -> None:
+        if next(steps) == 5 * 2 + 2 * 2:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 24.00 GiB "
+                "of which 1.00 MiB is free.\nMore of it"
+            )
+
+    watch_steps(monkeypatch, look)
+    measured = varied(dataclasses.replace(FULL, batching="padded"), tmp_path)
+    assert (measured.outcome, measured.num_varied_steps) == ("oom", 3)
+    assert measured.is_in_pieces
+    assert measured.message == (
+        "fits at full length alone; with varied lengths memory is in pieces, and in step 3 of them: CUDA "
+        "out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 "
+        "MiB is free."
+    )
+    assert measured.excess_bytes == MIB
 
 
 @pytest.mark.parametrize("method", ["evaluate", "_save_checkpoint"])

@@ -78,8 +78,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "made up")
     make = memory.CudaMemory.__init__
 
-    def make_on_cpu(device_memory: Any, *arguments: Any) -> None:
-        make(device_memory, *arguments)
+    def make_on_cpu(device_memory: Any, *arguments: Any, **named: Any) -> None:
+        make(device_memory, *arguments, **named)
         device_memory.device = torch.device("cpu")
 
     monkeypatch.setattr(memory.CudaMemory, "__init__", make_on_cpu)
@@ -97,6 +97,39 @@ def test_a_probe_comes_to_its_end(card: Card, spec: dict[str, int]) -> None:
     assert (measured.peak_reserved_bytes, measured.nontorch_bytes) == (GIB, CONTEXT)
     assert measured.tokens_per_second is not None
     assert measured.fingerprint.device == "made up"
+
+
+def test_what_varied_lengths_hold_and_flush_is_counted_by_itself(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator holds 3 GiB at full length, of which 1 is given back; then 5, after two retries."""
+    card.reserve(3 * GIB)
+    run_step, lengths = Trainer.training_step, []
+
+    def training_step(self: Any, model: Any, inputs: Any, *rest: Any) -> Any:
+        lengths.append(inputs["input_ids"].shape[1])
+        if lengths[-1] < FULL.sequence_length and card.retries == 1:
+            assert card.calls == ["empty_cache"]
+            assert card.peak_bytes == 2 * GIB
+            card.reserve(5 * GIB)
+            card.retries = 3
+        return run_step(self, model, inputs, *rest)
+
+    def empty_cache() -> None:
+        card.calls.append("empty_cache")
+        card.reserved_bytes = 2 * GIB
+
+    monkeypatch.setattr(Trainer, "training_step", training_step)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    card.retries = 1  # Before the model was built: none of its own.
+    config = dataclasses.replace(FULL, batching="padded")
+    measured = run(config, confirm_steps=2, varied_steps=4)
+    assert (measured.outcome, measured.num_varied_steps) == ("ok", 4)
+    assert measured.full_length_device_bytes == 3 * GIB + CONTEXT
+    assert measured.peak_device_bytes == measured.varied_device_bytes == 5 * GIB + CONTEXT
+    assert measured.num_varied_retries == measured.num_alloc_retries == 2
+    assert measured.is_in_pieces
+    assert not measured.fits
 
 
 def raises_in_a_step(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:

@@ -98,6 +98,13 @@ def test_a_confirmation_evaluates_and_saves() -> None:
     assert (measured.outcome, measured.message, measured.num_steps) == ("ok", "", 2)
 
 
+@pytest.mark.parametrize("batching", ["padded", "grouped", "padding-free"])
+def test_it_goes_on_with_varied_lengths(batching: str) -> None:
+    config = dataclasses.replace(SFT, batching=batching)
+    measured = run(config, confirm_steps=1, varied_steps=4, lengths=(4, 40))
+    assert (measured.outcome, measured.message, measured.num_varied_steps) == ("ok", "", 4)
+
+
 @pytest.mark.parametrize(
     ("task", "config"), [("masked-lm", SFT), ("seq2seq-lm", SFT)], ids=["masked-lm", "seq2seq-lm"]
 )
