@@ -262,7 +262,7 @@ def test_places_that_are_not_drawn_at_random_change_no_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = peft.FourierFTConfig(n_frequency=50, target_modules=["q_proj"], **CAUSAL)
-    quick, _ = trainer_test.traced(from_file(config))
+    quick = trainer_test.traced(from_file(config))
     shuffle, shuffled = torch.randperm, []
 
     def shuffle_really(count: int, **settings: Any) -> torch.Tensor:
@@ -270,7 +270,7 @@ def test_places_that_are_not_drawn_at_random_change_no_trace(
         return shuffle(count, **settings)
 
     monkeypatch.setattr(adapters, "_in_order", shuffle_really)
-    slow, _ = trainer_test.traced(from_file(config))
+    slow = trainer_test.traced(from_file(config))
     assert shuffled
     assert quick.setup == slow.setup
     assert quick.first == slow.first
@@ -288,8 +288,8 @@ def test_lora_from_a_file_is_lora() -> None:
         trainer_test.traced(each) for each in (case("lora", lora()), from_file(lora()))
     )
     events = [
-        trainer_test.predicted(CASES["lora"], *traced, is_first=True)
+        trainer_test.predicted(CASES["lora"], traced, is_first=True)
         for traced in (of_method, of_file)
     ]
     assert events[0] == events[1]
-    assert of_method[0].trainable(RANK) == of_file[0].trainable(RANK)
+    assert of_method.trainable(RANK) == of_file.trainable(RANK)

@@ -141,9 +141,10 @@ Seen = list[tuple[bool, int]]
 def as_traced(answer: dict[str, Any], trace: Trace, micro_batch: int, rank: int) -> dict[str, Seen]:
     """The worker's own events, as they stand in the answer."""
     bytes_of = dict(zip(trace.template, trace.sizes(micro_batch, rank), strict=True))
-    seen: dict[str, Seen] = {"setup": [], "first": []}
+    seen: dict[str, Seen] = {"setup": [], "batch": [], "count": [], "first": []}
     for block in answer["blocks"]:
-        part = seen["setup" if is_setup(block["phase"]) else "first"]
+        phase = "setup" if is_setup(block["phase"]) else block["phase"]
+        part = seen.get(phase, seen["first"])
         part += [(e < 0, bytes_of[e if e >= 0 else ~e]) for e in block["events"]]
     return seen
 
@@ -209,7 +210,7 @@ def test_few_layers_make_the_events_of_all(architecture: Architecture, spec: Tra
     for name, theirs in plain.items():
         mine = [event[:2] for event in events_of(extrapolated, name, micro_batch, RANK)]
         assert_same_events(mine, theirs, spec, name)
-    for name in ("setup", "first", "again", "next"):
+    for name in ("setup", "batch", "count", "first", "again", "next"):
         mine, theirs = (events_of(t, name, micro_batch, RANK) for t in (extrapolated, whole))
         assert_same_events(mine, theirs, spec, name)
     assert len(extrapolated.gradients) == len(whole.gradients)
@@ -235,7 +236,7 @@ def test_primes_stand_for_any_micro_batch_and_rank(
     monkeypatch.setattr(trace_module, "RANK", RANK)
     direct = Trace(traced(ARCHITECTURES[name], spec))
 
-    for events in ("setup", "first", "again", "next"):
+    for events in ("setup", "batch", "count", "first", "again", "next"):
         mine, theirs = (events_of(t, events, MICRO_BATCH, RANK) for t in (symbolic, direct))
         assert_same_events(mine, theirs, spec, events)
     assert kernels_of(symbolic, MICRO_BATCH, RANK) == kernels_of(direct, MICRO_BATCH, RANK)

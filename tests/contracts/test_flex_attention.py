@@ -208,13 +208,11 @@ def test_a_step_is_flash_attentions_but_for_the_mask(changes: dict[str, Any]) ->
 
 
 def test_a_padded_batch_needs_no_mask_of_every_pair() -> None:
-    """sdpa keeps one for each layer; here it is a row of flags per sample, once.
-
-    And the batch's own mask of integers, which packed rows do without.
-    """
+    """sdpa keeps one for each layer; here it is a row of flags per sample, once."""
     whole, padded = (trace("flex_attention", LLAMA, batching=name) for name in ("packed", "padded"))
-    masks = BATCH * LENGTH * (1 + 8)
+    masks = BATCH * LENGTH
     assert kept_bytes(padded) - kept_bytes(whole) == pytest.approx(masks, abs=1024)
+    assert len(padded.batch) == len(whole.batch) + 1, "the mask of integers"
     assert flops(padded) == flops(whole)
     sdpa = trace("sdpa", LLAMA, batching="padded")
     assert kept_bytes(sdpa) - kept_bytes(padded) > LAYERS * BATCH * LENGTH**2

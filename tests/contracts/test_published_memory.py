@@ -155,7 +155,9 @@ def test_verdicts(published_memory: ModuleType) -> None:
 def test_the_loop_of_a_trainer_is_the_estimate(published_memory: ModuleType, name: str) -> None:
     plan = published_memory.plans()[name]
     trainer = published_memory.loop_bytes(plan, published_memory.Program())
-    assert trainer == published_memory.estimate(plan).peak_reserved_bytes
+    # Beside what the Trainer keeps, and its third step.
+    expected = published_memory.estimate(plan).peak_reserved_bytes
+    assert trainer == pytest.approx(expected, rel=1e-3)
 
 
 POLYGLOT = {
