@@ -167,7 +167,7 @@ _FLOAT32_ON_CPU = (
 _WIDEST_ON_CPU = (torch.cat, torch.stack)
 _OF_CPU: dict[Any, Policy] = {
     **dict.fromkeys(_LOWER, _cast_lower),
-    torch.einsum: _cast_list_lower,
+    torch.einsum: _cast_lower,  # There only the product within is cast.
     **dict.fromkeys(_FLOAT32_ON_CPU, _cast_float32),
     **dict.fromkeys(_WIDEST_ON_CPU, _cast_widest),
 }

@@ -46,6 +46,7 @@ from autotune.traces import Trace
 from autotune.worker import attention, fp8, liger, sdpa
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module
+from autotune.worker.autocast import POLICIES
 from autotune.worker.cuda import Device
 from autotune.worker.tracker import Tracker
 
@@ -68,6 +69,8 @@ DIFFERENCES = {
     "input's dtype: the real run is sent to the fused operation, which a CPU has too",
     "autocast cache": "a hash table, emptied in no order: adjacent frees are compared as a set "
     "(an allocator cannot tell either)",
+    "einsum": "CUDA's autocast casts its operands, in their order; a CPU's the product within it, whose last "
+    "goes first: the trace casts in the CPU's order",
     "norm's partial sums": "made by CUDA's _foreach_norm only: left out of the prediction",
     "empty tensors": "a literal of no elements is made on the CPU first: what has no bytes is left out",
     "strength of the noise": "five numbers that NEFTune makes on the CPU even when the model is on a "
@@ -301,7 +304,7 @@ CASES = {
 
 
 def undo_differences(patch: pytest.MonkeyPatch) -> None:
-    """DIFFERENCES: dropout, hidden buffers, flash attention."""
+    """DIFFERENCES: dropout, hidden buffers, flash attention, einsum."""
 
     def fused(
         input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -316,6 +319,7 @@ def undo_differences(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention, "buffers_of", lambda *_: lambda *_: ())
     patch.setattr(attention, "varlen_attention", varlen)
     patch.setattr(sdpa, "MaskAddedInPlace", contextlib.nullcontext)
+    patch.setitem(POLICIES["cuda"], torch.einsum, POLICIES["cpu"][torch.einsum])
 
 
 @pytest.fixture(autouse=True)
