@@ -13,34 +13,32 @@ import dataclasses
 from autotune.allocator import OVERSHOOT_BYTES, PAGE_BYTES, Replay, replay
 from autotune.step_events import Steps
 
-NUM_STEPS = 4
-"""[judgement] In three of them what is cached may be given back, in the last no more."""
+_NUM_STEADY = 2
+"""Steps behind those in which all state is made."""
 
 
 def grown(steps: Steps, room_bytes: int) -> Replay:
     """The replay of the steps within so many reserved bytes.
 
     It passes them where the steps do not fit: by what is live, or by what the request that failed lacked,
-    or by a page where the last step still has to give back what is cached. They may need
+    or by a page where the last of two steady steps still has to give back what is cached. They may need
     more than that.
     """
-    numbers = sorted({part.step for part in steps.parts})[: NUM_STEPS + 1]
-    *settling, last = [
-        [event for part in steps.parts if part.step == number for event in part.events]
-        for number in numbers
-    ]
-    settled = [event for events in settling for event in events]
+    most = max(steps.sure_step, 1) + _NUM_STEADY
+    parts = [part for part in steps.parts if part.step <= most]
+    events = [event for part in parts for event in part.events]
+    settled = sum(len(part.events) for part in parts if part.step < parts[-1].step)
     within = replay(
         steps.sizes,
-        [*settled, *last],
+        events,
         cap_bytes=max(room_bytes - OVERSHOOT_BYTES, 0),
         expandable_segments=True,
     )
     if within.last_retry_event is None or (
-        within.failed_request_bytes is None and within.last_retry_event < len(settled)
+        within.failed_request_bytes is None and within.last_retry_event < settled
     ):
         return within
-    alone = replay(steps.sizes, [*settled, *last], expandable_segments=True)
+    alone = replay(steps.sizes, events, expandable_segments=True)
     needed = room_bytes + PAGE_BYTES
     if within.failed_request_bytes is not None:
         needed = within.final_reserved_bytes + within.failed_request_bytes + OVERSHOOT_BYTES
