@@ -35,6 +35,7 @@ LORA = TrainConfig(
     optimizer="adamw_torch",
     lora_rank=24,
     lora_targets="all-linear",
+    expandable_segments=True,  # axolotl's own doing
 )
 FULL = dataclasses.replace(LORA, method="full", lora_rank=None, lora_targets=None)
 CONFIGS = {
