@@ -128,9 +128,11 @@ def test_pytorchs_own_memory_without_a_card(summary: Any, path: Path) -> None:
     assert all(r["measurement"]["fingerprint"]["driver"] == "no card" for r in records)
     # What LLM.int8 needs depends on values, of which there are none.
     records = [r for r in records if r["measurement"]["config"]["quantization"] != "int8"]
-    assert len(summary.errors(records, "peak_allocated_bytes")) >= 95
-    assert max(map(abs, summary.errors(records, "peak_allocated_bytes"))) < 0.0015
+    allocated = list(map(abs, summary.errors(records, "peak_allocated_bytes")))
+    assert len(allocated) >= 107
+    assert max(allocated) < 0.0015
+    assert allocated.count(0.0) >= 95
     reserved = list(map(abs, summary.errors(records, "peak_reserved_bytes")))
     assert max(reserved) < 0.0025
-    assert reserved.count(0.0) >= 75
-    assert summary.survival(records) == (15, 18)  # What lacks 2 MiB asks twice.
+    assert reserved.count(0.0) >= 92
+    assert summary.survival(records) == (24, 24)

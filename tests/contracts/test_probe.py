@@ -182,7 +182,9 @@ def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyP
         # bitsandbytes' kernels, and what they return, are others on a CPU.
         assert abs(difference) < 0.01 * predicted.peak_allocated_bytes
     else:
-        assert 0 <= difference <= 3 * batch_bytes
+        # All micro-batches of a step are there as it begins; a probe has two at most.
+        unseen = max(config.gradient_accumulation_steps - 2, 0)
+        assert -unseen * batch_bytes <= difference <= 3 * batch_bytes
     assert abs(measured.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
     assert measured.nontorch_bytes == 0
 
