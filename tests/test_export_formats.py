@@ -451,3 +451,23 @@ def test_trl_and_unsloth_have_no_words_for_other_adapters() -> None:
     assert not names & {"sft", "sft-python", "torchtune", "unsloth"}
     assert "peft" in names
     assert "prompt tuning" in export.why_not(sft_config, WORKLOAD, PROMPT)
+
+
+@pytest.mark.parametrize("name", ["train", "training-args-python", "sft-python"])
+def test_torchs_allocator_is_told_before_anything_is_imported(name: str) -> None:
+    """Transformers' import of torchao, say, uses CUDA, and the allocator reads its settings then."""
+    config = dataclasses.replace(FULL, expandable_segments=True)
+    if name == "sft-python":
+        config = dataclasses.replace(config, trainer="trl-sft")
+    body = ast.parse(text_of(export.ALL[name], config)).body
+    told = next(i for i, node in enumerate(body) if "os.environ" in ast.unparse(node))
+    imported = [
+        i
+        for i, node in enumerate(body)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        and any(
+            library in ast.unparse(node) for library in ("torch", "transformers", "trl", "datasets")
+        )
+    ]
+    assert imported
+    assert told < min(imported)

@@ -44,7 +44,6 @@ CARRIED = (
     "lora_dropout",
     "quantization",
     "quantization_storage",
-    "expandable_segments",
 )
 
 

@@ -13,7 +13,6 @@ from autotune.export.carried import heading, keywords
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.sft_config import applies, lacks, sft_arguments, sft_fields, unsaid_by_trl
-from autotune.export.training_args import environment
 from autotune.export.training_args_py import set_environment
 
 __all__ = ["applies", "cannot_express", "filename", "lacks", "name", "write"]
@@ -24,11 +23,11 @@ filename = "train_sft.py"
 _PROGRAM = """\
 # Run it with a file of JSON objects that have a "text": python train_sft.py FILE.jsonl
 # Yours to add: learning_rate, num_train_epochs.
-{system}import sys
+{environment}import sys
 
 from datasets import load_dataset
 {imports}
-{environment}model = {model}
+model = {model}
 arguments = SFTConfig(
 {arguments})
 {adapter}
@@ -75,7 +74,6 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     head = heading("A run of TRL's SFTTrainer", config, result["evidence"], cannot_express(config))
     return head + _PROGRAM.format(
         imports="".join(imports),
-        system="import os\n" if environment(config) else "",
         environment=set_environment(config),
         model=ascii(model_reference(workload.model)),
         arguments=keywords(values),

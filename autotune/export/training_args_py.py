@@ -35,19 +35,20 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """A Python module that makes `arguments`. Every value in it is an ASCII literal."""
     head = head_of(workload, config, result, _IN_ENVIRONMENT)
-    variables = set_environment(config)
-    system = "import os\n\n" if variables else ""
-    return f"""{head}{system}from transformers import TrainingArguments
+    return f"""{head}{set_environment(config)}from transformers import TrainingArguments
 
-{variables}arguments = TrainingArguments(
+arguments = TrainingArguments(
 {keywords(known_arguments(workload, config))})
 """
 
 
 def set_environment(config: TrainConfig) -> str:
-    """A statement that sets what no argument can; empty where nothing is to be set."""
+    """What opens a program and sets what no argument can; empty where nothing is to be set.
+
+    Before all imports: some use CUDA, and torch's allocator reads its settings then.
+    """
     variables = environment(config)
     if not variables:
         return ""
     entries = "".join(f"    {key!a}: {value!a},\n" for key, value in variables.items())
-    return f"# Read when the arguments are made.\nos.environ |= {{\n{entries}}}\n"
+    return f"import os\n\n# Before what follows is imported.\nos.environ |= {{\n{entries}}}\n\n"

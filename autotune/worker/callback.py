@@ -254,6 +254,10 @@ class WatchCallback(TrainerCallback):
         otherwise = "unknown" if self._evidence == "measured" else "the prediction is off"
         if vary(self._config.batching):
             otherwise = "batches of varied lengths, which leave free memory in pieces"
+        if self._config.expandable_segments:
+            otherwise = (
+                "room: segments grow as far as there is some, and give it back where it ends"
+            )
         if self._has_evaluated:
             otherwise = "an evaluation, whose batches have a size of their own"
         self._say(

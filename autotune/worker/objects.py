@@ -73,6 +73,10 @@ def _set_environment(config: TrainConfig) -> None:
     not), by torch's allocator when CUDA is first used."""
     wanted = environment(config)
     os.environ.update(wanted)
+    if config.expandable_segments and torch.cuda.is_initialized():
+        # By an import, say: it has read its variable already (torch before 2.9 has the second function).
+        newest = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (newest or torch.cuda.memory._set_allocator_settings)(EXPANDABLE)
     if _MIXED_PRECISION not in wanted and os.environ.get(_MIXED_PRECISION) == "fp8":
         del os.environ[_MIXED_PRECISION]
 
