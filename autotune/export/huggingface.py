@@ -258,7 +258,8 @@ SFT = Target(
             Choice(ours=("padding-free",), theirs={"packing": False, "padding_free": True}),
         ),
         *_SHARED,
-        # TrlParser sets the variables before anything asks for CUDA (trl 1.16 scripts/utils.py).
+        # TrlParser sets the variables after TRL's imports (trl 1.16 scripts/utils.py): in time unless one of
+        # them uses CUDA, as torchao does. So they are written, and said to be needed outside as well.
         Row(
             ours=("expandable_segments",),
             keys=tuple(f"env.{name}" for name in VARIABLES),

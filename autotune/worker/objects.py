@@ -74,7 +74,7 @@ def _set_environment(config: TrainConfig) -> None:
     wanted = environment(config)
     os.environ.update(wanted)
     if config.expandable_segments and torch.cuda.is_initialized():
-        # By an import, say: it has read its variable already (torch before 2.9 has the second function).
+        # By an import, say: it has read its variable already. Older versions have the second function.
         newest = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (newest or torch.cuda.memory._set_allocator_settings)(EXPANDABLE)
     if _MIXED_PRECISION not in wanted and os.environ.get(_MIXED_PRECISION) == "fp8":
