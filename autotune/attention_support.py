@@ -1,10 +1,15 @@
-"""Which families Transformers has no fast attention for, by `model_type`.
+"""The implementations of attention, and which families Transformers has no fast one for.
+
+Families are named by `model_type`.
 
 Of Transformers 5.23, as their classes for language models and for classification say;
 tests/contracts/test_attention_support.py asks the installed ones.
 """
 
 from __future__ import annotations
+
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+FLASH_ATTENTIONS = ("flash_attention_2", "flash_attention_3")
 
 WITHOUT_SDPA = frozenset({
     "big_bird", "bigbird_pegasus", "bloom", "canine", "codegen", "convbert", "cpmant",

@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune import roofline
-from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.details import Timeline
+from autotune.dtypes import DTYPE_BYTES
 from autotune.gpus import Gpu
 from autotune.growing import grown
 from autotune.optimizer_steps import TensorSpec
 from autotune.optimizers import OPTIMIZERS
 from autotune.parallel import Exchange, RankTrace
+from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.results import Breakdown, Estimate, ParameterCount, PerGpu, StateBytes, TraceSpec
 from autotune.step_events import Steps, first_steps
 from autotune.timeline import timeline_of

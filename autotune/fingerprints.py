@@ -1,14 +1,20 @@
-"""The fingerprint of this machine's measurements, asked of a process that imports torch."""
+"""The fingerprint of this machine's measurements: assumed without torch, or asked of a process with it."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
+import importlib.util
 import json
+from importlib import metadata
+from pathlib import Path
 
+from autotune import alloc_conf, nvml
 from autotune.errors import HardwareError, WorkerError
+from autotune.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.forkserver import ForkServer
-from autotune.measurement import Fingerprint, fingerprint_from_dict
+from autotune.installed import cpu_name, versions
 
 DEADLINE_SECONDS = 120.0
 """For importing torch, from a cold disk too. [judgement]"""
@@ -52,3 +58,54 @@ def _unusable(reason: str) -> HardwareError:
         why=reason,
         remedy=f"{remedy}; or leave --backend out, for a prediction",
     )
+
+
+def assumed_fingerprint(backend: str) -> Fingerprint | None:
+    """The fingerprint of the visible CUDA card, or of the CPU, as far as it is known without torch.
+
+    Good for looking up what was measured before: a process that imports torch says whether it is true
+    before anything is measured. None where it needs torch to tell.
+    """
+    try:
+        found = versions()
+    except metadata.PackageNotFoundError:
+        return None
+    if backend == "cpu":
+        return Fingerprint(
+            device=cpu_name(), driver="", cuda="", versions=found, allocator=alloc_conf.here()
+        )
+    card, cuda = _card(), _cuda()
+    if card is None or cuda is None:
+        return None
+    return Fingerprint(
+        device=card[0], driver=card[1], cuda=cuda, versions=found, allocator=alloc_conf.here()
+    )
+
+
+def _card() -> tuple[str, str] | None:
+    """(name, driver). None where there is none, or CUDA may count another one first."""
+    try:
+        with nvml.opened() as pynvml:
+            names = {nvml.text(pynvml.nvmlDeviceGetName(h)) for h in nvml.visible(pynvml)}
+            driver = nvml.text(pynvml.nvmlSystemGetDriverVersion())
+    except nvml.NoCard:
+        return None
+    return (names.pop(), driver) if len(names) == 1 else None
+
+
+def _cuda() -> str | None:
+    """That torch was built for: torch.version.cuda, read off its file (torch 2.13 torch/version.py)."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return None
+    for node in tree.body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id="cuda"), value=ast.Constant(value=value)):
+                return str(value) if value else None
+            case ast.Assign(targets=[ast.Name(id="cuda")], value=ast.Constant(value=value)):
+                return str(value) if value else None
+    return None

@@ -12,12 +12,13 @@ import yaml
 
 from autotune import dataset as datasets
 from autotune import files, gpus, nvml
-from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
 from autotune.gpus import Gpu
 from autotune.kv_cache import KvCache, kv_cache
 from autotune.lengths import Lengths
 from autotune.models import ModelSource
+from autotune.precisions import PRECISIONS
 from autotune.rules import Context, broken_rules
 from autotune.space_file import MAX_FILE_BYTES, parse_yaml
 from autotune.units import MIB, format_bytes, parse_bytes

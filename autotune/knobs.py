@@ -14,20 +14,12 @@ from typing import Any
 
 from autotune import readers
 from autotune.adapters import ADAPTERS, LORA_VARIANTS, peft_words, read_peft
-from autotune.config import (
-    ATTENTIONS,
-    COMPILE_BACKENDS,
-    COMPILE_MODES,
-    METHODS,
-    PRECISIONS,
-    QUANTIZATION_STORAGES,
-    QUANTIZATIONS,
-    TRAINERS,
-    TrainConfig,
-)
+from autotune.attention_support import ATTENTIONS
+from autotune.config import COMPILE_BACKENDS, COMPILE_MODES, METHODS, TRAINERS, TrainConfig
 from autotune.lengths import BATCHINGS
 from autotune.optimizers import OPTIMIZERS
 from autotune.parallelisms import PARALLELISMS
+from autotune.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
 
 REQUIRED = object()
 """Default of a knob that every section of a space must name."""

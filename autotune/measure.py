@@ -8,7 +8,7 @@ import functools
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from autotune import compiled, machine, probing, tune
+from autotune import compiled, fingerprints, probing, tune
 from autotune.config import Workload
 from autotune.dataset import Dataset, time_loaders
 from autotune.errors import WorkerError
@@ -84,7 +84,7 @@ def measured(
             )
             # Where everything was measured before, no process is needed that could tell the fingerprint.
             try:
-                prober = new_prober(assumed=machine.fingerprint(backend))
+                prober = new_prober(assumed=fingerprints.assumed_fingerprint(backend))
                 answer = probing.search(opened, plan, prober, on_probe=heard.on_probe)
             except NotAsAssumed:
                 answer = probing.search(opened, plan, new_prober(), on_probe=heard.on_probe)

@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune import typed
 from autotune.config import TrainConfig
+from autotune.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.lengths import vary
 from autotune.results import SCHEMA_VERSION, step_seconds_of, tokens_per_second_of
 from autotune.units import counted, format_bytes
@@ -47,23 +48,6 @@ def varied_steps(config: TrainConfig, backend: str) -> int:
         return 0
     needed = math.ceil(VARIED_MICRO_BATCHES[backend] / config.gradient_accumulation_steps)
     return max(needed, MIN_VARIED_STEPS)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fingerprint:
-    """When two measurements may be compared: the machine, the driver, the libraries, the allocator."""
-
-    device: str
-    """Name of the card, or of the CPU."""
-    driver: str
-    """Of NVIDIA; empty on a CPU."""
-    cuda: str
-    """That torch was built for; empty on a CPU."""
-    versions: tuple[tuple[str, str], ...]
-    """(library, version) of torch, transformers, peft, bitsandbytes, accelerate, python, and of what
-    the measured configuration uses beyond (autotune.needs); sorted."""
-    allocator: str
-    """PYTORCH_ALLOC_CONF, as set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,17 +238,6 @@ def measurement_from_dict(values: Any) -> Measurement:
     return measurement
 
 
-def fingerprint_from_dict(values: Any) -> Fingerprint:
-    """Read dataclasses.asdict(Fingerprint) back, from JSON as well. Raises ValueError."""
-    fields = typed.mapping(values, "fingerprint")
-    versions = fields.get("versions")
-    if not isinstance(versions, list | tuple) or not all(map(_is_version, versions)):
-        raise ValueError("fingerprint.versions is no list of names and versions")
-    fields = fields | {"versions": tuple((name, version) for name, version in versions)}
-    fingerprint: Fingerprint = typed.record(Fingerprint, fields, "fingerprint")
-    return fingerprint
-
-
 def spec_from_dict(values: Any) -> ProbeSpec:
     """Read dataclasses.asdict(ProbeSpec) back, from JSON as well. Raises ValueError."""
     fields = dict(typed.mapping(values, "spec"))
@@ -275,14 +248,6 @@ def spec_from_dict(values: Any) -> ProbeSpec:
         raise ValueError(f"spec.lengths is {typed.shown(lengths)}")
     spec: ProbeSpec = typed.record(ProbeSpec, fields | {"lengths": tuple(lengths)}, "spec")
     return spec
-
-
-def _is_version(pair: Any) -> bool:
-    return (
-        isinstance(pair, list | tuple)
-        and len(pair) == 2
-        and all(isinstance(text, str) for text in pair)
-    )
 
 
 def _check(measurement: Measurement) -> None:

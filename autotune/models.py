@@ -16,8 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.attention_support import WITHOUT_FLASH, WITHOUT_FLEX, WITHOUT_SDPA
-from autotune.config import ATTENTIONS, FLASH_ATTENTIONS
+from autotune.attention_support import (
+    ATTENTIONS,
+    FLASH_ATTENTIONS,
+    WITHOUT_FLASH,
+    WITHOUT_FLEX,
+    WITHOUT_SDPA,
+)
 from autotune.errors import ConfigError, nearest
 from autotune.units import MIB, format_bytes
 

@@ -7,44 +7,18 @@ step can be traced without the library.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection
-from importlib import metadata
 from typing import Any
 
-from autotune.config import METHODS, PRECISIONS, TrainConfig
+from autotune.config import METHODS, TrainConfig
+from autotune.installed import is_installed
 from autotune.knobs import KNOBS, REQUIRED, Knob
-from autotune.measurement import Fingerprint
 from autotune.optimizers import OPTIMIZERS
+from autotune.precisions import PRECISIONS
 from autotune.space import SearchSpace
 
 NOT_PREDICTED = "not predicted"
 """Why a search by prediction leaves a value out."""
-
-
-@functools.cache
-def version(library: str) -> str | None:
-    """Of what is installed, by pip's name for it; None where it is not."""
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def is_installed(library: str) -> bool:
-    """By pip's name for it."""
-    return version(library) is not None
-
-
-def fingerprint_for(config: TrainConfig, fingerprint: Fingerprint) -> Fingerprint:
-    """That of a measurement of the configuration: with the versions of what it uses beyond the
-    libraries that every one uses. The same where it uses nothing."""
-    libraries = {knob.needs.get(getattr(config, knob.name)) for knob in KNOBS.values()}
-    more = sorted(name for name in libraries if name and name not in dict(fingerprint.versions))
-    used = tuple((name, found) for name in more if (found := version(name)))
-    if not used:
-        return fingerprint
-    return dataclasses.replace(fingerprint, versions=tuple(sorted((*fingerprint.versions, *used))))
 
 
 def of_config(config: TrainConfig) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from typing import Any
 
 from autotune import typed
 from autotune.config import TrainConfig
-from autotune.measurement import Fingerprint, ProbeSpec
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import ProbeSpec
 
 _DEFAULTS = {
     field.name: field.default

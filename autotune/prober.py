@@ -16,9 +16,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune import compiled, isolate, needs, nvml
+from autotune import compiled, isolate, nvml
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError
+from autotune.fingerprint import Fingerprint, fingerprint_for
 from autotune.fingerprints import digest, fingerprint_here
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
@@ -26,7 +27,6 @@ from autotune.logged_runs import log_run
 from autotune.measurement import (
     NUM_CONFIRMATION_WARM_UP_STEPS,
     STOP_FILE,
-    Fingerprint,
     Measurement,
     ProbeSpec,
     measurement_from_dict,
@@ -157,7 +157,7 @@ class Prober:
 
     def fingerprint_of(self, config: TrainConfig) -> Fingerprint:
         """What a measurement of the configuration would have, made here and now."""
-        return needs.fingerprint_for(config, self._fingerprint)
+        return fingerprint_for(config, self._fingerprint)
 
     def near(self, configs: Iterable[TrainConfig]) -> dict[TrainConfig, Near]:
         """What was measured of them on the same device with another driver or other libraries."""

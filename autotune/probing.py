@@ -38,14 +38,7 @@ from autotune.summary import Measured
 from autotune.trial_history import key_of
 from autotune.trials import ended, watched
 from autotune.turns import Asked, take_turn
-from autotune.winner import (
-    MAX_CONFIRMATIONS,
-    Final,
-    final,
-    none_confirmed,
-    nothing_fits,
-    run_speed,
-)
+from autotune.winner import MAX_CONFIRMATIONS, Final, final, none_confirmed, nothing_fits, run_speed
 
 if TYPE_CHECKING:
     import optuna

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from autotune import typed
 from autotune.adapters import ADAPTERS
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.parallelisms import PARALLELISMS
+from autotune.precisions import PRECISIONS
 
 SCHEMA_VERSION = 1
 """Version of result.json and of the worker's request and result files."""

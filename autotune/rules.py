@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.adapters import ADAPTERS, adapter_of, peft_fields
-from autotune.config import FLASH_ATTENTIONS, PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.attention_support import FLASH_ATTENTIONS
+from autotune.config import TrainConfig
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 from autotune.parallelisms import PARALLELISMS
+from autotune.precisions import PRECISIONS, QUANTIZATIONS
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
 # with float8.

@@ -13,7 +13,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.config import TrainConfig
 from autotune.errors import StorageError
-from autotune.measurement import NOISE, Fingerprint, Measurement, measurement_from_dict
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import NOISE, Measurement, measurement_from_dict
 from autotune.turns import runs_on
 from autotune.winner import run_speed
 

@@ -16,9 +16,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune.config import DTYPE_BYTES, PRECISIONS
+from autotune.dtypes import DTYPE_BYTES
 from autotune.optimizer_steps import TensorSpec
 from autotune.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
+from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.traces import Place, TracedParameter, evaluate
 from autotune.units import MIB

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from autotune.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.optimizer_steps.core import LOW_PRECISION, States
 from autotune.optimizers import OPTIMIZERS, Optimizer
 from autotune.parallel import RankTrace
+from autotune.precisions import PRECISIONS
 from autotune.traces import Trace
 from autotune.update import MOST_STEPS, Update
 

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import machine, needs
+from autotune import installed
 from autotune.database import file_of, parse_url
 from autotune.errors import StorageError
 from autotune.knobs import KNOBS
@@ -88,11 +88,11 @@ def _made_by() -> str:
     """Versions and code that traces depend on, as a digest."""
     digest = hashlib.sha256()
     try:
-        digest.update(repr(machine.versions()).encode())
+        digest.update(repr(installed.versions()).encode())
     except metadata.PackageNotFoundError as error:
         digest.update(repr(error.name).encode())
     libraries = sorted({name for knob in KNOBS.values() for name in knob.needs.values() if name})
-    digest.update(repr([(name, needs.version(name)) for name in libraries]).encode())
+    digest.update(repr([(name, installed.version(name)) for name in libraries]).encode())
     package = Path(__file__).parent
     for file in sorted(package.rglob("*.py")):
         if file.relative_to(package).parts[0] not in _ELSEWHERE:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from autotune import nvml
 from autotune.gpus import detect
-from autotune.needs import version
+from autotune.installed import version
 from autotune.units import format_bytes
 
 LIBRARIES = (

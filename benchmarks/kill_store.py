@@ -26,7 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autotune.config import TrainConfig, Workload
-from autotune.measurement import Fingerprint, Measurement, ProbeSpec
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import Measurement, ProbeSpec
 from autotune.probe_key import first_key, probe_key
 from autotune.probes import open_probes
 from autotune.store import open_study

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.config import TrainConfig
-from autotune.measurement import Fingerprint, Measurement, measurement_from_dict
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import Measurement, measurement_from_dict
 from autotune.nightly import drift
 from autotune.nightly.history import NEW, Night, levels
 from autotune.nightly.plan import changes

@@ -48,11 +48,12 @@ from published_tables import (
 )
 
 from autotune.allocator import EMPTY_CACHE_BYTES, Tape, replay
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.gpus import Gpu, find_gpu
 from autotune.optimizer_steps import TensorSpec, write_clip, write_unscale
 from autotune.optimizers import OPTIMIZERS
+from autotune.precisions import PRECISIONS
 from autotune.results import Estimate, TraceSpec
 from autotune.traces import FETCH_PHASES, FORWARD_PHASES, SETUP_PHASES, Trace
 from autotune.worker import adapters

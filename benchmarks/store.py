@@ -26,7 +26,8 @@ from typing import Any
 
 from autotune import schema, studies
 from autotune.config import TrainConfig, Workload
-from autotune.measurement import Fingerprint, Measurement, ProbeSpec
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import Measurement, ProbeSpec
 from autotune.probe_key import ProbeKey, columns_of, probe_key
 from autotune.probes import ProbeTable
 from autotune.recommendations import Recommendation, RecommendationTable, row_of

@@ -7,7 +7,8 @@ from typing import Any
 
 from autotune.config import TrainConfig, Workload
 from autotune.details import Details, Step, Timeline
-from autotune.measurement import Fingerprint, Measurement, ProbeSpec
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import Measurement, ProbeSpec
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.summary import Change, Counts, Measured, Summary
 from autotune.tune import Found

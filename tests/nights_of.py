@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.config import TrainConfig
-from autotune.measurement import Fingerprint
+from autotune.fingerprint import Fingerprint
 from autotune.nightly.history import NEW, Night
 from autotune.nightly.matrix import Cell, Matrix
 from autotune.options import FindOptions

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from autotune.api import Result
 from autotune.config import TrainConfig
-from autotune.machine import cpu_name
+from autotune.installed import cpu_name
 from autotune.units import GIB
 from autotune.worker.callback import WatchCallback
 from autotune.worker.pace import NUM_WARM_UP_STEPS, Pace

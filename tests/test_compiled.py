@@ -11,8 +11,9 @@ import pytest
 
 from autotune import compiled, compilers
 from autotune.config import TrainConfig
+from autotune.fingerprint import Fingerprint
 from autotune.lengths import Lengths
-from autotune.measurement import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
+from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.report import words
 from autotune.space import MethodSpace, SearchSpace
 from autotune.summary import Measured

@@ -17,17 +17,8 @@ from hypothesis import strategies as st
 
 from autotune import export
 from autotune.adapters import LORA_VARIANTS, read_peft
-from autotune.config import (
-    ATTENTIONS,
-    COMPILE_BACKENDS,
-    COMPILE_MODES,
-    PRECISIONS,
-    QUANTIZATION_STORAGES,
-    QUANTIZATIONS,
-    TRAINERS,
-    TrainConfig,
-    Workload,
-)
+from autotune.attention_support import ATTENTIONS
+from autotune.config import COMPILE_BACKENDS, COMPILE_MODES, TRAINERS, TrainConfig, Workload
 from autotune.export import (
     deepspeed_json,
     installed,
@@ -42,6 +33,7 @@ from autotune.knobs import KNOBS
 from autotune.lengths import BATCHINGS
 from autotune.optimizers import OPTIMIZERS
 from autotune.parallelisms import PARALLELISMS
+from autotune.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
 
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
 FULL = TrainConfig(

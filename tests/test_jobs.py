@@ -14,16 +14,7 @@ import sqlalchemy
 
 from autotune.database import explained, parse_url
 from autotune.errors import ConfigError, StorageError
-from autotune.jobs import (
-    MAX_CLAIMS,
-    Job,
-    JobTable,
-    Machine,
-    Wanted,
-    may_pass,
-    open_jobs,
-    patiently,
-)
+from autotune.jobs import MAX_CLAIMS, Job, JobTable, Machine, Wanted, may_pass, open_jobs, patiently
 
 QUESTION = {"schema_version": 1, "options": {"model": "gpt2"}, "model": {}, "space": None}
 CARD = "NVIDIA GeForce RTX 4090"

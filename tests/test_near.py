@@ -13,7 +13,8 @@ import answers
 import sweep
 
 from autotune.config import TrainConfig
-from autotune.measurement import Fingerprint, Measurement, ProbeSpec
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import Measurement, ProbeSpec
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
 from autotune.report import words

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from autotune import fingerprint as fingerprints
 from autotune import needs
 from autotune.config import TrainConfig
+from autotune.fingerprint import Fingerprint, fingerprint_for, fingerprint_from_dict
+from autotune.installed import is_installed, version
 from autotune.knobs import KNOBS
-from autotune.measurement import Fingerprint, fingerprint_from_dict
 from autotune.space import MethodSpace, SearchSpace
 
 CONFIG = TrainConfig(
@@ -36,8 +38,8 @@ def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_libraries_are_asked_for_by_the_name_pip_has_for_them() -> None:
-    assert needs.is_installed("torch")
-    assert not needs.is_installed("no-such-library")
+    assert is_installed("torch")
+    assert not is_installed("no-such-library")
 
 
 @pytest.mark.usefixtures("_nothing_installed")
@@ -121,9 +123,9 @@ def test_a_fingerprint_has_the_versions_of_what_was_used(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], more: list[str]
 ) -> None:
     """Where nothing more is used it is the one that older databases have."""
-    monkeypatch.setattr(needs, "version", lambda library: f"{library}'s")
+    monkeypatch.setattr(fingerprints, "version", lambda library: f"{library}'s")
     config = dataclasses.replace(CONFIG, **changes)
-    found = needs.fingerprint_for(config, BARE)
+    found = fingerprint_for(config, BARE)
     assert found.versions == tuple(
         sorted([*BARE.versions, *((name, f"{name}'s") for name in more)])
     )
@@ -133,5 +135,5 @@ def test_a_fingerprint_has_the_versions_of_what_was_used(
 
 def test_what_is_not_installed_has_no_version() -> None:
     config = dataclasses.replace(CONFIG, attention="flash_attention_3")
-    assert needs.version("flash-attn-3") is None
-    assert needs.fingerprint_for(config, BARE) == BARE
+    assert version("flash-attn-3") is None
+    assert fingerprint_for(config, BARE) == BARE

@@ -19,8 +19,9 @@ from nights_of import HERE, NOW, cell, matrix, night
 from autotune import finding, nvml
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError, NothingFitsError
+from autotune.fingerprint import Fingerprint
 from autotune.isolate import WorkerEnd
-from autotune.measurement import Fingerprint, Measurement, ProbeSpec
+from autotune.measurement import Measurement, ProbeSpec
 from autotune.nightly import draw, drift, ledger, run
 from autotune.nightly.cell import CellNight, Place, TimeIsUp, _limited
 from autotune.nightly.digest import Digest, Done

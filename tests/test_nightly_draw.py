@@ -16,7 +16,7 @@ import huggingface_hub
 import pytest
 from nights_of import CONFIG, HERE, NOW, cell, night
 
-from autotune import machine
+from autotune import fingerprints
 from autotune.cli import main
 from autotune.errors import StorageError
 from autotune.nightly import draw, drift, files, relatives, run
@@ -258,7 +258,7 @@ def test_a_dry_run_says_why_and_touches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "fingerprint", lambda backend: HERE)
+    monkeypatch.setattr(fingerprints, "assumed_fingerprint", lambda backend: HERE)
     text = "models: [gpt2, gpt2-medium, who/knows]\nbudgets: [2GB]"
     Path("matrix.yaml").write_text(text, encoding="utf-8")
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from nights_of import HERE, NOW, cell, matrix, night
 
-from autotune.measurement import Fingerprint
+from autotune.fingerprint import Fingerprint
 from autotune.nightly import drift
 from autotune.nightly.history import Night
 from autotune.nightly.matrix import Cell

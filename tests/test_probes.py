@@ -13,7 +13,8 @@ import pytest
 
 from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
-from autotune.measurement import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.probe_key import columns_of, probe_key
 from autotune.probes import open_probes
 from autotune.store import open_study

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy
 
 from autotune import cli, finding, studies
-from autotune.measurement import Fingerprint
+from autotune.fingerprint import Fingerprint
 from autotune.options import FindOptions
 from autotune.recommendations import (
     Recommendation,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from autotune.config import TrainConfig
-from autotune.measurement import Fingerprint, Measurement, ProbeSpec
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import Measurement, ProbeSpec
 
 ROOT = Path(__file__).parents[1]
 RECORDED = sorted((ROOT / "studies").glob("*/predicted_vs_measured.jsonl"))

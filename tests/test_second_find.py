@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune import finding, forkserver, isolate, launching, machine
+from autotune import finding, fingerprints, forkserver, isolate, launching
 from autotune.errors import NothingFitsError
 from autotune.options import FindOptions
 
@@ -76,7 +76,7 @@ def test_what_is_assumed_of_this_machine_is_what_its_probes_say(
 ) -> None:
     measured = first[1].summary.measured
     assert measured is not None
-    assert machine.fingerprint("cpu") == measured.best.fingerprint
+    assert fingerprints.assumed_fingerprint("cpu") == measured.best.fingerprint
 
 
 @pytest.mark.usefixtures("_no_process")

@@ -11,7 +11,8 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.errors import StorageError
-from autotune.measurement import Fingerprint, Measurement
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import Measurement
 from autotune.seen import Seen
 from autotune.trial_history import OWNER
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from autotune.config import TrainConfig
+from autotune.fingerprint import Fingerprint
 from autotune.gpus import find_gpu
-from autotune.measurement import Fingerprint, Measurement, ProbeSpec, measurement_from_dict
+from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.models import ModelSource
 from autotune.rules import Context, broken_rules
 

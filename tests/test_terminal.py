@@ -17,12 +17,7 @@ import pytest
 from autotune.gpus import find_gpu
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
-from autotune.results import (
-    Estimate,
-    ParameterCount,
-    PerGpu,
-    StateBytes,
-)
+from autotune.results import Estimate, ParameterCount, PerGpu, StateBytes
 from autotune.summary import USERS_BASE, Summary
 from autotune.units import GIB, MIB
 

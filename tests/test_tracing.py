@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune import machine, trace_table, tracing
+from autotune import installed, trace_table, tracing
 from autotune.config import TrainConfig
 from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.gpus import catalogue, find_gpu
@@ -173,7 +173,7 @@ def test_what_a_worker_answered_is_not_asked_for_again(
     asked = []
     for version in ("1", "1", "2"):
         trace_table._made_by.cache_clear()
-        monkeypatch.setattr(machine, "versions", lambda version=version: (("torch", version),))
+        monkeypatch.setattr(installed, "versions", lambda version=version: (("torch", version),))
         worker = Worker({"unsupported": "has no layers"})
         monkeypatch.setattr(tracing, "run_many", worker)
         with pytest.raises(ConfigError, match="has no layers"):

@@ -21,7 +21,8 @@ from alembic.script import ScriptDirectory
 from autotune import database, migrations, schema, store, studies
 from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
-from autotune.measurement import Fingerprint, Measurement, ProbeSpec
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import Measurement, ProbeSpec
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
 from autotune.upgrade import open_engine

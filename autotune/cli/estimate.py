@@ -10,13 +10,7 @@ from typing import Any
 
 import click
 
-from autotune.cli.options import (
-    COUNT,
-    LENGTH,
-    is_given,
-    knob_options,
-    workload_options,
-)
+from autotune.cli.options import COUNT, LENGTH, is_given, knob_options, workload_options
 from autotune.cli.output import note, print_json
 from autotune.config import METHODS, Workload
 from autotune.space import usual_batching

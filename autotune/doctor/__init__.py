@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from autotune.doctor import card, host, libraries, reach
 from autotune.doctor.machine import Machine, NotAnswered
 from autotune.doctor.verdict import Status, Verdict, fail, warn
-from autotune.errors import (
-    AutotuneError,
-    ConfigError,
-    HardwareError,
-    StorageError,
-    WorkerError,
-)
+from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageError, WorkerError
 from autotune.redacted import redacted
 from autotune.results import SCHEMA_VERSION
 

@@ -10,14 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import (
-    COMPILE_MODES,
-    LOADER_SETTINGS,
-    QUANTIZATION_STORAGES,
-    QUANTIZATIONS,
-    TrainConfig,
-    Workload,
-)
+from autotune.config import COMPILE_MODES, LOADER_SETTINGS, TrainConfig, Workload
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -34,6 +27,7 @@ from autotune.export.mapping_write import keys_of, says_method, unsaid
 from autotune.export.text import as_yaml
 from autotune.export.trainer_rows import COMPILE_BACKEND, PARALLELISM
 from autotune.optimizers import OPTIMIZERS
+from autotune.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
 
 name = "axolotl"
 filename = "axolotl.yaml"

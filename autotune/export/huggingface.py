@@ -10,11 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
-from autotune.config import (
-    LOADER_SETTINGS,
-    QUANTIZATION_STORAGES,
-    QUANTIZATIONS,
-)
+from autotune.config import LOADER_SETTINGS
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -29,6 +25,7 @@ from autotune.export.mapping import (
 )
 from autotune.export.trainer_rows import COMPILE_BACKEND, COMPILE_MODE
 from autotune.optimizers import OPTIMIZERS
+from autotune.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
 
 _LORA = ("lora", "qlora")
 _SWITCH = "activation_checkpointing"

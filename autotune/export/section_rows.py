@@ -11,7 +11,6 @@ import re
 from typing import Any
 
 from autotune.adapters import ADAPTERS
-from autotune.config import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -22,6 +21,7 @@ from autotune.export.mapping import (
     of_key,
     targets_of,
 )
+from autotune.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
 
 ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
 """RECIPE: the table of our own train.py."""

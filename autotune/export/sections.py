@@ -15,13 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.adapters import ADAPTERS, read_peft
-from autotune.config import (
-    ATTENTIONS,
-    PEFT_TASK_TYPES,
-    PRECISIONS,
-    TRAINERS,
-    TrainConfig,
-)
+from autotune.attention_support import ATTENTIONS
+from autotune.config import PEFT_TASK_TYPES, TRAINERS, TrainConfig
 from autotune.export import unsloth_base
 from autotune.export.huggingface import SFT, TRAINING_ARGUMENTS
 from autotune.export.mapping import Choice, Row, Target, choices, of_key, of_values, value_at
@@ -40,6 +35,7 @@ from autotune.export.section_rows import (
 from autotune.export.training_args import environment, training_arguments
 from autotune.knobs import KNOBS
 from autotune.lengths import BATCHINGS
+from autotune.precisions import PRECISIONS
 
 _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from autotune.adapters import peft_fields, whole_alpha
-from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig, Workload
+from autotune.config import TrainConfig, Workload
 from autotune.export import installed, targets
 from autotune.export.carried import comments, heading, unsaid
 from autotune.export.references import model_reference
@@ -23,6 +23,7 @@ from autotune.export.training_args import (
     training_arguments,
     unknown_values,
 )
+from autotune.precisions import PRECISIONS, QUANTIZATIONS
 
 name = "sft"
 filename = "sft_config.yaml"

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autotune.adapters import lora_alpha
-from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.config import TrainConfig, Workload
 from autotune.export.carried import comments, heading, one_line, unsaid, words_of
 from autotune.parallelisms import PARALLELISMS
+from autotune.precisions import PRECISIONS
 
 name = "torchtune"
 filename = "torchtune.yaml"

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autotune.adapters import ADAPTERS, peft_fields
-from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.config import TrainConfig, Workload
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.training_args import environment, training_arguments
+from autotune.precisions import PRECISIONS
 
 name = "train"
 filename = "train.py"

@@ -13,12 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from autotune.alloc_conf import EXPANDABLE, VARIABLES
-from autotune.config import LOADER_SETTINGS, PRECISIONS, TrainConfig, Workload
+from autotune.config import LOADER_SETTINGS, TrainConfig, Workload
 from autotune.export import installed, targets
 from autotune.export.carried import heading, unsaid
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS
 from autotune.parallelisms import PARALLELISMS
+from autotune.precisions import PRECISIONS
 
 name = "training-args"
 filename = "training_args.json"

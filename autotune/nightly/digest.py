@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.errors import EXIT_IMPROVED, EXIT_INTERRUPTED, EXIT_REGRESSION, StorageError
+from autotune.fingerprint import Fingerprint
 from autotune.knobs import describe
-from autotune.measurement import Fingerprint
 from autotune.nightly import drift
 from autotune.nightly.history import NEW, Night
 from autotune.nightly.hooks import EVENTS

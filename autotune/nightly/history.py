@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune import typed
 from autotune.config import TrainConfig
-from autotune.measurement import Fingerprint, fingerprint_from_dict
+from autotune.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.nightly import drift
 
 NEW = "new"

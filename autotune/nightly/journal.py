@@ -20,7 +20,7 @@ from autotune.config import TrainConfig
 from autotune.database import file_of, parse_url
 from autotune.errors import StorageError
 from autotune.export import write_texts
-from autotune.measurement import Fingerprint
+from autotune.fingerprint import Fingerprint
 
 FILE = "nightly.json"
 LOCK = "nightly.lock"

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from autotune.measurement import CONFIRM_STEPS, PROBE_SECONDS, Fingerprint
+from autotune.fingerprint import Fingerprint
+from autotune.measurement import CONFIRM_STEPS, PROBE_SECONDS
 from autotune.nightly import drift
 from autotune.nightly.history import Night
 from autotune.nightly.matrix import Cell, Matrix

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from autotune import inputs
 from autotune.config import TrainConfig
+from autotune.fingerprint import Fingerprint
 from autotune.forkserver import ForkServer
-from autotune.measurement import PROBE_SECONDS, Fingerprint, ProbeSpec
+from autotune.measurement import PROBE_SECONDS, ProbeSpec
 from autotune.models import resolve
 from autotune.nightly import drift
 from autotune.nightly.journal import Journal

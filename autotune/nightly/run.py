@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune import gpus, machine, models, needs, nvml
+from autotune import fingerprints, gpus, models, nvml
 from autotune.errors import AutotuneError, HardwareError, StorageError
+from autotune.fingerprint import Fingerprint, fingerprint_for
 from autotune.fingerprints import fingerprint_here
 from autotune.forkserver import ForkServer
-from autotune.measurement import Fingerprint
 from autotune.nightly import draw, drift, hooks, ledger
 from autotune.nightly.cell import CellNight, Place, TimeIsUp
 from autotune.nightly.digest import Digest, Done
@@ -56,7 +56,7 @@ def dry_run(matrix: Matrix, place: Place, *, budget_seconds: float) -> Prepared:
     with ForkServer() as server:
         now = datetime.datetime.now(datetime.UTC)
         # Where that is known without torch it takes a second.
-        known = machine.fingerprint(place.backend)
+        known = fingerprints.assumed_fingerprint(place.backend)
         fingerprint = known or fingerprint_here(server, place.backend)
     prepared = _prepared(matrix, place, fingerprint, budget_seconds=budget_seconds, now=now)
     problem_of = functools.cache(_why_not_found)
@@ -145,7 +145,7 @@ def _prepared(
     planned = plan(
         matrix,
         ledger.nights(place.storage, matrix.cells, place.machine_name(fingerprint.device)),
-        fingerprint_of=lambda night: needs.fingerprint_for(night.config, fingerprint),
+        fingerprint_of=lambda night: fingerprint_for(night.config, fingerprint),
         backend=place.backend,
         now=now,
         budget_seconds=budget_seconds,

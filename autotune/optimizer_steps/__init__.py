@@ -25,12 +25,7 @@ Known limitations
 """
 
 from autotune.optimizer_steps.core import Algorithm, StateTensor, StepCost, TensorSpec
-from autotune.optimizer_steps.torch_lists import (
-    clip_cost,
-    unscale_cost,
-    write_clip,
-    write_unscale,
-)
+from autotune.optimizer_steps.torch_lists import clip_cost, unscale_cost, write_clip, write_unscale
 
 __all__ = [
     "Algorithm",

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS
+from autotune.dtypes import DTYPE_BYTES
 from autotune.optimizers import OPTIMIZERS
+from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.results import Estimate
 from autotune.units import format_count
 

@@ -13,10 +13,12 @@ import re
 from dataclasses import dataclass
 from typing import TextIO
 
-from autotune.config import DTYPE_BYTES, PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.config import TrainConfig
+from autotune.dtypes import DTYPE_BYTES
 from autotune.estimate import Estimator
 from autotune.optimizer_steps import TensorSpec
 from autotune.optimizers import OPTIMIZERS, state_bytes
+from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.report import terminal
 from autotune.report.explain import explain
 from autotune.results import Estimate

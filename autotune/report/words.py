@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from autotune.config import PRECISIONS, TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.loading import LoaderTime
 from autotune.measurement import NOISE, Measurement
+from autotune.precisions import PRECISIONS
 from autotune.results import Estimate
 from autotune.summary import MORE_MEMORY_BYTES, Change, Measured, Summary
 from autotune.units import counted, format_bytes, format_count, format_seconds, unit_for

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from autotune import typed
 from autotune.errors import ConfigError
-from autotune.measurement import fingerprint_from_dict, measurement_from_dict
+from autotune.fingerprint import fingerprint_from_dict
+from autotune.measurement import measurement_from_dict
 from autotune.probe_key import columns_of
 from autotune.recommendations import Recommendation
 from autotune.store import is_ours

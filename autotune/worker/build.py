@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import TrainConfig
+from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.worker import adapters, quantize
 from autotune.worker import model as models

@@ -27,9 +27,9 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from autotune import gpus, nvml
+from autotune.installed import cpu_name
 from autotune.knobs import describe
 from autotune.lengths import vary
-from autotune.machine import cpu_name
 from autotune.measurement import Measurement
 from autotune.results import Estimate
 from autotune.summary import Summary

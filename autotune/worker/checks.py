@@ -19,8 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autotune import needs
 from autotune.adapters import ADAPTERS, peft_fields
-from autotune.config import PRECISIONS, QUANTIZATIONS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.optimizers import OPTIMIZERS
+from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.worker.quantize import is_quantized
 from autotune.worker.tracker import in_backward
 

@@ -37,7 +37,8 @@ import pynvml
 import torch
 
 from autotune.allocator import OVERSHOOT_BYTES, Replay, replay
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import TrainConfig
+from autotune.precisions import PRECISIONS
 from autotune.worker.compiling import AllocationProfile
 from autotune.worker.tracker import Tracker
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.integrations.neftune import activate_neftune
 
 from autotune.adapters import ADAPTERS
-from autotune.config import PRECISIONS
+from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.worker import adapters, fp8, liger, quantize, sft
 from autotune.worker import model as models

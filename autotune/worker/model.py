@@ -20,7 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autotune.config import PRECISIONS
+from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
 
 _AUTO_CLASSES = {

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from autotune import alloc_conf, host_memory, needs
+from autotune import alloc_conf, host_memory
 from autotune.config import TrainConfig
 from autotune.export.training_args import environment
+from autotune.fingerprint import fingerprint_for
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.out_of_memory import HANDLE_BYTES, excess_bytes, says_no_handle
 from autotune.units import format_bytes
@@ -74,7 +75,7 @@ def probe(
     return Measurement(
         config=config,
         spec=spec,
-        fingerprint=needs.fingerprint_for(config, fingerprint(spec.backend, settings)),
+        fingerprint=fingerprint_for(config, fingerprint(spec.backend, settings)),
         elapsed_seconds=time.perf_counter() - began,
         **figures,
     )

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.measurement import ProbeSpec
+from autotune.precisions import PRECISIONS
 from autotune.worker import checks, confirm, fp8
 from autotune.worker.checks import NotFinite
 from autotune.worker.memory import DeviceMemory

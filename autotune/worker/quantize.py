@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.config import CLASSIFIER_HEADS, PRECISIONS, QUANTIZATIONS
+from autotune.config import CLASSIFIER_HEADS
+from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.results import TraceSpec
 
 LAYERS = ("Linear4bit", "Linear8bitLt")

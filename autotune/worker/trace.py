@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from autotune.adapters import ADAPTERS
-from autotune.config import PRECISIONS
+from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.worker import attention, flex, fp8, layers, liger, quantize, sft
 from autotune.worker import model as models

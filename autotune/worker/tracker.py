@@ -22,13 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune.worker.kernel_costs import (
-    count_flops,
-    dtype_of,
-    launches,
-    moved_bytes,
-    tensor_bytes,
-)
+from autotune.worker.kernel_costs import count_flops, dtype_of, launches, moved_bytes, tensor_bytes
 from autotune.worker.meta_values import (
     FAULTS,
     QUESTIONS,

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.config import PRECISIONS, TrainConfig, Workload
+from autotune.config import TrainConfig, Workload
 from autotune.export import llama_factory
 from autotune.export.mapping_read import read
 from autotune.export.read import EditedBase, read_base
+from autotune.precisions import PRECISIONS
 
 pytestmark = pytest.mark.slow
 

@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
-from autotune.config import PRECISIONS, TrainConfig
+from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.export.quantization_config import quantization_fields
 from autotune.gpus import find_gpu
 from autotune.models import ModelSource
 from autotune.parallelisms import PARALLELISMS
+from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.shards import Weight, ddp_buckets
 from autotune.tracing import trace_all

@@ -38,9 +38,9 @@ from trainer_step import (
 )
 
 from autotune.allocator import Tape
-from autotune.config import PRECISIONS
 from autotune.optimizer_steps import write_clip
 from autotune.optimizers import OPTIMIZERS
+from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.traces import Trace
 from autotune.worker import attention, fp8, liger, sdpa

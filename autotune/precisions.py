@@ -1,0 +1,118 @@
+"""The dtypes of weights and of computation (PRECISIONS), and storage in few bits (QUANTIZATIONS)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """What a value of `--precision` means to Transformers' Trainer."""
+
+    parameter_dtype: str
+    """dtype of the base weights (trainable or frozen, unless quantised)."""
+    compute_dtype: str
+    """dtype of matrix products."""
+    autocast: bool = False
+    """TrainingArguments bf16=True or fp16=True: torch.autocast around the forward pass."""
+    grad_scaler: bool = False
+    """fp16=True: torch.amp.GradScaler."""
+    tf32: bool = False
+    """float32 matrix products may use TF32 units."""
+    fp8: bool = False
+    """accelerate's mixed_precision "fp8" with torchao: linear layers multiply in fp8 under bfloat16
+    autocast, but for the first and the last and those whose sizes are no multiples of 16
+    (accelerate 1.15 utils/ao.py)."""
+    summary: str
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(
+        parameter_dtype="float32",
+        compute_dtype="float32",
+        summary="everything in float32",
+    ),
+    "tf32": Precision(
+        parameter_dtype="float32",
+        compute_dtype="float32",
+        tf32=True,
+        summary="float32 storage, TF32 matrix products",
+    ),
+    "fp16-mixed": Precision(
+        parameter_dtype="float32",
+        compute_dtype="float16",
+        autocast=True,
+        grad_scaler=True,
+        summary="float32 weights, float16 autocast with loss scaling",
+    ),
+    "fp16-autocast": Precision(
+        parameter_dtype="float16",
+        compute_dtype="float16",
+        autocast=True,
+        grad_scaler=True,
+        summary="frozen float16 weights, float32 adapters under float16 autocast",
+    ),
+    "bf16-mixed": Precision(
+        parameter_dtype="float32",
+        compute_dtype="bfloat16",
+        autocast=True,
+        summary="float32 weights, bfloat16 autocast",
+    ),
+    "bf16-true": Precision(
+        parameter_dtype="bfloat16",
+        compute_dtype="bfloat16",
+        summary="bfloat16 weights, no autocast (Transformers 5 with bf16 left False)",
+    ),
+    "bf16-autocast": Precision(
+        parameter_dtype="bfloat16",
+        compute_dtype="bfloat16",
+        autocast=True,
+        summary="bfloat16 weights under bfloat16 autocast: fp32 adapters compute in bfloat16",
+    ),
+    "fp8-mixed": Precision(
+        parameter_dtype="float32",
+        compute_dtype="bfloat16",
+        autocast=True,
+        fp8=True,
+        summary="as bf16-mixed, linear layers multiply in float8 (torchao)",
+    ),
+    "fp8-autocast": Precision(
+        parameter_dtype="bfloat16",
+        compute_dtype="bfloat16",
+        autocast=True,
+        fp8=True,
+        summary="as bf16-autocast, linear layers multiply in float8 (torchao)",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantization:
+    """Storage of the frozen base weights."""
+
+    name: str
+    bits: int
+    """Bits per weight, scales aside."""
+    codes: str = ""
+    """bitsandbytes' `bnb_4bit_quant_type`; empty where it has no such choice."""
+    double: bool = False
+    """The fp32 absmax per block of 64 is itself quantised (bitsandbytes `bnb_4bit_use_double_quant`)."""
+
+
+QUANTIZATIONS: dict[str, Quantization] = {
+    row.name: row
+    for row in (
+        Quantization(name="none", bits=16),
+        Quantization(name="nf4", bits=4, codes="nf4"),
+        Quantization(name="nf4-double", bits=4, codes="nf4", double=True),
+        Quantization(name="fp4", bits=4, codes="fp4"),
+        Quantization(name="fp4-double", bits=4, codes="fp4", double=True),
+        Quantization(name="int8", bits=8),
+    )
+}
+"""Matrix products run in the precision's compute dtype (`bnb_4bit_compute_dtype`); int8 is LLM.int8."""
+
+
+QUANTIZATION_STORAGES = ("uint8", "bfloat16", "float16", "float32")
+"""dtypes that hold the packed codes of 4-bit weights (`bnb_4bit_quant_storage`): the same bytes in each.
+Only those of a floating dtype can be shared out (accelerate 1.15 utils/fsdp_utils.py)."""
