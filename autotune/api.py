@@ -29,13 +29,15 @@ from autotune import export, finding, inputs, models, studies
 from autotune.adapters import read_peft
 from autotune.config import TrainConfig, Workload
 from autotune.database import DEFAULT_URL
+from autotune.deliver import deliver
 from autotune.errors import ConfigError, nearest
 from autotune.export import Exporter
+from autotune.listener import SILENT, Listener
 from autotune.options import FindOptions
 from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
 from autotune.report.data import ReportData
-from autotune.report.progress import SILENT, Listener, on_stderr
+from autotune.report.progress import on_stderr
 from autotune.summary import Summary
 
 if TYPE_CHECKING:
@@ -294,7 +296,7 @@ def find(
         answer = finding.find(
             options, storage=database, command=command, listener=_noting(notes, progress)
         )
-    delivered = finding.deliver(
+    delivered = deliver(
         answer, folder=None if out is None else Path(out), storage=storage, command=command
     )
     notes += delivered.notes
@@ -354,7 +356,7 @@ def _kept_in(storage: str | None) -> Iterator[str]:
 
 def _data_without_study(answer: finding.Answer, command: str) -> ReportData:
     with _kept_in(None) as database:
-        kept = finding.deliver(answer, folder=None, storage=database, command=command)
+        kept = deliver(answer, folder=None, storage=database, command=command)
         for problem in kept.problems:
             raise problem
         return data.read(database, kept.study)

@@ -13,13 +13,13 @@ from autotune.config import Workload
 from autotune.dataset import Dataset, time_loaders
 from autotune.errors import WorkerError
 from autotune.forkserver import ForkServer
+from autotune.listener import Listener
 from autotune.loading import LoaderTimes
 from autotune.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
 from autotune.models import ModelSource
 from autotune.options import FindOptions
 from autotune.prober import NotAsAssumed, Prober
 from autotune.probes import open_probes
-from autotune.report.progress import Listener
 from autotune.summary import Measured
 from autotune.tune import Found
 

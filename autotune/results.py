@@ -18,6 +18,9 @@ from autotune.precisions import PRECISIONS
 SCHEMA_VERSION = 1
 """Version of result.json and of the worker's request and result files."""
 
+MOSTLY_QUANTIZED_BYTES = 1.5
+"""Per weight. [judgement] 8-bit codes take 1, 4-bit ones a half, beside embeddings in 16 bits."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSpec:
@@ -203,6 +206,23 @@ class Estimate:
     @property
     def tokens_per_second(self) -> float | None:
         return tokens_per_second_of(self)
+
+    @property
+    def unquantized_note(self) -> str:
+        """Why a quantised base is not much smaller; empty where it is, or nothing was asked for."""
+        count, config = self.parameters, self.config
+        num_frozen = count.total - count.trainable
+        if config.quantization == "none" or self.per_gpu is not None or num_frozen <= 0:
+            return ""
+        # The adapter's own parameters are in float32.
+        bytes_each = (self.state.parameters_bytes - 4 * count.trainable) / num_frozen
+        if bytes_each < MOSTLY_QUANTIZED_BYTES:
+            return ""
+        return (
+            f"Most weights are not quantised ({bytes_each:.1f} bytes each): Transformers quantises "
+            "plain linear layers alone, not embeddings, nor a mixture's experts, which are tensors of "
+            "their own."
+        )
 
     def to_dict(self, budget_bytes: int) -> dict[str, object]:
         """The fields of `estimate --json`, budget comparison included."""

@@ -27,13 +27,13 @@ import sqlalchemy
 
 from autotune import asking, finding, fingerprints, gpus, inputs, owners, store
 from autotune.config import TrainConfig
+from autotune.deliver import deliver
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.forkserver import ForkServer
 from autotune.isolate import private_folder
 from autotune.jobs import Job, JobTable, Machine, may_pass, open_jobs, patiently
+from autotune.listener import SILENT, Listener, Measuring
 from autotune.measurement import Measurement, ProbeSpec
-from autotune.report.measuring import Measuring
-from autotune.report.progress import SILENT, Listener
 from autotune.summary import Counts
 from autotune.units import counted
 
@@ -187,9 +187,7 @@ class _Work:
             return
         # As it was asked: a folder of this machine is no part of it.
         answer = dataclasses.replace(answer, question=self._job.question["options"])
-        delivered = finding.deliver(
-            answer, folder=None, storage=self._url, command=self._job.command
-        )
+        delivered = deliver(answer, folder=None, storage=self._url, command=self._job.command)
         problem = " ".join(map(str, delivered.problems))
         self._has_ended.set()
         if self._jobs.finish(

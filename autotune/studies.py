@@ -6,14 +6,17 @@ as a small one. Whatever else is in the database (another program's studies) is 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections import Counter
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from autotune.details import Details, details_from_dict
 from autotune.errors import ConfigError, StorageError
+from autotune.optimizers import OPTIMIZERS
 from autotune.store import existing_storage, existing_study, is_ours
 from autotune.summary import Summary, summary_from_dict
 
@@ -265,3 +268,16 @@ def remove(url: str, name: str) -> None:
 
     with existing_study(url, name), existing_storage(url) as storage:
         optuna.delete_study(study_name=name, storage=storage)
+
+
+_LIBRARIES = ("autotune", "torch", "transformers", "peft", "optuna", "liger-kernel", "trl")
+"""And those of the optimizers, bitsandbytes among them."""
+
+
+def library_versions() -> dict[str, str]:
+    """The versions of the libraries that a prediction depends on, of those that are installed."""
+    versions = {}
+    for name in (*_LIBRARIES, *sorted({row.needs for row in OPTIMIZERS.values() if row.needs})):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions

@@ -24,7 +24,6 @@ from autotune.knobs import KNOBS, describe
 from autotune.measurement import NOISE
 from autotune.models import ModelSource
 from autotune.needs import NOT_PREDICTED, predictable
-from autotune.report.words import unquantized
 from autotune.results import Estimate, TraceSpec
 from autotune.rules import Context, broken_rules
 from autotune.space import (
@@ -430,5 +429,5 @@ def _lower_most(smallest: Estimate, workload: Workload) -> str:
         )
     return (
         "A smaller model lowers it most: the weights alone take "
-        f"{format_bytes(parts.parameters_bytes)}. {unquantized(smallest)}"
+        f"{format_bytes(parts.parameters_bytes)}. {smallest.unquantized_note}"
     )

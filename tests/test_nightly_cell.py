@@ -21,6 +21,7 @@ from autotune.config import TrainConfig
 from autotune.errors import HardwareError, NothingFitsError
 from autotune.fingerprint import Fingerprint
 from autotune.isolate import WorkerEnd
+from autotune.listener import SILENT, Measuring
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.nightly import draw, drift, ledger, run
 from autotune.nightly.cell import CellNight, Place, TimeIsUp, _limited
@@ -29,8 +30,6 @@ from autotune.nightly.history import Night
 from autotune.nightly.hooks import Hook
 from autotune.nightly.journal import Journal
 from autotune.nightly.plan import plan
-from autotune.report.measuring import Measuring
-from autotune.report.progress import SILENT
 from autotune.summary import Summary
 from autotune.units import GIB
 

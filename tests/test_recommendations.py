@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy
 
 from autotune import cli, finding, studies
+from autotune.deliver import deliver
 from autotune.fingerprint import Fingerprint
 from autotune.options import FindOptions
 from autotune.recommendations import (
@@ -150,7 +151,7 @@ def test_every_answer_that_is_delivered_is_kept(url: str) -> None:
             found=found, study=summary.evidence, folder_name="s", question=QUESTION
         )
         for reason in ("", "", "because"):
-            delivered = finding.deliver(answer, folder=None, storage=url, reason=reason)
+            delivered = deliver(answer, folder=None, storage=url, reason=reason)
             assert delivered.problems == []
         with open_recommendations(url) as table:
             history = table.history(question_key(QUESTION), where)
@@ -164,7 +165,7 @@ def test_a_study_says_what_made_its_latest_answer(url: str) -> None:
     for command, speed in (("autotune find --space quick", 1.0), ("autotune find", 2.0)):
         best = answers.estimate(step_seconds=speed)
         answer = finding.Answer(found=answers.found(best=best), study="s", folder_name="s")
-        finding.deliver(answer, folder=None, storage=url, command=command)
+        deliver(answer, folder=None, storage=url, command=command)
         stored = studies.load(url, "s")
         assert stored.command == command
         assert stored.summary.best == best
@@ -182,7 +183,7 @@ def test_a_password_is_kept_nowhere(postgres_url: str, capsys: pytest.CaptureFix
     )
     with pytest.raises(SystemExit):
         cli.main(["studies", "list", "--storage", url])
-    assert finding.deliver(answer, folder=None, storage=url).problems == []
+    assert deliver(answer, folder=None, storage=url).problems == []
     with pytest.raises(SystemExit):
         cli.main(["studies", "show", "s", "--storage", url])
     said = "".join(capsys.readouterr())

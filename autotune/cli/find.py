@@ -135,6 +135,7 @@ def find(
 ) -> None:
     """Find the fastest configuration that fits, and write it as files that a trainer loads."""
     from autotune import finding
+    from autotune.deliver import deliver
     from autotune.report import terminal
     from autotune.report.progress import on_stderr
 
@@ -164,7 +165,7 @@ def find(
     except finding.NotMeasuredError as error:
         # Files are left alone: those in the folder may be of an answer that was measured.
         if as_json:
-            print_json(finding.deliver(error.predicted, folder=None, storage=None).result)
+            print_json(deliver(error.predicted, folder=None, storage=None).result)
         else:
             terminal.draw_summary(error.predicted.summary, sys.stdout)
         sys.stdout.flush()
@@ -174,7 +175,7 @@ def find(
         terminal.draw_summary(answer.summary, sys.stdout)
         sys.stdout.flush()
     folder = out or jobs.STUDIES / answer.folder_name
-    delivered = finding.deliver(answer, folder=folder, storage=storage, command=command)
+    delivered = deliver(answer, folder=folder, storage=storage, command=command)
     if as_json:
         print_json({**delivered.result, "files": [str(path) for path in delivered.files]})
     else:

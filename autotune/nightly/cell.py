@@ -23,9 +23,11 @@ from typing import Any
 
 from autotune import finding
 from autotune.config import TrainConfig
+from autotune.deliver import deliver
 from autotune.errors import AutotuneError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.knobs import describe
+from autotune.listener import SILENT, Listener, Measuring
 from autotune.measurement import Measurement
 from autotune.nightly import drift, files, ledger, relatives
 from autotune.nightly.digest import Done
@@ -35,8 +37,6 @@ from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Planned, changes
 from autotune.nightly.repeats import Repeated, Repeater
 from autotune.probes import open_probes
-from autotune.report.measuring import Measuring
-from autotune.report.progress import SILENT, Listener
 from autotune.summary import Counts
 
 BY_A_NIGHT = "search of a night"
@@ -272,7 +272,7 @@ class CellNight:
     def _record(self, answer: finding.Answer, *, writes: bool = False) -> None:
         """In its study; with `writes` as files too, each of which takes the old one's place whole."""
         machine = self._place.folder(_best(answer).fingerprint.device)
-        delivered = finding.deliver(
+        delivered = deliver(
             answer,
             folder=machine / self._cell.name if writes else None,
             storage=self._place.storage,

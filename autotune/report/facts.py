@@ -316,7 +316,7 @@ def reasons(summary: Summary) -> list[str]:
         said.append(words.widened(summary))
     if best.state.optimizer_state_managed_bytes:
         said.append(words.paging(best))
-    if note := words.unquantized(best):
+    if note := best.unquantized_note:
         said.append(note)
     if summary.tied:
         said.append(f"Tied: {words.tied(summary)}.")

@@ -14,11 +14,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotune.config import TrainConfig
 from autotune.knobs import describe
+from autotune.listener import Measuring
 from autotune.measurement import (
     NUM_CONFIRMATION_WARM_UP_STEPS,
     Measurement,
@@ -33,18 +33,7 @@ from autotune.units import counted, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from autotune.prober import OnRun
-    from autotune.probing import OnProbe
-
 _REFRESHES_PER_SECOND = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measuring:
-    """Who hears of each run as it starts, and of each probe's result."""
-
-    on_run: OnRun
-    on_probe: OnProbe
 
 
 class Tally:

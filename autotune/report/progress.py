@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
 
 from autotune import log
+from autotune.listener import Listener
 from autotune.report import words
-from autotune.report.measuring import Measuring, measuring_on_stderr
+from autotune.report.measuring import measuring_on_stderr
 from autotune.report.stderr import Output, output
-from autotune.summary import Counts
 from autotune.tune import Progress
 
 _log = log.logger(__name__)
@@ -34,37 +31,6 @@ _FUNNEL = {
 """What stays on the bar's line."""
 _LINE_EVERY = 20
 """Traces per line of a log."""
-
-
-class OnMeasuring(Protocol):
-    """Called before anything is measured."""
-
-    def __call__(
-        self, counts: Counts, max_probes: int, confirm_steps: int
-    ) -> AbstractContextManager[Measuring]: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Listener:
-    """Who hears how far a search is."""
-
-    note: Callable[[str], None]
-    """What the user should know of what was made of the options."""
-    searching: Callable[[], AbstractContextManager[Progress]]
-    """Around the prediction."""
-    measuring: OnMeasuring
-    """Around the probes and the confirmation."""
-
-
-def _nothing(*_: object) -> None:
-    pass
-
-
-SILENT = Listener(
-    note=_nothing,
-    searching=lambda: contextlib.nullcontext(_nothing),
-    measuring=lambda *_: contextlib.nullcontext(Measuring(on_run=_nothing, on_probe=_nothing)),
-)
 
 
 def on_stderr(*, quiet: bool) -> Listener:

@@ -103,7 +103,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
     rows += [("note", words.bound(text)) for text in needs.unpredicted(best.config)]
-    notes = (words.unfused_casts(best.config), words.unquantized(best))
+    notes = (words.unfused_casts(best.config), best.unquantized_note)
     rows += [("note", note) for note in notes if note]
     if summary.tied:
         rows.append(("tied", words.tied(summary)))
@@ -200,7 +200,7 @@ def draw_estimate(
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
-    notes = (words.unfused_casts(estimate.config), words.unquantized(estimate))
+    notes = (words.unfused_casts(estimate.config), estimate.unquantized_note)
     rows += [("note", note) for note in notes if note]
     rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
     rows += [("note", words.bound(text)) for text in needs.unpredicted(estimate.config)]

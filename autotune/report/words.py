@@ -18,8 +18,6 @@ LIMITS = "torch.compile, overlapping streams, data loading, evaluation, logging"
 """Of every prediction; autotune.estimate and autotune.roofline name the finer ones."""
 
 MAX_NAME_CHARS = 120
-MOSTLY_QUANTIZED_BYTES = 1.5
-"""Per weight. [judgement] 8-bit codes take 1, 4-bit ones a half, beside embeddings in 16 bits."""
 GLUE = "\N{NO-BREAK SPACE}"
 """Where a line of ours must not break; printed as a space."""
 
@@ -382,22 +380,6 @@ def unfused_casts(config: TrainConfig) -> str:
         "Without torch.compile every cast to fp8 is kernels of its own: more memory and, but for very "
         "wide layers, more time than with bfloat16 (pytorch/ao issue 685). TrainingArguments has no "
         "field for it: train.py and accelerate_config.yaml switch it on."
-    )
-
-
-def unquantized(estimate: Estimate) -> str:
-    """Where a quantised base is not much smaller; empty where it is, or nothing was asked for."""
-    count, config = estimate.parameters, estimate.config
-    num_frozen = count.total - count.trainable
-    if config.quantization == "none" or estimate.per_gpu is not None or num_frozen <= 0:
-        return ""
-    # The adapter's own parameters are in float32.
-    bytes_each = (estimate.state.parameters_bytes - 4 * count.trainable) / num_frozen
-    if bytes_each < MOSTLY_QUANTIZED_BYTES:
-        return ""
-    return (
-        f"Most weights are not quantised ({bytes_each:.1f} bytes each): Transformers quantises plain "
-        "linear layers alone, not embeddings, nor a mixture's experts, which are tensors of their own."
     )
 
 

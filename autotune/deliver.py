@@ -1,0 +1,149 @@
+"""An answer delivered: its files in a folder, its study and its recommendation in the database."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune import store, studies, study_trials
+from autotune.answer_files import AnswerFiles
+from autotune.errors import AutotuneError, ConfigError, StorageError
+from autotune.finding import Answer
+from autotune.recommendations import Recommendation, open_recommendations, question_key, reason_for
+from autotune.report import html
+from autotune.report.data import collect
+from autotune.report.files import write
+
+REPORT = "report.html"
+
+
+MAX_TRIALS_OF_PAGE = 1000
+"""Reading and drawing so many takes under a second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivered:
+    """What was written of an answer."""
+
+    result: dict[str, Any]
+    """The object of `find --json`."""
+    files: list[Path]
+    """That a trainer loads."""
+    study: str
+    """Empty where none was kept."""
+    report: Path | None
+    """None where there is no folder or no study to draw, or the study is too large to read in passing:
+    `autotune report` draws it then."""
+    problems: list[AutotuneError]
+    """What could not be written; the answer is not lost by it."""
+    notes: tuple[str, ...] = ()
+    """What was changed in the user's own file, in words."""
+    unsaid: Mapping[str, tuple[str, ...]]
+    """Settings that some of the files do not carry, and which; each file says at its top what it is."""
+
+
+def deliver(
+    answer: Answer,
+    *,
+    folder: Path | None,
+    storage: str | None,
+    command: str = "",
+    reason: str = "",
+) -> Delivered:
+    """Write the answer's files into a folder and record it in its study, where they are given.
+
+    It becomes a recommendation, too: `reason` is why, where that is known better than by comparing it
+    with the last one.
+    """
+    answered = AnswerFiles.of(answer.summary, folder=folder, run=answer.run)
+    result = answered.result
+    problems: list[AutotuneError] = []
+    files: list[Path] = []
+    notes: tuple[str, ...] = ()
+    try:
+        files = answered.write()
+        notes = answered.notes
+    except StorageError as error:
+        problems.append(error)
+    study, report = "", None
+    if storage is not None:
+        try:
+            page = _record(answer, result, storage=storage, command=command, draws=bool(files))
+            study = answer.study
+            _recommend(answer, result, storage=storage, reason=reason)
+            if page is not None and folder is not None:
+                report = folder / REPORT
+                write(report, page)
+        except (ConfigError, StorageError) as error:
+            problems.append(error)
+    return Delivered(
+        result=result,
+        files=files,
+        study=study,
+        report=report,
+        problems=problems,
+        notes=notes,
+        unsaid=answered.unsaid,
+    )
+
+
+def _record(
+    answer: Answer, result: dict[str, Any], *, storage: str, command: str, draws: bool
+) -> str | None:
+    """Keep the answer in its study. The page of its report, where that is wanted and quick."""
+    summary = answer.summary
+    with store.open_study(
+        storage,
+        answer.study,
+        workload=summary.workload,
+        gpu=summary.gpu,
+        command=command,
+        versions=studies.library_versions(),
+    ) as opened:
+        # A study of measurements holds nothing else.
+        if summary.measured is None:
+            study_trials.record_estimates(
+                opened,
+                answer.found.considered,
+                budget_bytes=summary.workload.memory_budget_bytes,
+                space=summary.space,
+            )
+        opened.set_user_attr(studies.RESULT, result)
+        opened.set_user_attr(studies.DETAILS, answer.found.details(summary).to_dict())
+        # A study may have been begun by another command: its latest answer is this one's.
+        opened.set_user_attr(studies.COMMAND, command)
+        opened.set_user_attr(studies.VERSIONS, studies.library_versions())
+        trials = opened.get_trials(deepcopy=False) if draws else []
+        if not 0 < len(trials) <= MAX_TRIALS_OF_PAGE:
+            return None
+        return html.draw(collect(studies.answer_of(opened), trials))
+
+
+def _recommend(answer: Answer, result: dict[str, Any], *, storage: str, reason: str) -> None:
+    """Keep the answer beside those that were given to the question before."""
+    summary, question = answer.summary, dict(answer.question)
+    final = None if summary.measured is None else summary.measured.final
+    now = Recommendation(
+        question_key=question_key(question),
+        question=question,
+        device=summary.gpu if final is None else final.fingerprint.device,
+        fingerprint=None if final is None else final.fingerprint,
+        made_at=datetime.datetime.now(datetime.UTC),
+        study=answer.study,
+        evidence=summary.evidence,
+        tokens_per_second=summary.tokens_per_second,
+        spread=None if final is None else final.spread,
+        peak_device_bytes=summary.peak_device_bytes,
+        config=summary.exported.to_dict(),
+        result=result,
+        reason=reason,
+    )
+    with open_recommendations(storage) as table:
+        if not reason:
+            last = table.latest(now.question_key, now.device)
+            now = dataclasses.replace(now, reason=reason_for(last, now))
+        table.add(now)

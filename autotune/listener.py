@@ -1,0 +1,55 @@
+"""Who hears how far a search is: the terminal, a log, nobody."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from autotune.summary import Counts
+from autotune.tune import Progress
+
+if TYPE_CHECKING:
+    from autotune.prober import OnRun
+    from autotune.probing import OnProbe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measuring:
+    """Who hears of each run as it starts, and of each probe's result."""
+
+    on_run: OnRun
+    on_probe: OnProbe
+
+
+class OnMeasuring(Protocol):
+    """Called before anything is measured."""
+
+    def __call__(
+        self, counts: Counts, max_probes: int, confirm_steps: int
+    ) -> AbstractContextManager[Measuring]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listener:
+    """Who hears how far a search is."""
+
+    note: Callable[[str], None]
+    """What the user should know of what was made of the options."""
+    searching: Callable[[], AbstractContextManager[Progress]]
+    """Around the prediction."""
+    measuring: OnMeasuring
+    """Around the probes and the confirmation."""
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+SILENT = Listener(
+    note=_nothing,
+    searching=lambda: contextlib.nullcontext(_nothing),
+    measuring=lambda *_: contextlib.nullcontext(Measuring(on_run=_nothing, on_probe=_nothing)),
+)
