@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autotune.version import __version__
+from autotune.common.version import __version__
 
 if TYPE_CHECKING:
     from autotune.api import Result, find

@@ -10,12 +10,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from autotune import bases, export
+from autotune.common.files import read_text
+from autotune.common.units import MIB
 from autotune.errors import ConfigError
 from autotune.export import Exporter, result_json
 from autotune.export.read import BaseRun
-from autotune.files import read_text
 from autotune.summary import Summary
-from autotune.units import MIB
 
 MAX_RESULT_BYTES = 16 * MIB
 SAME_TIME_SECONDS = 5.0

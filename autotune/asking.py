@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import files, gpus, inputs, reading, space_file, typed
+from autotune import gpus, inputs, reading, space_file
 from autotune.answer_files import AnswerFiles
+from autotune.common import files, json_records
+from autotune.common.files import Carried, Disk
+from autotune.common.secrets import HIDDEN, file_without_secrets
+from autotune.common.units import parse_bytes
 from autotune.errors import (
     AutotuneError,
     ConfigError,
@@ -26,7 +30,6 @@ from autotune.errors import (
     WorkerError,
 )
 from autotune.export.train_config import MAX_FILE_BYTES
-from autotune.files import Carried, Disk
 from autotune.gpus import Gpu
 from autotune.jobs import Job, Wanted
 from autotune.lengths import Lengths
@@ -34,9 +37,7 @@ from autotune.models import ModelSource
 from autotune.options import FindOptions
 from autotune.reading import Brought
 from autotune.recommendations import question_of
-from autotune.redacted import HIDDEN, file_without_secrets
 from autotune.summary import summary_from_dict
-from autotune.units import parse_bytes
 
 VERSION = 2
 """Of a question. One that has neither `lengths` nor a `base` is still of version 1, which workers of
@@ -161,7 +162,7 @@ def _lengths(question: Mapping[str, Any]) -> Lengths | None:
         return None
     given = dict(question["lengths"])
     given["percentiles"] = tuple(given["percentiles"])
-    lengths: Lengths = typed.record(Lengths, given, "lengths")
+    lengths: Lengths = json_records.record(Lengths, given, "lengths")
     return lengths
 
 

@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from autotune import typed
 from autotune.adapters import ADAPTERS
+from autotune.common import json_records
 from autotune.lengths import Lengths, useful_share
 
 TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
@@ -209,14 +209,14 @@ class TrainConfig:
 
 def workload_from_dict(values: Any) -> Workload:
     """Read Workload.to_dict back, from JSON as well. Raises ValueError, which names the field."""
-    fields = dict(typed.mapping(values, "workload"))
+    fields = dict(json_records.mapping(values, "workload"))
     methods = fields.get("methods")
     if not isinstance(methods, list | tuple) or not set(methods) <= set(METHODS):
-        raise ValueError(f"workload.methods is {typed.shown(methods)}")
+        raise ValueError(f"workload.methods is {json_records.shown(methods)}")
     fields["methods"] = tuple(methods)
     if fields.get("lengths") is not None:
-        lengths = dict(typed.mapping(fields["lengths"], "workload.lengths"))
+        lengths = dict(json_records.mapping(fields["lengths"], "workload.lengths"))
         lengths["percentiles"] = tuple(lengths.get("percentiles") or ())
-        fields["lengths"] = typed.record(Lengths, lengths, "workload.lengths")
-    workload: Workload = typed.record(Workload, fields, "workload")
+        fields["lengths"] = json_records.record(Lengths, lengths, "workload.lengths")
+    workload: Workload = json_records.record(Workload, fields, "workload")
     return workload

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from autotune import files
+from autotune.common import files
+from autotune.common.secrets import redacted
 from autotune.errors import StorageError
-from autotune.redacted import redacted
 
 if TYPE_CHECKING:
     from sqlalchemy import URL

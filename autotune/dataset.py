@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune import typed
+from autotune.common import json_records
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, WorkerError
 from autotune.export import train_py
@@ -93,7 +93,7 @@ def time_loaders(
     if "problem" in end.answers[-1]:
         raise WorkerError("The loader cannot be timed", why=str(end.answers[-1]["problem"]))
     try:
-        times = tuple(typed.record(LoaderTime, answer, "loader") for answer in end.answers)
+        times = tuple(json_records.record(LoaderTime, answer, "loader") for answer in end.answers)
     except ValueError as error:
         raise WorkerError("The loader process talked nonsense", why=str(error)) from error
     return LoaderTimes(micro_step_seconds=needed_seconds, times=times)

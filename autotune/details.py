@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from autotune import typed
+from autotune.common import json_records
 
 MAX_POINTS = 200
 """Of a Timeline: more than a chart has room for, and few enough for a row of a database (64 KiB)."""
@@ -69,23 +69,25 @@ class Details:
 
 def details_from_dict(values: Any) -> Details:
     """Read Details.to_dict back, from JSON as well. Raises ValueError, which names the field."""
-    fields = dict(typed.mapping(values, "details"))
+    fields = dict(json_records.mapping(values, "details"))
     fields["answer"] = _timeline(fields.get("answer"), "answer")
     if fields.get("base") is not None:
         fields["base"] = _timeline(fields["base"], "base")
-    fields["path"] = tuple(typed.record(Step, step, "path") for step in fields.get("path") or ())
+    fields["path"] = tuple(
+        json_records.record(Step, step, "path") for step in fields.get("path") or ()
+    )
     fields["priced"] = tuple((float(x), int(y)) for x, y in fields.get("priced") or ())
-    details: Details = typed.record(Details, fields, "details")
+    details: Details = json_records.record(Details, fields, "details")
     return details
 
 
 def _timeline(values: Any, what: str) -> Timeline:
-    fields = dict(typed.mapping(values, what))
-    by_category = typed.mapping(fields.get("bytes_by_category"), f"{what}.bytes_by_category")
+    fields = dict(json_records.mapping(values, what))
+    by_category = json_records.mapping(fields.get("bytes_by_category"), f"{what}.bytes_by_category")
     fields["bytes_by_category"] = {
         name: tuple(map(int, figures)) for name, figures in by_category.items()
     }
-    timeline: Timeline = typed.record(Timeline, fields, what)
+    timeline: Timeline = json_records.record(Timeline, fields, what)
     lengths = {len(figures) for figures in timeline.bytes_by_category.values()}
     if len(lengths) != 1 or not 0 <= timeline.peak_point < min(lengths):
         raise ValueError(f"{what}: its figures are not of the same points")

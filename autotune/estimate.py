@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune import roofline
+from autotune.common.dtypes import DTYPE_BYTES
 from autotune.config import TrainConfig
 from autotune.details import Timeline
-from autotune.dtypes import DTYPE_BYTES
 from autotune.gpus import Gpu
 from autotune.growing import grown
 from autotune.optimizer_steps import TensorSpec

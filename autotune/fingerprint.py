@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from autotune import typed
+from autotune.common import json_records
 from autotune.config import TrainConfig
 from autotune.installed import version
 from autotune.knobs import KNOBS
@@ -31,12 +31,12 @@ class Fingerprint:
 
 def fingerprint_from_dict(values: Any) -> Fingerprint:
     """Read dataclasses.asdict(Fingerprint) back, from JSON as well. Raises ValueError."""
-    fields = typed.mapping(values, "fingerprint")
+    fields = json_records.mapping(values, "fingerprint")
     versions = fields.get("versions")
     if not isinstance(versions, list | tuple) or not all(map(_is_version, versions)):
         raise ValueError("fingerprint.versions is no list of names and versions")
     fields = fields | {"versions": tuple((name, version) for name, version in versions)}
-    fingerprint: Fingerprint = typed.record(Fingerprint, fields, "fingerprint")
+    fingerprint: Fingerprint = json_records.record(Fingerprint, fields, "fingerprint")
     return fingerprint
 
 

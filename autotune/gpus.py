@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune import nvml
+from autotune.common.units import GIB, KIB, MIB, format_bytes
 from autotune.errors import ConfigError, nearest
-from autotune.units import GIB, KIB, MIB, format_bytes
 
 PEAK_DTYPES = ("float8", "float16", "bfloat16", "tf32", "float32")
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import yaml
 
 from autotune import dataset as datasets
-from autotune import files, gpus, nvml
+from autotune import gpus, nvml
+from autotune.common import files
+from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
 from autotune.gpus import Gpu
@@ -21,7 +23,6 @@ from autotune.models import ModelSource
 from autotune.precisions import PRECISIONS
 from autotune.rules import Context, broken_rules
 from autotune.space_file import MAX_FILE_BYTES, parse_yaml
-from autotune.units import MIB, format_bytes, parse_bytes
 
 NAMED = "named"
 FOUND = "found here"

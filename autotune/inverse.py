@@ -21,13 +21,13 @@ from typing import Any
 
 from autotune import gpus, models
 from autotune.cases import Asked, Case, Pricer
+from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.forkserver import ForkServer
 from autotune.knobs import describe
 from autotune.models import ModelSource
 from autotune.results import SCHEMA_VERSION, Estimate
 from autotune.tune import Progress
-from autotune.units import format_bytes
 
 MAX_MICRO_BATCH = 65_536
 MAX_SEQUENCE_LENGTH = 1_048_576

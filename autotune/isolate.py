@@ -35,7 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from autotune import launching, log
+from autotune import launching
+from autotune.common import log
 from autotune.errors import WorkerError
 from autotune.launching import Job, Launch, Process
 from autotune.results import SCHEMA_VERSION

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autotune import typed
+from autotune.common import json_records
 from autotune.config import TrainConfig
 
 MAX_WAIT = 0.02
@@ -84,13 +84,13 @@ class LoaderTimes:
 
 def loader_times_from_dict(values: Any) -> LoaderTimes:
     """Read LoaderTimes.to_dict back. Raises ValueError."""
-    given = typed.mapping(values, "loader")
+    given = json_records.mapping(values, "loader")
     times = given.get("times")
     if not isinstance(times, list) or not times:
-        raise ValueError(f"loader.times is {typed.shown(times)} and should be a list")
+        raise ValueError(f"loader.times is {json_records.shown(times)} and should be a list")
     fields = {k: v for k, v in given.items() if k not in ("chosen", "keeps_up")}
-    fields["times"] = tuple(typed.record(LoaderTime, time, "loader.times") for time in times)
-    read: LoaderTimes = typed.record(LoaderTimes, fields, "loader")
+    fields["times"] = tuple(json_records.record(LoaderTime, time, "loader.times") for time in times)
+    read: LoaderTimes = json_records.record(LoaderTimes, fields, "loader")
     return read
 
 

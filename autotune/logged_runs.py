@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from autotune import log
+from autotune.common import log
+from autotune.common.units import format_bytes
 from autotune.knobs import describe
 from autotune.measurement import Measurement
-from autotune.units import format_bytes
 
 _log = log.logger(__name__)
 

@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from autotune import typed
+from autotune.common import json_records
+from autotune.common.units import counted, format_bytes
 from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.lengths import vary
 from autotune.results import SCHEMA_VERSION, step_seconds_of, tokens_per_second_of
-from autotune.units import counted, format_bytes
 
 NOISE = 0.02
 """Speeds closer than this are tied: a probe measures until its spread is under 2 %."""
@@ -227,11 +227,13 @@ class Measurement:
 def measurement_from_dict(values: Any) -> Measurement:
     """Read Measurement.to_dict back. Raises ValueError, which names the field, for what is none."""
     try:
-        fields = {k: v for k, v in typed.mapping(values, "it").items() if k != "schema_version"}
-        fields["config"] = typed.record(TrainConfig, fields.get("config"), "config")
+        fields = {
+            k: v for k, v in json_records.mapping(values, "it").items() if k != "schema_version"
+        }
+        fields["config"] = json_records.record(TrainConfig, fields.get("config"), "config")
         fields["spec"] = spec_from_dict(fields.get("spec"))
         fields["fingerprint"] = fingerprint_from_dict(fields.get("fingerprint"))
-        measurement: Measurement = typed.record(Measurement, fields, "")
+        measurement: Measurement = json_records.record(Measurement, fields, "")
         _check(measurement)
     except ValueError as error:
         raise ValueError(f"this is no measurement: {error}") from error
@@ -240,19 +242,19 @@ def measurement_from_dict(values: Any) -> Measurement:
 
 def spec_from_dict(values: Any) -> ProbeSpec:
     """Read dataclasses.asdict(ProbeSpec) back, from JSON as well. Raises ValueError."""
-    fields = dict(typed.mapping(values, "spec"))
+    fields = dict(json_records.mapping(values, "spec"))
     # Records before STOP_FILE have it: the speed at which a probe stopped itself.
     fields.pop("stop_below_tokens_per_second", None)
     lengths = fields.get("lengths", ())
     if not isinstance(lengths, list | tuple) or any(type(length) is not int for length in lengths):
-        raise ValueError(f"spec.lengths is {typed.shown(lengths)}")
-    spec: ProbeSpec = typed.record(ProbeSpec, fields | {"lengths": tuple(lengths)}, "spec")
+        raise ValueError(f"spec.lengths is {json_records.shown(lengths)}")
+    spec: ProbeSpec = json_records.record(ProbeSpec, fields | {"lengths": tuple(lengths)}, "spec")
     return spec
 
 
 def _check(measurement: Measurement) -> None:
     if measurement.outcome not in OUTCOMES:
-        raise ValueError(f"outcome is {typed.shown(measurement.outcome)}")
+        raise ValueError(f"outcome is {json_records.shown(measurement.outcome)}")
     if measurement.outcome != "ok":
         return
     if measurement.peak_device_bytes is None:

@@ -23,8 +23,8 @@ from autotune.attention_support import (
     WITHOUT_FLEX,
     WITHOUT_SDPA,
 )
+from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, nearest
-from autotune.units import MIB, format_bytes
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = MIB

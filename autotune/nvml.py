@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from autotune.units import MIB, format_bytes
+from autotune.common.units import MIB, format_bytes
 
 IDLE_BYTES = 128 * MIB
 """[judgement] Held of a card that nobody uses: a driver's daemon, another process's bare context."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from autotune.units import GIB, KIB, MIB
+from autotune.common.units import GIB, KIB, MIB
 
 # (pattern, where the text comes from)
 PATTERNS: tuple[tuple[str, str], ...] = (

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune import typed
+from autotune.common import json_records
 from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint
 from autotune.measurement import ProbeSpec
@@ -73,13 +73,13 @@ def columns_of(record: Any) -> dict[str, str]:
 
     Raises ValueError for what is no record.
     """
-    given = typed.mapping(record, "it")
+    given = json_records.mapping(record, "it")
     config, spec, fingerprint = (
-        typed.mapping(given.get(name), name) for name in ("config", "spec", "fingerprint")
+        json_records.mapping(given.get(name), name) for name in ("config", "spec", "fingerprint")
     )
     device = fingerprint.get("device")
     if not isinstance(device, str):
-        raise ValueError(f"fingerprint.device is {typed.shown(device)}")
+        raise ValueError(f"fingerprint.device is {json_records.shown(device)}")
     near = {
         "config": {k: v for k, v in config.items() if not _is_default(k, v)},
         "task": spec.get("task"),

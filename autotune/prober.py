@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune import compiled, isolate, nvml
+from autotune.common.units import format_bytes
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError
 from autotune.fingerprint import Fingerprint, fingerprint_for
@@ -39,7 +40,6 @@ from autotune.probes import ProbeTable
 from autotune.results import Estimate
 from autotune.sampler import Near
 from autotune.trials import Watch
-from autotune.units import format_bytes
 
 if TYPE_CHECKING:
     import optuna

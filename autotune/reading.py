@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autotune import bases, compiled, inputs, space_file, study_names
+from autotune.common.files import Disk, Files
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export.read import BaseRun
-from autotune.files import Disk, Files
 from autotune.gpus import Gpu
 from autotune.lengths import Lengths
 from autotune.models import ModelSource, resolve

@@ -17,11 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError
 from autotune.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.measurement import NOISE
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
-from autotune.units import parse_bytes
 from autotune.upgrade import open_engine
 
 if TYPE_CHECKING:

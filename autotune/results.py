@@ -9,8 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from autotune import typed
 from autotune.adapters import ADAPTERS
+from autotune.common import json_records
 from autotune.config import TrainConfig
 from autotune.parallelisms import PARALLELISMS
 from autotune.precisions import PRECISIONS
@@ -300,19 +300,19 @@ _SUMS = (
 
 def estimate_from_dict(values: Any) -> Estimate:
     """Read Estimate.to_dict back. Raises ValueError, which names the field, for what is none."""
-    given = typed.mapping(values, "it")
+    given = json_records.mapping(values, "it")
     fields = {name: value for name, value in given.items() if name not in _SUMS}
-    fields["config"] = typed.record(TrainConfig, fields.get("config"), "config")
+    fields["config"] = json_records.record(TrainConfig, fields.get("config"), "config")
     for name, kind in (
         ("breakdown", Breakdown),
         ("state", StateBytes),
         ("parameters", ParameterCount),
     ):
-        fields[name] = typed.record(kind, fields.get(name), name)
+        fields[name] = json_records.record(kind, fields.get(name), name)
     if fields.get("per_gpu") is not None:
-        per_gpu = typed.mapping(fields["per_gpu"], "per_gpu")
-        fields["per_gpu"] = typed.record(
+        per_gpu = json_records.mapping(fields["per_gpu"], "per_gpu")
+        fields["per_gpu"] = json_records.record(
             PerGpu, {k: v for k, v in per_gpu.items() if k != "overlapped_step_seconds"}, "per_gpu"
         )
-    estimate: Estimate = typed.record(Estimate, fields, "")
+    estimate: Estimate = json_records.record(Estimate, fields, "")
     return estimate

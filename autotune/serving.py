@@ -26,6 +26,7 @@ from types import FrameType
 import sqlalchemy
 
 from autotune import asking, finding, fingerprints, gpus, inputs, owners, store
+from autotune.common.units import counted
 from autotune.config import TrainConfig
 from autotune.deliver import deliver
 from autotune.errors import AutotuneError, HardwareError, StorageError
@@ -35,7 +36,6 @@ from autotune.jobs import Job, JobTable, Machine, may_pass, open_jobs, patiently
 from autotune.listener import SILENT, Listener, Measuring
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.summary import Counts
-from autotune.units import counted
 
 IDLE_SECONDS = 2.0
 """Between two looks into an empty queue."""

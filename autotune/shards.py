@@ -16,13 +16,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune.dtypes import DTYPE_BYTES
+from autotune.common.dtypes import DTYPE_BYTES
+from autotune.common.units import MIB
 from autotune.optimizer_steps import TensorSpec
 from autotune.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.traces import Place, TracedParameter, evaluate
-from autotune.units import MIB
 
 Unit = tuple[str, Place]
 """What is gathered together: a layer, the embedding, or the tail (final norm and head)."""

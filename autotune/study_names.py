@@ -8,9 +8,9 @@ import json
 import re
 from pathlib import Path
 
+from autotune.common.units import GIB
 from autotune.config import METHODS, Workload
 from autotune.errors import ConfigError
-from autotune.units import GIB
 
 MAX_CHARS = 200
 

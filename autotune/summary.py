@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from autotune import typed
+from autotune.common import json_records
 from autotune.config import LOADER_SETTINGS, TrainConfig, Workload, workload_from_dict
 from autotune.loading import LoaderTimes, loader_times_from_dict
 from autotune.measurement import Measurement, measurement_from_dict
@@ -296,24 +296,24 @@ _MEASUREMENT_SUMS = ("peak_device_bytes", "step_seconds", "tokens_per_second", "
 
 def summary_from_dict(values: Any) -> Summary:
     """Read Summary.to_dict back, from JSON as well. Raises ValueError, which names the field."""
-    given = typed.mapping(values, "it")
+    given = json_records.mapping(values, "it")
     try:
         if given.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {typed.shown(given.get('schema_version'))}")
+            raise ValueError(f"schema_version is {json_records.shown(given.get('schema_version'))}")
         fields = {name: value for name, value in given.items() if name not in _SUMS}
-        best = dict(typed.mapping(fields.get("best"), "best"))
+        best = dict(json_records.mapping(fields.get("best"), "best"))
         fields["best_class"] = best.pop("class", None)
         fields["best"] = estimate_from_dict(best)
         # Answers of before there were any have none.
-        extra = typed.mapping(fields.pop("extra_arguments", {}), "extra_arguments")
+        extra = json_records.mapping(fields.pop("extra_arguments", {}), "extra_arguments")
         fields["workload"] = dataclasses.replace(
             workload_from_dict(fields.get("workload")), extra_arguments=json.dumps(extra)
         )
-        fields["base"] = typed.record(TrainConfig, fields.get("base"), "base")
-        fields["counts"] = typed.record(Counts, fields.get("counts"), "counts")
+        fields["base"] = json_records.record(TrainConfig, fields.get("base"), "base")
+        fields["counts"] = json_records.record(Counts, fields.get("counts"), "counts")
         if fields.get("baseline") is not None:
             fields["baseline"] = estimate_from_dict(fields["baseline"])
-        by_class = typed.mapping(fields.get("best_by_class"), "best_by_class")
+        by_class = json_records.mapping(fields.get("best_by_class"), "best_by_class")
         fields["best_by_class"] = {k: estimate_from_dict(v) for k, v in by_class.items()}
         fields["tied"] = tuple(map(estimate_from_dict, _list(fields, "tied")))
         fields["left_out"] = tuple(_list(fields, "left_out"))
@@ -327,7 +327,7 @@ def summary_from_dict(values: Any) -> Summary:
             fields["loader"] = loader_times_from_dict(fields["loader"])
         if fields.get("measured") is not None:
             fields["measured"] = _measured(fields["measured"], fields["best"])
-        summary: Summary = typed.record(Summary, fields, "")
+        summary: Summary = json_records.record(Summary, fields, "")
     except ValueError as error:
         raise ValueError(f"this is no answer of autotune: {error}") from error
     return summary
@@ -336,23 +336,23 @@ def summary_from_dict(values: Any) -> Summary:
 def _list(fields: dict[str, Any], name: str) -> list[Any]:
     values = fields.get(name)
     if not isinstance(values, list):
-        raise ValueError(f"{name} is {typed.shown(values)} and should be a list")
+        raise ValueError(f"{name} is {json_records.shown(values)} and should be a list")
     return values
 
 
 def _change(values: Any) -> Change:
-    given = typed.mapping(values, "changes")
+    given = json_records.mapping(values, "changes")
     own = ("setting", "value", "fits")
     estimate = estimate_from_dict({k: v for k, v in given.items() if k not in own})
     fields = {k: v for k, v in given.items() if k in own} | {"estimate": estimate}
-    change: Change = typed.record(Change, fields, "changes")
+    change: Change = json_records.record(Change, fields, "changes")
     return change
 
 
 def _measured(values: Any, predicted: Estimate) -> Measured:
     fields = {
         name: value
-        for name, value in typed.mapping(values, "measured").items()
+        for name, value in json_records.mapping(values, "measured").items()
         if name not in _MEASURED_SUMS
     }
     for name in ("best", "baseline", "confirmation", "eager", "compiled"):
@@ -362,10 +362,10 @@ def _measured(values: Any, predicted: Estimate) -> Measured:
     if "near_versions" in fields:
         fields["near_versions"] = tuple(map(str, _list(fields, "near_versions")))
     fields["predicted"] = predicted
-    measured: Measured = typed.record(Measured, fields, "measured")
+    measured: Measured = json_records.record(Measured, fields, "measured")
     return measured
 
 
 def _measurement(values: Any) -> Measurement:
-    given = typed.mapping(values, "a measurement")
+    given = json_records.mapping(values, "a measurement")
     return measurement_from_dict({k: v for k, v in given.items() if k not in _MEASUREMENT_SUMS})

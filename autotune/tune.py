@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune import compiled, log, waterfall
+from autotune import compiled, waterfall
 from autotune.candidates import Candidates, speed_of
+from autotune.common import log
+from autotune.common.units import format_bytes
 from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.defaults import default_base, larger_micro_batches
 from autotune.details import Details
@@ -47,7 +49,6 @@ from autotune.summary import (
 from autotune.trace_table import TraceTable
 from autotune.tracing import trace_all
 from autotune.tradeoffs import tradeoff_class
-from autotune.units import format_bytes
 
 _log = log.logger(__name__)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.common.files import sync_names
 from autotune.database import (
     ELSEWHERE,
     engine_options,
@@ -27,7 +28,6 @@ from autotune.database import (
     refuse_stranger,
 )
 from autotune.errors import StorageError
-from autotune.files import sync_names
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine

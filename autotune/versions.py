@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autotune import nvml
+from autotune.common.units import format_bytes
 from autotune.gpus import detect
 from autotune.installed import version
-from autotune.units import format_bytes
 
 LIBRARIES = (
     # what pyproject.toml names, but for what only tests and linters use

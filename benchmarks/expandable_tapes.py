@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from autotune.allocator import EMPTY_CACHE_BYTES, Tape, replay
-from autotune.units import MIB
+from autotune.common.units import MIB
 
 RANGES = ((1, 4096), (4096, MIB), (MIB, 10 * MIB), (10 * MIB, 20 * MIB), (20 * MIB, 90 * MIB))
 """Of sizes: within a page of either pool and over several."""

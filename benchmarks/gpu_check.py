@@ -57,6 +57,7 @@ from gpu_summary import write_summary
 from speedups import speedups
 
 from autotune import inputs, needs
+from autotune.common.units import MIB, parse_bytes
 from autotune.config import TrainConfig, Workload
 from autotune.errors import AutotuneError, HardwareError
 from autotune.estimate import Estimator
@@ -71,7 +72,6 @@ from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.rules import Context, broken_rules
 from autotune.space import SearchSpace, enumerate_configs
 from autotune.tracing import trace_all
-from autotune.units import MIB, parse_bytes
 
 ROOT = Path(__file__).parents[1]
 

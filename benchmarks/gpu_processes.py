@@ -20,9 +20,9 @@ from typing import Any
 import gpu_cases
 
 from autotune import nvml
+from autotune.common.units import MIB
 from autotune.forkserver import ForkServer
 from autotune.measurement import ProbeSpec
-from autotune.units import MIB
 
 RETURN_SECONDS = 20.0
 LOOK_SECONDS = 0.05

@@ -18,8 +18,8 @@ from typing import Any
 import speedups
 from no_card import DRIVER as NO_CARD
 
+from autotune.common.units import format_bytes
 from autotune.measurement import Measurement, measurement_from_dict
-from autotune.units import format_bytes
 
 Record = dict[str, Any]
 

@@ -25,6 +25,7 @@ from gpu_cases import TASK
 from gpu_check import Nothing, Records, card_and_budget, say, shown
 
 from autotune import needs
+from autotune.common.units import MIB
 from autotune.config import METHODS, TrainConfig
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
@@ -36,7 +37,6 @@ from autotune.prober import Prober
 from autotune.results import Estimate, TraceSpec
 from autotune.rules import Context, broken_rules
 from autotune.tracing import trace_all
-from autotune.units import MIB
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-0.6B",

@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from autotune.allocator import replay
-from autotune.units import MIB
+from autotune.common.units import MIB
 from autotune.worker.cuda import Device, Workspaces, device_choices
 from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.tracker import Tracker

@@ -20,7 +20,7 @@ from published_plan import STUDY, Plan
 from published_tables import write_section
 
 from autotune.adapters import read_peft
-from autotune.units import GIB
+from autotune.common.units import GIB
 
 
 def rows() -> list[dict[str, Any]]:

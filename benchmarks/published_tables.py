@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from published_peft import SOLVED_FROM
 
-from autotune.units import GIB
+from autotune.common.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,12 +37,12 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
+from autotune.common.units import GIB
 from autotune.config import TrainConfig
 from autotune.measurement import measurement_from_dict
 from autotune.results import TraceSpec
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.study_trials import CONSTRAINT
-from autotune.units import GIB
 
 README = Path(__file__).parents[1] / "studies" / "sampler" / "README.md"
 

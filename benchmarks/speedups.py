@@ -46,6 +46,7 @@ import gpu_cases
 from gpu_cases import Comparison
 from gpu_deadline import Deadline, PunctualServer, run_until
 
+from autotune.common.units import parse_bytes
 from autotune.config import TrainConfig, Workload
 from autotune.defaults import default_base
 from autotune.errors import AutotuneError
@@ -54,7 +55,6 @@ from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.models import ModelSource, resolve
 from autotune.prober import Prober
 from autotune.probes import ProbeTable, open_probes
-from autotune.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}

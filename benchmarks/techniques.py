@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from autotune import __version__
+from autotune.common.units import GIB
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.defaults import default_base
 from autotune.errors import ConfigError
@@ -27,7 +28,6 @@ from autotune.results import Estimate, TraceSpec
 from autotune.rules import Context, broken_rules
 from autotune.tracing import trace_all
 from autotune.tradeoffs import tradeoff_class
-from autotune.units import GIB
 
 MICRO_BATCH = 4
 EFFECTIVE_BATCH = 16

@@ -21,6 +21,7 @@ from pathlib import Path
 from techniques import EFFECTIVE_BATCH, base_of, changes_of
 
 from autotune import inputs, needs, probing
+from autotune.common.units import MIB
 from autotune.config import METHODS, TrainConfig
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
@@ -33,7 +34,6 @@ from autotune.probes import open_probes
 from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.tracing import trace_all
 from autotune.tradeoffs import tradeoff_class
-from autotune.units import MIB
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "studies" / "techniques"

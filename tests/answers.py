@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from autotune.common.units import GIB
 from autotune.config import TrainConfig, Workload
 from autotune.details import Details, Step, Timeline
 from autotune.fingerprint import Fingerprint
@@ -12,7 +13,6 @@ from autotune.measurement import Measurement, ProbeSpec
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.summary import Change, Counts, Measured, Summary
 from autotune.tune import Found
-from autotune.units import GIB
 
 BUDGET_BYTES = 12 * 10**9
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autotune.units import MIB
+from autotune.common.units import MIB
 
 Process = tuple[int, int | None]
 """(process id, bytes)."""

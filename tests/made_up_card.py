@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.units import GIB, MIB
+from autotune.common.units import GIB, MIB
 from autotune.worker import memory
 
 CONTEXT = 512 * MIB

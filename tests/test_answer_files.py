@@ -12,8 +12,8 @@ import pytest
 
 from autotune import bases
 from autotune.answer_files import AnswerFiles
+from autotune.common.files import Disk
 from autotune.config import TrainConfig
-from autotune.files import Disk
 
 
 def write(config: TrainConfig, folder: Path, base: Path | None = None) -> list[Path]:

@@ -12,9 +12,9 @@ import pytest
 
 from autotune import asking, gpus, inputs, reading
 from autotune.answer_files import AnswerFiles
+from autotune.common.files import Disk
 from autotune.config import TrainConfig
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, WorkerError
-from autotune.files import Disk
 from autotune.jobs import Job, Machine, Wanted, open_jobs
 from autotune.lengths import Lengths
 from autotune.options import FindOptions

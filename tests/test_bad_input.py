@@ -17,7 +17,7 @@ import pytest
 from fake_nvml import fake_nvml
 
 from autotune import cli, gpus, tune
-from autotune.units import GIB
+from autotune.common.units import GIB
 
 ROOT = Path(__file__).parents[1]
 FIND = ("find", "--model", "qwen2.5-1.5b", "--gpu-mem", "12GB")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autotune.allocator import OVERSHOOT_BYTES, PAGE_BYTES, replay
+from autotune.common.units import MIB
 from autotune.growing import grown
 from autotune.step_events import Part, Steps
-from autotune.units import MIB
 
 X, Y, Z = range(3)
 SIZES = [300 * MIB, 300 * MIB, 400 * MIB]

@@ -11,10 +11,10 @@ import pytest
 from fake_nvml import fake_nvml
 
 from autotune import gpus, inputs
+from autotune.common.units import GIB, MIB
 from autotune.errors import ConfigError, HardwareError
 from autotune.gpus import Gpu, find_gpu
 from autotune.models import ModelSource, resolve
-from autotune.units import GIB, MIB
 
 
 @pytest.fixture

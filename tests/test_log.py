@@ -14,7 +14,8 @@ from typing import Any
 import answers
 import pytest
 
-from autotune import cli, isolate, log, tune
+from autotune import cli, isolate, tune
+from autotune.common import log
 from autotune.errors import StorageError
 
 ROOT = Path(__file__).parents[1]
@@ -179,11 +180,11 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log.path() == Path("/some/where.log")
     monkeypatch.delenv("AUTOTUNE_LOG")
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert log.path() == Path("/state/autotune/autotune.log")
+    assert log.path() == Path("/state/autotune/autotune.common.log")
     monkeypatch.setenv("HOME", "/home/me")
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_STATE_HOME", ignored)
-        assert log.path() == Path("/home/me/.local/state/autotune/autotune.log")
+        assert log.path() == Path("/home/me/.local/state/autotune/autotune.common.log")
 
 
 def test_an_option_names_another_file(main: Main, tmp_path: Path) -> None:

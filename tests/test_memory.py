@@ -11,7 +11,7 @@ import pytest
 import torch
 from made_up_card import CONTEXT, OTHERS, Card, made_up_card
 
-from autotune.units import GIB, MIB
+from autotune.common.units import GIB, MIB
 from autotune.worker import memory
 from autotune.worker.memory import CappedTracker, CpuMemory, CudaMemory
 

@@ -8,9 +8,9 @@ import itertools
 import answers
 import pytest
 
+from autotune.common.units import GIB
 from autotune.report import terminal
 from autotune.report.memory_bar import memory_bar
-from autotune.units import GIB
 
 
 def bar(width: int, *, colours: bool = False, budget_bytes: int = 12 * GIB) -> list[str]:

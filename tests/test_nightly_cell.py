@@ -17,6 +17,7 @@ import pytest
 from nights_of import HERE, NOW, cell, matrix, night
 
 from autotune import finding, nvml
+from autotune.common.units import GIB
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError, NothingFitsError
 from autotune.fingerprint import Fingerprint
@@ -31,7 +32,6 @@ from autotune.nightly.hooks import Hook
 from autotune.nightly.journal import Journal
 from autotune.nightly.plan import plan
 from autotune.summary import Summary
-from autotune.units import GIB
 
 CELL = cell("gpt2-1gb", gpu_mem="12GB", effective_batch=32)
 STANDING = dataclasses.replace(answers.CONFIG, optimizer="adamw_torch_fused")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from autotune.common.units import GIB, MIB
 from autotune.gpus import find_gpu
-from autotune.units import GIB, MIB
 
 ROOT = Path(__file__).parents[1]
 CUDA = Path("/usr/local/cuda")

@@ -9,7 +9,7 @@ import pytest
 from fake_nvml import fake_nvml
 
 from autotune import nvml
-from autotune.units import GIB, MIB
+from autotune.common.units import GIB, MIB
 
 L4 = ["NVIDIA L4"]
 

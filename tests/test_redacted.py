@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from autotune.cli.output import storage_words
-from autotune.redacted import command_line, file_without_secrets, redacted
+from autotune.common.secrets import command_line, file_without_secrets, redacted
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from autotune import store, studies, study_trials
 from autotune.cli import cli
 from autotune.cli.report import FORMATS
+from autotune.common.units import GIB
 from autotune.config import TrainConfig
 from autotune.errors import ConfigError, StorageError
 from autotune.measurement import Measurement
@@ -27,7 +28,6 @@ from autotune.report.data import ReportData
 from autotune.results import Estimate
 from autotune.summary import Summary
 from autotune.trials import tell
-from autotune.units import GIB
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script><!--",

@@ -20,10 +20,10 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.support.wait import WebDriverWait
 
+from autotune.common.units import GIB
 from autotune.report import html
 from autotune.report.data import ReportData, TrialRow
 from autotune.studies import StoredAnswer
-from autotune.units import GIB
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (

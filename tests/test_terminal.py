@@ -14,12 +14,12 @@ from typing import Any
 import answers
 import pytest
 
+from autotune.common.units import GIB, MIB
 from autotune.gpus import find_gpu
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
 from autotune.results import Estimate, ParameterCount, PerGpu, StateBytes
 from autotune.summary import USERS_BASE, Summary
-from autotune.units import GIB, MIB
 
 
 @pytest.fixture(autouse=True)

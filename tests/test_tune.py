@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from autotune import tune
 from autotune.candidates import Candidates
+from autotune.common.units import format_bytes
 from autotune.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.defaults import default_base
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
@@ -26,7 +27,6 @@ from autotune.summary import Summary
 from autotune.traces import Trace
 from autotune.tradeoffs import tradeoff_class
 from autotune.tune import find
-from autotune.units import format_bytes
 
 MB = 10**6
 BUDGETS = [1320 * MB, 1500 * MB, 1700 * MB, 2700 * MB, 12_000 * MB]

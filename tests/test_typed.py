@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autotune.typed import record
+from autotune.common.json_records import record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

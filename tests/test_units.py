@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.common.units import counted, format_bytes, format_count, format_seconds, parse_bytes
 from autotune.errors import ConfigError
-from autotune.units import counted, format_bytes, format_count, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(

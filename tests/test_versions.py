@@ -16,7 +16,7 @@ import torch
 from fake_nvml import fake_nvml
 
 from autotune import versions
-from autotune.units import GIB
+from autotune.common.units import GIB
 
 ROOT = Path(__file__).parents[1]
 

@@ -43,9 +43,9 @@ def report(*, study: str, format_name: str, out: Path | None, storage: str) -> N
 
     Example: autotune report qwen2.5-1.5b-12gb --out report.html
     """
+    from autotune.common.units import format_bytes
     from autotune.report.data import read
     from autotune.report.files import TEXTS, write
-    from autotune.units import format_bytes
 
     data = read(storage, study)
     if out is None and format_name != "html":

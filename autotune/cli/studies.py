@@ -13,8 +13,8 @@ import click
 from autotune import database
 from autotune.cli import completion
 from autotune.cli.output import command_on, print_json, say
+from autotune.common.units import counted
 from autotune.errors import ConfigError
-from autotune.units import counted
 
 _storage = click.option(
     "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."

@@ -20,9 +20,9 @@ def gpus() -> None:
 @click.command()
 def models() -> None:
     """List the models that need no network. Others: a Hub id, a folder or a config.json."""
+    from autotune.common.units import format_count
     from autotune.models import catalogue
     from autotune.report import terminal
-    from autotune.units import format_count
 
     rows = [
         (entry.hub_id, format_count(entry.num_parameters), entry.notes) for entry in catalogue()

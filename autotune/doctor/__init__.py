@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from autotune.common.secrets import redacted
 from autotune.doctor import card, host, libraries, reach
 from autotune.doctor.machine import Machine, NotAnswered
 from autotune.doctor.verdict import Status, Verdict, fail, warn
 from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageError, WorkerError
-from autotune.redacted import redacted
 from autotune.results import SCHEMA_VERSION
 
 

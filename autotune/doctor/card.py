@@ -6,9 +6,9 @@ Only the first card that is visible is looked at: probes run on that one.
 from __future__ import annotations
 
 from autotune import nvml
+from autotune.common.units import GIB, format_bytes
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
-from autotune.units import GIB, format_bytes
 
 FREE_SHARE = 0.9
 """Of the card's memory; with less, somebody else works on it. [judgement]"""

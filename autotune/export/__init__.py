@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from autotune import files
+from autotune.common import files
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import (

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.common.units import format_bytes
 from autotune.config import TrainConfig, Workload
 from autotune.export.carried import one_line, settings
 from autotune.knobs import describe
-from autotune.units import format_bytes
 
 name = "model-card"
 filename = "model_card.md"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.common.files import Files
 from autotune.errors import ConfigError
 from autotune.export import (
     axolotl,
@@ -27,7 +28,6 @@ from autotune.export.parts import OURS, Part, all_of, read_folder, read_part
 from autotune.export.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.sections import Shape, target_for
 from autotune.export.training_args import installed_fields
-from autotune.files import Files
 from autotune.knobs import KNOBS
 
 

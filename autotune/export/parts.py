@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune.common.files import Files
 from autotune.errors import ConfigError
 from autotune.export import edit
 from autotune.export.edit import Change
 from autotune.export.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.train_config import MAX_FILE_BYTES
-from autotune.files import Files
 
 if TYPE_CHECKING:
     from autotune.export.literals import Program

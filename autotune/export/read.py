@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.adapters import ADAPTERS, peft_fields
+from autotune.common.files import Disk, Files
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.defaults import OPTIMIZER, PRECISION_OF
 from autotune.errors import ConfigError
@@ -26,7 +27,6 @@ from autotune.export.quantization_config import quantization_fields
 from autotune.export.section_rows import ADAPTER, QUANTIZATION, in_words
 from autotune.export.text import caveats_of
 from autotune.export.training_args import installed_fields, training_arguments
-from autotune.files import Disk, Files
 from autotune.knobs import KNOBS, REQUIRED
 from autotune.parallelisms import PARALLELISMS
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.common.files import Disk, Files
+from autotune.common.units import MIB
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import ConfigError, nearest
 from autotune.export.extra_arguments import read_extra_arguments
-from autotune.files import Disk, Files
 from autotune.knobs import KNOBS
-from autotune.units import MIB
 
 name = "train-config"
 filename = "train_config.yaml"

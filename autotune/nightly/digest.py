@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.common.units import counted
 from autotune.errors import EXIT_IMPROVED, EXIT_INTERRUPTED, EXIT_REGRESSION, StorageError
 from autotune.fingerprint import Fingerprint
 from autotune.knobs import describe
@@ -13,7 +14,6 @@ from autotune.nightly import drift
 from autotune.nightly.history import NEW, Night
 from autotune.nightly.hooks import EVENTS
 from autotune.nightly.plan import Planned
-from autotune.units import counted
 
 FAILED = "failed"
 """A cell without an answer; its other kinds are a Night's."""

@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from autotune.common.units import format_bytes, format_seconds
 from autotune.knobs import describe
 from autotune.nightly import drift, relatives
 from autotune.nightly.digest import Digest, Done, interval, ordered, percent
@@ -17,7 +18,6 @@ from autotune.nightly.history import Night
 from autotune.nightly.plan import Planned, Prepared
 from autotune.report.markdown import plain, table
 from autotune.report.words import printable
-from autotune.units import format_bytes, format_seconds
 
 _FILES = resources.files("autotune.nightly")
 _STYLES = resources.files("autotune.report")

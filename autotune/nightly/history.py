@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune import typed
+from autotune.common import json_records
 from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.nightly import drift
@@ -74,14 +74,14 @@ class Night:
 
 def night_from_dict(values: Any) -> Night:
     """Read Night.to_dict back, from JSON as well. Raises ValueError, which names the field."""
-    fields = dict(typed.mapping(values, "a night"))
+    fields = dict(json_records.mapping(values, "a night"))
     fields["fingerprint"] = fingerprint_from_dict(fields.get("fingerprint"))
-    fields["config"] = typed.record(TrainConfig, fields.get("config"), "config")
+    fields["config"] = json_records.record(TrainConfig, fields.get("config"), "config")
     speeds = fields.get("tokens_per_second")
     if not isinstance(speeds, list) or not speeds or not all(map(_is_speed, speeds)):
         raise ValueError("tokens_per_second is no list of speeds")
     fields["tokens_per_second"] = tuple(map(float, speeds))
-    night: Night = typed.record(Night, fields, "")
+    night: Night = json_records.record(Night, fields, "")
     datetime.datetime.fromisoformat(night.made_at)
     return night
 

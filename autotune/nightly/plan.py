@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from autotune.common.units import format_bytes, format_seconds, parse_bytes
 from autotune.fingerprint import Fingerprint
 from autotune.measurement import CONFIRM_STEPS, PROBE_SECONDS
 from autotune.nightly import drift
 from autotune.nightly.history import Night
 from autotune.nightly.matrix import Cell, Matrix
 from autotune.tune import EFFORTS
-from autotune.units import format_bytes, format_seconds, parse_bytes
 
 INTERRUPTED, NEW, STALE, DUE, FRESH = "interrupted", "new", "stale", "due", "fresh"
 IMPOSSIBLE = "impossible"

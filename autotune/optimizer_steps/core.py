@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autotune.allocator import Tape
-from autotune.dtypes import DTYPE_BYTES
+from autotune.common.dtypes import DTYPE_BYTES
 
 States = list[list[int]]
 """Per parameter, the tape's indices of its state on the device."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autotune.allocator import Tape
-from autotune.dtypes import DTYPE_BYTES
+from autotune.common.dtypes import DTYPE_BYTES
 from autotune.optimizer_steps.core import (
     NO_COST,
     Algorithm,

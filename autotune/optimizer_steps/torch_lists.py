@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autotune.allocator import Tape
-from autotune.dtypes import DTYPE_BYTES
+from autotune.common.dtypes import DTYPE_BYTES
 from autotune.optimizer_steps.core import (
     Algorithm,
     States,

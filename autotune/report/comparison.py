@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.common.units import format_bytes
 from autotune.knobs import KNOBS, describe
 from autotune.measurement import Measurement
 from autotune.results import Estimate
 from autotune.studies import StoredAnswer
-from autotune.units import format_bytes
 
 _MISSING = "-"
 

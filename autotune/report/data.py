@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from autotune import typed
+from autotune.common import json_records
+from autotune.common.units import format_bytes
 from autotune.config import TrainConfig
 from autotune.knobs import describe
 from autotune.measurement import measurement_from_dict
@@ -18,7 +19,6 @@ from autotune.report.words import printable
 from autotune.studies import StoredAnswer, load_with_trials
 from autotune.study_trials import SPACE
 from autotune.tradeoffs import tradeoff_class
-from autotune.units import format_bytes
 
 FITS, DOES_NOT_FIT = "fits", "does not fit"
 """Outcomes of what is predicted; measurement.OUTCOMES are those of what was measured."""
@@ -104,7 +104,7 @@ def collect(answer: StoredAnswer, trials: Iterable[Trial]) -> ReportData:
 def _row(trial: Trial, answer: StoredAnswer) -> TrialRow:
     attributes, summary = trial.user_attrs, answer.summary
     try:
-        config: TrainConfig = typed.record(TrainConfig, attributes.get("config"), "config")
+        config: TrainConfig = json_records.record(TrainConfig, attributes.get("config"), "config")
         figures = (_measured if "measurement" in attributes else _predicted)(
             attributes, summary.workload.memory_budget_bytes
         )

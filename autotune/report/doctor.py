@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TextIO
 
+from autotune.common.units import format_seconds
 from autotune.doctor import CHECKS, Finding
 from autotune.doctor.verdict import Status
 from autotune.report import terminal
 from autotune.report.words import printable
-from autotune.units import format_seconds
 
 _STYLES = {Status.OK: "green", Status.WARN: "bold yellow", Status.FAIL: "bold red"}
 _STATUS_WIDTH = 6

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune.dtypes import DTYPE_BYTES
+from autotune.common.dtypes import DTYPE_BYTES
+from autotune.common.units import format_count
 from autotune.optimizers import OPTIMIZERS
 from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.results import Estimate
-from autotune.units import format_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autotune.common.units import format_bytes, format_count, format_seconds
 from autotune.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.details import Step
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
@@ -12,7 +13,6 @@ from autotune.report import words
 from autotune.report.data import ReportData
 from autotune.report.words import printable
 from autotune.summary import Summary
-from autotune.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

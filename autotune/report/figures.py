@@ -11,9 +11,9 @@ import html
 from collections.abc import Callable
 from typing import Any
 
+from autotune.common.units import Unit, unit_for
 from autotune.details import Timeline
 from autotune.report.data import FITS, ReportData, TrialRow
-from autotune.units import Unit, unit_for
 
 Figure = dict[str, Any]
 """(name, bytes): what memory is drawn in."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from autotune import files
+from autotune.common import files
 from autotune.report import html, markdown, terminal
 from autotune.report.data import ReportData
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TextIO
 
+from autotune.common.units import format_bytes
 from autotune.kv_cache import KvCache, LayerCache
 from autotune.report import terminal
 from autotune.results import Estimate
-from autotune.units import format_bytes
 
 
 def draw_kv_cache(cache: KvCache, estimate: Estimate, budget_bytes: int, file: TextIO) -> None:

@@ -16,11 +16,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from autotune.common.units import format_bytes
 from autotune.config import TRADEOFF_CLASSES
 from autotune.errors import ConfigError
 from autotune.report import facts, figures, words
 from autotune.report.data import ReportData
-from autotune.units import format_bytes
 
 _FILES = resources.files("autotune.report")
 

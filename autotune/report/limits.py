@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import TextIO
 
+from autotune.common.units import format_bytes, format_seconds
 from autotune.inverse import Answer
 from autotune.knobs import as_options, describe
 from autotune.report import terminal, words
-from autotune.units import format_bytes, format_seconds
 
 _QUESTIONS = {
     "sequence-length": ("{:,} tokens", "the longest sequence"),

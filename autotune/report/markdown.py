@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from autotune.common.units import Unit, format_bytes
 from autotune.report import facts, figures, words
 from autotune.report.data import ReportData, TrialRow
-from autotune.units import Unit, format_bytes
 
 MAX_TRIALS = 20
 """The fastest; all of them are in the HTML."""

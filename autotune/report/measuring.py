@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from autotune.common.units import counted, format_seconds
 from autotune.config import TrainConfig
 from autotune.knobs import describe
 from autotune.listener import Measuring
@@ -28,7 +29,6 @@ from autotune.measurement import (
 from autotune.report import words
 from autotune.report.stderr import Output, output
 from autotune.summary import Counts
-from autotune.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table

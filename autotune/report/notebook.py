@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
+from autotune.common.units import format_bytes
 from autotune.knobs import describe
 from autotune.report import words
 from autotune.summary import Summary
-from autotune.units import format_bytes
 
 _COLOURS = (
     "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#999999", "#777777"

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Iterator
 
-from autotune import log
+from autotune.common import log
 from autotune.listener import Listener
 from autotune.report import words
 from autotune.report.measuring import measuring_on_stderr

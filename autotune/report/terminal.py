@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
 from autotune import needs
+from autotune.common.units import GIB, format_bytes, format_count, format_seconds, unit_for
 from autotune.config import TRADEOFF_CLASSES
 from autotune.gpus import Gpu
 from autotune.knobs import describe
@@ -25,7 +26,6 @@ from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
 from autotune.results import Estimate
 from autotune.summary import Measured, Summary
-from autotune.units import GIB, format_bytes, format_count, format_seconds, unit_for
 
 if TYPE_CHECKING:
     from rich.console import Console

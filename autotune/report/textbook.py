@@ -13,8 +13,9 @@ import re
 from dataclasses import dataclass
 from typing import TextIO
 
+from autotune.common.dtypes import DTYPE_BYTES
+from autotune.common.units import format_count
 from autotune.config import TrainConfig
-from autotune.dtypes import DTYPE_BYTES
 from autotune.estimate import Estimator
 from autotune.optimizer_steps import TensorSpec
 from autotune.optimizers import OPTIMIZERS, state_bytes
@@ -23,7 +24,6 @@ from autotune.report import terminal
 from autotune.report.explain import explain
 from autotune.results import Estimate
 from autotune.rules import Context, broken_rules
-from autotune.units import format_count
 
 _GB = 10**9
 _SIDE = 4096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.common.units import counted, format_bytes, format_count, format_seconds, unit_for
 from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.loading import LoaderTime
@@ -9,7 +10,6 @@ from autotune.measurement import NOISE, Measurement
 from autotune.precisions import PRECISIONS
 from autotune.results import Estimate
 from autotune.summary import MORE_MEMORY_BYTES, Change, Measured, Summary
-from autotune.units import counted, format_bytes, format_count, format_seconds, unit_for
 
 CLASS_MEANINGS = (
     "exact: the mathematics of the base; numerics: other rounding; recipe: another training run"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune import files
+from autotune.common import files
 from autotune.errors import ConfigError, nearest
 from autotune.recommendations import open_recommendations
 from autotune.store import existing_storage, is_ours

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import typed
+from autotune.common import json_records
+from autotune.common.version import __version__
 from autotune.errors import ConfigError
 from autotune.fingerprint import fingerprint_from_dict
 from autotune.measurement import measurement_from_dict
 from autotune.probe_key import columns_of
 from autotune.recommendations import Recommendation
 from autotune.store import is_ours
-from autotune.version import __version__
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -165,14 +165,14 @@ def _next_left(line: Line, num_left: int) -> int:
 def _checked(number: int, text: bytes) -> Line:
     if len(text) > MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {MAX_LINE_BYTES} bytes")
-    values = typed.mapping(json.loads(text, parse_constant=_no_number), "it")
+    values = json_records.mapping(json.loads(text, parse_constant=_no_number), "it")
     kind = values.pop("kind", None)
     if (number == 1) != (kind == "header"):
         raise ValueError(
             "it is no header: this is no export of autotune" if number == 1 else "it is a header"
         )
     if kind not in _READERS:
-        raise ValueError(f"its kind is {typed.shown(kind)}")
+        raise ValueError(f"its kind is {json_records.shown(kind)}")
     return Line(number=number, kind=kind, record=_READERS[kind](values))
 
 
@@ -183,7 +183,7 @@ def _no_number(text: str) -> None:
 def _header(values: Values) -> None:
     found = values.get("format")
     if type(found) is not int or found < 1:
-        raise ValueError(f"its format is {typed.shown(found)}")
+        raise ValueError(f"its format is {json_records.shown(found)}")
     if found > FORMAT:
         made_by = str(values.get("made_by"))[:80]
         raise ValueError(f"a newer autotune wrote it ({made_by}): update autotune")
@@ -197,9 +197,9 @@ def _probe(values: Values) -> Values:
     if measurement.outcome != texts["outcome"]:
         raise ValueError("its outcome is not its record's")
     if not _DIGEST.fullmatch(texts["key"]):
-        raise ValueError(f"key is {typed.shown(texts['key'])}")
+        raise ValueError(f"key is {json_records.shown(texts['key'])}")
     if texts["model_digest"] and not _DIGEST.fullmatch(texts["model_digest"]):
-        raise ValueError(f"model_digest is {typed.shown(texts['model_digest'])}")
+        raise ValueError(f"model_digest is {json_records.shown(texts['model_digest'])}")
     return {
         **texts,
         **columns_of(record),
@@ -212,18 +212,20 @@ def _probe(values: Values) -> Values:
 def _recommendation(values: Values) -> Recommendation:
     made_at = _time(values, "made_at")
     if made_at is None or made_at.tzinfo is None:
-        raise ValueError(f"made_at is {typed.shown(values.get('made_at'))}, without a time zone")
+        raise ValueError(
+            f"made_at is {json_records.shown(values.get('made_at'))}, without a time zone"
+        )
     found = values.get("fingerprint")
     fingerprint = None if found is None else fingerprint_from_dict(found)
     plain = {**values, "fingerprint": None, "made_at": made_at}
-    recommendation: Recommendation = typed.record(Recommendation, plain, "")
+    recommendation: Recommendation = json_records.record(Recommendation, plain, "")
     if not _DIGEST.fullmatch(recommendation.question_key):
-        raise ValueError(f"question_key is {typed.shown(recommendation.question_key)}")
+        raise ValueError(f"question_key is {json_records.shown(recommendation.question_key)}")
     return dataclasses.replace(recommendation, fingerprint=fingerprint)
 
 
 def _study(values: Values) -> StudyLine:
-    study: StudyLine = typed.record(StudyLine, values, "")
+    study: StudyLine = json_records.record(StudyLine, values, "")
     if not is_ours(study.user_attrs):
         raise ValueError("the study was not made by autotune")
     if study.num_trials < 0 or not study.name.strip() or not study.name.isprintable():
@@ -237,14 +239,14 @@ def _trial(values: Values) -> FrozenTrial:
 
     state = values.get("state")
     if state not in _STATES:
-        raise ValueError(f"state is {typed.shown(state)}")
+        raise ValueError(f"state is {json_records.shown(state)}")
     parts = {
-        name: typed.mapping(values.get(name), name)
+        name: json_records.mapping(values.get(name), name)
         for name in ("params", "distributions", "user_attrs", "system_attrs", "intermediate_values")
     }
     value = values.get("value")
     if value is not None and type(value) not in (int, float):
-        raise ValueError(f"value is {typed.shown(value)}")
+        raise ValueError(f"value is {json_records.shown(value)}")
     if not all(type(v) in (int, float) for v in parts["intermediate_values"].values()):
         raise ValueError("intermediate_values are no numbers")
     record = parts["user_attrs"].get("measurement")
@@ -281,7 +283,7 @@ _READERS: dict[str, Callable[[Values], Any]] = {
 def _text(values: Values, name: str) -> str:
     found = values.get(name)
     if not isinstance(found, str) or "\0" in found:
-        raise ValueError(f"{name} is {typed.shown(found)} and should be a text")
+        raise ValueError(f"{name} is {json_records.shown(found)} and should be a text")
     return found
 
 
@@ -294,7 +296,7 @@ def _time(values: Values, name: str) -> datetime.datetime | None:
     if found is None:
         return None
     if not isinstance(found, str):
-        raise ValueError(f"{name} is {typed.shown(found)} and should be a time")
+        raise ValueError(f"{name} is {json_records.shown(found)} and should be a time")
     return datetime.datetime.fromisoformat(found)
 
 

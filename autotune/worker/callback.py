@@ -27,13 +27,13 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from autotune import gpus, nvml
+from autotune.common.units import MIB, format_bytes
 from autotune.installed import cpu_name
 from autotune.knobs import describe
 from autotune.lengths import vary
 from autotune.measurement import Measurement
 from autotune.results import Estimate
 from autotune.summary import Summary
-from autotune.units import MIB, format_bytes
 from autotune.worker import objects
 from autotune.worker.pace import Pace
 from autotune.worker.steps import CpuClock, CudaClock

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autotune.units import format_bytes
+from autotune.common.units import format_bytes
 from autotune.worker.checks import NotFinite
 
 NUM_EVALUATION_BATCHES = 2

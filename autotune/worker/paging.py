@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from autotune.common.units import format_bytes
 from autotune.config import TrainConfig
 from autotune.optimizer_steps import TensorSpec
 from autotune.optimizers import OPTIMIZERS
-from autotune.units import format_bytes
 
 
 def managed_bytes(model: Any, config: TrainConfig) -> int:

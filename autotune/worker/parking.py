@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import transformers.modeling_utils
 
+from autotune.common.units import format_bytes
 from autotune.config import TrainConfig
-from autotune.units import format_bytes
 from autotune.worker.stand_ins import replaced
 
 

@@ -20,9 +20,9 @@ from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from autotune.allocator import replay
+from autotune.common.units import MIB
 from autotune.results import TraceSpec
 from autotune.traces import Trace
-from autotune.units import MIB
 from autotune.worker import liger
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module

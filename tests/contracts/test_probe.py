@@ -33,13 +33,13 @@ from torch import nn
 
 from autotune import isolate
 from autotune.adapters import read_peft
+from autotune.common.units import GIB, MIB
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.results import Estimate, TraceSpec
 from autotune.traces import Trace
-from autotune.units import GIB, MIB
 from autotune.worker import checks, confirm, memory, training
 from autotune.worker import model as models
 from autotune.worker import probe as probe_module

@@ -15,9 +15,9 @@ from made_up_card import CONTEXT, OTHERS, Card, made_up_card
 from transformers import Trainer
 
 from autotune import host_memory
+from autotune.common.units import GIB, MIB
 from autotune.config import TrainConfig
 from autotune.measurement import Measurement, ProbeSpec
-from autotune.units import GIB, MIB
 from autotune.worker import memory
 from autotune.worker.probe import probe
 

@@ -10,6 +10,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from autotune.common.units import MIB
 from autotune.config import TrainConfig
 from autotune.forkserver import ForkServer
 from autotune.measurement import ProbeSpec
@@ -19,7 +20,6 @@ from autotune.probes import open_probes
 from autotune.pruner import SpeedPruner
 from autotune.study_trials import CONSTRAINT
 from autotune.trials import tell, watched
-from autotune.units import MIB
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
 CONFIG = TrainConfig(

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from autotune.common.units import GIB
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
@@ -24,7 +25,6 @@ from autotune.models import resolve
 from autotune.optimizers import OPTIMIZERS, state_bytes
 from autotune.results import Estimate, TraceSpec
 from autotune.traces import Trace
-from autotune.units import GIB
 from autotune.worker.cuda import Device
 from autotune.worker.model import load_config
 from autotune.worker.trace import trace_step

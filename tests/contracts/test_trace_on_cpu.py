@@ -21,6 +21,7 @@ from test_trace_is_the_trainer import (
     assert_as_traced,
 )
 
+from autotune.common.units import GIB
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.gpus import cpu_stand_in
@@ -28,7 +29,6 @@ from autotune.measurement import ProbeSpec
 from autotune.models import resolve
 from autotune.results import TraceSpec
 from autotune.tracing import trace_all
-from autotune.units import GIB
 from autotune.worker.cuda import Device
 from autotune.worker.probe import probe
 

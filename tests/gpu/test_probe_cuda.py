@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from autotune import isolate
+from autotune.common.units import GIB, MIB
 from autotune.config import TrainConfig
 from autotune.gpus import detect
 from autotune.measurement import STOP_FILE, Measurement, ProbeSpec, measurement_from_dict
-from autotune.units import GIB, MIB
 
 pytestmark = [
     pytest.mark.gpu,

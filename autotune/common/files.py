@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from autotune.common.units import KIB, MIB
 from autotune.errors import ConfigError, StorageError
-from autotune.units import KIB, MIB
 
 
 def read_text(path: Path, max_bytes: int, *, usual: str = "") -> str:

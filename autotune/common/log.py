@@ -1,8 +1,8 @@
 """The log: a file that every command adds to, so that what went wrong can be read afterwards.
 
-AUTOTUNE_LOG or --log-file names the file, else it is autotune/autotune.log in XDG_STATE_HOME. It is
+AUTOTUNE_LOG or --log-file names the file, else it is autotune/autotune.common.log in XDG_STATE_HOME. It is
 turned over at MAX_BYTES, and BACKUPS older ones stay. A log that cannot be written costs one warning and
-nothing else. Secrets are taken out of every line (autotune.redacted).
+nothing else. Secrets are taken out of every line (autotune.common.secrets).
 
 A module logs to `log.logger(__name__)`. Only the command line sets a file up; in code that imports
 autotune, what happens to the records is the program's own business, and by default nothing does.
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from autotune.redacted import redacted
+from autotune.common.secrets import redacted
 
 NAME = "autotune"
 VARIABLE = "AUTOTUNE_LOG"

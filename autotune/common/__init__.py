@@ -1,0 +1,1 @@
+"""What any program needs: bytes and seconds, files, the log, secrets, JSON records."""
