@@ -19,12 +19,12 @@ from autotune.errors import ConfigError, HardwareError
 from autotune.estimate import Estimator, least_bytes
 from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu
+from autotune.memory.traces import Trace
 from autotune.models import ModelSource
 from autotune.parallel import RankTrace
 from autotune.results import Estimate, TraceSpec
 from autotune.rules import Context, broken_rules
 from autotune.space import SearchSpace, enumerate_configs, with_attentions
-from autotune.traces import Trace
 from autotune.tracing import trace_all
 from autotune.tune import Progress
 

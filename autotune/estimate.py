@@ -23,14 +23,14 @@ from autotune.config import TrainConfig
 from autotune.details import Timeline
 from autotune.gpus import Gpu
 from autotune.growing import grown
-from autotune.optimizer_steps import TensorSpec
+from autotune.memory.optimizers import TensorSpec
+from autotune.memory.traces import Trace
 from autotune.optimizers import OPTIMIZERS
 from autotune.parallel import Exchange, RankTrace
 from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.results import Breakdown, Estimate, ParameterCount, PerGpu, StateBytes, TraceSpec
 from autotune.step_events import Steps, first_steps
 from autotune.timeline import timeline_of
-from autotune.traces import Trace
 from autotune.update import Update, kernels_of, priced_update
 
 _BREAKDOWN_OF_CATEGORY = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autotune.allocator import OVERSHOOT_BYTES, PAGE_BYTES, Replay, replay
+from autotune.memory.allocator import OVERSHOOT_BYTES, PAGE_BYTES, Replay, replay
 from autotune.step_events import Steps
 
 _NUM_STEADY = 2

@@ -17,8 +17,8 @@ from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
 from autotune.gpus import Gpu
-from autotune.kv_cache import KvCache, kv_cache
 from autotune.lengths import Lengths
+from autotune.memory.kv_cache import KvCache, kv_cache
 from autotune.models import ModelSource
 from autotune.precisions import PRECISIONS
 from autotune.rules import Context, broken_rules

@@ -10,19 +10,19 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autotune.allocator import Tape
-from autotune.optimizer_steps import Algorithm, StepCost, TensorSpec
-from autotune.optimizer_steps.core import NO_COST, States
-from autotune.optimizer_steps.eager import Adafactor, AdaLomo, GrokAdamW, Lomo
-from autotune.optimizer_steps.kernels import BitsAndBytes, StableAdamW, TorchAo
-from autotune.optimizer_steps.low_rank import (
+from autotune.memory.allocator import Tape
+from autotune.memory.optimizers import Algorithm, StepCost, TensorSpec
+from autotune.memory.optimizers.core import NO_COST, States
+from autotune.memory.optimizers.eager import Adafactor, AdaLomo, GrokAdamW, Lomo
+from autotune.memory.optimizers.kernels import BitsAndBytes, StableAdamW, TorchAo
+from autotune.memory.optimizers.low_rank import (
     Apollo,
     GaLoreAdamW,
     GaLoreAdamW8bit,
     RandomProjection,
     SvdProjection,
 )
-from autotune.optimizer_steps.torch_lists import ScheduleFree, TensorLists
+from autotune.memory.optimizers.torch_lists import ScheduleFree, TensorLists
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

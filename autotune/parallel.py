@@ -36,13 +36,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.optimizer_steps import TensorSpec
+from autotune.memory.optimizers import TensorSpec
+from autotune.memory.traces import Trace
+from autotune.memory.traces.running import in_blocks, running
+from autotune.memory.traces.terms import Array
 from autotune.results import TraceSpec
 from autotune.sharded_step import AddedTensors, MicroStep, Size
 from autotune.shards import TAIL, Shares
-from autotune.traces import Trace
-from autotune.traces.running import in_blocks, running
-from autotune.traces.terms import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,8 +33,8 @@ from autotune.measurement import (
     measurement_from_dict,
     varied_steps,
 )
+from autotune.memory.out_of_memory import says_out_of_memory
 from autotune.models import ModelSource
-from autotune.out_of_memory import says_out_of_memory
 from autotune.probe_key import ProbeKey, probe_key
 from autotune.probes import ProbeTable
 from autotune.results import Estimate

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
+from autotune.memory.traces import Place, is_forward
 from autotune.shards import EMBED, TAIL, Shares, Unit
-from autotune.traces import Place, is_forward
 
 Size = Callable[[int], int]
 """LoRA rank -> bytes."""

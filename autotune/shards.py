@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import MIB
-from autotune.optimizer_steps import TensorSpec
+from autotune.memory.optimizers import TensorSpec
+from autotune.memory.traces import Place, TracedParameter, evaluate
 from autotune.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
-from autotune.traces import Place, TracedParameter, evaluate
 
 Unit = tuple[str, Place]
 """What is gathered together: a layer, the embedding, or the tail (final norm and head)."""

@@ -6,11 +6,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from autotune.allocator import CATEGORIES
 from autotune.details import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
+from autotune.memory.allocator import CATEGORIES
+from autotune.memory.traces.copies import numbers_of
+from autotune.memory.traces.running import changes, in_blocks
 from autotune.step_events import Steps
-from autotune.traces.copies import numbers_of
-from autotune.traces.running import changes, in_blocks
 
 
 def timeline_of(steps: Steps) -> Timeline:

@@ -17,11 +17,11 @@ from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu
 from autotune.isolate import WorkerEnd, run_many
+from autotune.memory.traces import BrokenTrace, Trace
 from autotune.models import ModelSource
 from autotune.parallel import RankTrace
 from autotune.results import TraceSpec
 from autotune.trace_table import TraceTable
-from autotune.traces import BrokenTrace, Trace
 
 DEADLINE_SECONDS = 600.0
 

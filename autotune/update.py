@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune import roofline
-from autotune.allocator import Tape
-from autotune.optimizer_steps import (
+from autotune.memory.allocator import Tape
+from autotune.memory.optimizers import (
     Algorithm,
     StepCost,
     TensorSpec,
@@ -18,10 +18,10 @@ from autotune.optimizer_steps import (
     write_clip,
     write_unscale,
 )
-from autotune.optimizer_steps.core import NO_COST, States
-from autotune.optimizer_steps.torch_lists import TensorLists
+from autotune.memory.optimizers.core import NO_COST, States
+from autotune.memory.optimizers.torch_lists import TensorLists
+from autotune.memory.traces.running import changes, in_blocks, running
 from autotune.optimizers import Optimizer
-from autotune.traces.running import changes, in_blocks, running
 
 MOST_STEPS = 8
 """[judgement] Reserved bytes grow in the first two steps, often in a third."""

@@ -110,7 +110,7 @@ def _answer(kind: str, cases: Mapping[str, dict[str, Any]], compare: Compare, se
 
 
 def _compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
-    from autotune.traces import BrokenTrace, Trace
+    from autotune.memory.traces import BrokenTrace, Trace
     from autotune.worker.model import load_config
 
     config = load_config({"model_type": kind})

@@ -36,8 +36,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from autotune.allocator import replay
 from autotune.common.units import MIB
+from autotune.memory.allocator import replay
 from autotune.worker.cuda import Device, Workspaces, device_choices
 from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.tracker import Tracker

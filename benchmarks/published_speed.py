@@ -34,8 +34,8 @@ from published_tables import write_section
 
 from autotune.estimate import Estimator
 from autotune.gpus import Gpu, find_gpu
+from autotune.memory.traces import Trace
 from autotune.results import TraceSpec
-from autotune.traces import Trace
 from autotune.worker.cuda import Device
 from autotune.worker.model import load_config
 from autotune.worker.trace import trace_step

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
 
 MIB = 1 << 20
 

@@ -24,12 +24,12 @@ import pytest
 from fake_nvml import fake_nvml
 
 from autotune import cli, doctor, upgrade
-from autotune.alloc_conf import VARIABLES
 from autotune.common.units import GIB, MIB
 from autotune.doctor import CHECKS, host, libraries, reach
 from autotune.doctor.machine import PARTS, Machine, NotAnswered
 from autotune.doctor.verdict import Status, Verdict
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
+from autotune.memory.alloc_conf import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 ASK = {check.name: check.ask for check in CHECKS}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autotune.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
 
 MIB = 1 << 20
 RECORDED = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.allocator import OVERSHOOT_BYTES, PAGE_BYTES, replay
 from autotune.common.units import MIB
 from autotune.growing import grown
+from autotune.memory.allocator import OVERSHOOT_BYTES, PAGE_BYTES, replay
 from autotune.step_events import Part, Steps
 
 X, Y, Z = range(3)

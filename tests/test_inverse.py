@@ -20,10 +20,10 @@ from autotune.errors import ConfigError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.gpus import Gpu, catalogue, find_gpu
+from autotune.memory.traces import Trace
 from autotune.models import ModelSource
 from autotune.report import limits
 from autotune.results import Estimate, TraceSpec
-from autotune.traces import Trace
 from autotune.tracing import trace_all
 
 _TRACED: dict[tuple[object, ...], Trace | None] = {}

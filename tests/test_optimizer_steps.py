@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.allocator import Tape, replay
-from autotune.optimizer_steps import (
+from autotune.memory.allocator import Tape, replay
+from autotune.memory.optimizers import (
     StepCost,
     TensorSpec,
     clip_cost,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.allocator import Tape, replay
 from autotune.config import TRADEOFF_CLASSES
-from autotune.optimizer_steps import TensorSpec
+from autotune.memory.allocator import Tape, replay
+from autotune.memory.optimizers import TensorSpec
 from autotune.optimizers import OPTIMIZERS, Optimizer, state_bytes
 
 BIG = TensorSpec(shape=(1000, 1000), dtype="bfloat16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autotune.common.units import GIB, MIB
-from autotune.out_of_memory import excess_bytes, says_no_handle, says_out_of_memory
+from autotune.memory.out_of_memory import excess_bytes, says_no_handle, says_out_of_memory
 
 CAPPED = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.25 GiB of "

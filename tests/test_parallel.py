@@ -17,10 +17,10 @@ from autotune import tune
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
+from autotune.memory.traces import Trace
 from autotune.parallel import RankTrace
 from autotune.parallelisms import PARALLELISMS
 from autotune.results import Estimate, PerGpu, TraceSpec
-from autotune.traces import Trace
 from autotune.tracing import trace_all
 
 LAYER = 11_798_528

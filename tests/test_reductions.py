@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from autotune.traces.reductions import shared_bytes
+from autotune.memory.traces.reductions import shared_bytes
 
 ROWS = Path(__file__).parents[1] / "studies/reductions/rows.jsonl"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from autotune.optimizer_steps import TensorSpec
-from autotune.traces import BrokenTrace, Sums, Terms, Trace, evaluate
+from autotune.memory.optimizers import TensorSpec
+from autotune.memory.traces import BrokenTrace, Sums, Terms, Trace, evaluate
 
 WEIGHT, EMBEDDING = [1000, 0, 0], [9000, 0, 0]
 HIDDEN, SCRATCH, LOGITS, TOKENS = [16, 1, 0], [24, 1, 0], [700, 1, 0], [8, 1, 0]

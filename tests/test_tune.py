@@ -21,10 +21,10 @@ from autotune.defaults import default_base
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
+from autotune.memory.traces import Trace
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
 from autotune.summary import Summary
-from autotune.traces import Trace
 from autotune.tradeoffs import tradeoff_class
 from autotune.tune import find
 

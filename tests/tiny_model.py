@@ -9,10 +9,10 @@ from typing import Any
 
 from autotune.config import TrainConfig, Workload
 from autotune.gpus import Gpu, find_gpu
+from autotune.memory.traces import Trace
 from autotune.models import ModelSource
 from autotune.results import TraceSpec
 from autotune.space import MethodSpace, SearchSpace, enumerate_configs
-from autotune.traces import Trace
 from autotune.tracing import trace_all
 
 SEQUENCE_LENGTH = 512

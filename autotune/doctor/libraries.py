@@ -9,12 +9,12 @@ from importlib import metadata
 from typing import Any
 
 from autotune import compilers, nvml
-from autotune.alloc_conf import VARIABLES
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
 from autotune.installed import version
 from autotune.knobs import KNOBS
-from autotune.out_of_memory import says_out_of_memory
+from autotune.memory.alloc_conf import VARIABLES
+from autotune.memory.out_of_memory import says_out_of_memory
 
 _GET_TORCH = "Install one of https://pytorch.org/get-started/locally for your driver"
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.alloc_conf import VARIABLES, is_expandable
 from autotune.export.literals import Program, name_of
 from autotune.export.section_rows import ADAPTER, MODEL, QUANTIZATION
 from autotune.export.sections import Shape
+from autotune.memory.alloc_conf import VARIABLES, is_expandable
 
 _ARGUMENTS = (
     "TrainingArguments",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
 from autotune.config import LOADER_SETTINGS
 from autotune.export.mapping import (
     Choice,
@@ -24,6 +23,7 @@ from autotune.export.mapping import (
     targets_of,
 )
 from autotune.export.trainer_rows import COMPILE_BACKEND, COMPILE_MODE
+from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
 from autotune.optimizers import OPTIMIZERS
 from autotune.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
 

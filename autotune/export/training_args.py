@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from autotune.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.config import LOADER_SETTINGS, TrainConfig, Workload
 from autotune.export import installed, targets
 from autotune.export.carried import heading, unsaid
 from autotune.knobs import KNOBS
+from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.optimizers import OPTIMIZERS
 from autotune.parallelisms import PARALLELISMS
 from autotune.precisions import PRECISIONS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TextIO
 
 from autotune.common.units import format_bytes
-from autotune.kv_cache import KvCache, LayerCache
+from autotune.memory.kv_cache import KvCache, LayerCache
 from autotune.report import terminal
 from autotune.results import Estimate
 

@@ -17,7 +17,7 @@ from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import format_count
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
-from autotune.optimizer_steps import TensorSpec
+from autotune.memory.optimizers import TensorSpec
 from autotune.optimizers import OPTIMIZERS, state_bytes
 from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.report import terminal

@@ -114,7 +114,7 @@ def _read_if_there(path: Path) -> str:
 
 
 def _fingerprint(request: dict[str, Any]) -> Answers:
-    from autotune import alloc_conf
+    from autotune.memory import alloc_conf
     from autotune.worker.fingerprint import fingerprint
 
     try:

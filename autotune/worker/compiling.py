@@ -59,7 +59,7 @@ class AllocationProfile:
         self._profile.__exit__(None, None, None)
 
     def sizes_and_events(self) -> tuple[list[int], list[int]]:
-        """As autotune.allocator.replay takes them. What was freed and is older is left out."""
+        """As autotune.memory.allocator.replay takes them. What was freed and is older is left out."""
         seen = [e for e in self._all_events() if e.tag == _EventType.Allocation]
         sizes: list[int] = []
         events: list[int] = []

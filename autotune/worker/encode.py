@@ -84,7 +84,7 @@ def encode(
     symbols: Symbols,
     layers: dict[str, int],
 ) -> dict[str, Any]:
-    """What autotune.traces.Trace reads."""
+    """What autotune.memory.traces.Trace reads."""
     recording = step.tracker.recording
     blocks = _blocks(recording, step, chunks, symbols)
     model: Any = step.model

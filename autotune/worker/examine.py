@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import alloc_conf
+from autotune.memory import alloc_conf
 from autotune.worker.uncompiled import uncompiled
 
 Part = dict[str, Any]

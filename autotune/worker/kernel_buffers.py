@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from autotune.traces.reductions import LEAST_SHARED, WARP, shared_bytes
-from autotune.traces.terms import flash_splits
+from autotune.memory.traces.reductions import LEAST_SHARED, WARP, shared_bytes
+from autotune.memory.traces.terms import flash_splits
 from autotune.worker.tracker import Buffer
 
 aten = torch.ops.aten

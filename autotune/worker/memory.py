@@ -36,8 +36,8 @@ from typing import Any, Protocol
 import pynvml
 import torch
 
-from autotune.allocator import OVERSHOOT_BYTES, Replay, replay
 from autotune.config import TrainConfig
+from autotune.memory.allocator import OVERSHOOT_BYTES, Replay, replay
 from autotune.precisions import PRECISIONS
 from autotune.worker.compiling import AllocationProfile
 from autotune.worker.tracker import Tracker
@@ -311,7 +311,7 @@ class CappedTracker(Tracker):
         self._num_counted_events = 0
 
     def sizes_and_events(self) -> tuple[list[int], list[int]]:
-        """As autotune.allocator.replay takes them."""
+        """As autotune.memory.allocator.replay takes them."""
         sizes = [tensor.size_bytes for tensor in self.recording.tensors]
         return sizes, list(self.recording.events)
 

@@ -16,12 +16,12 @@ from peft import PeftConfig
 from transformers import BitsAndBytesConfig, TrainingArguments
 
 from autotune import adapters as fields_of
-from autotune.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.config import TrainConfig
 from autotune.errors import ConfigError, nearest
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.training_args import decided_arguments, environment
 from autotune.export.training_args import training_arguments as keyword_arguments
+from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.worker import adapters, checks

@@ -13,7 +13,7 @@ from torch import nn
 
 from autotune.common.units import format_bytes
 from autotune.config import TrainConfig
-from autotune.optimizer_steps import TensorSpec
+from autotune.memory.optimizers import TensorSpec
 from autotune.optimizers import OPTIMIZERS
 
 

@@ -20,7 +20,7 @@ from autotune.config import TrainConfig
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.lengths import draw
 from autotune.measurement import ProbeSpec
-from autotune.out_of_memory import says_out_of_memory
+from autotune.memory.out_of_memory import says_out_of_memory
 from autotune.results import TraceSpec
 from autotune.worker import confirm, sft_trainer
 from autotune.worker import model as models

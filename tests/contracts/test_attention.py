@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from autotune.attention_support import ATTENTIONS, FLASH_ATTENTIONS
+from autotune.memory.traces import Trace
 from autotune.results import TraceSpec
-from autotune.traces import Trace
 from autotune.worker import kernel_costs
 from autotune.worker import model as models
 from autotune.worker.cuda import Device

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from autotune.adapters import ADAPTERS
+from autotune.memory.traces import Trace, evaluate, is_setup
 from autotune.models import resolve
 from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
-from autotune.traces import Trace, evaluate, is_setup
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module
 from autotune.worker.cuda import Device

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from autotune.errors import ConfigError
-from autotune.kv_cache import CACHES, kv_cache
+from autotune.memory.kv_cache import CACHES, kv_cache
 from autotune.models import catalogue
 
 BATCH, CONTEXT = 2, 24

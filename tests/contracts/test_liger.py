@@ -19,10 +19,10 @@ import transformers
 from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from autotune.allocator import replay
 from autotune.common.units import MIB
+from autotune.memory.allocator import replay
+from autotune.memory.traces import Trace
 from autotune.results import TraceSpec
-from autotune.traces import Trace
 from autotune.worker import liger
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module

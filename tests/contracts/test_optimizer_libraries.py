@@ -35,10 +35,10 @@ from test_optimizers_real import (
 )
 from torch import nn
 
-from autotune.allocator import Tape
-from autotune.optimizer_steps import TensorSpec
-from autotune.optimizer_steps.core import total_state_bytes
-from autotune.optimizer_steps.low_rank import SvdProjection
+from autotune.memory.allocator import Tape
+from autotune.memory.optimizers import TensorSpec
+from autotune.memory.optimizers.core import total_state_bytes
+from autotune.memory.optimizers.low_rank import SvdProjection
 from autotune.optimizers import LEFT_OUT, OPTIMIZERS, Optimizer, state_bytes
 from autotune.worker.tracker import Tracker
 

@@ -25,8 +25,8 @@ import pytest
 import torch
 from trainer_step import Events, canonical
 
-from autotune.allocator import Tape
-from autotune.optimizer_steps import TensorSpec, write_clip, write_unscale
+from autotune.memory.allocator import Tape
+from autotune.memory.optimizers import TensorSpec, write_clip, write_unscale
 from autotune.optimizers import OPTIMIZERS, state_bytes
 from autotune.worker.tracker import Recording, Tracker
 

@@ -38,8 +38,8 @@ from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
+from autotune.memory.traces import Trace
 from autotune.results import Estimate, TraceSpec
-from autotune.traces import Trace
 from autotune.worker import checks, confirm, memory, training
 from autotune.worker import model as models
 from autotune.worker import probe as probe_module

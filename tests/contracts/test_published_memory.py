@@ -21,10 +21,10 @@ from autotune.common.units import GIB
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.gpus import find_gpu
+from autotune.memory.traces import Trace
 from autotune.models import resolve
 from autotune.optimizers import OPTIMIZERS, state_bytes
 from autotune.results import Estimate, TraceSpec
-from autotune.traces import Trace
 from autotune.worker.cuda import Device
 from autotune.worker.model import load_config
 from autotune.worker.trace import trace_step

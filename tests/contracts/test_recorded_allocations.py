@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autotune.allocator import replay
-from autotune.traces.terms import RULES
+from autotune.memory.allocator import replay
+from autotune.memory.traces.terms import RULES
 from autotune.worker.cuda import Device, Workspaces, device_choices
 from autotune.worker.kernel_buffers import hidden_buffers
 from autotune.worker.tracker import Tracker

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from autotune.allocator import EMPTY_CACHE_BYTES
 from autotune.config import TrainConfig
+from autotune.memory.allocator import EMPTY_CACHE_BYTES
+from autotune.memory.traces import Trace
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import TraceSpec
 from autotune.step_events import Part, Steps, first_steps
-from autotune.traces import Trace
 from autotune.update import priced_update
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module

@@ -37,12 +37,12 @@ from trainer_step import (
     tokenizer,
 )
 
-from autotune.allocator import Tape
-from autotune.optimizer_steps import write_clip
+from autotune.memory.allocator import Tape
+from autotune.memory.optimizers import write_clip
+from autotune.memory.traces import Trace
 from autotune.optimizers import OPTIMIZERS
 from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
-from autotune.traces import Trace
 from autotune.worker import attention, fp8, liger, sdpa
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module

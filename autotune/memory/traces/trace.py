@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autotune.optimizer_steps import TensorSpec
-from autotune.traces.blocks import (
+from autotune.memory.optimizers import TensorSpec
+from autotune.memory.traces.blocks import (
     Place,
     TracedKernel,
     adding,
@@ -23,9 +23,9 @@ from autotune.traces.blocks import (
     is_forward,
     is_setup,
 )
-from autotune.traces.copies import BrokenTrace, Copies, Events, Layers, numbers_of
-from autotune.traces.running import in_blocks, running
-from autotune.traces.terms import CHUNK_ROWS, RULES, Array, Sums, Term, Terms, evaluate
+from autotune.memory.traces.copies import BrokenTrace, Copies, Events, Layers, numbers_of
+from autotune.memory.traces.running import in_blocks, running
+from autotune.memory.traces.terms import CHUNK_ROWS, RULES, Array, Sums, Term, Terms, evaluate
 
 
 @dataclass(frozen=True, slots=True)

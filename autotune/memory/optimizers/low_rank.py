@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autotune.allocator import Tape
 from autotune.common.dtypes import DTYPE_BYTES
-from autotune.optimizer_steps.core import (
+from autotune.memory.allocator import Tape
+from autotune.memory.optimizers.core import (
     NO_COST,
     Algorithm,
     Scope,
@@ -28,7 +28,7 @@ from autotune.optimizer_steps.core import (
     empty_states,
     write_passing,
 )
-from autotune.optimizer_steps.kernels import BitsAndBytes
+from autotune.memory.optimizers.kernels import BitsAndBytes
 
 # transformers 5.23 trainer_optimizer.py: defaults of optim_args.
 _RANK = 128

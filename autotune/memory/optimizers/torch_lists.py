@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune.allocator import Tape
 from autotune.common.dtypes import DTYPE_BYTES
-from autotune.optimizer_steps.core import (
+from autotune.memory.allocator import Tape
+from autotune.memory.optimizers.core import (
     Algorithm,
     States,
     StateTensor,

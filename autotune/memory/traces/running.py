@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autotune.traces.copies import numbers_of
-from autotune.traces.terms import Array
+from autotune.memory.traces.copies import numbers_of
+from autotune.memory.traces.terms import Array
 
 
 def in_blocks(sizes: npt.ArrayLike) -> Array:
-    """As the allocator rounds them: to 512 B (autotune.allocator)."""
+    """As the allocator rounds them: to 512 B (autotune.memory.allocator)."""
     rounded: Array = (np.asarray(sizes, dtype=np.int64) + 511) & -512
     return rounded
 

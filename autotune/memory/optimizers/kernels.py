@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autotune.allocator import Tape
-from autotune.optimizer_steps.core import (
+from autotune.memory.allocator import Tape
+from autotune.memory.optimizers.core import (
     LOW_PRECISION,
     Algorithm,
     States,

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.traces.copies import Layers
-from autotune.traces.terms import Term
+from autotune.memory.traces.copies import Layers
+from autotune.memory.traces.terms import Term
 
 Place = tuple[str, int]
 """(stack, layer): which of several stacks, empty for the first; layer -1 outside of all."""

@@ -12,7 +12,7 @@ each reference to a neighbour's tensor is shifted with the copy. Sizes are
     trace.py     all of it for the whole model
 """
 
-from autotune.traces.blocks import (
+from autotune.memory.traces.blocks import (
     FETCH_PHASES,
     FORWARD_PHASES,
     SETUP_PHASES,
@@ -21,9 +21,9 @@ from autotune.traces.blocks import (
     is_forward,
     is_setup,
 )
-from autotune.traces.copies import BrokenTrace
-from autotune.traces.terms import Sums, Term, Terms, evaluate
-from autotune.traces.trace import Launch, Trace, TracedParameter
+from autotune.memory.traces.copies import BrokenTrace
+from autotune.memory.traces.terms import Sums, Term, Terms, evaluate
+from autotune.memory.traces.trace import Launch, Trace, TracedParameter
 
 __all__ = [
     "FETCH_PHASES",

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autotune.allocator import Tape
-from autotune.optimizer_steps.core import (
+from autotune.memory.allocator import Tape
+from autotune.memory.optimizers.core import (
     LOW_PRECISION,
     NO_COST,
     Algorithm,
@@ -23,7 +23,7 @@ from autotune.optimizer_steps.core import (
     total_bytes,
     write_passing,
 )
-from autotune.optimizer_steps.low_rank import (
+from autotune.memory.optimizers.low_rank import (
     Projection,
     others_first,
     projected,
@@ -31,7 +31,7 @@ from autotune.optimizer_steps.low_rank import (
     write_new_matrix,
     write_product,
 )
-from autotune.optimizer_steps.torch_lists import clip_cost, write_clip
+from autotune.memory.optimizers.torch_lists import clip_cost, write_clip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

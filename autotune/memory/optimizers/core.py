@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autotune.allocator import Tape
 from autotune.common.dtypes import DTYPE_BYTES
+from autotune.memory.allocator import Tape
 
 States = list[list[int]]
 """Per parameter, the tape's indices of its state on the device."""

@@ -24,8 +24,13 @@ Known limitations
 - State that is made with the optimizer (Adagrad, AdaLomo) is written at the first step.
 """
 
-from autotune.optimizer_steps.core import Algorithm, StateTensor, StepCost, TensorSpec
-from autotune.optimizer_steps.torch_lists import clip_cost, unscale_cost, write_clip, write_unscale
+from autotune.memory.optimizers.core import Algorithm, StateTensor, StepCost, TensorSpec
+from autotune.memory.optimizers.torch_lists import (
+    clip_cost,
+    unscale_cost,
+    write_clip,
+    write_unscale,
+)
 
 __all__ = [
     "Algorithm",
