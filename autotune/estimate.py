@@ -17,7 +17,6 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autotune import roofline
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.config import TrainConfig
 from autotune.details import Timeline
@@ -29,6 +28,7 @@ from autotune.optimizers import OPTIMIZERS
 from autotune.parallel import Exchange, RankTrace
 from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.results import Breakdown, Estimate, ParameterCount, PerGpu, StateBytes, TraceSpec
+from autotune.speed import roofline
 from autotune.step_events import Steps, first_steps
 from autotune.timeline import timeline_of
 from autotune.update import Update, kernels_of, priced_update

@@ -173,7 +173,7 @@ class Estimate:
     """The same without recomputation: what `mfu` counts."""
     mfu: float | None
     bound: str | None
-    """What limits the step: one of autotune.roofline.BOUNDS."""
+    """What limits the step: one of autotune.speed.roofline.BOUNDS."""
     useful_share: float = 1.0
     """Share of the tokens that is no padding, on average; the step is one of the longest samples."""
     per_gpu: PerGpu | None = None

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune import roofline
 from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import (
     Algorithm,
@@ -22,6 +21,7 @@ from autotune.memory.optimizers.core import NO_COST, States
 from autotune.memory.optimizers.torch_lists import TensorLists
 from autotune.memory.traces.running import changes, in_blocks, running
 from autotune.optimizers import Optimizer
+from autotune.speed import roofline
 
 MOST_STEPS = 8
 """[judgement] Reserved bytes grow in the first two steps, often in a third."""

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable
 
 from autotune.gpus import find_gpu
-from autotune.roofline import Kernel, ceilings, kind_of, seconds
+from autotune.speed.roofline import Kernel, ceilings, kind_of, seconds
 
 CHOSEN_WITH = ("cross_entropy", "rms_norm", "geglu")
 

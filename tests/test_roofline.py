@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from autotune.gpus import Gpu, find_gpu
-from autotune.roofline import (
+from autotune.speed.roofline import (
     BOUNDS,
     KINDS,
     PHASES,
