@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import export, finding, inputs, models, studies
+from autotune import export, finding, inputs, studies
 from autotune.adapters import read_peft
+from autotune.catalogue import models
 from autotune.config import TrainConfig, Workload
 from autotune.database import DEFAULT_URL
 from autotune.deliver import deliver

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import gpus, inputs, reading, space_file
+from autotune import inputs, reading, space_file
 from autotune.answer_files import AnswerFiles
+from autotune.catalogue import gpus
+from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.models import ModelSource
 from autotune.common import files, json_records
 from autotune.common.files import Carried, Disk
 from autotune.common.secrets import HIDDEN, file_without_secrets
@@ -30,10 +33,8 @@ from autotune.errors import (
     WorkerError,
 )
 from autotune.export.train_config import MAX_FILE_BYTES
-from autotune.gpus import Gpu
 from autotune.jobs import Job, Wanted
 from autotune.lengths import Lengths
-from autotune.models import ModelSource
 from autotune.options import FindOptions
 from autotune.reading import Brought
 from autotune.recommendations import question_of

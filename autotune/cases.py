@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.candidates import Candidates
+from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.models import ModelSource
 from autotune.config import TrainConfig, Workload
 from autotune.defaults import default_base
 from autotune.errors import ConfigError, HardwareError
 from autotune.estimate import Estimator, least_bytes
 from autotune.forkserver import ForkServer
-from autotune.gpus import Gpu
 from autotune.memory.traces import Trace
-from autotune.models import ModelSource
 from autotune.parallel import RankTrace
 from autotune.results import Estimate, TraceSpec
 from autotune.rules import Context, broken_rules

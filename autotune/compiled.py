@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
-from autotune import compilers
+from autotune.catalogue import compilers
 from autotune.config import TrainConfig
 from autotune.measurement import Measurement
 from autotune.results import Estimate

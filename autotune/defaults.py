@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.models import ModelSource
 from autotune.config import METHODS, TrainConfig, Workload
-from autotune.gpus import Gpu
 from autotune.knobs import KNOBS, REQUIRED
-from autotune.models import ModelSource
 from autotune.space import usual_batching
 
 OPTIMIZER = "adamw_torch_fused"

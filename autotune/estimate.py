@@ -17,10 +17,10 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.config import TrainConfig
 from autotune.details import Timeline
-from autotune.gpus import Gpu
 from autotune.growing import grown
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace

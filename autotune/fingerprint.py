@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.catalogue.installed import version
 from autotune.common import json_records
 from autotune.config import TrainConfig
-from autotune.installed import version
 from autotune.knobs import KNOBS
 
 

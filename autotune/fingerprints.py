@@ -10,11 +10,11 @@ import json
 from importlib import metadata
 from pathlib import Path
 
-from autotune import nvml
+from autotune.catalogue import nvml
+from autotune.catalogue.installed import cpu_name, versions
 from autotune.errors import HardwareError, WorkerError
 from autotune.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.forkserver import ForkServer
-from autotune.installed import cpu_name, versions
 from autotune.memory import alloc_conf
 
 DEADLINE_SECONDS = 120.0

@@ -11,15 +11,15 @@ from pathlib import Path
 import yaml
 
 from autotune import dataset as datasets
-from autotune import gpus, nvml
+from autotune.catalogue import gpus, nvml
+from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.models import ModelSource
 from autotune.common import files
 from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
-from autotune.gpus import Gpu
 from autotune.lengths import Lengths
 from autotune.memory.kv_cache import KvCache, kv_cache
-from autotune.models import ModelSource
 from autotune.precisions import PRECISIONS
 from autotune.rules import Context, broken_rules
 from autotune.space_file import MAX_FILE_BYTES, parse_yaml

@@ -19,13 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune import gpus, models
 from autotune.cases import Asked, Case, Pricer
+from autotune.catalogue import gpus, models
+from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.forkserver import ForkServer
 from autotune.knobs import describe
-from autotune.models import ModelSource
 from autotune.results import SCHEMA_VERSION, Estimate
 from autotune.tune import Progress
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from autotune import readers
 from autotune.adapters import ADAPTERS, LORA_VARIANTS, peft_words, read_peft
-from autotune.attention_support import ATTENTIONS
+from autotune.catalogue.attention import ATTENTIONS
 from autotune.config import COMPILE_BACKENDS, COMPILE_MODES, METHODS, TRAINERS, TrainConfig
 from autotune.lengths import BATCHINGS
 from autotune.optimizers import OPTIMIZERS

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from autotune import compiled, fingerprints, probing, tune
+from autotune.catalogue.models import ModelSource
 from autotune.config import Workload
 from autotune.dataset import Dataset, time_loaders
 from autotune.errors import WorkerError
@@ -16,7 +17,6 @@ from autotune.forkserver import ForkServer
 from autotune.listener import Listener
 from autotune.loading import LoaderTimes
 from autotune.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
-from autotune.models import ModelSource
 from autotune.options import FindOptions
 from autotune.prober import NotAsAssumed, Prober
 from autotune.probes import open_probes

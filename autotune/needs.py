@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
+from autotune.catalogue.installed import is_installed
 from autotune.config import METHODS, TrainConfig
-from autotune.installed import is_installed
 from autotune.knobs import KNOBS, REQUIRED, Knob
 from autotune.optimizers import OPTIMIZERS
 from autotune.precisions import PRECISIONS

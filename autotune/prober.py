@@ -16,7 +16,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune import compiled, isolate, nvml
+from autotune import compiled, isolate
+from autotune.catalogue import nvml
+from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError
@@ -34,7 +36,6 @@ from autotune.measurement import (
     varied_steps,
 )
 from autotune.memory.out_of_memory import says_out_of_memory
-from autotune.models import ModelSource
 from autotune.probe_key import ProbeKey, probe_key
 from autotune.probes import ProbeTable
 from autotune.results import Estimate

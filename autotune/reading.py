@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autotune import bases, compiled, inputs, space_file, study_names
+from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.files import Disk, Files
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export.read import BaseRun
-from autotune.gpus import Gpu
 from autotune.lengths import Lengths
-from autotune.models import ModelSource, resolve
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
 from autotune.space import SearchSpace, as_in_base, may_pack, with_peft
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.adapters import ADAPTERS, adapter_of, peft_fields
-from autotune.attention_support import FLASH_ATTENTIONS
+from autotune.catalogue.attention import FLASH_ATTENTIONS
 from autotune.config import TrainConfig
 from autotune.knobs import KNOBS
 from autotune.optimizers import OPTIMIZERS

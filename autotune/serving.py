@@ -25,7 +25,8 @@ from types import FrameType
 
 import sqlalchemy
 
-from autotune import asking, finding, fingerprints, gpus, inputs, owners, store
+from autotune import asking, finding, fingerprints, inputs, owners, store
+from autotune.catalogue import gpus
 from autotune.common.units import counted
 from autotune.config import TrainConfig
 from autotune.deliver import deliver

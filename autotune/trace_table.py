@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import installed
+from autotune.catalogue import installed
 from autotune.database import file_of, parse_url
 from autotune.errors import StorageError
 from autotune.knobs import KNOBS

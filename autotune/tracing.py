@@ -13,12 +13,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.forkserver import ForkServer
-from autotune.gpus import Gpu
 from autotune.isolate import WorkerEnd, run_many
 from autotune.memory.traces import BrokenTrace, Trace
-from autotune.models import ModelSource
 from autotune.parallel import RankTrace
 from autotune.results import TraceSpec
 from autotune.trace_table import TraceTable

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from autotune import compiled, waterfall
 from autotune.candidates import Candidates, speed_of
+from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.models import ModelSource
 from autotune.common import log
 from autotune.common.units import format_bytes
 from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
@@ -21,10 +23,8 @@ from autotune.defaults import default_base, larger_micro_batches
 from autotune.details import Details
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.estimate import Estimator, least_bytes
-from autotune.gpus import Gpu
 from autotune.knobs import KNOBS, describe
 from autotune.measurement import NOISE
-from autotune.models import ModelSource
 from autotune.needs import NOT_PREDICTED, predictable
 from autotune.results import Estimate, TraceSpec
 from autotune.rules import Context, broken_rules

@@ -11,10 +11,10 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-from autotune import nvml
+from autotune.catalogue import nvml
+from autotune.catalogue.gpus import detect
+from autotune.catalogue.installed import version
 from autotune.common.units import format_bytes
-from autotune.gpus import detect
-from autotune.installed import version
 
 LIBRARIES = (
     # what pyproject.toml names, but for what only tests and linters use

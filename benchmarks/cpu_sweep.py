@@ -14,12 +14,12 @@ import json
 import tempfile
 from pathlib import Path
 
+from autotune.catalogue.gpus import cpu_stand_in
+from autotune.catalogue.models import resolve
 from autotune.config import Workload
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
-from autotune.gpus import cpu_stand_in
 from autotune.measurement import ProbeSpec
-from autotune.models import resolve
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.results import SCHEMA_VERSION, TraceSpec

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.catalogue.models import ModelSource, resolve
 from autotune.config import TrainConfig
-from autotune.models import ModelSource, resolve
 from autotune.space import MethodSpace, SearchSpace
 
 TASK = "causal-lm"

@@ -57,15 +57,15 @@ from gpu_summary import write_summary
 from speedups import speedups
 
 from autotune import inputs, needs
+from autotune.catalogue.gpus import Gpu, cpu_stand_in, detect, find_gpu
+from autotune.catalogue.models import ModelSource
 from autotune.common.units import MIB, parse_bytes
 from autotune.config import TrainConfig, Workload
 from autotune.errors import AutotuneError, HardwareError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
-from autotune.gpus import Gpu, cpu_stand_in, detect, find_gpu
 from autotune.knobs import describe
 from autotune.measurement import BACKENDS, ProbeSpec
-from autotune.models import ModelSource
 from autotune.probe_key import probe_key
 from autotune.prober import Prober
 from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
@@ -513,7 +513,7 @@ def card_and_budget(backend: str, recorded: str | None) -> tuple[Gpu, int]:
     raise HardwareError(
         f"The {card.name} is not in the catalogue",
         why="Its speed is unknown, so that nothing can be predicted",
-        remedy="Add its row to autotune/data/gpus.toml (CONTRIBUTING.md)",
+        remedy="Add its row to autotune/catalogue/data/gpus.toml (CONTRIBUTING.md)",
     )
 
 

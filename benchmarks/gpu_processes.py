@@ -19,7 +19,7 @@ from typing import Any
 
 import gpu_cases
 
-from autotune import nvml
+from autotune.catalogue import nvml
 from autotune.common.units import MIB
 from autotune.forkserver import ForkServer
 from autotune.measurement import ProbeSpec

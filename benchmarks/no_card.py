@@ -26,8 +26,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.errors import ConfigError
-from autotune.gpus import Gpu, find_gpu
 
 SOURCES = Path(__file__).with_name("no_card")
 DRIVER = "no card"

@@ -24,14 +24,14 @@ from typing import Any
 
 from gpu_check import Records
 
+from autotune.catalogue.gpus import Gpu, detect, find_gpu
+from autotune.catalogue.models import ModelSource
 from autotune.config import TrainConfig
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
-from autotune.gpus import Gpu, detect, find_gpu
 from autotune.isolate import WorkerEnd
 from autotune.measurement import ProbeSpec
-from autotune.models import ModelSource
 from autotune.prober import Prober
 from autotune.results import Estimate, TraceSpec
 from autotune.tracing import trace_all

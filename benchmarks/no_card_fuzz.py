@@ -25,6 +25,7 @@ from gpu_cases import TASK
 from gpu_check import Nothing, Records, card_and_budget, say, shown
 
 from autotune import needs
+from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
 from autotune.config import METHODS, TrainConfig
 from autotune.errors import AutotuneError
@@ -32,7 +33,6 @@ from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.knobs import KNOBS, REQUIRED
 from autotune.measurement import Measurement, ProbeSpec
-from autotune.models import ModelSource, resolve
 from autotune.prober import Prober
 from autotune.results import Estimate, TraceSpec
 from autotune.rules import Context, broken_rules

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
 from autotune.config import TrainConfig
 from autotune.forkserver import ForkServer
 from autotune.lengths import Lengths
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
-from autotune.models import resolve
 
 RECORDS = Path(__file__).parents[1] / "studies" / "no-card" / "lengths.jsonl"
 DEADLINE_SECONDS = 600.0

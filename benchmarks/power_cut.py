@@ -52,10 +52,10 @@ from kill_store import (
 )
 
 from autotune import database, schema
+from autotune.catalogue.models import ModelSource
 from autotune.config import TrainConfig, Workload
 from autotune.isolate import WorkerEnd
 from autotune.measurement import Measurement
-from autotune.models import ModelSource
 from autotune.probe_key import probe_key
 from autotune.prober import Prober
 from autotune.probes import ProbeTable, open_probes

@@ -47,9 +47,9 @@ from published_tables import (
     write_section,
 )
 
+from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
-from autotune.gpus import Gpu, find_gpu
 from autotune.memory.allocator import EMPTY_CACHE_BYTES, Tape, replay
 from autotune.memory.optimizers import TensorSpec, write_clip, write_unscale
 from autotune.memory.traces import FETCH_PHASES, FORWARD_PHASES, SETUP_PHASES, Trace

@@ -10,9 +10,9 @@ import csv
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from autotune.catalogue.models import ModelSource
 from autotune.common.units import GIB, MIB
 from autotune.config import TrainConfig
-from autotune.models import ModelSource
 
 STUDY = Path(__file__).parents[1] / "studies" / "published-memory"
 TABLE = STUDY / "published_memory.csv"

@@ -10,9 +10,9 @@ from published_peft import peft_plans
 from published_peft import why_left_out as why_peft_left_out
 from published_plan import Plan, Program
 
+from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
 from autotune.config import TrainConfig
-from autotune.models import ModelSource, resolve
 
 # distilbert-base-uncased is not in the catalogue: transformers' DistilBertConfig defaults.
 DISTILBERT = ModelSource(

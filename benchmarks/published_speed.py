@@ -32,8 +32,8 @@ from published_plan import Plan, published
 from published_speed_runs import CHOSEN_WITH, Timed, timed_runs, why_left_out
 from published_tables import write_section
 
+from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.estimate import Estimator
-from autotune.gpus import Gpu, find_gpu
 from autotune.memory.traces import Trace
 from autotune.results import TraceSpec
 from autotune.worker.cuda import Device

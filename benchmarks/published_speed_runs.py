@@ -16,8 +16,8 @@ from published_peft import why_left_out as why_peft_left_out
 from published_plan import Plan, published
 from published_runs import plans
 
+from autotune.catalogue.models import ModelSource, resolve
 from autotune.config import TrainConfig
-from autotune.models import ModelSource, resolve
 
 CHOSEN_WITH = (
     *("qwen1-001", "qwen1-025", "qwen1-043"),  # the host's time of a recomputed operation

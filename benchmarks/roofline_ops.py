@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-from autotune.gpus import find_gpu
+from autotune.catalogue.gpus import find_gpu
 from autotune.speed.roofline import Kernel, ceilings, kind_of, seconds
 
 CHOSEN_WITH = ("cross_entropy", "rms_norm", "geglu")

@@ -254,9 +254,9 @@ def _shares(values: Sequence[str | bool | float | None]) -> list[np.ndarray[Any,
 
 def swept(path: Path, model_name: str, gpu_name: str) -> Table:
     """The table of a recorded sweep, with today's predictions. Raises ValueError for mixed budgets."""
+    from autotune.catalogue.gpus import cpu_stand_in, find_gpu
+    from autotune.catalogue.models import resolve
     from autotune.estimate import Estimator
-    from autotune.gpus import cpu_stand_in, find_gpu
-    from autotune.models import resolve
     from autotune.tracing import trace_all
 
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -113,11 +113,11 @@ def pricing() -> Pricing:
     """Trace what the default space needs, then price all of it."""
     from autotune import space_file
     from autotune.candidates import Candidates
+    from autotune.catalogue.gpus import find_gpu
+    from autotune.catalogue.models import resolve
     from autotune.config import Workload
     from autotune.defaults import default_base
     from autotune.estimate import Estimator
-    from autotune.gpus import find_gpu
-    from autotune.models import resolve
     from autotune.results import TraceSpec
     from autotune.space import enumerate_configs
     from autotune.tracing import trace_all

@@ -46,13 +46,13 @@ import gpu_cases
 from gpu_cases import Comparison
 from gpu_deadline import Deadline, PunctualServer, run_until
 
+from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import parse_bytes
 from autotune.config import TrainConfig, Workload
 from autotune.defaults import default_base
 from autotune.errors import AutotuneError
 from autotune.forkserver import ForkServer
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
-from autotune.models import ModelSource, resolve
 from autotune.prober import Prober
 from autotune.probes import ProbeTable, open_probes
 

@@ -1,6 +1,6 @@
-"""Names that released versions of Transformers and TRL take, for autotune/data/target_fields.toml.
+"""Names that released versions of Transformers and TRL take, for autotune/export/target_fields.toml.
 
-    python benchmarks/target_fields.py WHEELS > autotune/data/target_fields.toml
+    python benchmarks/target_fields.py WHEELS > autotune/export/target_fields.toml
 
 reads the wheels in that folder, one per minor version, and never imports them. Each was fetched by
 `pip download --no-deps --no-binary :none: -d WHEELS transformers==X`, the first of its minor version

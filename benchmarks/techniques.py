@@ -14,14 +14,14 @@ import dataclasses
 from collections.abc import Iterator
 
 from autotune import __version__
+from autotune.catalogue.gpus import Gpu, find_gpu
+from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import GIB
 from autotune.config import METHODS, TrainConfig, Workload
 from autotune.defaults import default_base
 from autotune.errors import ConfigError
 from autotune.estimate import Estimator
-from autotune.gpus import Gpu, find_gpu
 from autotune.knobs import KNOBS, METHOD_WORDS, Knob, describe
-from autotune.models import ModelSource, resolve
 from autotune.optimizers import OPTIMIZERS
 from autotune.options import SEQUENCE_LENGTH
 from autotune.results import Estimate, TraceSpec

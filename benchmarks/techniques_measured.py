@@ -21,6 +21,7 @@ from pathlib import Path
 from techniques import EFFECTIVE_BATCH, base_of, changes_of
 
 from autotune import inputs, needs, probing
+from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
 from autotune.config import METHODS, TrainConfig
 from autotune.errors import AutotuneError
@@ -28,7 +29,6 @@ from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.knobs import describe
 from autotune.measurement import BACKENDS, Measurement, ProbeSpec
-from autotune.models import ModelSource, resolve
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec

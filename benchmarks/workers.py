@@ -39,10 +39,10 @@ import sqlalchemy
 from optuna.trial import TrialState
 
 from autotune import owners, probing, store, upgrade
+from autotune.catalogue.models import resolve
 from autotune.config import TrainConfig, Workload
 from autotune.isolate import WorkerEnd
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
-from autotune.models import resolve
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes

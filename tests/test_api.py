@@ -17,10 +17,10 @@ import pytest
 import autotune
 from autotune import api, cli, tune
 from autotune.api import Result
+from autotune.catalogue.models import ModelSource
 from autotune.cli.report import FORMATS
 from autotune.config import METHODS
 from autotune.errors import ConfigError, NothingFitsError, StorageError
-from autotune.models import ModelSource
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
 from autotune.report import files
 from autotune.tune import Found
@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
         return answers.found(workload=workload, gpu=gpu.name, gpu_reason=gpu_reason)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autotune.gpus.detect", list)
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
     monkeypatch.setattr(tune, "find", find)
     return calls
 

@@ -10,8 +10,9 @@ from typing import Any
 import answers
 import pytest
 
-from autotune import asking, gpus, inputs, reading
+from autotune import asking, inputs, reading
 from autotune.answer_files import AnswerFiles
+from autotune.catalogue import gpus
 from autotune.common.files import Disk
 from autotune.config import TrainConfig
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, WorkerError

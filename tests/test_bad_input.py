@@ -16,7 +16,8 @@ import optuna
 import pytest
 from fake_nvml import fake_nvml
 
-from autotune import cli, gpus, tune
+from autotune import cli, tune
+from autotune.catalogue import gpus
 from autotune.common.units import GIB
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +43,7 @@ def fail(
 ) -> Fail:
     """Run a command that must fail; return its exit code and its one message."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autotune.gpus.detect", list)
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
 
     def invoke(*arguments: str) -> tuple[int, str]:
         capsys.readouterr()
@@ -229,7 +230,7 @@ def test_probes_on_a_card_that_others_use(
         compute=[(4711, 20 * GIB)],
         programs={4711: "/usr/bin/python3"},
     )
-    monkeypatch.setattr("autotune.gpus.detect", DETECT)
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", DETECT)
     code, err = fail(*FIND, "--backend", "cuda")
     assert code == 3
     assert "--gpu-mem 12GB is not free" in err

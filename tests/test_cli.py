@@ -19,12 +19,12 @@ import optuna
 import pytest
 
 from autotune import cli, tune
+from autotune.catalogue.models import ModelSource
 from autotune.cli.options import KnobType
 from autotune.config import METHODS
 from autotune.errors import StorageError
 from autotune.export import train_config
 from autotune.knobs import KNOBS
-from autotune.models import ModelSource
 from autotune.options import EFFORTS
 from autotune.tune import Found
 
@@ -222,7 +222,7 @@ def main(
 ) -> Main:
     """Run a command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autotune.gpus.detect", list)
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
 
     def invoke(*arguments: str) -> Ran:
         capsys.readouterr()

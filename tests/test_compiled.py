@@ -9,7 +9,8 @@ from typing import Any
 import answers
 import pytest
 
-from autotune import compiled, compilers
+from autotune import compiled
+from autotune.catalogue import compilers
 from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint
 from autotune.lengths import Lengths

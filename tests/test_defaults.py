@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import tiny_model
 
+from autotune.catalogue.gpus import find_gpu
 from autotune.defaults import default_base
-from autotune.gpus import find_gpu
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from autotune import export
 from autotune.adapters import LORA_VARIANTS, read_peft
-from autotune.attention_support import ATTENTIONS
+from autotune.catalogue.attention import ATTENTIONS
 from autotune.config import COMPILE_BACKENDS, COMPILE_MODES, TRAINERS, TrainConfig, Workload
 from autotune.export import (
     deepspeed_json,

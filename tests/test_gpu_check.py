@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from fake_nvml import fake_nvml
 
+from autotune.catalogue.gpus import detect, find_gpu
 from autotune.config import METHODS
-from autotune.gpus import detect, find_gpu
 from autotune.isolate import WorkerEnd
 from autotune.measurement import measurement_from_dict
 from autotune.optimizers import OPTIMIZERS

@@ -9,9 +9,9 @@ import sys
 import pytest
 from fake_nvml import fake_nvml
 
+from autotune.catalogue.gpus import PEAK_DTYPES, Gpu, catalogue, detect, find_gpu, for_budget
 from autotune.common.units import GIB, MIB
 from autotune.errors import ConfigError
-from autotune.gpus import PEAK_DTYPES, Gpu, catalogue, detect, find_gpu, for_budget
 
 NVIDIA_CARDS = [gpu for gpu in catalogue() if gpu.vendor == "nvidia"]
 

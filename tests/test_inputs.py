@@ -10,18 +10,19 @@ import answers
 import pytest
 from fake_nvml import fake_nvml
 
-from autotune import gpus, inputs
+from autotune import inputs
+from autotune.catalogue import gpus
+from autotune.catalogue.gpus import Gpu, find_gpu
+from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import GIB, MIB
 from autotune.errors import ConfigError, HardwareError
-from autotune.gpus import Gpu, find_gpu
-from autotune.models import ModelSource, resolve
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     """The cards of this machine: none, unless a test adds some."""
     cards: list[Gpu] = []
-    monkeypatch.setattr("autotune.gpus.detect", lambda: cards)
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", lambda: cards)
     return cards
 
 

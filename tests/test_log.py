@@ -44,7 +44,7 @@ def main(
 ) -> Main:
     """Run a command in an empty folder, with a log of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autotune.gpus.detect", list)
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
     file = tmp_path / "the.log"
     monkeypatch.setenv("AUTOTUNE_LOG", str(file))
 

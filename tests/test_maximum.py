@@ -23,7 +23,7 @@ Main = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
-    monkeypatch.setattr("autotune.gpus.detect", list)
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
 
     def invoke(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()

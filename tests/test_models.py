@@ -11,9 +11,9 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from autotune import models
+from autotune.catalogue import models
+from autotune.catalogue.models import MAX_CONFIG_BYTES, catalogue, resolve
 from autotune.errors import ConfigError
-from autotune.models import MAX_CONFIG_BYTES, catalogue, resolve
 
 LLAMA = {"model_type": "llama", "hidden_size": 64}
 

@@ -10,9 +10,9 @@ import pytest
 
 from autotune import fingerprint as fingerprints
 from autotune import needs
+from autotune.catalogue.installed import is_installed, version
 from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint, fingerprint_for, fingerprint_from_dict
-from autotune.installed import is_installed, version
 from autotune.knobs import KNOBS
 from autotune.space import MethodSpace, SearchSpace
 

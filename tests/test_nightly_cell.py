@@ -16,7 +16,8 @@ import answers
 import pytest
 from nights_of import HERE, NOW, cell, matrix, night
 
-from autotune import finding, nvml
+from autotune import finding
+from autotune.catalogue import nvml
 from autotune.common.units import GIB
 from autotune.config import TrainConfig
 from autotune.errors import HardwareError, NothingFitsError

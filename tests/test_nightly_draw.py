@@ -315,7 +315,7 @@ def test_nothing_to_measure_on_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autotune.gpus.detect", list)
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
     Path("m.yaml").write_text("models: [gpt2]", encoding="utf-8")
     with pytest.raises(SystemExit) as ended:
         main(["nightly", "m.yaml"])

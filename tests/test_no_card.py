@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
-from autotune.gpus import find_gpu
 
 ROOT = Path(__file__).parents[1]
 CUDA = Path("/usr/local/cuda")

@@ -47,7 +47,7 @@ def test_every_cell_runs(
 ) -> None:
     shutil.copy(NOTEBOOK.with_name("tiny-llama.json"), tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autotune.gpus.detect", list)
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
     names: dict[str, Any] = {}
     shown = [run("".join(cell["source"]), names) for cell in cells("code")]
     result = names["result"]

@@ -8,7 +8,7 @@ import pynvml as real_nvml
 import pytest
 from fake_nvml import fake_nvml
 
-from autotune import nvml
+from autotune.catalogue import nvml
 from autotune.common.units import GIB, MIB
 
 L4 = ["NVIDIA L4"]

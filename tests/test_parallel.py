@@ -14,9 +14,9 @@ import pytest
 import tiny_model
 
 from autotune import tune
+from autotune.catalogue.gpus import find_gpu
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
-from autotune.gpus import find_gpu
 from autotune.memory.traces import Trace
 from autotune.parallel import RankTrace
 from autotune.parallelisms import PARALLELISMS

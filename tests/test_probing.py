@@ -15,13 +15,14 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autotune import nvml, probing
+from autotune import probing
+from autotune.catalogue import nvml
+from autotune.catalogue.models import resolve
 from autotune.config import TrainConfig, Workload
 from autotune.errors import HardwareError, NothingFitsError, StorageError, WorkerError
 from autotune.fingerprint import Fingerprint
 from autotune.isolate import WorkerEnd
 from autotune.measurement import Measurement, ProbeSpec
-from autotune.models import resolve
 from autotune.prober import SET_UP_SECONDS, NotAsAssumed, Prober, _require_free_card
 from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Plan, search

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autotune.gpus import Gpu, find_gpu
+from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.speed.roofline import (
     BOUNDS,
     KINDS,

@@ -20,8 +20,9 @@ import sqlalchemy
 from here import Workers, command
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from autotune import asking, cli, finding, fingerprints, gpus, schema, serving, store
+from autotune import asking, cli, finding, fingerprints, schema, serving, store
 from autotune import jobs as module
+from autotune.catalogue import gpus
 from autotune.errors import HardwareError, NothingFitsError, StorageError
 from autotune.finding import Answer
 from autotune.jobs import JobTable, Machine, open_jobs

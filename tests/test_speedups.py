@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from autotune.catalogue.gpus import find_gpu
+from autotune.catalogue.models import ModelSource
 from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint
-from autotune.gpus import find_gpu
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
-from autotune.models import ModelSource
 from autotune.rules import Context, broken_rules
 
 ROOT = Path(__file__).parents[1]

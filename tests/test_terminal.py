@@ -14,8 +14,8 @@ from typing import Any
 import answers
 import pytest
 
+from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
-from autotune.gpus import find_gpu
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
 from autotune.results import Estimate, ParameterCount, PerGpu, StateBytes

@@ -8,10 +8,10 @@ import io
 import pytest
 import tiny_model
 
-from autotune import models
+from autotune.catalogue import models
+from autotune.catalogue.gpus import find_gpu
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
-from autotune.gpus import find_gpu
 from autotune.optimizers import OPTIMIZERS
 from autotune.report.textbook import (
     Textbook,

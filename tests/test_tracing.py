@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune import installed, trace_table, tracing
+from autotune import trace_table, tracing
+from autotune.catalogue import installed
+from autotune.catalogue.gpus import catalogue, find_gpu
 from autotune.config import TrainConfig
 from autotune.errors import ConfigError, HardwareError, WorkerError
-from autotune.gpus import catalogue, find_gpu
 from autotune.isolate import WorkerEnd
 from autotune.results import TraceSpec
 from autotune.trace_table import TraceTable

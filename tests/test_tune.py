@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from autotune import tune
 from autotune.candidates import Candidates
+from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import format_bytes
 from autotune.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.defaults import default_base
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator
-from autotune.gpus import find_gpu
 from autotune.memory.traces import Trace
 from autotune.optimizers import OPTIMIZERS
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec

@@ -12,7 +12,8 @@ import click
 import pytest
 import yaml
 
-from autotune import cli, gpus
+from autotune import cli
+from autotune.catalogue import gpus
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "workers"
 URL = "postgresql+psycopg://autotune@db/autotune"

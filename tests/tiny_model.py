@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autotune.catalogue.gpus import Gpu, find_gpu
+from autotune.catalogue.models import ModelSource
 from autotune.config import TrainConfig, Workload
-from autotune.gpus import Gpu, find_gpu
 from autotune.memory.traces import Trace
-from autotune.models import ModelSource
 from autotune.results import TraceSpec
 from autotune.space import MethodSpace, SearchSpace, enumerate_configs
 from autotune.tracing import trace_all

@@ -48,7 +48,7 @@ def completion(context: click.Context, /, *, shell: str) -> None:
 
 def models(_context: click.Context, _option: click.Parameter, typed: str) -> list[CompletionItem]:
     """Of the catalogue, by Hub id or by the name after its slash; else folders and files."""
-    from autotune.models import catalogue
+    from autotune.catalogue.models import catalogue
 
     start = typed.casefold()
     found = [
@@ -65,7 +65,7 @@ def models(_context: click.Context, _option: click.Parameter, typed: str) -> lis
 
 def cards(_context: click.Context, _option: click.Parameter, typed: str) -> list[CompletionItem]:
     """Of the catalogue."""
-    from autotune.gpus import catalogue
+    from autotune.catalogue.gpus import catalogue
 
     return _starting((card.slug for card in catalogue()), typed)
 

@@ -47,9 +47,9 @@ def estimate(
 ) -> None:
     """Predict memory and speed of one configuration."""
     from autotune import inputs
+    from autotune.catalogue.models import resolve
     from autotune.defaults import default_base
     from autotune.estimate import Estimator
-    from autotune.models import resolve
     from autotune.report import terminal
     from autotune.report.explain import explain as explain_estimate
     from autotune.report.generation import draw_kv_cache

@@ -92,7 +92,8 @@ def maximum(
 
     Example: autotune max --what sequence-length --model Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora
     """
-    from autotune import cases, inputs, inverse, models, space_file
+    from autotune import cases, inputs, inverse, space_file
+    from autotune.catalogue import models
     from autotune.forkserver import ForkServer
     from autotune.report import limits
     from autotune.report.progress import progress_on_stderr

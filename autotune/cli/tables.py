@@ -10,7 +10,7 @@ import click
 @click.command()
 def gpus() -> None:
     """List the cards that are known, and those of this machine."""
-    from autotune.gpus import catalogue, detect
+    from autotune.catalogue.gpus import catalogue, detect
     from autotune.report import terminal
 
     here = detect()
@@ -20,8 +20,8 @@ def gpus() -> None:
 @click.command()
 def models() -> None:
     """List the models that need no network. Others: a Hub id, a folder or a config.json."""
+    from autotune.catalogue.models import catalogue
     from autotune.common.units import format_count
-    from autotune.models import catalogue
     from autotune.report import terminal
 
     rows = [

@@ -5,7 +5,7 @@ Only the first card that is visible is looked at: probes run on that one.
 
 from __future__ import annotations
 
-from autotune import nvml
+from autotune.catalogue import nvml
 from autotune.common.units import GIB, format_bytes
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from autotune import host_memory
+from autotune.catalogue import host_memory
 from autotune.common import log
 from autotune.common.units import GIB, MIB, format_bytes
 from autotune.database import file_of, parse_url

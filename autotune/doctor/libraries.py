@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
-from autotune import compilers, nvml
+from autotune.catalogue import compilers, nvml
+from autotune.catalogue.installed import version
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
-from autotune.installed import version
 from autotune.knobs import KNOBS
 from autotune.memory.alloc_conf import VARIABLES
 from autotune.memory.out_of_memory import says_out_of_memory

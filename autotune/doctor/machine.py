@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune import isolate, nvml
+from autotune import isolate
+from autotune.catalogue import nvml
 from autotune.isolate import WorkerEnd
 
 DEADLINE_SECONDS = 60.0

@@ -72,7 +72,7 @@ def _ask(url: URL) -> tuple[str, list[str], str | None]:
 
 
 def hub(_machine: Machine) -> Verdict:
-    """Whether a configuration could be fetched, asked as autotune.models does, token and all."""
+    """Whether a configuration could be fetched, asked as autotune.catalogue.models does, token and all."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.adapters import ADAPTERS, read_peft
-from autotune.attention_support import ATTENTIONS
+from autotune.catalogue.attention import ATTENTIONS
 from autotune.config import PEFT_TASK_TYPES, TRAINERS, TrainConfig
 from autotune.export import unsloth_base
 from autotune.export.huggingface import SFT, TRAINING_ARGUMENTS

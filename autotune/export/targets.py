@@ -19,7 +19,7 @@ from types import MappingProxyType
 from autotune.errors import ConfigError, nearest
 
 LIBRARIES = ("transformers", "trl")
-_DATA = Path(__file__).parents[1] / "data" / "target_fields.toml"
+_DATA = Path(__file__).with_name("target_fields.toml")
 _VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,3}")
 _FORM = "Name a release: --target transformers==5.0.0"
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.catalogue.models import CONFIG_NAME, catalogue
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -22,7 +23,6 @@ from autotune.export.mapping import (
     value_at,
 )
 from autotune.export.torchtune import ATTENTION, FAMILIES, MLP, OPTIMIZERS, split_targets
-from autotune.models import CONFIG_NAME, catalogue
 
 _LORA = ("lora", "qlora")
 _BUILDER = "model._component_"

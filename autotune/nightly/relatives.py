@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from autotune import gpus
+from autotune.catalogue import gpus
+from autotune.catalogue.gpus import Gpu
 from autotune.errors import ConfigError
-from autotune.gpus import Gpu
 from autotune.nightly.history import Night
 
 _UNKNOWN = math.log(4)

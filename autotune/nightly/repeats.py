@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune import inputs
+from autotune.catalogue.models import resolve
 from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint
 from autotune.forkserver import ForkServer
 from autotune.measurement import PROBE_SECONDS, ProbeSpec
-from autotune.models import resolve
 from autotune.nightly import drift
 from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Cell, Matrix

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune import fingerprints, gpus, models, nvml
+from autotune import fingerprints
+from autotune.catalogue import gpus, models, nvml
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.fingerprint import Fingerprint, fingerprint_for
 from autotune.fingerprints import fingerprint_here

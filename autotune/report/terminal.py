@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
 from autotune import needs
+from autotune.catalogue.gpus import Gpu
 from autotune.common.units import GIB, format_bytes, format_count, format_seconds, unit_for
 from autotune.config import TRADEOFF_CLASSES
-from autotune.gpus import Gpu
 from autotune.knobs import describe
 from autotune.report import words
 from autotune.report.explain import Line

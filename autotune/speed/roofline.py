@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autotune.gpus import PEAK_DTYPES, Gpu
+from autotune.catalogue.gpus import PEAK_DTYPES, Gpu
 
 KINDS = ("matmul", "attention", "elementwise", "reduction", "dequantize", "copy_host")
 """What bounds a kernel. `reduction`: rows are read more than once; `dequantize`: 4-bit weights are

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autotune.attention_support import FLASH_ATTENTIONS
+from autotune.catalogue.attention import FLASH_ATTENTIONS
 from autotune.results import TraceSpec
 from autotune.worker.sdpa import flash_attention
 from autotune.worker.stand_ins import replaced

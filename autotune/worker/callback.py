@@ -26,9 +26,9 @@ import torch
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from autotune import gpus, nvml
+from autotune.catalogue import gpus, nvml
+from autotune.catalogue.installed import cpu_name
 from autotune.common.units import MIB, format_bytes
-from autotune.installed import cpu_name
 from autotune.knobs import describe
 from autotune.lengths import vary
 from autotune.measurement import Measurement

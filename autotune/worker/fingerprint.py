@@ -5,8 +5,8 @@ from __future__ import annotations
 import pynvml
 import torch
 
+from autotune.catalogue.installed import cpu_name, versions
 from autotune.fingerprint import Fingerprint
-from autotune.installed import cpu_name, versions
 
 
 def fingerprint(backend: str, allocator: str) -> Fingerprint:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from autotune import host_memory
+from autotune.catalogue import host_memory
 from autotune.common.units import format_bytes
 from autotune.config import TrainConfig
 from autotune.export.training_args import environment

@@ -37,7 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from autotune.gpus import detect
+from autotune.catalogue.gpus import detect
 from autotune.orphans import PARENT_VARIABLE, adopt_orphans, die_with_parent
 from autotune.worker.__main__ import VERBS, Verb, answer_request, import_adapters
 from autotune.worker.stand_ins import replaced

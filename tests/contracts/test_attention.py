@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from autotune.attention_support import ATTENTIONS, FLASH_ATTENTIONS
+from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS
 from autotune.memory.traces import Trace
 from autotune.results import TraceSpec
 from autotune.worker import kernel_costs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.gpus import catalogue
+from autotune.catalogue.gpus import catalogue
 from autotune.worker.sdpa import Call, attention_kernel
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers.models.auto import modeling_auto
 
-from autotune.attention_support import WITHOUT_FLASH, WITHOUT_FLEX, WITHOUT_SDPA
+from autotune.catalogue.attention import WITHOUT_FLASH, WITHOUT_FLEX, WITHOUT_SDPA
 
 TASKS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

@@ -11,9 +11,9 @@ import pytest
 from transformers import TrainingArguments
 from transformers.trainer_utils import find_executable_batch_size
 
+from autotune.catalogue.models import ModelSource
 from autotune.config import TrainConfig
 from autotune.export.training_args import installed_fields, training_arguments
-from autotune.models import ModelSource
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BASE = TrainConfig(

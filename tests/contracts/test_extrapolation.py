@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from autotune.adapters import ADAPTERS
+from autotune.catalogue.models import resolve
 from autotune.memory.traces import Trace, evaluate, is_setup
-from autotune.models import resolve
 from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
 from autotune.worker import model as models

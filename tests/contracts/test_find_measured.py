@@ -18,7 +18,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autotune import gpus
+from autotune.catalogue import gpus
 from autotune.measurement import measurement_from_dict
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"

@@ -30,7 +30,7 @@ from test_attention import (
 from torch._dynamo.backends.common import aot_autograd
 from transformers.masking_utils import causal_mask_function, flex_attention_mask
 
-from autotune.models import ModelSource, catalogue, resolve
+from autotune.catalogue.models import ModelSource, catalogue, resolve
 from autotune.worker import flex
 from autotune.worker.cuda import device_choices
 from autotune.worker.model import UnsupportedModel, load_config

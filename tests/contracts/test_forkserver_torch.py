@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from autotune import isolate, launching
+from autotune.catalogue.gpus import detect
 from autotune.forkserver import ForkServer
-from autotune.gpus import detect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are safe on Linux only")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from autotune.catalogue.models import catalogue
 from autotune.errors import ConfigError
 from autotune.memory.kv_cache import CACHES, kv_cache
-from autotune.models import catalogue
 
 BATCH, CONTEXT = 2, 24
 SIZES = {"num_hidden_layers": 7, "num_attention_heads": 4, "hidden_size": 64}
@@ -115,7 +115,7 @@ def test_a_missing_key_means_what_the_class_says(model_type: str) -> None:
 
 @pytest.mark.parametrize("entry", catalogue(), ids=lambda entry: entry.short_name)
 def test_windows_of_the_catalogue_are_those_of_the_library(entry: Any) -> None:
-    from autotune import models
+    from autotune.catalogue import models
 
     path = Path(models.__file__).with_name("data") / "models" / entry.file
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from autotune.catalogue.gpus import find_gpu
+from autotune.catalogue.models import resolve
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
-from autotune.gpus import find_gpu
-from autotune.models import resolve
 from autotune.results import TraceSpec
 from autotune.tracing import trace_all
 

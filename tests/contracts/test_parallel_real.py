@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from autotune.catalogue.gpus import find_gpu
+from autotune.catalogue.models import ModelSource
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.export.quantization_config import quantization_fields
-from autotune.gpus import find_gpu
-from autotune.models import ModelSource
 from autotune.parallelisms import PARALLELISMS
 from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec

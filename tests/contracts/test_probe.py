@@ -33,10 +33,10 @@ from torch import nn
 
 from autotune import isolate
 from autotune.adapters import read_peft
+from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
-from autotune.gpus import find_gpu
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.memory.traces import Trace
 from autotune.results import Estimate, TraceSpec

@@ -14,7 +14,7 @@ import torch
 from made_up_card import CONTEXT, OTHERS, Card, made_up_card
 from transformers import Trainer
 
-from autotune import host_memory
+from autotune.catalogue import host_memory
 from autotune.common.units import GIB, MIB
 from autotune.config import TrainConfig
 from autotune.measurement import Measurement, ProbeSpec

@@ -10,11 +10,11 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from autotune.catalogue.models import resolve
 from autotune.common.units import MIB
 from autotune.config import TrainConfig
 from autotune.forkserver import ForkServer
 from autotune.measurement import ProbeSpec
-from autotune.models import resolve
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.pruner import SpeedPruner

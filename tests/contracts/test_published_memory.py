@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from autotune.catalogue.gpus import find_gpu
+from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
-from autotune.gpus import find_gpu
 from autotune.memory.traces import Trace
-from autotune.models import resolve
 from autotune.optimizers import OPTIMIZERS, state_bytes
 from autotune.results import Estimate, TraceSpec
 from autotune.worker.cuda import Device

@@ -21,12 +21,12 @@ from test_trace_is_the_trainer import (
     assert_as_traced,
 )
 
+from autotune.catalogue.gpus import cpu_stand_in
+from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
 from autotune.config import TrainConfig
 from autotune.estimate import Estimator
-from autotune.gpus import cpu_stand_in
 from autotune.measurement import ProbeSpec
-from autotune.models import resolve
 from autotune.results import TraceSpec
 from autotune.tracing import trace_all
 from autotune.worker.cuda import Device

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from autotune import doctor, versions
+from autotune.catalogue.gpus import detect
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import Status
-from autotune.gpus import detect
 
 pytestmark = [
     pytest.mark.gpu,

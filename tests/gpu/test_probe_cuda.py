@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from autotune import isolate
+from autotune.catalogue.gpus import detect
 from autotune.common.units import GIB, MIB
 from autotune.config import TrainConfig
-from autotune.gpus import detect
 from autotune.measurement import STOP_FILE, Measurement, ProbeSpec, measurement_from_dict
 
 pytestmark = [

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import nvml
+from autotune.catalogue import nvml
 from autotune.common.units import GIB, KIB, MIB, format_bytes
 from autotune.errors import ConfigError, nearest
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.attention_support import (
+from autotune.catalogue.attention import (
     ATTENTIONS,
     FLASH_ATTENTIONS,
     WITHOUT_FLASH,

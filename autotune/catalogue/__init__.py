@@ -1,0 +1,1 @@
+"""Facts with their sources: cards, models, which attention they have, what is installed here."""
