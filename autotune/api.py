@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune import export, finding, inputs, studies
-from autotune.adapters import read_peft
 from autotune.catalogue import models
-from autotune.config import TrainConfig, Workload
 from autotune.database import DEFAULT_URL
 from autotune.deliver import deliver
 from autotune.errors import ConfigError, nearest
@@ -39,6 +37,8 @@ from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
 from autotune.report.data import ReportData
 from autotune.report.progress import on_stderr
+from autotune.space.adapters import read_peft
+from autotune.space.config import TrainConfig, Workload
 from autotune.summary import Summary
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import inputs, reading, space_file
+from autotune import inputs, reading
 from autotune.answer_files import AnswerFiles
 from autotune.catalogue import gpus
 from autotune.catalogue.gpus import Gpu
@@ -34,10 +34,11 @@ from autotune.errors import (
 )
 from autotune.export.train_config import MAX_FILE_BYTES
 from autotune.jobs import Job, Wanted
-from autotune.lengths import Lengths
 from autotune.options import FindOptions
 from autotune.reading import Brought
 from autotune.recommendations import question_of
+from autotune.space import space_file
+from autotune.space.lengths import Lengths
 from autotune.summary import summary_from_dict
 
 VERSION = 2

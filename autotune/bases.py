@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from autotune.common.files import Files
-from autotune.config import TrainConfig
 from autotune.export import Exporter, export_paths, mapping_write
 from autotune.export.edit import Change
 from autotune.export.read import BaseRun, EditedBase, changes, read_base
 from autotune.export.section_rows import in_words
-from autotune.parallelisms import PARALLELISMS
-from autotune.space import SearchSpace, around, usual_batching
+from autotune.space.config import TrainConfig
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.search_space import SearchSpace, around, usual_batching
 
 
 def read_run(

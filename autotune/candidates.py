@@ -10,12 +10,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 
-from autotune.config import TrainConfig
 from autotune.errors import HardwareError
 from autotune.estimate import Estimator
 from autotune.measurement import NOISE
 from autotune.results import Estimate
-from autotune.tradeoffs import LEVEL, gives_up, tradeoff_class
+from autotune.space.config import TrainConfig
+from autotune.space.tradeoffs import LEVEL, gives_up, tradeoff_class
 
 
 class Candidates:

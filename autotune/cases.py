@@ -15,16 +15,16 @@ from typing import Any
 from autotune.candidates import Candidates
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
-from autotune.config import TrainConfig, Workload
-from autotune.defaults import default_base
 from autotune.errors import ConfigError, HardwareError
 from autotune.estimate import Estimator, least_bytes
 from autotune.forkserver import ForkServer
 from autotune.memory.traces import Trace
 from autotune.parallel import RankTrace
 from autotune.results import Estimate, TraceSpec
-from autotune.rules import Context, broken_rules
-from autotune.space import SearchSpace, enumerate_configs, with_attentions
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.defaults import default_base
+from autotune.space.rules import Context, broken_rules
+from autotune.space.search_space import SearchSpace, enumerate_configs, with_attentions
 from autotune.tracing import trace_all
 from autotune.tune import Progress
 

@@ -16,11 +16,11 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from autotune.catalogue import compilers
-from autotune.config import TrainConfig
 from autotune.measurement import Measurement
 from autotune.results import Estimate
-from autotune.rules import Context, broken_rules
-from autotune.space import SearchSpace, with_domains
+from autotune.space.config import TrainConfig
+from autotune.space.rules import Context, broken_rules
+from autotune.space.search_space import SearchSpace, with_domains
 
 MAX_BASES = 2
 """Eager configurations that get variants. [judgement] Compilation seldom turns the order around."""

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.common import json_records
-from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, WorkerError
 from autotune.export import train_py
 from autotune.forkserver import ForkServer
 from autotune.isolate import run
-from autotune.lengths import Lengths
 from autotune.loading import LoaderTime, LoaderTimes, settings_to_time
 from autotune.measurement import Measurement
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.lengths import Lengths
 
 DEADLINE_SECONDS = 900.0
 

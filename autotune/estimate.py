@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
-from autotune.config import TrainConfig
 from autotune.details import Timeline
 from autotune.growing import grown
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
-from autotune.optimizers import OPTIMIZERS
 from autotune.parallel import Exchange, RankTrace
-from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.results import Breakdown, Estimate, ParameterCount, PerGpu, StateBytes, TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.speed import roofline
 from autotune.step_events import Steps, first_steps
 from autotune.timeline import timeline_of

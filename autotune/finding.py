@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune import inputs, reading, space, store, studies, study_names, tune
+from autotune import inputs, reading, store, studies, study_names, tune
 from autotune.dataset import Dataset
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
 from autotune.export.read import BaseRun
@@ -24,6 +24,7 @@ from autotune.reading import Brought
 from autotune.recommendations import (
     question_of,
 )
+from autotune.space import search_space
 from autotune.summary import Summary
 from autotune.trace_table import TraceTable
 from autotune.tune import Found
@@ -115,7 +116,7 @@ def find(
     # Only a planned card follows from the budget; another one needs a study of its own.
     is_planned = not gpu_reason.startswith((inputs.NAMED, inputs.FOUND, inputs.ON_CPU))
     name = study_names.default_study_name(workload, gpu=None if is_planned else card.name)
-    own_values = space.unlisted(taken.space, workload.methods)
+    own_values = search_space.unlisted(taken.space, workload.methods)
     if options.peft is not None:
         own_values.pop("peft", None)
         name += f"-{hashlib.sha256(options.peft.encode()).hexdigest()[:6]}"

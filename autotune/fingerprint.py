@@ -8,8 +8,8 @@ from typing import Any
 
 from autotune.catalogue.installed import version
 from autotune.common import json_records
-from autotune.config import TrainConfig
-from autotune.knobs import KNOBS
+from autotune.space.config import TrainConfig
+from autotune.space.knobs import KNOBS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,13 +16,13 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import files
 from autotune.common.units import MIB, format_bytes, parse_bytes
-from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError, HardwareError
-from autotune.lengths import Lengths
 from autotune.memory.kv_cache import KvCache, kv_cache
-from autotune.precisions import PRECISIONS
-from autotune.rules import Context, broken_rules
-from autotune.space_file import MAX_FILE_BYTES, parse_yaml
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.lengths import Lengths
+from autotune.space.precisions import PRECISIONS
+from autotune.space.rules import Context, broken_rules
+from autotune.space.space_file import MAX_FILE_BYTES, parse_yaml
 
 NAMED = "named"
 FOUND = "found here"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.common import json_records
-from autotune.config import TrainConfig
+from autotune.space.config import TrainConfig
 
 MAX_WAIT = 0.02
 """Of a micro-step: as much as speeds that count as equal differ."""

@@ -6,8 +6,8 @@ import logging
 
 from autotune.common import log
 from autotune.common.units import format_bytes
-from autotune.knobs import describe
 from autotune.measurement import Measurement
+from autotune.space.knobs import describe
 
 _log = log.logger(__name__)
 

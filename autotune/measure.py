@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from autotune import compiled, fingerprints, probing, tune
 from autotune.catalogue.models import ModelSource
-from autotune.config import Workload
 from autotune.dataset import Dataset, time_loaders
 from autotune.errors import WorkerError
 from autotune.forkserver import ForkServer
@@ -20,6 +19,7 @@ from autotune.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
 from autotune.options import FindOptions
 from autotune.prober import NotAsAssumed, Prober
 from autotune.probes import open_probes
+from autotune.space.config import Workload
 from autotune.summary import Measured
 from autotune.tune import Found
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from autotune.common import json_records
 from autotune.common.units import counted, format_bytes
-from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint, fingerprint_from_dict
-from autotune.lengths import vary
 from autotune.results import SCHEMA_VERSION, step_seconds_of, tokens_per_second_of
+from autotune.space.config import TrainConfig
+from autotune.space.lengths import vary
 
 NOISE = 0.02
 """Speeds closer than this are tied: a probe measures until its spread is under 2 %."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
 from autotune.errors import ConfigError, nearest
 from autotune.measurement import BACKENDS
+from autotune.space.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
 
 EFFORTS = ("quick", "normal", "thorough")
 """The keys of autotune.tune.EFFORTS, whose import is slow."""
@@ -59,7 +59,7 @@ class FindOptions:
     methods: tuple[str, ...] = ()
     """Empty: all."""
     peft: str | None = None
-    """As autotune.adapters.read_peft gives it."""
+    """As autotune.space.adapters.read_peft gives it."""
     space: str = "default"
     allow: str | None = None
     base: Path | None = None

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.common import json_records
-from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint
 from autotune.measurement import ProbeSpec
+from autotune.space.config import TrainConfig
 
 _DEFAULTS = {
     field.name: field.default

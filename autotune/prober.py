@@ -20,7 +20,6 @@ from autotune import compiled, isolate
 from autotune.catalogue import nvml
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
-from autotune.config import TrainConfig
 from autotune.errors import HardwareError
 from autotune.fingerprint import Fingerprint, fingerprint_for
 from autotune.fingerprints import digest, fingerprint_here
@@ -40,6 +39,7 @@ from autotune.probe_key import ProbeKey, probe_key
 from autotune.probes import ProbeTable
 from autotune.results import Estimate
 from autotune.sampler import Near
+from autotune.space.config import TrainConfig
 from autotune.trials import Watch
 
 if TYPE_CHECKING:

@@ -24,15 +24,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune import compiled, needs, owners
-from autotune.config import TrainConfig
-from autotune.lengths import vary
+from autotune import compiled, owners
 from autotune.measurement import NOISE, Measurement
 from autotune.prober import Prober
 from autotune.pruner import SpeedPruner
 from autotune.results import Estimate
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.seen import Seen
+from autotune.space import requirements
+from autotune.space.config import TrainConfig
+from autotune.space.lengths import vary
 from autotune.study_trials import SPACE, parameter_distributions
 from autotune.summary import Measured
 from autotune.trial_history import key_of
@@ -78,7 +79,7 @@ class Plan:
 
 def can_run(config: TrainConfig, backend: str) -> bool:
     """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton."""
-    runs_there = backend == "cuda" or not needs.of_cuda(config)
+    runs_there = backend == "cuda" or not requirements.of_cuda(config)
     return runs_there and not compiled.why_not(config, backend)
 
 

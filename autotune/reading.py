@@ -9,16 +9,17 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autotune import bases, compiled, inputs, space_file, study_names
+from autotune import bases, compiled, inputs, study_names
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.files import Disk, Files
-from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export.read import BaseRun
-from autotune.lengths import Lengths
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
-from autotune.space import SearchSpace, as_in_base, may_pack, with_peft
+from autotune.space import space_file
+from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.lengths import Lengths
+from autotune.space.search_space import SearchSpace, as_in_base, may_pack, with_peft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,11 +9,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from autotune.adapters import ADAPTERS
 from autotune.common import json_records
-from autotune.config import TrainConfig
-from autotune.parallelisms import PARALLELISMS
-from autotune.precisions import PRECISIONS
+from autotune.space.adapters import ADAPTERS
+from autotune.space.config import TrainConfig
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS
 
 SCHEMA_VERSION = 1
 """Version of result.json and of the worker's request and result files."""

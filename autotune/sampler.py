@@ -41,10 +41,10 @@ from optuna.distributions import BaseDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.config import TrainConfig
 from autotune.correction import Correction, Floats, Prior, below, density, design_of
-from autotune.knobs import KNOBS
 from autotune.measurement import NOISE
+from autotune.space.config import TrainConfig
+from autotune.space.knobs import KNOBS
 from autotune.trial_history import History, key_of
 
 STOP_BELOW = 0.05

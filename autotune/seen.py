@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.config import TrainConfig
 from autotune.errors import StorageError
 from autotune.fingerprint import Fingerprint
 from autotune.measurement import NOISE, Measurement, measurement_from_dict
+from autotune.space.config import TrainConfig
 from autotune.turns import runs_on
 from autotune.winner import run_speed
 

@@ -28,7 +28,6 @@ import sqlalchemy
 from autotune import asking, finding, fingerprints, inputs, owners, store
 from autotune.catalogue import gpus
 from autotune.common.units import counted
-from autotune.config import TrainConfig
 from autotune.deliver import deliver
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.forkserver import ForkServer
@@ -36,6 +35,7 @@ from autotune.isolate import private_folder
 from autotune.jobs import Job, JobTable, Machine, may_pass, open_jobs, patiently
 from autotune.listener import SILENT, Listener, Measuring
 from autotune.measurement import Measurement, ProbeSpec
+from autotune.space.config import TrainConfig
 from autotune.summary import Counts
 
 IDLE_SECONDS = 2.0

@@ -20,9 +20,9 @@ from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import MIB
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Place, TracedParameter, evaluate
-from autotune.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
-from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
+from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
+from autotune.space.precisions import PRECISIONS
 
 Unit = tuple[str, Place]
 """What is gathered together: a layer, the embedding, or the tail (final norm and head)."""

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autotune.config import TrainConfig
 from autotune.memory.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
 from autotune.memory.optimizers.core import LOW_PRECISION, States
 from autotune.memory.traces import Trace
-from autotune.optimizers import OPTIMIZERS, Optimizer
 from autotune.parallel import RankTrace
-from autotune.precisions import PRECISIONS
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS, Optimizer
+from autotune.space.precisions import PRECISIONS
 from autotune.update import MOST_STEPS, Update
 
 _SETUP, _FORWARD, _BACKWARD, _OPTIMIZER = "set-up", "forward", "backward", "optimizer"

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autotune import locks, study_names
-from autotune.config import Workload
 from autotune.database import (
     ELSEWHERE,
     engine_options,
@@ -26,6 +25,7 @@ from autotune.database import (
 )
 from autotune.errors import ConfigError, StorageError, nearest
 from autotune.results import SCHEMA_VERSION
+from autotune.space.config import Workload
 from autotune.upgrade import refuse_newer
 
 if TYPE_CHECKING:

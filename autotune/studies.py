@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.details import Details, details_from_dict
 from autotune.errors import ConfigError, StorageError
-from autotune.optimizers import OPTIMIZERS
+from autotune.space.optimizers import OPTIMIZERS
 from autotune.store import existing_storage, existing_study, is_ours
 from autotune.summary import Summary, summary_from_dict
 

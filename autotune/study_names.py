@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 from autotune.common.units import GIB
-from autotune.config import METHODS, Workload
 from autotune.errors import ConfigError
+from autotune.space.config import METHODS, Workload
 
 MAX_CHARS = 200
 

@@ -20,10 +20,10 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autotune.config import METHODS, TrainConfig
 from autotune.errors import ConfigError
-from autotune.knobs import KNOBS, Knob
 from autotune.results import Estimate
+from autotune.space.config import METHODS, TrainConfig
+from autotune.space.knobs import KNOBS, Knob
 
 if TYPE_CHECKING:
     import optuna

@@ -19,8 +19,8 @@ from typing import Any
 from autotune.catalogue import installed
 from autotune.database import file_of, parse_url
 from autotune.errors import StorageError
-from autotune.knobs import KNOBS
 from autotune.probes import ROWS_AT_ONCE
+from autotune.space.knobs import KNOBS
 from autotune.upgrade import open_engine
 
 _ELSEWHERE = ("cli", "export", "migrations", "nightly", "report")

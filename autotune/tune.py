@@ -18,17 +18,17 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import log
 from autotune.common.units import format_bytes
-from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
-from autotune.defaults import default_base, larger_micro_batches
 from autotune.details import Details
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.estimate import Estimator, least_bytes
-from autotune.knobs import KNOBS, describe
 from autotune.measurement import NOISE
-from autotune.needs import NOT_PREDICTED, predictable
 from autotune.results import Estimate, TraceSpec
-from autotune.rules import Context, broken_rules
-from autotune.space import (
+from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.space.defaults import default_base, larger_micro_batches
+from autotune.space.knobs import KNOBS, describe
+from autotune.space.requirements import NOT_PREDICTED, predictable
+from autotune.space.rules import Context, broken_rules
+from autotune.space.search_space import (
     SearchSpace,
     enumerate_configs,
     for_gpus,
@@ -36,6 +36,7 @@ from autotune.space import (
     with_batchings,
     with_precision_of,
 )
+from autotune.space.tradeoffs import tradeoff_class
 from autotune.summary import (
     MORE_MEMORY,
     MORE_MEMORY_BYTES,
@@ -48,7 +49,6 @@ from autotune.summary import (
 )
 from autotune.trace_table import TraceTable
 from autotune.tracing import trace_all
-from autotune.tradeoffs import tradeoff_class
 
 _log = log.logger(__name__)
 

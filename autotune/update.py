@@ -20,7 +20,7 @@ from autotune.memory.optimizers import (
 from autotune.memory.optimizers.core import NO_COST, States
 from autotune.memory.optimizers.torch_lists import TensorLists
 from autotune.memory.traces.running import changes, in_blocks, running
-from autotune.optimizers import Optimizer
+from autotune.space.optimizers import Optimizer
 from autotune.speed import roofline
 
 MOST_STEPS = 8

@@ -11,12 +11,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from autotune.config import LOADER_SETTINGS, METHODS, TrainConfig
 from autotune.details import MAX_PRICED, Details, Step
 from autotune.estimate import Estimator
-from autotune.knobs import KNOBS
 from autotune.results import Estimate
-from autotune.rules import Context, broken_rules
+from autotune.space.config import LOADER_SETTINGS, METHODS, TrainConfig
+from autotune.space.knobs import KNOBS
+from autotune.space.rules import Context, broken_rules
 
 Changes = dict[str, object]
 """Fields of TrainConfig -> their values."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.common.units import counted, format_bytes
-from autotune.config import TrainConfig
 from autotune.errors import NothingFitsError, WorkerError
-from autotune.knobs import describe
 from autotune.measurement import NOISE, Measurement
-from autotune.tradeoffs import gives_up
+from autotune.space.config import TrainConfig
+from autotune.space.knobs import describe
+from autotune.space.tradeoffs import gives_up
 
 MAX_CONFIRMATIONS = 3
 """[judgement] Three that fail have a cause in common, which a fourth would share."""

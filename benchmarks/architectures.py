@@ -140,8 +140,8 @@ def _traced(
     config: Any, changes: dict[str, Any], *, attention: str | None = None, whole: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """By the first attention that the model has."""
-    from autotune.config import TrainConfig
     from autotune.results import TraceSpec
+    from autotune.space.config import TrainConfig
     from autotune.worker import model as models
     from autotune.worker.cuda import Device
     from autotune.worker.trace import trace_step

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from autotune.catalogue.gpus import cpu_stand_in
 from autotune.catalogue.models import resolve
-from autotune.config import Workload
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.measurement import ProbeSpec
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.results import SCHEMA_VERSION, TraceSpec
-from autotune.space import MethodSpace, SearchSpace, enumerate_configs
+from autotune.space.config import Workload
+from autotune.space.search_space import MethodSpace, SearchSpace, enumerate_configs
 from autotune.tracing import trace_all
 
 FOLDER = Path(__file__).parents[1] / "studies" / "cpu-sweep"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalogue.models import ModelSource, resolve
-from autotune.config import TrainConfig
-from autotune.space import MethodSpace, SearchSpace
+from autotune.space.config import TrainConfig
+from autotune.space.search_space import MethodSpace, SearchSpace
 
 TASK = "causal-lm"
 

@@ -56,21 +56,22 @@ from gpu_processes import PeakOnCard, processes
 from gpu_summary import write_summary
 from speedups import speedups
 
-from autotune import inputs, needs
+from autotune import inputs
 from autotune.catalogue.gpus import Gpu, cpu_stand_in, detect, find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import MIB, parse_bytes
-from autotune.config import TrainConfig, Workload
 from autotune.errors import AutotuneError, HardwareError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
-from autotune.knobs import describe
 from autotune.measurement import BACKENDS, ProbeSpec
 from autotune.probe_key import probe_key
 from autotune.prober import Prober
 from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
-from autotune.rules import Context, broken_rules
-from autotune.space import SearchSpace, enumerate_configs
+from autotune.space import requirements
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.knobs import describe
+from autotune.space.rules import Context, broken_rules
+from autotune.space.search_space import SearchSpace, enumerate_configs
 from autotune.tracing import trace_all
 
 ROOT = Path(__file__).parents[1]
@@ -355,7 +356,10 @@ def can_run(check: Check, case: Case) -> bool:
         effective_batch_size=config.effective_batch_size,
         compute_capability=check.card.compute_capability,
     )
-    reasons = [*needs.of_config(config), *(rule.reason for rule in broken_rules(config, context))]
+    reasons = [
+        *requirements.of_config(config),
+        *(rule.reason for rule in broken_rules(config, context)),
+    ]
     if reasons:
         say(f"left out, {'; '.join(reasons)}: {case.model} {shown(config)}")
     return not reasons

@@ -20,9 +20,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autotune.config import TrainConfig
 from autotune.memory.traces import is_forward, is_setup
 from autotune.results import TraceSpec
+from autotune.space.config import TrainConfig
 from autotune.worker.cuda import Device
 from autotune.worker.trace import trace_step
 

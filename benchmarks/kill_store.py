@@ -25,11 +25,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from autotune.config import TrainConfig, Workload
 from autotune.fingerprint import Fingerprint
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.probe_key import first_key, probe_key
 from autotune.probes import open_probes
+from autotune.space.config import TrainConfig, Workload
 from autotune.store import open_study
 from autotune.study_trials import record_estimates
 from autotune.transfer.exporting import export

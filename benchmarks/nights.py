@@ -28,12 +28,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint
 from autotune.measurement import Measurement, measurement_from_dict
 from autotune.nightly import drift
 from autotune.nightly.history import NEW, Night, levels
 from autotune.nightly.plan import changes
+from autotune.space.config import TrainConfig
 
 ROOT = Path(__file__).parents[1] / "studies"
 README = ROOT / "nights" / "README.md"

@@ -26,7 +26,6 @@ from gpu_check import Records
 
 from autotune.catalogue.gpus import Gpu, detect, find_gpu
 from autotune.catalogue.models import ModelSource
-from autotune.config import TrainConfig
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
@@ -34,6 +33,7 @@ from autotune.isolate import WorkerEnd
 from autotune.measurement import ProbeSpec
 from autotune.prober import Prober
 from autotune.results import Estimate, TraceSpec
+from autotune.space.config import TrainConfig
 from autotune.tracing import trace_all
 
 STUDY = Path(__file__).parents[1] / "studies" / "architectures-no-card"

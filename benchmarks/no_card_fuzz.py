@@ -24,18 +24,18 @@ from typing import Any
 from gpu_cases import TASK
 from gpu_check import Nothing, Records, card_and_budget, say, shown
 
-from autotune import needs
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
-from autotune.config import METHODS, TrainConfig
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
-from autotune.knobs import KNOBS, REQUIRED
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.prober import Prober
 from autotune.results import Estimate, TraceSpec
-from autotune.rules import Context, broken_rules
+from autotune.space import requirements
+from autotune.space.config import METHODS, TrainConfig
+from autotune.space.knobs import KNOBS, REQUIRED
+from autotune.space.rules import Context, broken_rules
 from autotune.tracing import trace_all
 
 MODELS = (
@@ -113,7 +113,7 @@ def is_valid(config: TrainConfig, source: ModelSource, capability: tuple[int, in
         and (longest is None or config.sequence_length <= longest)
         and config.micro_batch_size * config.sequence_length <= _MOST_TOKENS
         and not broken_rules(config, context)
-        and not needs.of_config(config)
+        and not requirements.of_config(config)
         and not config.is_compiled  # eager's figures are predicted
     )
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
-from autotune.config import TrainConfig
 from autotune.forkserver import ForkServer
-from autotune.lengths import Lengths
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
+from autotune.space.config import TrainConfig
+from autotune.space.lengths import Lengths
 
 RECORDS = Path(__file__).parents[1] / "studies" / "no-card" / "lengths.jsonl"
 DEADLINE_SECONDS = 600.0

@@ -19,8 +19,8 @@ from published_peft import peft_plans
 from published_plan import STUDY, Plan
 from published_tables import write_section
 
-from autotune.adapters import read_peft
 from autotune.common.units import GIB
+from autotune.space.adapters import read_peft
 
 
 def rows() -> list[dict[str, Any]]:

@@ -48,14 +48,14 @@ from published_tables import (
 )
 
 from autotune.catalogue.gpus import Gpu, find_gpu
-from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.memory.allocator import EMPTY_CACHE_BYTES, Tape, replay
 from autotune.memory.optimizers import TensorSpec, write_clip, write_unscale
 from autotune.memory.traces import FETCH_PHASES, FORWARD_PHASES, SETUP_PHASES, Trace
-from autotune.optimizers import OPTIMIZERS
-from autotune.precisions import PRECISIONS
 from autotune.results import Estimate, TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import PRECISIONS
 from autotune.worker import adapters
 from autotune.worker import model as models
 from autotune.worker.cuda import Device

@@ -22,10 +22,10 @@ from typing import Any
 
 from published_plan import STUDY, Plan, Program
 
-from autotune.adapters import read_peft
 from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
-from autotune.config import TrainConfig
+from autotune.space.adapters import read_peft
+from autotune.space.config import TrainConfig
 
 SOLVED_FROM = "peft-033"
 LONGEST_TOKENS = 704

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import GIB, MIB
-from autotune.config import TrainConfig
+from autotune.space.config import TrainConfig
 
 STUDY = Path(__file__).parents[1] / "studies" / "published-memory"
 TABLE = STUDY / "published_memory.csv"

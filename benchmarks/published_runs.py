@@ -12,7 +12,7 @@ from published_plan import Plan, Program
 
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
-from autotune.config import TrainConfig
+from autotune.space.config import TrainConfig
 
 # distilbert-base-uncased is not in the catalogue: transformers' DistilBertConfig defaults.
 DISTILBERT = ModelSource(

@@ -17,7 +17,7 @@ from published_plan import Plan, published
 from published_runs import plans
 
 from autotune.catalogue.models import ModelSource, resolve
-from autotune.config import TrainConfig
+from autotune.space.config import TrainConfig
 
 CHOSEN_WITH = (
     *("qwen1-001", "qwen1-025", "qwen1-043"),  # the host's time of a recomputed operation

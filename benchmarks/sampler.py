@@ -38,10 +38,10 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
 from autotune.common.units import GIB
-from autotune.config import TrainConfig
 from autotune.measurement import measurement_from_dict
 from autotune.results import TraceSpec
 from autotune.sampler import Candidate, PredictionSampler
+from autotune.space.config import TrainConfig
 from autotune.study_trials import CONSTRAINT
 
 README = Path(__file__).parents[1] / "studies" / "sampler" / "README.md"

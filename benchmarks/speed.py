@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from commands import environment
 
 if TYPE_CHECKING:
-    from autotune.config import TrainConfig
+    from autotune.space.config import TrainConfig
 
 MODEL = "meta-llama/Llama-3.1-8B"
 CARD = "rtx-4090"
@@ -111,15 +111,15 @@ class Pricing:
 
 def pricing() -> Pricing:
     """Trace what the default space needs, then price all of it."""
-    from autotune import space_file
     from autotune.candidates import Candidates
     from autotune.catalogue.gpus import find_gpu
     from autotune.catalogue.models import resolve
-    from autotune.config import Workload
-    from autotune.defaults import default_base
     from autotune.estimate import Estimator
     from autotune.results import TraceSpec
-    from autotune.space import enumerate_configs
+    from autotune.space import space_file
+    from autotune.space.config import Workload
+    from autotune.space.defaults import default_base
+    from autotune.space.search_space import enumerate_configs
     from autotune.tracing import trace_all
 
     model, gpu = resolve(MODEL), find_gpu(CARD)

@@ -2,7 +2,7 @@
 
     python benchmarks/techniques.py > studies/techniques/README.md
 
-Every value of every knob (autotune/knobs.py) and every method. Full fine-tuning is the base of what
+Every value of every knob (autotune/space/knobs.py) and every method. Full fine-tuning is the base of what
 full fine-tuning has; the settings of adapters start from LoRA, those of quantised bases from QLoRA.
 Nothing here is measured.
 """
@@ -17,17 +17,17 @@ from autotune import __version__
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import GIB
-from autotune.config import METHODS, TrainConfig, Workload
-from autotune.defaults import default_base
 from autotune.errors import ConfigError
 from autotune.estimate import Estimator
-from autotune.knobs import KNOBS, METHOD_WORDS, Knob, describe
-from autotune.optimizers import OPTIMIZERS
 from autotune.options import SEQUENCE_LENGTH
 from autotune.results import Estimate, TraceSpec
-from autotune.rules import Context, broken_rules
+from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.defaults import default_base
+from autotune.space.knobs import KNOBS, METHOD_WORDS, Knob, describe
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.rules import Context, broken_rules
+from autotune.space.tradeoffs import tradeoff_class
 from autotune.tracing import trace_all
-from autotune.tradeoffs import tradeoff_class
 
 MICRO_BATCH = 4
 EFFECTIVE_BATCH = 16

@@ -20,20 +20,21 @@ from pathlib import Path
 
 from techniques import EFFECTIVE_BATCH, base_of, changes_of
 
-from autotune import inputs, needs, probing
+from autotune import inputs, probing
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
-from autotune.config import METHODS, TrainConfig
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
-from autotune.knobs import describe
 from autotune.measurement import BACKENDS, Measurement, ProbeSpec
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
+from autotune.space import requirements
+from autotune.space.config import METHODS, TrainConfig
+from autotune.space.knobs import describe
+from autotune.space.tradeoffs import tradeoff_class
 from autotune.tracing import trace_all
-from autotune.tradeoffs import tradeoff_class
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "studies" / "techniques"
@@ -115,12 +116,12 @@ def main() -> None:
 
 def why_not(config: TrainConfig, backend: str, estimator: Estimator) -> str:
     """Why a row is no probe of this machine; empty where it is."""
-    lacking = needs.of_config(config)
+    lacking = requirements.of_config(config)
     if lacking:
         return "; ".join(lacking)
     if not estimator.supports(config):
         return "not for this model"
-    if backend == "cpu" and (reasons := needs.of_cuda(config)):
+    if backend == "cpu" and (reasons := requirements.of_cuda(config)):
         return "; ".join(reasons)
     return "" if probing.can_run(config, backend) else f"probes on {backend} do not run it"
 

@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any
 
 from autotune.common.units import GIB
-from autotune.config import TrainConfig, Workload
 from autotune.details import Details, Step, Timeline
 from autotune.fingerprint import Fingerprint
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
+from autotune.space.config import TrainConfig, Workload
 from autotune.summary import Change, Counts, Measured, Summary
 from autotune.tune import Found
 

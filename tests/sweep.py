@@ -11,9 +11,9 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
-from autotune.config import TrainConfig
 from autotune.measurement import Measurement, measurement_from_dict
 from autotune.sampler import Candidate, Near, PredictionSampler
+from autotune.space.config import TrainConfig
 from autotune.study_trials import CONSTRAINT, parameter_distributions
 
 FILE = Path(__file__).parents[1] / "studies" / "cpu-sweep" / "sweep.jsonl"

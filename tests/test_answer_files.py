@@ -13,7 +13,7 @@ import pytest
 from autotune import bases
 from autotune.answer_files import AnswerFiles
 from autotune.common.files import Disk
-from autotune.config import TrainConfig
+from autotune.space.config import TrainConfig
 
 
 def write(config: TrainConfig, folder: Path, base: Path | None = None) -> list[Path]:

@@ -19,10 +19,10 @@ from autotune import api, cli, tune
 from autotune.api import Result
 from autotune.catalogue.models import ModelSource
 from autotune.cli.report import FORMATS
-from autotune.config import METHODS
 from autotune.errors import ConfigError, NothingFitsError, StorageError
 from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
 from autotune.report import files
+from autotune.space.config import METHODS
 from autotune.tune import Found
 
 ASK = {"model": "qwen2.5-1.5b", "gpu_mem": "12GB"}

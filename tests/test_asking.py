@@ -14,11 +14,11 @@ from autotune import asking, inputs, reading
 from autotune.answer_files import AnswerFiles
 from autotune.catalogue import gpus
 from autotune.common.files import Disk
-from autotune.config import TrainConfig
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, WorkerError
 from autotune.jobs import Job, Machine, Wanted, open_jobs
-from autotune.lengths import Lengths
 from autotune.options import FindOptions
+from autotune.space.config import TrainConfig
+from autotune.space.lengths import Lengths
 from autotune.summary import Summary
 
 SPACE = """

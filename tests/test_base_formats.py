@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from autotune import bases, export
-from autotune.adapters import ADAPTERS
-from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import mapping_write, torchtune_base
 from autotune.export.read import BaseRun, changes, read_base
-from autotune.parallelisms import PARALLELISMS
+from autotune.space.adapters import ADAPTERS
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.parallelisms import PARALLELISMS
 
 MODEL = "Qwen/Qwen2.5-1.5B"
 WORKLOAD = Workload(model=MODEL, memory_budget_bytes=12 * 10**9)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from autotune import bases, space_file
-from autotune.config import TrainConfig, Workload
+from autotune import bases
 from autotune.export import EXPORTERS
 from autotune.export.mapping_write import unsaid
 from autotune.export.read import BaseRun, read_base
-from autotune.space import as_in_base, enumerate_configs
+from autotune.space import space_file
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.search_space import as_in_base, enumerate_configs
 
 FILES = Path(__file__).with_name("data") / "bases"
 QUICK = Workload(model="m", memory_budget_bytes=1, sequence_length=2048, effective_batch_size=16)

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from autotune.api import Result
 from autotune.catalogue.installed import cpu_name
 from autotune.common.units import GIB
-from autotune.config import TrainConfig
+from autotune.space.config import TrainConfig
 from autotune.worker.callback import WatchCallback
 from autotune.worker.pace import NUM_WARM_UP_STEPS, Pace
 from autotune.worker.steps import CpuClock

@@ -21,11 +21,11 @@ import pytest
 from autotune import cli, tune
 from autotune.catalogue.models import ModelSource
 from autotune.cli.options import KnobType
-from autotune.config import METHODS
 from autotune.errors import StorageError
 from autotune.export import train_config
-from autotune.knobs import KNOBS
 from autotune.options import EFFORTS
+from autotune.space.config import METHODS
+from autotune.space.knobs import KNOBS
 from autotune.tune import Found
 
 ROOT = Path(__file__).parents[1]

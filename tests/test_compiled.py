@@ -11,12 +11,12 @@ import pytest
 
 from autotune import compiled
 from autotune.catalogue import compilers
-from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint
-from autotune.lengths import Lengths
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.report import words
-from autotune.space import MethodSpace, SearchSpace
+from autotune.space.config import TrainConfig
+from autotune.space.lengths import Lengths
+from autotune.space.search_space import MethodSpace, SearchSpace
 from autotune.summary import Measured
 from autotune.tune import steps_per_epoch, with_measured
 

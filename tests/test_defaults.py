@@ -8,7 +8,7 @@ import pytest
 import tiny_model
 
 from autotune.catalogue.gpus import find_gpu
-from autotune.defaults import default_base
+from autotune.space.defaults import default_base
 
 
 @pytest.mark.parametrize(

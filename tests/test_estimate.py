@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune.config import TrainConfig
 from autotune.estimate import Estimator, least_bytes
 from autotune.memory.allocator import replay
 from autotune.memory.traces import Trace
-from autotune.optimizers import OPTIMIZERS
 from autotune.results import TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS
 
 GB = 10**9
 ROOMY = 100 * GB

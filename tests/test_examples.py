@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from autotune import space_file
-from autotune.config import Workload
 from autotune.export.train_config import read_train_config
-from autotune.space import enumerate_configs
+from autotune.space import space_file
+from autotune.space.config import Workload
+from autotune.space.search_space import enumerate_configs
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORKLOAD = Workload(model="m", memory_budget_bytes=1)

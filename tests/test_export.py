@@ -12,8 +12,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autotune import export
-from autotune.adapters import _OF_A_FILE, _REFUSED, read_peft
-from autotune.config import TASKS, TrainConfig, Workload
 from autotune.errors import ConfigError, StorageError
 from autotune.export import (
     installed,
@@ -23,6 +21,8 @@ from autotune.export import (
     train_sft_py,
     training_args,
 )
+from autotune.space.adapters import _OF_A_FILE, _REFUSED, read_peft
+from autotune.space.config import TASKS, TrainConfig, Workload
 
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
 FULL = TrainConfig(

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from autotune import cli, database, export, store, studies
-from autotune.config import TrainConfig
 from autotune.export.train_config import read_train_config
+from autotune.space.config import TrainConfig
 
 QLORA = dataclasses.replace(
     answers.ADAPTER, method="qlora", quantization="nf4", activation_checkpointing=2

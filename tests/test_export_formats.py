@@ -16,9 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune import export
-from autotune.adapters import LORA_VARIANTS, read_peft
 from autotune.catalogue.attention import ATTENTIONS
-from autotune.config import COMPILE_BACKENDS, COMPILE_MODES, TRAINERS, TrainConfig, Workload
 from autotune.export import (
     deepspeed_json,
     installed,
@@ -29,11 +27,13 @@ from autotune.export import (
     unsloth_py,
 )
 from autotune.export.carried import one_line
-from autotune.knobs import KNOBS
-from autotune.lengths import BATCHINGS
-from autotune.optimizers import OPTIMIZERS
-from autotune.parallelisms import PARALLELISMS
-from autotune.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
+from autotune.space.adapters import LORA_VARIANTS, read_peft
+from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, TRAINERS, TrainConfig, Workload
+from autotune.space.knobs import KNOBS
+from autotune.space.lengths import BATCHINGS
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
 
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
 FULL = TrainConfig(

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.config import TrainConfig, Workload
 from autotune.export import axolotl, huggingface, llama_factory
 from autotune.export.mapping import Target
 from autotune.export.mapping_read import read
 from autotune.export.mapping_write import allows, keys_of, unsaid
-from autotune.knobs import KNOBS
-from autotune.precisions import PRECISIONS
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.knobs import KNOBS
+from autotune.space.precisions import PRECISIONS
 
 TARGETS = (
     axolotl.TARGET,

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from autotune.config import TrainConfig
 from autotune.errors import ConfigError
 from autotune.export import mapping_write, program, program_edit
 from autotune.export.edit import Change
 from autotune.export.mapping import NotLiteral
 from autotune.export.read import BaseRun, changes, read_base
+from autotune.space.config import TrainConfig
 
 BASES = Path(__file__).with_name("data") / "bases"
 QLORA = TrainConfig(

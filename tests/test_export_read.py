@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import axolotl, huggingface, llama_factory, train_config
 from autotune.export.mapping_read import read
 from autotune.export.mapping_write import keys_of, unsaid
 from autotune.export.opening import READERS
 from autotune.export.read import BaseRun, EditedBase, read_base
+from autotune.space.config import TrainConfig, Workload
 
 BASES = Path(__file__).with_name("data") / "bases"
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)

@@ -13,9 +13,9 @@ import yaml
 from test_export_command import Export, run, save
 
 from autotune import database, export
-from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import sft_config, targets, training_args
+from autotune.space.config import TrainConfig, Workload
 
 __all__ = ["run"]
 

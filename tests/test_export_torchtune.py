@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.config import TrainConfig, Workload
 from autotune.export import torchtune
-from autotune.optimizers import OPTIMIZERS
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.optimizers import OPTIMIZERS
 
 VERSION = "0.6.1"
 RECORDED = Path(__file__).parent / "data" / "torchtune.json"

@@ -11,12 +11,13 @@ import pytest
 import yaml
 from test_export import FULL, RESULT, WORKLOAD, recipe
 
-from autotune import export, knobs, optimizers
-from autotune.config import Workload
+from autotune import export
 from autotune.errors import ConfigError
 from autotune.export import train_config, training_args
 from autotune.export.extra_arguments import CHANGES_STEP, DECIDED, read_extra_arguments
-from autotune.precisions import PRECISIONS
+from autotune.space import knobs, optimizers
+from autotune.space.config import Workload
+from autotune.space.precisions import PRECISIONS
 
 EXTRA: dict[str, Any] = {
     "learning_rate": 3e-4,

@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune import cases, inverse, space_file
+from autotune import cases, inverse
 from autotune.cases import Asked, thrift
 from autotune.catalogue import models
 from autotune.catalogue.gpus import Gpu, catalogue, find_gpu
 from autotune.catalogue.models import ModelSource
-from autotune.config import METHODS, TrainConfig
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.memory.traces import Trace
 from autotune.report import limits
 from autotune.results import Estimate, TraceSpec
+from autotune.space import space_file
+from autotune.space.config import METHODS, TrainConfig
 from autotune.tracing import trace_all
 
 _TRACED: dict[tuple[object, ...], Trace | None] = {}

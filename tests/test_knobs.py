@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from autotune.config import METHODS, TrainConfig
 from autotune.export.training_args import installed_fields
-from autotune.knobs import KNOBS, REQUIRED, Knob, describe
+from autotune.space.config import METHODS, TrainConfig
+from autotune.space.knobs import KNOBS, REQUIRED, Knob, describe
 
 CONFIG = TrainConfig(
     method="full",

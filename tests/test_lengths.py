@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from autotune.config import TrainConfig, Workload
-from autotune.lengths import BATCHINGS, Lengths, draw, useful_share
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.lengths import BATCHINGS, Lengths, draw, useful_share
 
 HALF_AND_HALF = Lengths.of({100: 500, 300: 500}, 1000, num_samples=1000, longest=300)
 """Every other sample is three times as long."""

@@ -10,7 +10,6 @@ import answers
 import pytest
 import yaml
 
-from autotune.config import TrainConfig
 from autotune.export import axolotl, llama_factory
 from autotune.export.read import changes, read_base
 from autotune.export.train_config import from_yaml
@@ -18,6 +17,7 @@ from autotune.export.train_config import write as write_yaml
 from autotune.export.training_args import training_arguments
 from autotune.loading import LoaderTime, LoaderTimes, loader_times_from_dict, settings_to_time
 from autotune.report import words
+from autotune.space.config import TrainConfig
 
 CONFIG = TrainConfig(
     method="full",

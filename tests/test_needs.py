@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from autotune import fingerprint as fingerprints
-from autotune import needs
 from autotune.catalogue.installed import is_installed, version
-from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint, fingerprint_for, fingerprint_from_dict
-from autotune.knobs import KNOBS
-from autotune.space import MethodSpace, SearchSpace
+from autotune.space import requirements
+from autotune.space.config import TrainConfig
+from autotune.space.knobs import KNOBS
+from autotune.space.search_space import MethodSpace, SearchSpace
 
 CONFIG = TrainConfig(
     method="full",
@@ -34,7 +34,7 @@ def space(*values: bool) -> SearchSpace:
 
 @pytest.fixture
 def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "is_installed", lambda _: False)
+    monkeypatch.setattr(requirements, "is_installed", lambda _: False)
 
 
 def test_libraries_are_asked_for_by_the_name_pip_has_for_them() -> None:
@@ -45,21 +45,21 @@ def test_libraries_are_asked_for_by_the_name_pip_has_for_them() -> None:
 @pytest.mark.usefixtures("_nothing_installed")
 @pytest.mark.parametrize("values", [(False, True), (True,)])
 def test_what_is_missing_is_left_out_and_said(values: tuple[bool, ...]) -> None:
-    left, said = needs.predictable(space(*values))
+    left, said = requirements.predictable(space(*values))
     assert left.methods[0].domains == {"precision": ("bf16-true",), "liger": (False,)}
     assert said == ("Liger kernels (needs: pip install liger-kernel)",)
 
 
 @pytest.mark.usefixtures("_nothing_installed")
 def test_an_estimate_says_what_it_needs() -> None:
-    assert needs.of_config(CONFIG) == ()
-    (said,) = needs.of_config(dataclasses.replace(CONFIG, liger=True))
+    assert requirements.of_config(CONFIG) == ()
+    (said,) = requirements.of_config(dataclasses.replace(CONFIG, liger=True))
     assert said.endswith("(needs: pip install liger-kernel)")
 
 
 def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "is_installed", lambda _: True)
-    assert needs.predictable(space(False, True)) == (space(False, True), ())
+    monkeypatch.setattr(requirements, "is_installed", lambda _: True)
+    assert requirements.predictable(space(False, True)) == (space(False, True), ())
 
 
 def test_what_needs_a_library_is_a_value_of_its_knob() -> None:
@@ -69,11 +69,11 @@ def test_what_needs_a_library_is_a_value_of_its_knob() -> None:
 
 def test_what_only_a_measurement_tells_is_not_predicted() -> None:
     section = MethodSpace(method="full", domains={"torch_compile": ("none", "default")})
-    left, said = needs.predictable(SearchSpace(name="s", description="", methods=(section,)))
+    left, said = requirements.predictable(SearchSpace(name="s", description="", methods=(section,)))
     assert left.methods[0].domains == {"torch_compile": ("none",)}
     assert said == ("torch.compile (default) (not predicted)",)
-    assert needs.unpredicted(CONFIG) == ()
-    assert needs.unpredicted(dataclasses.replace(CONFIG, torch_compile="default")) == (
+    assert requirements.unpredicted(CONFIG) == ()
+    assert requirements.unpredicted(dataclasses.replace(CONFIG, torch_compile="default")) == (
         "torch.compile (default)",
     )
 
@@ -83,19 +83,19 @@ def test_values_that_lack_the_same_are_said_together() -> None:
     domains = {"optimizer": ("adalomo", "sgd", "lomo"), "liger": (False, True)}
     section = MethodSpace(method="full", domains=domains)
     space = SearchSpace(name="s", description="", methods=(section,))
-    left, said = needs.predictable(space)
+    left, said = requirements.predictable(space)
     assert left.methods[0].domains == {"optimizer": ("sgd",), "liger": (False,)}
     assert said == (
         "adalomo, lomo (needs: pip install lomo-optim)",
         "Liger kernels (needs: pip install liger-kernel)",
     )
-    assert needs.predictable(space, ("lora",))[1] == ()
+    assert requirements.predictable(space, ("lora",))[1] == ()
 
 
 @pytest.mark.usefixtures("_nothing_installed")
 def test_a_section_that_has_no_optimizer_left_goes() -> None:
     section = MethodSpace(method="full", domains={"optimizer": ("lomo",)})
-    left, said = needs.predictable(SearchSpace(name="s", description="", methods=(section,)))
+    left, said = requirements.predictable(SearchSpace(name="s", description="", methods=(section,)))
     assert left.methods == ()
     assert said == ("lomo (needs: pip install lomo-optim)",)
 

@@ -19,7 +19,6 @@ from nights_of import HERE, NOW, cell, matrix, night
 from autotune import finding
 from autotune.catalogue import nvml
 from autotune.common.units import GIB
-from autotune.config import TrainConfig
 from autotune.errors import HardwareError, NothingFitsError
 from autotune.fingerprint import Fingerprint
 from autotune.isolate import WorkerEnd
@@ -32,6 +31,7 @@ from autotune.nightly.history import Night
 from autotune.nightly.hooks import Hook
 from autotune.nightly.journal import Journal
 from autotune.nightly.plan import plan
+from autotune.space.config import TrainConfig
 from autotune.summary import Summary
 
 CELL = cell("gpt2-1gb", gpu_mem="12GB", effective_batch=32)

@@ -18,13 +18,13 @@ import transformers
 from transformers import TrainingArguments
 from trl.trainer.sft_config import SFTConfig
 
-from autotune.adapters import ADAPTERS, read_peft
 from autotune.api import Result
-from autotune.config import COMPILE_MODES, TrainConfig
 from autotune.errors import ConfigError
 from autotune.export import extra_arguments, training_args
-from autotune.knobs import KNOBS
 from autotune.memory.alloc_conf import VARIABLES
+from autotune.space.adapters import ADAPTERS, read_peft
+from autotune.space.config import COMPILE_MODES, TrainConfig
+from autotune.space.knobs import KNOBS
 from autotune.worker import objects
 
 pytestmark = [

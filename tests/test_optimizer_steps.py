@@ -13,7 +13,7 @@ from autotune.memory.optimizers import (
     write_clip,
     write_unscale,
 )
-from autotune.optimizers import OPTIMIZERS
+from autotune.space.optimizers import OPTIMIZERS
 
 CHUNK = 65_536
 ONE_LAUNCH = TensorSpec(shape=(320 * CHUNK,), dtype="float32")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.config import TRADEOFF_CLASSES
 from autotune.memory.allocator import Tape, replay
 from autotune.memory.optimizers import TensorSpec
-from autotune.optimizers import OPTIMIZERS, Optimizer, state_bytes
+from autotune.space.config import TRADEOFF_CLASSES
+from autotune.space.optimizers import OPTIMIZERS, Optimizer, state_bytes
 
 BIG = TensorSpec(shape=(1000, 1000), dtype="bfloat16")
 """A million elements: quantised under 8-bit optimizers, paged under paged ones."""

@@ -15,12 +15,12 @@ import tiny_model
 
 from autotune import tune
 from autotune.catalogue.gpus import find_gpu
-from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
 from autotune.parallel import RankTrace
-from autotune.parallelisms import PARALLELISMS
 from autotune.results import Estimate, PerGpu, TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.tracing import trace_all
 
 LAYER = 11_798_528

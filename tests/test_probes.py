@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
 from autotune.fingerprint import Fingerprint
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.probe_key import columns_of, probe_key
 from autotune.probes import open_probes
+from autotune.space.config import TrainConfig, Workload
 from autotune.store import open_study
 
 MODEL = {"model_type": "llama", "hidden_size": 64}

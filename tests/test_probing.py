@@ -18,7 +18,6 @@ from optuna.trial import TrialState
 from autotune import probing
 from autotune.catalogue import nvml
 from autotune.catalogue.models import resolve
-from autotune.config import TrainConfig, Workload
 from autotune.errors import HardwareError, NothingFitsError, StorageError, WorkerError
 from autotune.fingerprint import Fingerprint
 from autotune.isolate import WorkerEnd
@@ -27,6 +26,7 @@ from autotune.prober import SET_UP_SECONDS, NotAsAssumed, Prober, _require_free_
 from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Plan, search
 from autotune.results import Estimate
+from autotune.space.config import TrainConfig, Workload
 from autotune.store import open_study
 from autotune.study_trials import CONSTRAINT
 from autotune.summary import Measured
@@ -969,7 +969,9 @@ def test_another_version_of_what_only_some_use_is_another_measurement(
 ) -> None:
     probed = []
     for version in ("1", "1", "2"):
-        monkeypatch.setattr("autotune.needs.version", lambda _, version=version: version)
+        monkeypatch.setattr(
+            "autotune.space.requirements.version", lambda _, version=version: version
+        )
         server = Server(measured)
         prober = Prober(server, table, MODEL, SPEC)  # type: ignore[arg-type]
         for config in (with_size(8), dataclasses.replace(with_size(4), liger=True)):

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint
 from autotune.measurement import Measurement, ProbeSpec
+from autotune.space.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 RECORDED = sorted((ROOT / "studies").glob("*/predicted_vs_measured.jsonl"))

@@ -19,13 +19,13 @@ from autotune import store, studies, study_trials
 from autotune.cli import cli
 from autotune.cli.report import FORMATS
 from autotune.common.units import GIB
-from autotune.config import TrainConfig
 from autotune.errors import ConfigError, StorageError
 from autotune.measurement import Measurement
 from autotune.report import data, facts, files, markdown
 from autotune.report import html as page
 from autotune.report.data import ReportData
 from autotune.results import Estimate
+from autotune.space.config import TrainConfig
 from autotune.summary import Summary
 from autotune.trials import tell
 

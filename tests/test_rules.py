@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from autotune.config import TrainConfig
-from autotune.rules import RULES, Context, Rule, broken_rules
+from autotune.space.config import TrainConfig
+from autotune.space.rules import RULES, Context, Rule, broken_rules
 
 FULL = TrainConfig(
     method="full",

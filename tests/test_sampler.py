@@ -16,8 +16,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.trial import TrialState
 
 from autotune import sampler as module
-from autotune.config import TrainConfig
 from autotune.sampler import Candidate, PredictionSampler, knobs
+from autotune.space.config import TrainConfig
 from autotune.study_trials import CONSTRAINT
 from autotune.trial_history import INTERRUPTED, OWNER
 

@@ -9,9 +9,9 @@ from typing import Any
 import answers
 import pytest
 
-from autotune.config import METHODS, Workload
-from autotune.optimizers import OPTIMIZERS
-from autotune.space import (
+from autotune.space.config import METHODS, Workload
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.search_space import (
     MethodSpace,
     SearchSpace,
     enumerate_configs,

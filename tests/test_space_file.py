@@ -13,10 +13,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autotune.config import Workload
 from autotune.errors import ConfigError
-from autotune.space import SearchSpace, enumerate_configs, for_gpus
-from autotune.space_file import MAX_FILE_BYTES, available, load
+from autotune.space.config import Workload
+from autotune.space.search_space import SearchSpace, enumerate_configs, for_gpus
+from autotune.space.space_file import MAX_FILE_BYTES, available, load
 
 SHIPPED = (
     *(
@@ -391,6 +391,6 @@ def test_any_bytes_are_a_space_or_a_config_error(
 
 
 def test_naming_a_space_imports_neither_yaml_nor_pydantic() -> None:
-    code = "import sys, autotune.space_file; print(sorted({'yaml', 'pydantic'} & set(sys.modules)))"
+    code = "import sys, autotune.space.space_file; print(sorted({'yaml', 'pydantic'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -13,10 +13,10 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import ModelSource
-from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
-from autotune.rules import Context, broken_rules
+from autotune.space.config import TrainConfig
+from autotune.space.rules import Context, broken_rules
 
 ROOT = Path(__file__).parents[1]
 RECORDED = sorted((ROOT / "studies").glob("*/speedups.jsonl"))

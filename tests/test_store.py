@@ -15,9 +15,9 @@ from optuna.trial import TrialState
 
 from autotune import database, store, study_names, study_trials
 from autotune.common.units import GIB
-from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import AutotuneError, ConfigError, StorageError
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
+from autotune.space.config import METHODS, TrainConfig, Workload
 
 BUDGET_BYTES = 12 * 10**9
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=BUDGET_BYTES)

@@ -13,11 +13,11 @@ import optuna
 import pytest
 
 from autotune import cli, studies
-from autotune.config import Workload
 from autotune.measurement import Measurement
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
 from autotune.results import Estimate
+from autotune.space.config import Workload
 from autotune.store import open_study
 from autotune.study_trials import parameter_distributions, record_estimates
 from autotune.summary import Summary

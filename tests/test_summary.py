@@ -12,9 +12,9 @@ import pytest
 
 from autotune import studies
 from autotune.errors import ConfigError, StorageError
-from autotune.lengths import Lengths
 from autotune.loading import LoaderTime, LoaderTimes
 from autotune.results import PerGpu
+from autotune.space.lengths import Lengths
 from autotune.store import existing_study, open_study
 from autotune.summary import summary_from_dict
 

@@ -10,9 +10,7 @@ import tiny_model
 
 from autotune.catalogue import models
 from autotune.catalogue.gpus import find_gpu
-from autotune.config import TrainConfig
 from autotune.estimate import Estimator
-from autotune.optimizers import OPTIMIZERS
 from autotune.report.textbook import (
     Textbook,
     draw_textbook,
@@ -21,6 +19,8 @@ from autotune.report.textbook import (
     textbook,
 )
 from autotune.results import TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS
 from autotune.tracing import trace_all
 
 GB = 10**9

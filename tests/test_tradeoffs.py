@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from autotune.config import LOADER_SETTINGS, TRADEOFF_CLASSES, TrainConfig
-from autotune.knobs import KNOBS
-from autotune.optimizers import OPTIMIZERS, Optimizer
-from autotune.tradeoffs import gives_up, tradeoff_class
+from autotune.space.config import LOADER_SETTINGS, TRADEOFF_CLASSES, TrainConfig
+from autotune.space.knobs import KNOBS
+from autotune.space.optimizers import OPTIMIZERS, Optimizer
+from autotune.space.tradeoffs import gives_up, tradeoff_class
 
 FULL = TrainConfig(
     method="full",

@@ -15,11 +15,11 @@ from optuna.trial import TrialState
 from test_recommendations import recommendation
 
 from autotune import cli, store, studies
-from autotune.config import TrainConfig
 from autotune.errors import ConfigError, StorageError
 from autotune.probe_key import ProbeKey, probe_key
 from autotune.probes import open_probes
 from autotune.recommendations import open_recommendations
+from autotune.space.config import TrainConfig
 from autotune.store import open_study
 from autotune.study_trials import record_estimates
 from autotune.transfer.exporting import export

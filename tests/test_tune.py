@@ -17,15 +17,15 @@ from autotune import tune
 from autotune.candidates import Candidates
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import format_bytes
-from autotune.config import TRADEOFF_CLASSES, TrainConfig
-from autotune.defaults import default_base
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
-from autotune.optimizers import OPTIMIZERS
 from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
+from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.space.defaults import default_base
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.tradeoffs import tradeoff_class
 from autotune.summary import Summary
-from autotune.tradeoffs import tradeoff_class
 from autotune.tune import find
 
 MB = 10**6

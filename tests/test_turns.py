@@ -20,8 +20,8 @@ from optuna.distributions import IntDistribution
 from optuna.trial import TrialState
 
 from autotune import owners, turns
-from autotune.config import Workload
 from autotune.errors import StorageError
+from autotune.space.config import Workload
 from autotune.store import open_study
 from autotune.trial_history import INTERRUPTED, OWNER
 from autotune.trials import Failed

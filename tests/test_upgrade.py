@@ -19,12 +19,12 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from autotune import database, migrations, schema, store, studies
-from autotune.config import TrainConfig, Workload
 from autotune.errors import StorageError
 from autotune.fingerprint import Fingerprint
 from autotune.measurement import Measurement, ProbeSpec
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
+from autotune.space.config import TrainConfig, Workload
 from autotune.upgrade import open_engine
 
 MODEL = {"model_type": "llama", "hidden_size": 64}

@@ -13,12 +13,12 @@ import pytest
 import tiny_model
 
 from autotune import waterfall
-from autotune.config import TrainConfig
 from autotune.details import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline, details_from_dict
 from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
 from autotune.results import TraceSpec
-from autotune.rules import Context
+from autotune.space.config import TrainConfig
+from autotune.space.rules import Context
 from autotune.tracing import trace_all
 
 ROOMY = 100 * 10**9

@@ -72,7 +72,7 @@ def cards(_context: click.Context, _option: click.Parameter, typed: str) -> list
 
 def spaces(_context: click.Context, _option: click.Parameter, typed: str) -> list[CompletionItem]:
     """Those that come along; else files."""
-    from autotune.space_file import names
+    from autotune.space.space_file import names
 
     return _starting(names(), typed) or _paths(typed)
 

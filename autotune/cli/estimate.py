@@ -12,8 +12,8 @@ import click
 
 from autotune.cli.options import COUNT, LENGTH, is_given, knob_options, workload_options
 from autotune.cli.output import note, print_json
-from autotune.config import METHODS, Workload
-from autotune.space import usual_batching
+from autotune.space.config import METHODS, Workload
+from autotune.space.search_space import usual_batching
 
 
 @click.command()
@@ -48,7 +48,6 @@ def estimate(
     """Predict memory and speed of one configuration."""
     from autotune import inputs
     from autotune.catalogue.models import resolve
-    from autotune.defaults import default_base
     from autotune.estimate import Estimator
     from autotune.report import terminal
     from autotune.report.explain import explain as explain_estimate
@@ -56,6 +55,7 @@ def estimate(
     from autotune.report.progress import progress_on_stderr
     from autotune.report.textbook import draw_textbook, textbook
     from autotune.results import SCHEMA_VERSION, TraceSpec
+    from autotune.space.defaults import default_base
     from autotune.tracing import trace_all
 
     typed = click.get_current_context()

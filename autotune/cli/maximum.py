@@ -10,10 +10,10 @@ import click
 from autotune.cli import completion
 from autotune.cli.options import COUNT, LENGTH, is_given, knob_options
 from autotune.cli.output import print_json
-from autotune.config import METHODS, TASKS
 from autotune.errors import ConfigError
-from autotune.needs import predictable
-from autotune.space import with_peft
+from autotune.space.config import METHODS, TASKS
+from autotune.space.requirements import predictable
+from autotune.space.search_space import with_peft
 
 WHATS = ("sequence-length", "micro-batch", "lora-rank", "model", "gpu")
 """The keys of autotune.inverse.QUESTIONS, whose import is slow."""
@@ -92,11 +92,12 @@ def maximum(
 
     Example: autotune max --what sequence-length --model Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora
     """
-    from autotune import cases, inputs, inverse, space_file
+    from autotune import cases, inputs, inverse
     from autotune.catalogue import models
     from autotune.forkserver import ForkServer
     from autotune.report import limits
     from autotune.report.progress import progress_on_stderr
+    from autotune.space import space_file
 
     _check_options(what, model is not None)
     card, gpu_reason, budget_bytes = None, "", None

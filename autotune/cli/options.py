@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from autotune.cli import completion
-from autotune.config import TASKS
-from autotune.knobs import KNOBS, Knob
 from autotune.options import RANGES, SEQUENCE_LENGTH
+from autotune.space.config import TASKS
+from autotune.space.knobs import KNOBS, Knob
 
 COUNT = click.IntRange(*RANGES["effective_batch"])
 LENGTH = click.IntRange(*RANGES["seq_len"])

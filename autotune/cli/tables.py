@@ -34,7 +34,7 @@ def models() -> None:
 def spaces() -> None:
     """List the search spaces that come with autotune. To change one, copy its file."""
     from autotune.report import terminal
-    from autotune.space_file import available
+    from autotune.space.space_file import available
 
     rows = [
         (

@@ -12,9 +12,9 @@ from autotune.catalogue import compilers, nvml
 from autotune.catalogue.installed import version
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
-from autotune.knobs import KNOBS
 from autotune.memory.alloc_conf import VARIABLES
 from autotune.memory.out_of_memory import says_out_of_memory
+from autotune.space.knobs import KNOBS
 
 _GET_TORCH = "Install one of https://pytorch.org/get-started/locally for your driver"
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Protocol
 
 from autotune.common import files
-from autotune.config import TrainConfig, Workload
 from autotune.errors import ConfigError
 from autotune.export import (
     accelerate_config,
@@ -36,7 +35,8 @@ from autotune.export import (
     training_args_yaml,
     unsloth_py,
 )
-from autotune.knobs import describe
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.knobs import describe
 
 
 class Exporter(Protocol):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autotune.config import TrainConfig, Workload
 from autotune.export import deepspeed_json
 from autotune.export.carried import heading, unsaid, words_of
-from autotune.parallelisms import PARALLELISMS
-from autotune.precisions import PRECISIONS
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS
 
 name = "accelerate"
 filename = "accelerate_config.yaml"

@@ -9,11 +9,11 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from autotune.adapters import ADAPTERS, peft_fields
-from autotune.config import PEFT_TASK_TYPES, TrainConfig, Workload
 from autotune.export import installed
 from autotune.export.carried import unsaid
 from autotune.export.references import model_reference
+from autotune.space.adapters import ADAPTERS, peft_fields
+from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
 
 name = "peft"
 filename = "adapter_config.json"

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import COMPILE_MODES, LOADER_SETTINGS, TrainConfig, Workload
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -26,8 +25,9 @@ from autotune.export.mapping import (
 from autotune.export.mapping_write import keys_of, says_method, unsaid
 from autotune.export.text import as_yaml
 from autotune.export.trainer_rows import COMPILE_BACKEND, PARALLELISM
-from autotune.optimizers import OPTIMIZERS
-from autotune.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
+from autotune.space.config import COMPILE_MODES, LOADER_SETTINGS, TrainConfig, Workload
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
 
 name = "axolotl"
 filename = "axolotl.yaml"

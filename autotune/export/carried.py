@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from autotune.config import TrainConfig
-from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
+from autotune.space.config import TrainConfig
+from autotune.space.knobs import KNOBS, METHOD_WORDS, describe
 
 _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from autotune.config import TrainConfig, Workload
 from autotune.export.carried import unsaid
-from autotune.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 
 name = "deepspeed"
 filename = "deepspeed.json"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import LOADER_SETTINGS
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -24,8 +23,9 @@ from autotune.export.mapping import (
 )
 from autotune.export.trainer_rows import COMPILE_BACKEND, COMPILE_MODE
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
-from autotune.optimizers import OPTIMIZERS
-from autotune.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
+from autotune.space.config import LOADER_SETTINGS
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
 
 _LORA = ("lora", "qlora")
 _SWITCH = "activation_checkpointing"

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.export.mapping import Choice, Row, Target, choices, of_key, value_at
-from autotune.knobs import KNOBS
-from autotune.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
+from autotune.space.knobs import KNOBS
+from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 
 _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
 _FSDP, _PLUGIN, _ZERO = "fsdp_config", "deepspeed_config", "zero_optimization"

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import LOADER_SETTINGS, TrainConfig, Workload
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -27,8 +26,9 @@ from autotune.export.mapping import (
 from autotune.export.mapping_write import keys_of, says_method, unsaid
 from autotune.export.text import as_yaml
 from autotune.export.trainer_rows import COMPILE_BACKEND, COMPILE_MODE, PARALLELISM
-from autotune.optimizers import OPTIMIZERS
-from autotune.precisions import QUANTIZATIONS
+from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import QUANTIZATIONS
 
 name = "llama-factory"
 filename = "llama_factory.yaml"

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.adapters import ATTENTION_PROJECTIONS, lora_alpha, whole_alpha
-from autotune.config import METHODS, TrainConfig
-from autotune.knobs import KNOBS
-from autotune.readers import positive
+from autotune.space.adapters import ATTENTION_PROJECTIONS, lora_alpha, whole_alpha
+from autotune.space.config import METHODS, TrainConfig
+from autotune.space.knobs import KNOBS
+from autotune.space.values import positive
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import METHODS
 from autotune.errors import nearest
 from autotune.export.mapping import NotLiteral, Row, Target, entries, same, value_at
-from autotune.knobs import KNOBS
-from autotune.readers import positive
+from autotune.space.config import METHODS
+from autotune.space.knobs import KNOBS
+from autotune.space.values import positive
 
 
 def read(target: Target, content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from autotune.config import TrainConfig
 from autotune.export.mapping import Row, Target
-from autotune.knobs import KNOBS
+from autotune.space.config import TrainConfig
+from autotune.space.knobs import KNOBS
 
 _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.common.units import format_bytes
-from autotune.config import TrainConfig, Workload
 from autotune.export.carried import one_line, settings
-from autotune.knobs import describe
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.knobs import describe
 
 name = "model-card"
 filename = "model_card.md"

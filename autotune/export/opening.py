@@ -28,7 +28,7 @@ from autotune.export.parts import OURS, Part, all_of, read_folder, read_part
 from autotune.export.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.sections import Shape, target_for
 from autotune.export.training_args import installed_fields
-from autotune.knobs import KNOBS
+from autotune.space.knobs import KNOBS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

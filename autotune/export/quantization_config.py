@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from autotune.config import CLASSIFIER_HEADS, TrainConfig, Workload
 from autotune.export import installed
 from autotune.export.carried import unsaid
-from autotune.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.config import CLASSIFIER_HEADS, TrainConfig, Workload
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 name = "bitsandbytes"
 filename = "quantization_config.json"

@@ -11,10 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.adapters import ADAPTERS, peft_fields
 from autotune.common.files import Disk, Files
-from autotune.config import METHODS, TrainConfig, Workload
-from autotune.defaults import OPTIMIZER, PRECISION_OF
 from autotune.errors import ConfigError
 from autotune.export.edit import Change
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
@@ -27,8 +24,11 @@ from autotune.export.quantization_config import quantization_fields
 from autotune.export.section_rows import ADAPTER, QUANTIZATION, in_words
 from autotune.export.text import caveats_of
 from autotune.export.training_args import installed_fields, training_arguments
-from autotune.knobs import KNOBS, REQUIRED
-from autotune.parallelisms import PARALLELISMS
+from autotune.space.adapters import ADAPTERS, peft_fields
+from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.defaults import OPTIMIZER, PRECISION_OF
+from autotune.space.knobs import KNOBS, REQUIRED
+from autotune.space.parallelisms import PARALLELISMS
 
 _OPEN = ("micro_batch_size", "gradient_accumulation_steps", "precision", "optimizer")
 """Settings that every run has, whatever its files say."""

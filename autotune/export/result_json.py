@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from autotune.config import TrainConfig, Workload
+from autotune.space.config import TrainConfig, Workload
 
 name = "result"
 filename = "result.json"

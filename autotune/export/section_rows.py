@@ -10,7 +10,6 @@ import dataclasses
 import re
 from typing import Any
 
-from autotune.adapters import ADAPTERS
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -21,7 +20,8 @@ from autotune.export.mapping import (
     of_key,
     targets_of,
 )
-from autotune.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
+from autotune.space.adapters import ADAPTERS
+from autotune.space.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
 
 ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
 """RECIPE: the table of our own train.py."""

@@ -14,9 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.adapters import ADAPTERS, read_peft
 from autotune.catalogue.attention import ATTENTIONS
-from autotune.config import PEFT_TASK_TYPES, TRAINERS, TrainConfig
 from autotune.export import unsloth_base
 from autotune.export.huggingface import SFT, TRAINING_ARGUMENTS
 from autotune.export.mapping import Choice, Row, Target, choices, of_key, of_values, value_at
@@ -33,9 +31,11 @@ from autotune.export.section_rows import (
     with_products,
 )
 from autotune.export.training_args import environment, training_arguments
-from autotune.knobs import KNOBS
-from autotune.lengths import BATCHINGS
-from autotune.precisions import PRECISIONS
+from autotune.space.adapters import ADAPTERS, read_peft
+from autotune.space.config import PEFT_TASK_TYPES, TRAINERS, TrainConfig
+from autotune.space.knobs import KNOBS
+from autotune.space.lengths import BATCHINGS
+from autotune.space.precisions import PRECISIONS
 
 _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
 

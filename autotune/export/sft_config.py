@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from autotune.adapters import peft_fields, whole_alpha
-from autotune.config import TrainConfig, Workload
 from autotune.export import installed, targets
 from autotune.export.carried import comments, heading, unsaid
 from autotune.export.references import model_reference
@@ -23,7 +21,9 @@ from autotune.export.training_args import (
     training_arguments,
     unknown_values,
 )
-from autotune.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.adapters import peft_fields, whole_alpha
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 name = "sft"
 filename = "sft_config.yaml"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.config import TrainConfig
 from autotune.export.mapping import Target
 from autotune.export.mapping_write import unsaid
+from autotune.space.config import TrainConfig
 
 
 def as_yaml(

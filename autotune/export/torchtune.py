@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autotune.adapters import lora_alpha
-from autotune.config import TrainConfig, Workload
 from autotune.export.carried import comments, heading, one_line, unsaid, words_of
-from autotune.parallelisms import PARALLELISMS
-from autotune.precisions import PRECISIONS
+from autotune.space.adapters import lora_alpha
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS
 
 name = "torchtune"
 filename = "torchtune.yaml"

@@ -10,10 +10,10 @@ from typing import Any
 
 from autotune.common.files import Disk, Files
 from autotune.common.units import MIB
-from autotune.config import METHODS, TrainConfig, Workload
 from autotune.errors import ConfigError, nearest
 from autotune.export.extra_arguments import read_extra_arguments
-from autotune.knobs import KNOBS
+from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.knobs import KNOBS
 
 name = "train-config"
 filename = "train_config.yaml"

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from autotune.adapters import ADAPTERS, peft_fields
-from autotune.config import TrainConfig, Workload
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.training_args import environment, training_arguments
-from autotune.precisions import PRECISIONS
+from autotune.space.adapters import ADAPTERS, peft_fields
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.precisions import PRECISIONS
 
 name = "train"
 filename = "train.py"

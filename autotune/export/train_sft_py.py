@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autotune.adapters import peft_fields
-from autotune.config import TrainConfig, Workload
 from autotune.export.carried import heading, keywords
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.sft_config import applies, lacks, sft_arguments, sft_fields, unsaid_by_trl
 from autotune.export.training_args_py import set_environment
-from autotune.precisions import PRECISIONS
+from autotune.space.adapters import peft_fields
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.precisions import PRECISIONS
 
 __all__ = ["applies", "cannot_express", "filename", "lacks", "name", "write"]
 

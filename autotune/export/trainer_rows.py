@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autotune.config import COMPILE_BACKENDS, COMPILE_MODES
 from autotune.export.deepspeed_json import filename as deepspeed_filename
 from autotune.export.mapping import Choice, choices
+from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES
 
 COMPILE_MODE = choices(
     ("torch_compile",),

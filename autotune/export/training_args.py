@@ -12,14 +12,14 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from autotune.config import LOADER_SETTINGS, TrainConfig, Workload
 from autotune.export import installed, targets
 from autotune.export.carried import heading, unsaid
-from autotune.knobs import KNOBS
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
-from autotune.optimizers import OPTIMIZERS
-from autotune.parallelisms import PARALLELISMS
-from autotune.precisions import PRECISIONS
+from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
+from autotune.space.knobs import KNOBS
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS
 
 name = "training-args"
 filename = "training_args.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autotune.config import TrainConfig, Workload
 from autotune.export import training_args
 from autotune.export.carried import keywords
 from autotune.export.training_args import (
@@ -15,6 +14,7 @@ from autotune.export.training_args import (
     libraries,
     part,
 )
+from autotune.space.config import TrainConfig, Workload
 
 __all__ = [
     "cannot_express", "filename", "has_no_words_for", "libraries", "name", "part", "write",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autotune.config import TrainConfig, Workload
 from autotune.export.training_args import (
     cannot_express,
     has_no_words_for,
@@ -16,6 +15,7 @@ from autotune.export.training_args import (
     libraries,
     part,
 )
+from autotune.space.config import TrainConfig, Workload
 
 __all__ = [
     "cannot_express", "filename", "has_no_words_for", "libraries", "name", "part", "write",

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autotune.adapters import peft_fields
-from autotune.config import LOADER_SETTINGS, TrainConfig, Workload
 from autotune.export.carried import heading, keywords, unsaid, words_of
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.sft_config import lacks
 from autotune.export.training_args import training_arguments
-from autotune.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.adapters import peft_fields
+from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 __all__ = ["applies", "cannot_express", "filename", "lacks", "name", "write"]
 

@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune import finding
-from autotune.config import TrainConfig
 from autotune.deliver import deliver
 from autotune.errors import AutotuneError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
-from autotune.knobs import describe
 from autotune.listener import SILENT, Listener, Measuring
 from autotune.measurement import Measurement
 from autotune.nightly import drift, files, ledger, relatives
@@ -37,6 +35,8 @@ from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Planned, changes
 from autotune.nightly.repeats import Repeated, Repeater
 from autotune.probes import open_probes
+from autotune.space.config import TrainConfig
+from autotune.space.knobs import describe
 from autotune.summary import Counts
 
 BY_A_NIGHT = "search of a night"

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.common.units import format_bytes, format_seconds
-from autotune.knobs import describe
 from autotune.nightly import drift, relatives
 from autotune.nightly.digest import Digest, Done, interval, ordered, percent
 from autotune.nightly.history import Night
 from autotune.nightly.plan import Planned, Prepared
 from autotune.report.markdown import plain, table
 from autotune.report.words import printable
+from autotune.space.knobs import describe
 
 _FILES = resources.files("autotune.nightly")
 _STYLES = resources.files("autotune.report")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.common import json_records
-from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.nightly import drift
+from autotune.space.config import TrainConfig
 
 NEW = "new"
 """The first answer of a cell on a machine; the other kinds are drift's."""

@@ -16,11 +16,11 @@ from typing import Any
 
 import filelock
 
-from autotune.config import TrainConfig
 from autotune.database import file_of, parse_url
 from autotune.errors import StorageError
 from autotune.export import write_texts
 from autotune.fingerprint import Fingerprint
+from autotune.space.config import TrainConfig
 
 FILE = "nightly.json"
 LOCK = "nightly.lock"

@@ -30,11 +30,11 @@ from typing import Any
 
 from autotune import inputs
 from autotune.common.units import parse_bytes
-from autotune.config import METHODS
 from autotune.errors import ConfigError, nearest
 from autotune.nightly.hooks import EVENTS, Hook, check_url
 from autotune.options import SEQUENCE_LENGTH, FindOptions
 from autotune.recommendations import question_key, question_of
+from autotune.space.config import METHODS
 from autotune.study_names import slug
 
 ALL_OF_THE_CARD = "all"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from autotune import inputs
 from autotune.catalogue.models import resolve
-from autotune.config import TrainConfig
 from autotune.fingerprint import Fingerprint
 from autotune.forkserver import ForkServer
 from autotune.measurement import PROBE_SECONDS, ProbeSpec
@@ -15,6 +14,7 @@ from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Cell, Matrix
 from autotune.prober import Prober
 from autotune.probes import ProbeTable
+from autotune.space.config import TrainConfig
 
 NUM_FAILURES = 2
 """In a row: the first may be chance."""

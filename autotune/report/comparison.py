@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.common.units import format_bytes
-from autotune.knobs import KNOBS, describe
 from autotune.measurement import Measurement
 from autotune.results import Estimate
+from autotune.space.knobs import KNOBS, describe
 from autotune.studies import StoredAnswer
 
 _MISSING = "-"

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 from autotune.common import json_records
 from autotune.common.units import format_bytes
-from autotune.config import TrainConfig
-from autotune.knobs import describe
 from autotune.measurement import measurement_from_dict
 from autotune.report.words import printable
+from autotune.space.config import TrainConfig
+from autotune.space.knobs import describe
+from autotune.space.tradeoffs import tradeoff_class
 from autotune.studies import StoredAnswer, load_with_trials
 from autotune.study_trials import SPACE
-from autotune.tradeoffs import tradeoff_class
 
 FITS, DOES_NOT_FIT = "fits", "does not fit"
 """Outcomes of what is predicted; measurement.OUTCOMES are those of what was measured."""

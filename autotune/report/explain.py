@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import format_count
-from autotune.optimizers import OPTIMIZERS
-from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.results import Estimate
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from autotune.common.units import format_bytes
-from autotune.config import TRADEOFF_CLASSES
 from autotune.errors import ConfigError
 from autotune.report import facts, figures, words
 from autotune.report.data import ReportData
+from autotune.space.config import TRADEOFF_CLASSES
 
 _FILES = resources.files("autotune.report")
 

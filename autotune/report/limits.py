@@ -7,8 +7,8 @@ from typing import TextIO
 
 from autotune.common.units import format_bytes, format_seconds
 from autotune.inverse import Answer
-from autotune.knobs import as_options, describe
 from autotune.report import terminal, words
+from autotune.space.knobs import as_options, describe
 
 _QUESTIONS = {
     "sequence-length": ("{:,} tokens", "the longest sequence"),

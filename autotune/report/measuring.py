@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from autotune.common.units import counted, format_seconds
-from autotune.config import TrainConfig
-from autotune.knobs import describe
 from autotune.listener import Measuring
 from autotune.measurement import (
     NUM_CONFIRMATION_WARM_UP_STEPS,
@@ -28,6 +26,8 @@ from autotune.measurement import (
 )
 from autotune.report import words
 from autotune.report.stderr import Output, output
+from autotune.space.config import TrainConfig
+from autotune.space.knobs import describe
 from autotune.summary import Counts
 
 if TYPE_CHECKING:

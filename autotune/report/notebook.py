@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from html import escape
 
 from autotune.common.units import format_bytes
-from autotune.knobs import describe
 from autotune.report import words
+from autotune.space.knobs import describe
 from autotune.summary import Summary
 
 _COLOURS = (

@@ -15,16 +15,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
-from autotune import needs
 from autotune.catalogue.gpus import Gpu
 from autotune.common.units import GIB, format_bytes, format_count, format_seconds, unit_for
-from autotune.config import TRADEOFF_CLASSES
-from autotune.knobs import describe
 from autotune.report import words
 from autotune.report.explain import Line
 from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
 from autotune.results import Estimate
+from autotune.space import requirements
+from autotune.space.config import TRADEOFF_CLASSES
+from autotune.space.knobs import describe
 from autotune.summary import Measured, Summary
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
         rows.append(("", words.widened(summary)))
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
-    rows += [("note", words.bound(text)) for text in needs.unpredicted(best.config)]
+    rows += [("note", words.bound(text)) for text in requirements.unpredicted(best.config)]
     notes = (words.unfused_casts(best.config), best.unquantized_note)
     rows += [("note", note) for note in notes if note]
     if summary.tied:
@@ -202,8 +202,10 @@ def draw_estimate(
         rows.append(("note", words.paging(estimate)))
     notes = (words.unfused_casts(estimate.config), estimate.unquantized_note)
     rows += [("note", note) for note in notes if note]
-    rows += [("note", f"not installed here: {text}") for text in needs.of_config(estimate.config)]
-    rows += [("note", words.bound(text)) for text in needs.unpredicted(estimate.config)]
+    rows += [
+        ("note", f"not installed here: {text}") for text in requirements.of_config(estimate.config)
+    ]
+    rows += [("note", words.bound(text)) for text in requirements.unpredicted(estimate.config)]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
     _print_rows(console, rows)
 

@@ -15,15 +15,15 @@ from typing import TextIO
 
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import format_count
-from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.memory.optimizers import TensorSpec
-from autotune.optimizers import OPTIMIZERS, state_bytes
-from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.report import terminal
 from autotune.report.explain import explain
 from autotune.results import Estimate
-from autotune.rules import Context, broken_rules
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS, state_bytes
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.rules import Context, broken_rules
 
 _GB = 10**9
 _SIDE = 4096

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from autotune.common.units import counted, format_bytes, format_count, format_seconds, unit_for
-from autotune.config import TRADEOFF_CLASSES, TrainConfig, Workload
-from autotune.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.loading import LoaderTime
 from autotune.measurement import NOISE, Measurement
-from autotune.precisions import PRECISIONS
 from autotune.results import Estimate
+from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.space.knobs import KNOBS, METHOD_WORDS, describe
+from autotune.space.precisions import PRECISIONS
 from autotune.summary import MORE_MEMORY_BYTES, Change, Measured, Summary
 
 CLASS_MEANINGS = (

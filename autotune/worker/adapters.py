@@ -1,4 +1,4 @@
-"""PEFT's adapter on a model, by autotune.adapters' fields: on `meta` for a trace, for real in a probe."""
+"""PEFT's adapter on a model, by autotune.space.adapters' fields: on `meta` for a trace, for real in a probe."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.fx.experimental import _config as fx_config
 
-from autotune.adapters import ADAPTERS, ATTENTION_PROJECTIONS, Choice, peft_fields
-from autotune.config import PEFT_TASK_TYPES
 from autotune.errors import nearest
+from autotune.space.adapters import ADAPTERS, ATTENTION_PROJECTIONS, Choice, peft_fields
+from autotune.space.config import PEFT_TASK_TYPES
 from autotune.worker.layers import num_layers
 from autotune.worker.model import UnsupportedModel, first_line, reason_of
 from autotune.worker.stand_ins import replaced

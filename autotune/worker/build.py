@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from autotune.config import TrainConfig
-from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.space.precisions import PRECISIONS
 from autotune.worker import adapters, quantize
 from autotune.worker import model as models
 

@@ -17,11 +17,11 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from autotune import needs
-from autotune.adapters import ADAPTERS, peft_fields
-from autotune.config import TrainConfig
-from autotune.optimizers import OPTIMIZERS
-from autotune.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space import requirements
+from autotune.space.adapters import ADAPTERS, peft_fields
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.worker.quantize import is_quantized
 from autotune.worker.tracker import in_backward
 
@@ -42,7 +42,7 @@ def require(complaints: Sequence[str]) -> None:
 
 def check_backend(config: TrainConfig, backend: str) -> list[str]:
     """What a probe or a CPU cannot do: said, not left out."""
-    return list(needs.of_cuda(config)) if backend == "cpu" else []
+    return list(requirements.of_cuda(config)) if backend == "cpu" else []
 
 
 def check_model(model: Any, config: TrainConfig) -> list[str]:

@@ -36,9 +36,9 @@ from typing import Any, Protocol
 import pynvml
 import torch
 
-from autotune.config import TrainConfig
 from autotune.memory.allocator import OVERSHOOT_BYTES, Replay, replay
-from autotune.precisions import PRECISIONS
+from autotune.space.config import TrainConfig
+from autotune.space.precisions import PRECISIONS
 from autotune.worker.compiling import AllocationProfile
 from autotune.worker.tracker import Tracker
 

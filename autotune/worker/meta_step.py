@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers.integrations.neftune import activate_neftune
 
-from autotune.adapters import ADAPTERS
-from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
+from autotune.space.adapters import ADAPTERS
+from autotune.space.precisions import PRECISIONS
 from autotune.worker import adapters, fp8, liger, quantize, sft
 from autotune.worker import model as models
 from autotune.worker.layers import layer_stacks

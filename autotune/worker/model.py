@@ -20,8 +20,8 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
+from autotune.space.precisions import PRECISIONS
 
 _AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",

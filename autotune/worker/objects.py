@@ -15,15 +15,15 @@ import torch
 from peft import PeftConfig
 from transformers import BitsAndBytesConfig, TrainingArguments
 
-from autotune import adapters as fields_of
-from autotune.config import TrainConfig
 from autotune.errors import ConfigError, nearest
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.training_args import decided_arguments, environment
 from autotune.export.training_args import training_arguments as keyword_arguments
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
-from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
+from autotune.space import adapters as fields_of
+from autotune.space.config import TrainConfig
+from autotune.space.precisions import PRECISIONS
 from autotune.worker import adapters, checks
 from autotune.worker import model as models
 

@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from autotune.common.units import format_bytes
-from autotune.config import TrainConfig
 from autotune.memory.optimizers import TensorSpec
-from autotune.optimizers import OPTIMIZERS
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS
 
 
 def managed_bytes(model: Any, config: TrainConfig) -> int:

@@ -18,7 +18,7 @@ import torch
 import transformers.modeling_utils
 
 from autotune.common.units import format_bytes
-from autotune.config import TrainConfig
+from autotune.space.config import TrainConfig
 from autotune.worker.stand_ins import replaced
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from autotune.config import TrainConfig
 from autotune.measurement import ProbeSpec
-from autotune.precisions import PRECISIONS
+from autotune.space.config import TrainConfig
+from autotune.space.precisions import PRECISIONS
 from autotune.worker import checks, confirm, fp8
 from autotune.worker.checks import NotFinite
 from autotune.worker.memory import DeviceMemory

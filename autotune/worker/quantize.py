@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.config import CLASSIFIER_HEADS
-from autotune.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.results import TraceSpec
+from autotune.space.config import CLASSIFIER_HEADS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 LAYERS = ("Linear4bit", "Linear8bitLt")
 

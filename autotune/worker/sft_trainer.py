@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
-from autotune.config import TrainConfig
+from autotune.space.config import TrainConfig
 from autotune.worker.model import UnsupportedModel
 
 

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from autotune.adapters import ADAPTERS
-from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
+from autotune.space.adapters import ADAPTERS
+from autotune.space.precisions import PRECISIONS
 from autotune.worker import attention, flex, fp8, layers, liger, quantize, sft
 from autotune.worker import model as models
 from autotune.worker.adapters import RANK, true_masks

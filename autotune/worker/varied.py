@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from autotune.config import TrainConfig
+from autotune.space.config import TrainConfig
 from autotune.worker.training import is_out_of_memory, train
 
 NUM_RUNS = 2

@@ -23,8 +23,8 @@ from test_trace_is_the_trainer import (
     assert_as_traced,
 )
 
-from autotune.adapters import ADAPTERS, LORA_VARIANTS, peft_fields, read_peft
-from autotune.config import TrainConfig
+from autotune.space.adapters import ADAPTERS, LORA_VARIANTS, peft_fields, read_peft
+from autotune.space.config import TrainConfig
 from autotune.worker import adapters
 from autotune.worker.model import UnsupportedModel
 

@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import find_executable_batch_size
 
 from autotune.catalogue.models import ModelSource
-from autotune.config import TrainConfig
 from autotune.export.training_args import installed_fields, training_arguments
+from autotune.space.config import TrainConfig
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BASE = TrainConfig(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from autotune.catalogue.models import CatalogueEntry, catalogue, resolve
-from autotune.config import TrainConfig
 from autotune.memory.traces import Trace
 from autotune.results import TraceSpec
+from autotune.space.config import TrainConfig
 from autotune.worker.cuda import Device
 from autotune.worker.model import load_config
 from autotune.worker.trace import trace_step

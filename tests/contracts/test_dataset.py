@@ -16,7 +16,7 @@ import pytest
 
 from autotune.dataset import read_lengths
 from autotune.errors import ConfigError
-from autotune.lengths import Lengths, useful_share
+from autotune.space.lengths import Lengths, useful_share
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
 MAKE_TOKENIZER = """

@@ -15,7 +15,7 @@ import pytest
 from test_export_trains import ADAPTERS, FULL, LORA, QLORA, make_models, run_python
 
 from autotune import export
-from autotune.config import TrainConfig, Workload
+from autotune.space.config import TrainConfig, Workload
 
 pytest.importorskip("trl")
 

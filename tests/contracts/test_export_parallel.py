@@ -22,8 +22,8 @@ import transformers
 from test_export_trains import FULL, TEXT, make_models
 
 from autotune import export
-from autotune.config import TrainConfig, Workload
-from autotune.parallelisms import PARALLELISMS
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.parallelisms import PARALLELISMS
 
 pytestmark = pytest.mark.slow
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from autotune import export
-from autotune.adapters import read_peft
-from autotune.config import METHODS, TrainConfig, Workload
 from autotune.export.extra_arguments import read_extra_arguments
+from autotune.space.adapters import read_peft
+from autotune.space.config import METHODS, TrainConfig, Workload
 
 pytestmark = pytest.mark.slow
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from autotune.adapters import ADAPTERS
 from autotune.catalogue.models import resolve
 from autotune.memory.traces import Trace, evaluate, is_setup
-from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
+from autotune.space.adapters import ADAPTERS
+from autotune.space.precisions import PRECISIONS
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module
 from autotune.worker.cuda import Device

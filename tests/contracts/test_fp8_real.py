@@ -27,10 +27,10 @@ from test_trace_is_the_trainer import (
     run_case,
 )
 
-from autotune.config import TrainConfig, Workload
 from autotune.export import accelerate_config
 from autotune.export.training_args import environment
-from autotune.precisions import PRECISIONS
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.precisions import PRECISIONS
 from autotune.worker import fp8, objects
 
 pytest.importorskip("torchao")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autotune.config import TrainConfig
 from autotune.memory.traces import Trace
 from autotune.results import TraceSpec
+from autotune.space.config import TrainConfig
 from autotune.worker import __main__ as worker
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.config import TrainConfig, Workload
 from autotune.export import llama_factory
 from autotune.export.mapping_read import read
 from autotune.export.read import EditedBase, read_base
-from autotune.precisions import PRECISIONS
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.precisions import PRECISIONS
 
 pytestmark = pytest.mark.slow
 

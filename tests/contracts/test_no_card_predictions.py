@@ -9,9 +9,9 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import resolve
-from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.results import TraceSpec
+from autotune.space.config import TrainConfig
 from autotune.tracing import trace_all
 
 PATH = Path(__file__).parents[2] / "studies/no-card/h200/predicted_vs_measured.jsonl"

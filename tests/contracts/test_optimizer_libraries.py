@@ -39,7 +39,7 @@ from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.optimizers.core import total_state_bytes
 from autotune.memory.optimizers.low_rank import SvdProjection
-from autotune.optimizers import LEFT_OUT, OPTIMIZERS, Optimizer, state_bytes
+from autotune.space.optimizers import LEFT_OUT, OPTIMIZERS, Optimizer, state_bytes
 from autotune.worker.tracker import Tracker
 
 __all__ = ["trainer_choice"]

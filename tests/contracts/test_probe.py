@@ -32,14 +32,14 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from autotune import isolate
-from autotune.adapters import read_peft
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
-from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.memory.traces import Trace
 from autotune.results import Estimate, TraceSpec
+from autotune.space.adapters import read_peft
+from autotune.space.config import TrainConfig
 from autotune.worker import checks, confirm, memory, training
 from autotune.worker import model as models
 from autotune.worker import probe as probe_module

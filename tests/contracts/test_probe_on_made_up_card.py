@@ -16,8 +16,8 @@ from transformers import Trainer
 
 from autotune.catalogue import host_memory
 from autotune.common.units import GIB, MIB
-from autotune.config import TrainConfig
 from autotune.measurement import Measurement, ProbeSpec
+from autotune.space.config import TrainConfig
 from autotune.worker import memory
 from autotune.worker.probe import probe
 

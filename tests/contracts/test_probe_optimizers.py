@@ -19,7 +19,7 @@ from test_probe import (
     run,
 )
 
-from autotune.optimizers import OPTIMIZERS, Optimizer
+from autotune.space.optimizers import OPTIMIZERS, Optimizer
 
 __all__ = ["_forget_8_bit_overrides", "_quiet_and_steady"]
 

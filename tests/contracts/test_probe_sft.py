@@ -28,7 +28,7 @@ from test_probe import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune.common.units import MIB
-from autotune.config import TrainConfig
+from autotune.space.config import TrainConfig
 from autotune.worker import model as models
 from autotune.worker import sft
 from autotune.worker.build import build

@@ -20,11 +20,11 @@ import pytest
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
-from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
-from autotune.optimizers import OPTIMIZERS, state_bytes
 from autotune.results import Estimate, TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS, state_bytes
 from autotune.worker.cuda import Device
 from autotune.worker.model import load_config
 from autotune.worker.trace import trace_step

@@ -33,7 +33,7 @@ from test_trace_is_the_trainer import (
     assert_as_traced,
 )
 
-from autotune.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.worker import build, quantize
 
 pytestmark = [

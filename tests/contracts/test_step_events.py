@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from autotune.config import TrainConfig
 from autotune.memory.allocator import EMPTY_CACHE_BYTES
 from autotune.memory.traces import Trace
-from autotune.optimizers import OPTIMIZERS
 from autotune.results import TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS
 from autotune.step_events import Part, Steps, first_steps
 from autotune.update import priced_update
 from autotune.worker import model as models

@@ -40,9 +40,9 @@ from trainer_step import (
 from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import write_clip
 from autotune.memory.traces import Trace
-from autotune.optimizers import OPTIMIZERS
-from autotune.precisions import PRECISIONS
 from autotune.results import TraceSpec
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import PRECISIONS
 from autotune.worker import attention, fp8, liger, sdpa
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module

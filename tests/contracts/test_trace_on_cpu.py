@@ -24,10 +24,10 @@ from test_trace_is_the_trainer import (
 from autotune.catalogue.gpus import cpu_stand_in
 from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
-from autotune.config import TrainConfig
 from autotune.estimate import Estimator
 from autotune.measurement import ProbeSpec
 from autotune.results import TraceSpec
+from autotune.space.config import TrainConfig
 from autotune.tracing import trace_all
 from autotune.worker.cuda import Device
 from autotune.worker.probe import probe

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from autotune.errors import nearest
-from autotune.optimizers import LEFT_OUT, OPTIMIZERS
+from autotune.space.optimizers import LEFT_OUT, OPTIMIZERS
 
 MAX_NUMBER = 1_000_000
 """Of a micro-batch size, rank or layer interval."""

@@ -11,11 +11,11 @@ from collections.abc import Collection
 from typing import Any
 
 from autotune.catalogue.installed import is_installed
-from autotune.config import METHODS, TrainConfig
-from autotune.knobs import KNOBS, REQUIRED, Knob
-from autotune.optimizers import OPTIMIZERS
-from autotune.precisions import PRECISIONS
-from autotune.space import SearchSpace
+from autotune.space.config import METHODS, TrainConfig
+from autotune.space.knobs import KNOBS, REQUIRED, Knob
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import PRECISIONS
+from autotune.space.search_space import SearchSpace
 
 NOT_PREDICTED = "not predicted"
 """Why a search by prediction leaves a value out."""

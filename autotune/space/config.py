@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.adapters import ADAPTERS
 from autotune.common import json_records
-from autotune.lengths import Lengths, useful_share
+from autotune.space.adapters import ADAPTERS
+from autotune.space.lengths import Lengths, useful_share
 
 TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
 """Lowest first: what a setting gives up (DESIGN section 5)."""
@@ -128,7 +128,7 @@ class TrainConfig:
     precision: str
     """A key of PRECISIONS."""
     optimizer: str
-    """A key of autotune.optimizers.OPTIMIZERS (an `optim` value of TrainingArguments)."""
+    """A key of autotune.space.optimizers.OPTIMIZERS (an `optim` value of TrainingArguments)."""
     activation_checkpointing: int = 0
     """0: none; 1: every layer; n: every n-th layer."""
     activation_offloading: bool = False
@@ -140,7 +140,7 @@ class TrainConfig:
     lora_targets: str | None = None
     """`all-linear`, `attention`, or module names joined by commas; None for methods without."""
     lora_variant: str = "plain"
-    """A key of autotune.adapters.LORA_VARIANTS."""
+    """A key of autotune.space.adapters.LORA_VARIANTS."""
     lora_alpha_ratio: float = 2.0
     """LoRA's alpha over its rank: its output is multiplied by that, in rsLoRA by alpha over the rank's
     square root."""
@@ -149,7 +149,7 @@ class TrainConfig:
     num_virtual_tokens: int | None = None
     """Of a prompt, or tokens that train; None for methods without."""
     peft: str | None = None
-    """Fields of a PeftConfig, as autotune.adapters.read_peft gives them; None but for method peft."""
+    """Fields of a PeftConfig, as autotune.space.adapters.read_peft gives them; None but for method peft."""
     quantization: str = "none"
     """A key of QUANTIZATIONS."""
     quantization_storage: str = "uint8"
@@ -157,7 +157,7 @@ class TrainConfig:
     batching: str = "packed"
     """One of lengths.BATCHINGS."""
     parallelism: str = "none"
-    """A key of autotune.parallelisms.PARALLELISMS."""
+    """A key of autotune.space.parallelisms.PARALLELISMS."""
     num_gpus: int = 1
     """The data-parallel degree."""
     liger: bool = False

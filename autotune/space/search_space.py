@@ -1,6 +1,6 @@
 """What may vary (SearchSpace), and the points of it that are valid.
 
-A space comes from a YAML file (autotune.space_file). Every combination of its values is a point;
+A space comes from a YAML file (autotune.space.space_file). Every combination of its values is a point;
 gradient accumulation follows from the effective batch size of the workload.
 """
 
@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.config import PACKABLE_TASKS, TrainConfig, Workload
-from autotune.knobs import KNOBS
-from autotune.rules import RULES, Context
+from autotune.space.config import PACKABLE_TASKS, TrainConfig, Workload
+from autotune.space.knobs import KNOBS
+from autotune.space.rules import RULES, Context
 
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
 

@@ -37,11 +37,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.config import METHODS
 from autotune.errors import ConfigError, nearest
-from autotune.knobs import KNOBS, REQUIRED, Knob
-from autotune.readers import kind
-from autotune.space import MethodSpace, SearchSpace
+from autotune.space.config import METHODS
+from autotune.space.knobs import KNOBS, REQUIRED, Knob
+from autotune.space.search_space import MethodSpace, SearchSpace
+from autotune.space.values import kind
 
 MAX_FILE_BYTES = 256 * 1024
 MAX_POINTS = 1_000_000
@@ -106,7 +106,7 @@ def text_of(name_or_path: str) -> str | None:
 
 def _shipped() -> dict[str, Path]:
     """Shipped files by name: inside the package of a wheel, beside it in a checkout."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     folder = package / "search_spaces"
     if not folder.is_dir():
         folder = package.parent / "search_spaces"

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune import readers
-from autotune.adapters import ADAPTERS, LORA_VARIANTS, peft_words, read_peft
 from autotune.catalogue.attention import ATTENTIONS
-from autotune.config import COMPILE_BACKENDS, COMPILE_MODES, METHODS, TRAINERS, TrainConfig
-from autotune.lengths import BATCHINGS
-from autotune.optimizers import OPTIMIZERS
-from autotune.parallelisms import PARALLELISMS
-from autotune.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
+from autotune.space import values
+from autotune.space.adapters import ADAPTERS, LORA_VARIANTS, peft_words, read_peft
+from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, METHODS, TRAINERS, TrainConfig
+from autotune.space.lengths import BATCHINGS
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
 
 REQUIRED = object()
 """Default of a knob that every section of a space must name."""
@@ -111,7 +111,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="micro_batch_size",
             tradeoff="exact",
-            read=readers.positive,
+            read=values.positive,
             smallest=1,
             usual_largest=32,
             is_slope=True,
@@ -123,7 +123,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="precision",
             tradeoff="numerics",
-            read=readers.one_of(tuple(PRECISIONS), "precision"),
+            read=values.one_of(tuple(PRECISIONS), "precision"),
             choices=tuple(PRECISIONS),
             # Only torch.compile fuses the casts: without it they cost more than fp8 saves (pytorch/ao
             # issue 685).
@@ -135,7 +135,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="optimizer",
             tradeoff="",
-            read=readers.optimizer,
+            read=values.optimizer,
             choices=tuple(OPTIMIZERS),
             needs={row.name: row.needs for row in OPTIMIZERS.values() if row.needs},
             flag="--optimizer",
@@ -145,7 +145,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="activation_checkpointing",
             tradeoff="exact",
-            read=readers.checkpointing,
+            read=values.checkpointing,
             default=0,
             smallest=0,
             usual_largest=128,
@@ -158,7 +158,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="activation_offloading",
             tradeoff="exact",
-            read=readers.flag,
+            read=values.flag,
             default=False,
             choices=(False, True),
             words=lambda on: "offloading" if on else "no offloading",
@@ -168,7 +168,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="attention",
             tradeoff="exact",
-            read=readers.one_of(ATTENTIONS, "attention"),
+            read=values.one_of(ATTENTIONS, "attention"),
             default="sdpa",
             choices=ATTENTIONS,
             words=lambda name: name if "_" in name else f"{name} attention",
@@ -179,7 +179,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="lora_rank",
             tradeoff="recipe",
-            read=readers.positive,
+            read=values.positive,
             default=16,
             method_defaults={"vera": 256, "miss": 64},  # as peft 0.21 has them
             smallest=1,
@@ -194,7 +194,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="lora_targets",
             tradeoff="recipe",
-            read=readers.targets,
+            read=values.targets,
             default="all-linear",
             choices=("all-linear", "attention"),
             is_open=True,
@@ -207,7 +207,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="lora_variant",
             tradeoff="recipe",
-            read=readers.one_of(tuple(LORA_VARIANTS), "variant"),
+            read=values.one_of(tuple(LORA_VARIANTS), "variant"),
             default="plain",
             choices=tuple(LORA_VARIANTS),
             methods=_LORA,
@@ -218,7 +218,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="lora_alpha_ratio",
             tradeoff="recipe",
-            read=readers.above_zero,
+            read=values.above_zero,
             default=2.0,
             choices=(1.0, 2.0),
             is_open=True,
@@ -232,7 +232,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="lora_dropout",
             tradeoff="recipe",
-            read=readers.share,
+            read=values.share,
             default=0.0,
             choices=(0.0, 0.05, 0.1),
             is_open=True,
@@ -245,7 +245,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="num_virtual_tokens",
             tradeoff="recipe",
-            read=readers.positive,
+            read=values.positive,
             default=20,
             smallest=1,
             usual_largest=256,
@@ -259,7 +259,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="quantization",
             tradeoff="recipe",
-            read=readers.one_of(tuple(QUANTIZATIONS), "quantization"),
+            read=values.one_of(tuple(QUANTIZATIONS), "quantization"),
             default="none",
             method_defaults={"qlora": "nf4"},
             choices=tuple(QUANTIZATIONS),
@@ -272,7 +272,7 @@ KNOBS: dict[str, Knob] = {
             # The codes are the same, and so is what they stand for.
             name="quantization_storage",
             tradeoff="exact",
-            read=readers.one_of(QUANTIZATION_STORAGES, "dtype"),
+            read=values.one_of(QUANTIZATION_STORAGES, "dtype"),
             default="uint8",
             choices=QUANTIZATION_STORAGES,
             methods=_QUANTIZABLE,
@@ -283,7 +283,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="batching",
             tradeoff="recipe",
-            read=readers.one_of(BATCHINGS, "batching"),
+            read=values.one_of(BATCHINGS, "batching"),
             default="packed",
             choices=BATCHINGS,
             words=lambda name: f"{name} batches",
@@ -293,7 +293,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="parallelism",
             tradeoff="exact",
-            read=readers.one_of(tuple(PARALLELISMS), "parallelism"),
+            read=values.one_of(tuple(PARALLELISMS), "parallelism"),
             default="none",
             choices=tuple(PARALLELISMS),
             words=lambda name: "one GPU" if name == "none" else name,
@@ -319,7 +319,7 @@ KNOBS: dict[str, Knob] = {
             # and gated MLPs round at other places (liger-kernel 0.8.5 ops/).
             name="liger",
             tradeoff="numerics",
-            read=readers.flag,
+            read=values.flag,
             default=False,
             choices=(False, True),
             words=lambda on: "Liger kernels" if on else "no Liger kernels",
@@ -332,7 +332,7 @@ KNOBS: dict[str, Knob] = {
             # SFTTrainer sums the loss over chunks in float32 (trl 1.16 kernels/chunked_logprob.py).
             name="trainer",
             tradeoff="numerics",
-            read=readers.one_of(TRAINERS, "trainer"),
+            read=values.one_of(TRAINERS, "trainer"),
             default="transformers",
             choices=TRAINERS,
             words=lambda name: {"transformers": "Trainer", "trl-sft": "SFTTrainer"}[name],
@@ -343,7 +343,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="torch_empty_cache_steps",
             tradeoff="exact",
-            read=readers.from_zero,
+            read=values.from_zero,
             default=0,
             smallest=0,
             usual_largest=32,
@@ -359,7 +359,7 @@ KNOBS: dict[str, Knob] = {
             # A variable of the environment: no trainer has a field for it.
             name="expandable_segments",
             tradeoff="exact",
-            read=readers.flag,
+            read=values.flag,
             default=False,
             choices=(False, True),
             words=lambda on: "expandable segments" if on else "segments of fixed size",
@@ -369,7 +369,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="neftune_noise_alpha",
             tradeoff="recipe",
-            read=readers.strength,
+            read=values.strength,
             default=0.0,
             choices=(0.0, 5.0, 10.0, 15.0),
             is_open=True,
@@ -382,7 +382,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="torch_compile",
             tradeoff="numerics",
-            read=readers.one_of(("none", *COMPILE_MODES), "mode"),
+            read=values.one_of(("none", *COMPILE_MODES), "mode"),
             default="none",
             choices=("none", *COMPILE_MODES),
             words=lambda mode: f"torch.compile ({mode})" if mode != "none" else "no torch.compile",
@@ -394,7 +394,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="torch_compile_backend",
             tradeoff="numerics",
-            read=readers.one_of(COMPILE_BACKENDS, "backend"),
+            read=values.one_of(COMPILE_BACKENDS, "backend"),
             default="inductor",
             choices=COMPILE_BACKENDS,
             words=lambda name: f"compiled by {name}",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.adapters import ADAPTERS, adapter_of, peft_fields
 from autotune.catalogue.attention import FLASH_ATTENTIONS
-from autotune.config import TrainConfig
-from autotune.knobs import KNOBS
-from autotune.optimizers import OPTIMIZERS
-from autotune.parallelisms import PARALLELISMS
-from autotune.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.adapters import ADAPTERS, adapter_of, peft_fields
+from autotune.space.config import TrainConfig
+from autotune.space.knobs import KNOBS
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
 # with float8.

@@ -6,9 +6,9 @@ import dataclasses
 
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
-from autotune.config import METHODS, TrainConfig, Workload
-from autotune.knobs import KNOBS, REQUIRED
-from autotune.space import usual_batching
+from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.knobs import KNOBS, REQUIRED
+from autotune.space.search_space import usual_batching
 
 OPTIMIZER = "adamw_torch_fused"
 PRECISION_OF = {

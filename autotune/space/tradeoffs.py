@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from autotune.config import TRADEOFF_CLASSES, TrainConfig
-from autotune.knobs import KNOBS
-from autotune.optimizers import OPTIMIZERS
+from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.space.knobs import KNOBS
+from autotune.space.optimizers import OPTIMIZERS
 
 LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
 
