@@ -15,7 +15,7 @@ from autotune.common.units import MIB
 from autotune.errors import ConfigError
 from autotune.export import Exporter, result_json
 from autotune.export.read import BaseRun
-from autotune.summary import Summary
+from autotune.records.answer import Summary
 
 MAX_RESULT_BYTES = 16 * MIB
 SAME_TIME_SECONDS = 5.0

@@ -32,14 +32,14 @@ from autotune.deliver import deliver
 from autotune.errors import ConfigError, nearest
 from autotune.export import Exporter
 from autotune.listener import SILENT, Listener
-from autotune.options import FindOptions
+from autotune.records.answer import Summary
+from autotune.records.question import FindOptions
 from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
 from autotune.report.data import ReportData
 from autotune.report.progress import on_stderr
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig, Workload
-from autotune.summary import Summary
 
 if TYPE_CHECKING:
     from autotune.worker.callback import WatchCallback

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 from autotune.errors import HardwareError
 from autotune.estimate import Estimator
-from autotune.measurement import NOISE
-from autotune.results import Estimate
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import NOISE
 from autotune.space.config import TrainConfig
 from autotune.space.tradeoffs import LEVEL, gives_up, tradeoff_class
 

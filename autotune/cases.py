@@ -20,7 +20,7 @@ from autotune.estimate import Estimator, least_bytes
 from autotune.forkserver import ForkServer
 from autotune.memory.traces import Trace
 from autotune.parallel import RankTrace
-from autotune.results import Estimate, TraceSpec
+from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base
 from autotune.space.rules import Context, broken_rules

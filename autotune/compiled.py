@@ -16,8 +16,8 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from autotune.catalogue import compilers
-from autotune.measurement import Measurement
-from autotune.results import Estimate
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import Measurement
 from autotune.space.config import TrainConfig
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace, with_domains

@@ -14,8 +14,8 @@ from autotune.errors import ConfigError, WorkerError
 from autotune.export import train_py
 from autotune.forkserver import ForkServer
 from autotune.isolate import run
-from autotune.loading import LoaderTime, LoaderTimes, settings_to_time
-from autotune.measurement import Measurement
+from autotune.records.loader_times import LoaderTime, LoaderTimes, settings_to_time
+from autotune.records.measurement import Measurement
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.lengths import Lengths
 

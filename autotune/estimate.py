@@ -19,12 +19,19 @@ from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
-from autotune.details import Timeline
 from autotune.growing import grown
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
 from autotune.parallel import Exchange, RankTrace
-from autotune.results import Breakdown, Estimate, ParameterCount, PerGpu, StateBytes, TraceSpec
+from autotune.records.charts import Timeline
+from autotune.records.estimate import (
+    Breakdown,
+    Estimate,
+    ParameterCount,
+    PerGpu,
+    StateBytes,
+    TraceSpec,
+)
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS

@@ -18,14 +18,14 @@ from autotune.errors import ConfigError, HardwareError, StorageError, WorkerErro
 from autotune.export.read import BaseRun
 from autotune.forkserver import ForkServer
 from autotune.listener import SILENT, Listener
-from autotune.measurement import BACKENDS
-from autotune.options import FindOptions
 from autotune.reading import Brought
 from autotune.recommendations import (
     question_of,
 )
+from autotune.records.answer import Summary
+from autotune.records.measurement import BACKENDS
+from autotune.records.question import FindOptions
 from autotune.space import search_space
-from autotune.summary import Summary
 from autotune.trace_table import TraceTable
 from autotune.tune import Found
 

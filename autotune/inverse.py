@@ -25,7 +25,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.forkserver import ForkServer
-from autotune.results import SCHEMA_VERSION, Estimate
+from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.space.knobs import describe
 from autotune.tune import Progress
 

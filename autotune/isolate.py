@@ -39,7 +39,7 @@ from autotune import launching
 from autotune.common import log
 from autotune.errors import WorkerError
 from autotune.launching import Job, Launch, Process
-from autotune.results import SCHEMA_VERSION
+from autotune.records.estimate import SCHEMA_VERSION
 
 _log = log.logger(__name__)
 

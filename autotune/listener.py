@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from autotune.summary import Counts
+from autotune.records.answer import Counts
 from autotune.tune import Progress
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from autotune.dataset import Dataset, time_loaders
 from autotune.errors import WorkerError
 from autotune.forkserver import ForkServer
 from autotune.listener import Listener
-from autotune.loading import LoaderTimes
-from autotune.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
-from autotune.options import FindOptions
 from autotune.prober import NotAsAssumed, Prober
 from autotune.probes import open_probes
+from autotune.records.answer import Measured
+from autotune.records.loader_times import LoaderTimes
+from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
+from autotune.records.question import FindOptions
 from autotune.space.config import Workload
-from autotune.summary import Measured
 from autotune.tune import Found
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
 from autotune.memory.traces.running import in_blocks, running
 from autotune.memory.traces.terms import Array
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.sharded_step import AddedTensors, MicroStep, Size
 from autotune.shards import TAIL, Shares
 

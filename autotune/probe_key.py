@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.common import json_records
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import ProbeSpec
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 
 _DEFAULTS = {

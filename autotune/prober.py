@@ -21,12 +21,16 @@ from autotune.catalogue import nvml
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import HardwareError
-from autotune.fingerprint import Fingerprint, fingerprint_for
 from autotune.fingerprints import digest, fingerprint_here
 from autotune.forkserver import ForkServer
 from autotune.isolate import Answer, WorkerEnd, private_folder
 from autotune.logged_runs import log_run
-from autotune.measurement import (
+from autotune.memory.out_of_memory import says_out_of_memory
+from autotune.probe_key import ProbeKey, probe_key
+from autotune.probes import ProbeTable
+from autotune.records.estimate import Estimate
+from autotune.records.fingerprint import Fingerprint, fingerprint_for
+from autotune.records.measurement import (
     NUM_CONFIRMATION_WARM_UP_STEPS,
     STOP_FILE,
     Measurement,
@@ -34,10 +38,6 @@ from autotune.measurement import (
     measurement_from_dict,
     varied_steps,
 )
-from autotune.memory.out_of_memory import says_out_of_memory
-from autotune.probe_key import ProbeKey, probe_key
-from autotune.probes import ProbeTable
-from autotune.results import Estimate
 from autotune.sampler import Near
 from autotune.space.config import TrainConfig
 from autotune.trials import Watch

@@ -26,8 +26,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autotune import locks
-from autotune.measurement import Measurement, measurement_from_dict
 from autotune.probe_key import ProbeKey, first_key
+from autotune.records.measurement import Measurement, measurement_from_dict
 from autotune.upgrade import open_engine
 
 if TYPE_CHECKING:

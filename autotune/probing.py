@@ -25,17 +25,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune import compiled, owners
-from autotune.measurement import NOISE, Measurement
 from autotune.prober import Prober
 from autotune.pruner import SpeedPruner
-from autotune.results import Estimate
+from autotune.records.answer import Measured
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import NOISE, Measurement
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.seen import Seen
 from autotune.space import requirements
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
 from autotune.study_trials import SPACE, parameter_distributions
-from autotune.summary import Measured
 from autotune.trial_history import key_of
 from autotune.trials import ended, watched
 from autotune.turns import Asked, take_turn

@@ -21,7 +21,7 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.measurement import NOISE
+from autotune.records.measurement import NOISE
 
 MIN_STEPS = 2
 """Reported before a trial is called too slow: the first timed step may have been disturbed."""

@@ -15,7 +15,7 @@ from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.files import Disk, Files
 from autotune.errors import ConfigError
 from autotune.export.read import BaseRun
-from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
+from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.lengths import Lengths

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError
-from autotune.fingerprint import Fingerprint, fingerprint_from_dict
-from autotune.measurement import NOISE
-from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
+from autotune.records.fingerprint import Fingerprint, fingerprint_from_dict
+from autotune.records.measurement import NOISE
+from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
 from autotune.upgrade import open_engine
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.correction import Correction, Floats, Prior, below, density, design_of
-from autotune.measurement import NOISE
+from autotune.records.measurement import NOISE
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.trial_history import History, key_of

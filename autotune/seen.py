@@ -12,8 +12,8 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.errors import StorageError
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import NOISE, Measurement, measurement_from_dict
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import NOISE, Measurement, measurement_from_dict
 from autotune.space.config import TrainConfig
 from autotune.turns import runs_on
 from autotune.winner import run_speed

@@ -34,9 +34,9 @@ from autotune.forkserver import ForkServer
 from autotune.isolate import private_folder
 from autotune.jobs import Job, JobTable, Machine, may_pass, open_jobs, patiently
 from autotune.listener import SILENT, Listener, Measuring
-from autotune.measurement import Measurement, ProbeSpec
+from autotune.records.answer import Counts
+from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
-from autotune.summary import Counts
 
 IDLE_SECONDS = 2.0
 """Between two looks into an empty queue."""

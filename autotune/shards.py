@@ -20,7 +20,7 @@ from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import MIB
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Place, TracedParameter, evaluate
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 from autotune.space.precisions import PRECISIONS
 

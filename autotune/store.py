@@ -24,7 +24,7 @@ from autotune.database import (
     shown_url,
 )
 from autotune.errors import ConfigError, StorageError, nearest
-from autotune.results import SCHEMA_VERSION
+from autotune.records.estimate import SCHEMA_VERSION
 from autotune.space.config import Workload
 from autotune.upgrade import refuse_newer
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from autotune.details import Details, details_from_dict
 from autotune.errors import ConfigError, StorageError
+from autotune.records.answer import Summary, summary_from_dict
+from autotune.records.charts import Details, details_from_dict
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.store import existing_storage, existing_study, is_ours
-from autotune.summary import Summary, summary_from_dict
 
 if TYPE_CHECKING:
     import optuna

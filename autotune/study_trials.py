@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError
-from autotune.results import Estimate
+from autotune.records.estimate import Estimate
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, Knob
 

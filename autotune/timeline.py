@@ -6,10 +6,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from autotune.details import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
 from autotune.memory.allocator import CATEGORIES
 from autotune.memory.traces.copies import numbers_of
 from autotune.memory.traces.running import changes, in_blocks
+from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
 from autotune.step_events import Steps
 
 

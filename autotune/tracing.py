@@ -20,7 +20,7 @@ from autotune.forkserver import ForkServer
 from autotune.isolate import WorkerEnd, run_many
 from autotune.memory.traces import BrokenTrace, Trace
 from autotune.parallel import RankTrace
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.trace_table import TraceTable
 
 DEADLINE_SECONDS = 600.0

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import optuna
 from optuna.trial import TrialState
 
-from autotune.measurement import Measurement
 from autotune.pruner import SpeedPruner
-from autotune.results import Estimate
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import Measurement
 from autotune.study_trials import CONSTRAINT, OVER_BUDGET
 
 Watch = Callable[[int, float], str]

@@ -18,11 +18,21 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import log
 from autotune.common.units import format_bytes
-from autotune.details import Details
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.estimate import Estimator, least_bytes
-from autotune.measurement import NOISE
-from autotune.results import Estimate, TraceSpec
+from autotune.records.answer import (
+    MORE_MEMORY,
+    MORE_MEMORY_BYTES,
+    TRAINER_DEFAULTS,
+    USERS_BASE,
+    Change,
+    Counts,
+    Measured,
+    Summary,
+)
+from autotune.records.charts import Details
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.measurement import NOISE
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.knobs import KNOBS, describe
@@ -37,16 +47,6 @@ from autotune.space.search_space import (
     with_precision_of,
 )
 from autotune.space.tradeoffs import tradeoff_class
-from autotune.summary import (
-    MORE_MEMORY,
-    MORE_MEMORY_BYTES,
-    TRAINER_DEFAULTS,
-    USERS_BASE,
-    Change,
-    Counts,
-    Measured,
-    Summary,
-)
 from autotune.trace_table import TraceTable
 from autotune.tracing import trace_all
 

@@ -11,9 +11,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from autotune.details import MAX_PRICED, Details, Step
 from autotune.estimate import Estimator
-from autotune.results import Estimate
+from autotune.records.charts import MAX_PRICED, Details, Step
+from autotune.records.estimate import Estimate
 from autotune.space.config import LOADER_SETTINGS, METHODS, TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.rules import Context, broken_rules

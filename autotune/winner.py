@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autotune.common.units import counted, format_bytes
 from autotune.errors import NothingFitsError, WorkerError
-from autotune.measurement import NOISE, Measurement
+from autotune.records.measurement import NOISE, Measurement
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
 from autotune.space.tradeoffs import gives_up

@@ -140,7 +140,7 @@ def _traced(
     config: Any, changes: dict[str, Any], *, attention: str | None = None, whole: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """By the first attention that the model has."""
-    from autotune.results import TraceSpec
+    from autotune.records.estimate import TraceSpec
     from autotune.space.config import TrainConfig
     from autotune.worker import model as models
     from autotune.worker.cuda import Device

@@ -18,10 +18,10 @@ from autotune.catalogue.gpus import cpu_stand_in
 from autotune.catalogue.models import resolve
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
-from autotune.measurement import ProbeSpec
 from autotune.prober import Prober
 from autotune.probes import open_probes
-from autotune.results import SCHEMA_VERSION, TraceSpec
+from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
+from autotune.records.measurement import ProbeSpec
 from autotune.space.config import Workload
 from autotune.space.search_space import MethodSpace, SearchSpace, enumerate_configs
 from autotune.tracing import trace_all

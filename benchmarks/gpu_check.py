@@ -63,10 +63,10 @@ from autotune.common.units import MIB, parse_bytes
 from autotune.errors import AutotuneError, HardwareError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
-from autotune.measurement import BACKENDS, ProbeSpec
 from autotune.probe_key import probe_key
 from autotune.prober import Prober
-from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
+from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
+from autotune.records.measurement import BACKENDS, ProbeSpec
 from autotune.space import requirements
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe

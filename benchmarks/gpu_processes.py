@@ -22,7 +22,7 @@ import gpu_cases
 from autotune.catalogue import nvml
 from autotune.common.units import MIB
 from autotune.forkserver import ForkServer
-from autotune.measurement import ProbeSpec
+from autotune.records.measurement import ProbeSpec
 
 RETURN_SECONDS = 20.0
 LOOK_SECONDS = 0.05

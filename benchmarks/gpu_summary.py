@@ -19,7 +19,7 @@ import speedups
 from no_card import DRIVER as NO_CARD
 
 from autotune.common.units import format_bytes
-from autotune.measurement import Measurement, measurement_from_dict
+from autotune.records.measurement import Measurement, measurement_from_dict
 
 Record = dict[str, Any]
 

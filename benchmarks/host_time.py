@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotune.memory.traces import is_forward, is_setup
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.worker.cuda import Device
 from autotune.worker.trace import trace_step

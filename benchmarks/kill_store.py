@@ -25,10 +25,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import Measurement, ProbeSpec
 from autotune.probe_key import first_key, probe_key
 from autotune.probes import open_probes
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
 from autotune.store import open_study
 from autotune.study_trials import record_estimates

@@ -27,7 +27,7 @@ from pathlib import Path
 import optuna
 from gpu_processes import device_state, has_returned
 
-from autotune.measurement import BACKENDS
+from autotune.records.measurement import BACKENDS
 
 MARK = "AUTOTUNE_KILL_STUDY"
 MODEL = {

@@ -28,11 +28,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import Measurement, measurement_from_dict
 from autotune.nightly import drift
 from autotune.nightly.history import NEW, Night, levels
 from autotune.nightly.plan import changes
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import Measurement, measurement_from_dict
 from autotune.space.config import TrainConfig
 
 ROOT = Path(__file__).parents[1] / "studies"

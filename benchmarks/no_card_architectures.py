@@ -30,9 +30,9 @@ from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.isolate import WorkerEnd
-from autotune.measurement import ProbeSpec
 from autotune.prober import Prober
-from autotune.results import Estimate, TraceSpec
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.tracing import trace_all
 

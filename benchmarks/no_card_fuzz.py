@@ -29,9 +29,9 @@ from autotune.common.units import MIB
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
-from autotune.measurement import Measurement, ProbeSpec
 from autotune.prober import Prober
-from autotune.results import Estimate, TraceSpec
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space import requirements
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED

@@ -20,7 +20,7 @@ from typing import Any
 from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
 from autotune.forkserver import ForkServer
-from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
+from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
 

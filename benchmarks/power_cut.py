@@ -54,13 +54,13 @@ from kill_store import (
 from autotune import database, schema
 from autotune.catalogue.models import ModelSource
 from autotune.isolate import WorkerEnd
-from autotune.measurement import Measurement
 from autotune.probe_key import probe_key
 from autotune.prober import Prober
 from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Plan, search
 from autotune.recommendations import Recommendation, open_recommendations
-from autotune.results import Estimate
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import Measurement
 from autotune.space.config import TrainConfig, Workload
 from autotune.store import open_study
 

@@ -35,7 +35,7 @@ from published_tables import write_section
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.worker.cuda import Device
 from autotune.worker.model import load_config
 from autotune.worker.trace import trace_step

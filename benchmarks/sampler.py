@@ -38,8 +38,8 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
 from autotune.common.units import GIB
-from autotune.measurement import measurement_from_dict
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
+from autotune.records.measurement import measurement_from_dict
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.space.config import TrainConfig
 from autotune.study_trials import CONSTRAINT

@@ -115,7 +115,7 @@ def pricing() -> Pricing:
     from autotune.catalogue.gpus import find_gpu
     from autotune.catalogue.models import resolve
     from autotune.estimate import Estimator
-    from autotune.results import TraceSpec
+    from autotune.records.estimate import TraceSpec
     from autotune.space import space_file
     from autotune.space.config import Workload
     from autotune.space.defaults import default_base

@@ -50,9 +50,9 @@ from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import parse_bytes
 from autotune.errors import AutotuneError
 from autotune.forkserver import ForkServer
-from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.prober import Prober
 from autotune.probes import ProbeTable, open_probes
+from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base
 

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from autotune import schema, studies
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import Measurement, ProbeSpec
 from autotune.probe_key import ProbeKey, columns_of, probe_key
 from autotune.probes import ProbeTable
 from autotune.recommendations import Recommendation, RecommendationTable, row_of
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
 from autotune.store import open_study
 from autotune.upgrade import open_engine

@@ -19,8 +19,8 @@ from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import GIB
 from autotune.errors import ConfigError
 from autotune.estimate import Estimator
-from autotune.options import SEQUENCE_LENGTH
-from autotune.results import Estimate, TraceSpec
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.question import SEQUENCE_LENGTH
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.defaults import default_base
 from autotune.space.knobs import KNOBS, METHOD_WORDS, Knob, describe

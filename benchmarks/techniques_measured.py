@@ -26,10 +26,10 @@ from autotune.common.units import MIB
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
-from autotune.measurement import BACKENDS, Measurement, ProbeSpec
 from autotune.prober import Prober
 from autotune.probes import open_probes
-from autotune.results import SCHEMA_VERSION, Estimate, TraceSpec
+from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
+from autotune.records.measurement import BACKENDS, Measurement, ProbeSpec
 from autotune.space import requirements
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import describe

@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 from autotune.common.units import GIB
-from autotune.details import Details, Step, Timeline
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import Measurement, ProbeSpec
-from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
+from autotune.records.answer import Change, Counts, Measured, Summary
+from autotune.records.charts import Details, Step, Timeline
+from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
-from autotune.summary import Change, Counts, Measured, Summary
 from autotune.tune import Found
 
 BUDGET_BYTES = 12 * 10**9

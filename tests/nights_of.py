@@ -6,10 +6,10 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from autotune.fingerprint import Fingerprint
 from autotune.nightly.history import NEW, Night
 from autotune.nightly.matrix import Cell, Matrix
-from autotune.options import FindOptions
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.question import FindOptions
 from autotune.space.config import TrainConfig
 
 NOW = datetime.datetime(2026, 3, 1, 2, 17, tzinfo=datetime.UTC)

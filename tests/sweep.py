@@ -11,7 +11,7 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
-from autotune.measurement import Measurement, measurement_from_dict
+from autotune.records.measurement import Measurement, measurement_from_dict
 from autotune.sampler import Candidate, Near, PredictionSampler
 from autotune.space.config import TrainConfig
 from autotune.study_trials import CONSTRAINT, parameter_distributions

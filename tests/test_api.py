@@ -20,7 +20,7 @@ from autotune.api import Result
 from autotune.catalogue.models import ModelSource
 from autotune.cli.report import FORMATS
 from autotune.errors import ConfigError, NothingFitsError, StorageError
-from autotune.options import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
+from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
 from autotune.report import files
 from autotune.space.config import METHODS
 from autotune.tune import Found

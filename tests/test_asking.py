@@ -16,10 +16,10 @@ from autotune.catalogue import gpus
 from autotune.common.files import Disk
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, WorkerError
 from autotune.jobs import Job, Machine, Wanted, open_jobs
-from autotune.options import FindOptions
+from autotune.records.answer import Summary
+from autotune.records.question import FindOptions
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
-from autotune.summary import Summary
 
 SPACE = """
 name: small

@@ -23,7 +23,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.cli.options import KnobType
 from autotune.errors import StorageError
 from autotune.export import train_config
-from autotune.options import EFFORTS
+from autotune.records.question import EFFORTS
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
 from autotune.tune import Found

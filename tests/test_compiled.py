@@ -11,13 +11,13 @@ import pytest
 
 from autotune import compiled
 from autotune.catalogue import compilers
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
+from autotune.records.answer import Measured
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.report import words
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
 from autotune.space.search_space import MethodSpace, SearchSpace
-from autotune.summary import Measured
 from autotune.tune import steps_per_epoch, with_measured
 
 EAGER = TrainConfig(

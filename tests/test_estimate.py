@@ -13,7 +13,7 @@ import tiny_model
 from autotune.estimate import Estimator, least_bytes
 from autotune.memory.allocator import replay
 from autotune.memory.traces import Trace
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 

@@ -14,8 +14,8 @@ from fake_nvml import fake_nvml
 
 from autotune.catalogue.gpus import detect, find_gpu
 from autotune.isolate import WorkerEnd
-from autotune.measurement import measurement_from_dict
-from autotune.results import SCHEMA_VERSION
+from autotune.records.estimate import SCHEMA_VERSION
+from autotune.records.measurement import measurement_from_dict
 from autotune.space.config import METHODS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules

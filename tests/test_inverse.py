@@ -22,8 +22,8 @@ from autotune.errors import ConfigError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.forkserver import ForkServer
 from autotune.memory.traces import Trace
+from autotune.records.estimate import Estimate, TraceSpec
 from autotune.report import limits
-from autotune.results import Estimate, TraceSpec
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig
 from autotune.tracing import trace_all

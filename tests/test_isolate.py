@@ -18,7 +18,7 @@ from waiting import wait_until
 
 from autotune import isolate, launching, orphans
 from autotune.errors import WorkerError
-from autotune.results import SCHEMA_VERSION
+from autotune.records.estimate import SCHEMA_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 Commands = Callable[[str], list[str]]
@@ -192,7 +192,7 @@ def test_the_real_command_ignores_modules_of_the_current_folder(
     monkeypatch.chdir(tmp_path)
     python, *options, module_option, module = launching.worker_command()
     assert (python, module_option, module) == (sys.executable, "-m", "autotune.worker")
-    end = run([python, *options, "-c", "import autotune.results, json"])
+    end = run([python, *options, "-c", "import autotune.records.estimate, json"])
     assert (end.how, end.stderr_tail) == ("ok", "")
 
 

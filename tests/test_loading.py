@@ -15,7 +15,12 @@ from autotune.export.read import changes, read_base
 from autotune.export.train_config import from_yaml
 from autotune.export.train_config import write as write_yaml
 from autotune.export.training_args import training_arguments
-from autotune.loading import LoaderTime, LoaderTimes, loader_times_from_dict, settings_to_time
+from autotune.records.loader_times import (
+    LoaderTime,
+    LoaderTimes,
+    loader_times_from_dict,
+    settings_to_time,
+)
 from autotune.report import words
 from autotune.space.config import TrainConfig
 

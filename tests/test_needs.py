@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from autotune import fingerprint as fingerprints
 from autotune.catalogue.installed import is_installed, version
-from autotune.fingerprint import Fingerprint, fingerprint_for, fingerprint_from_dict
+from autotune.records import fingerprint as fingerprints
+from autotune.records.fingerprint import Fingerprint, fingerprint_for, fingerprint_from_dict
 from autotune.space import requirements
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS

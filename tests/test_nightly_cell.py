@@ -20,10 +20,8 @@ from autotune import finding
 from autotune.catalogue import nvml
 from autotune.common.units import GIB
 from autotune.errors import HardwareError, NothingFitsError
-from autotune.fingerprint import Fingerprint
 from autotune.isolate import WorkerEnd
 from autotune.listener import SILENT, Measuring
-from autotune.measurement import Measurement, ProbeSpec
 from autotune.nightly import draw, drift, ledger, run
 from autotune.nightly.cell import CellNight, Place, TimeIsUp, _limited
 from autotune.nightly.digest import Digest, Done
@@ -31,8 +29,10 @@ from autotune.nightly.history import Night
 from autotune.nightly.hooks import Hook
 from autotune.nightly.journal import Journal
 from autotune.nightly.plan import plan
+from autotune.records.answer import Summary
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
-from autotune.summary import Summary
 
 CELL = cell("gpt2-1gb", gpu_mem="12GB", effective_batch=32)
 STANDING = dataclasses.replace(answers.CONFIG, optimizer="adamw_torch_fused")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from nights_of import HERE, NOW, cell, matrix, night
 
-from autotune.fingerprint import Fingerprint
 from autotune.nightly import drift
 from autotune.nightly.history import Night
 from autotune.nightly.matrix import Cell
 from autotune.nightly.plan import Planned, changes, plan
+from autotune.records.fingerprint import Fingerprint
 
 NEWER = dataclasses.replace(
     HERE, driver="590.2", versions=(("peft", "0.21"), ("torch", "2.14.0"), ("transformers", "5.23"))

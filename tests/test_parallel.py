@@ -18,7 +18,7 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
 from autotune.parallel import RankTrace
-from autotune.results import Estimate, PerGpu, TraceSpec
+from autotune.records.estimate import Estimate, PerGpu, TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.tracing import trace_all

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from autotune.errors import StorageError
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.probe_key import columns_of, probe_key
 from autotune.probes import open_probes
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig, Workload
 from autotune.store import open_study
 

@@ -13,8 +13,6 @@ import sqlalchemy
 
 from autotune import cli, finding, studies
 from autotune.deliver import deliver
-from autotune.fingerprint import Fingerprint
-from autotune.options import FindOptions
 from autotune.recommendations import (
     Recommendation,
     open_recommendations,
@@ -22,6 +20,8 @@ from autotune.recommendations import (
     question_of,
     reason_for,
 )
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.question import FindOptions
 
 HERE = Fingerprint(
     device="a CPU", driver="", cuda="", versions=(("torch", "2.13.0"),), allocator=""

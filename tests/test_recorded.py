@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import Measurement, ProbeSpec
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]

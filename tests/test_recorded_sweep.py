@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sweep
 
-from autotune.measurement import Measurement
+from autotune.records.measurement import Measurement
 
 NUM_SEEDS = 20
 MAX_PROBES = 12

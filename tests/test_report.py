@@ -20,13 +20,13 @@ from autotune.cli import cli
 from autotune.cli.report import FORMATS
 from autotune.common.units import GIB
 from autotune.errors import ConfigError, StorageError
-from autotune.measurement import Measurement
+from autotune.records.answer import Summary
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import Measurement
 from autotune.report import data, facts, files, markdown
 from autotune.report import html as page
 from autotune.report.data import ReportData
-from autotune.results import Estimate
 from autotune.space.config import TrainConfig
-from autotune.summary import Summary
 from autotune.trials import tell
 
 HOSTILE = (

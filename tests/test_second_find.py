@@ -11,7 +11,7 @@ import pytest
 
 from autotune import finding, fingerprints, forkserver, isolate, launching
 from autotune.errors import NothingFitsError
-from autotune.options import FindOptions
+from autotune.records.question import FindOptions
 
 MODEL = {
     "model_type": "llama",

@@ -11,8 +11,8 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.errors import StorageError
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import Measurement
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import Measurement
 from autotune.seen import Seen
 from autotune.trial_history import OWNER
 

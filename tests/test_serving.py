@@ -26,8 +26,8 @@ from autotune.catalogue import gpus
 from autotune.errors import HardwareError, NothingFitsError, StorageError
 from autotune.finding import Answer
 from autotune.jobs import JobTable, Machine, open_jobs
-from autotune.options import FindOptions
 from autotune.recommendations import open_recommendations
+from autotune.records.question import FindOptions
 from autotune.serving import Gone, Here, serve
 
 MACHINE = Machine(worker="me@here 1 2", card="CPU", capacity_bytes=10**9, fingerprint="f")
@@ -312,7 +312,7 @@ def test_what_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_backends_of_the_command() -> None:
     from autotune.cli import worker
-    from autotune.measurement import BACKENDS
+    from autotune.records.measurement import BACKENDS
 
     assert ("auto", *BACKENDS) == worker.BACKENDS
 

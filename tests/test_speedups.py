@@ -13,8 +13,8 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import ModelSource
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
 from autotune.space.rules import Context, broken_rules
 

@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from autotune import database, store, study_names, study_trials
 from autotune.common.units import GIB
 from autotune.errors import AutotuneError, ConfigError, StorageError
-from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes
+from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.space.config import METHODS, TrainConfig, Workload
 
 BUDGET_BYTES = 12 * 10**9

@@ -13,14 +13,14 @@ import optuna
 import pytest
 
 from autotune import cli, studies
-from autotune.measurement import Measurement
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
-from autotune.results import Estimate
+from autotune.records.answer import Summary
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import Measurement
 from autotune.space.config import Workload
 from autotune.store import open_study
 from autotune.study_trials import parameter_distributions, record_estimates
-from autotune.summary import Summary
 from autotune.trials import tell
 
 HOSTILE = "<script>[bold]x'; DROP TABLE trials; --"

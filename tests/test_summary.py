@@ -12,11 +12,11 @@ import pytest
 
 from autotune import studies
 from autotune.errors import ConfigError, StorageError
-from autotune.loading import LoaderTime, LoaderTimes
-from autotune.results import PerGpu
+from autotune.records.answer import summary_from_dict
+from autotune.records.estimate import PerGpu
+from autotune.records.loader_times import LoaderTime, LoaderTimes
 from autotune.space.lengths import Lengths
 from autotune.store import existing_study, open_study
-from autotune.summary import summary_from_dict
 
 LENGTHS = Lengths(
     num_samples=3, num_tokens=60, num_kept_tokens=50, percentiles=tuple(range(10, 111))

@@ -16,10 +16,10 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
+from autotune.records.answer import USERS_BASE, Summary
+from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
-from autotune.results import Estimate, ParameterCount, PerGpu, StateBytes
-from autotune.summary import USERS_BASE, Summary
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import tiny_model
 from autotune.catalogue import models
 from autotune.catalogue.gpus import find_gpu
 from autotune.estimate import Estimator
+from autotune.records.estimate import TraceSpec
 from autotune.report.textbook import (
     Textbook,
     draw_textbook,
@@ -18,7 +19,6 @@ from autotune.report.textbook import (
     stated_count,
     textbook,
 )
-from autotune.results import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.tracing import trace_all

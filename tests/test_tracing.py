@@ -14,7 +14,7 @@ from autotune.catalogue import installed
 from autotune.catalogue.gpus import catalogue, find_gpu
 from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.isolate import WorkerEnd
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.trace_table import TraceTable
 from autotune.tracing import trace_all

@@ -20,12 +20,12 @@ from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
-from autotune.results import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
+from autotune.records.answer import Summary
+from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.defaults import default_base
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.tradeoffs import tradeoff_class
-from autotune.summary import Summary
 from autotune.tune import find
 
 MB = 10**6

@@ -20,10 +20,10 @@ from alembic.script import ScriptDirectory
 
 from autotune import database, migrations, schema, store, studies
 from autotune.errors import StorageError
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import Measurement, ProbeSpec
 from autotune.probe_key import probe_key
 from autotune.probes import open_probes
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
 from autotune.upgrade import open_engine
 

@@ -13,10 +13,10 @@ import pytest
 import tiny_model
 
 from autotune import waterfall
-from autotune.details import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline, details_from_dict
 from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
-from autotune.results import TraceSpec
+from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline, details_from_dict
+from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.rules import Context
 from autotune.tracing import trace_all

@@ -10,7 +10,7 @@ from typing import Any
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.memory.traces import Trace
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.search_space import MethodSpace, SearchSpace, enumerate_configs
 from autotune.tracing import trace_all

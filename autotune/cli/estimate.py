@@ -49,12 +49,12 @@ def estimate(
     from autotune import inputs
     from autotune.catalogue.models import resolve
     from autotune.estimate import Estimator
+    from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
     from autotune.report import terminal
     from autotune.report.explain import explain as explain_estimate
     from autotune.report.generation import draw_kv_cache
     from autotune.report.progress import progress_on_stderr
     from autotune.report.textbook import draw_textbook, textbook
-    from autotune.results import SCHEMA_VERSION, TraceSpec
     from autotune.space.defaults import default_base
     from autotune.tracing import trace_all
 

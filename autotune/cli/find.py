@@ -13,7 +13,7 @@ from autotune import database
 from autotune.cli import completion, jobs
 from autotune.cli.options import COUNT, KnobType, command_line, is_given, workload_options
 from autotune.cli.output import command_on, explain, print_json, say
-from autotune.options import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, FindOptions
+from autotune.records.question import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, FindOptions
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
 

@@ -16,7 +16,7 @@ from autotune.cli.output import command_on, note, print_json, say, storage_words
 
 if TYPE_CHECKING:
     from autotune.jobs import Job, JobTable
-    from autotune.options import FindOptions
+    from autotune.records.question import FindOptions
 
 STUDIES = Path("studies")
 POLL_SECONDS = 1.0

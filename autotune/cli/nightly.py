@@ -12,7 +12,7 @@ import click
 from autotune import database
 from autotune.cli.options import Minutes, command_line
 from autotune.cli.output import note, print_json, say
-from autotune.measurement import BACKENDS
+from autotune.records.measurement import BACKENDS
 
 MATRIX = Path("studies") / "nightly.yaml"
 STUDIES = Path("studies")

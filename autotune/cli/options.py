@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from autotune.cli import completion
-from autotune.options import RANGES, SEQUENCE_LENGTH
+from autotune.records.question import RANGES, SEQUENCE_LENGTH
 from autotune.space.config import TASKS
 from autotune.space.knobs import KNOBS, Knob
 

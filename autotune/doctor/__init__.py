@@ -15,7 +15,7 @@ from autotune.doctor import card, host, libraries, reach
 from autotune.doctor.machine import Machine, NotAnswered
 from autotune.doctor.verdict import Status, Verdict, fail, warn
 from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageError, WorkerError
-from autotune.results import SCHEMA_VERSION
+from autotune.records.estimate import SCHEMA_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

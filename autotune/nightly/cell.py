@@ -26,7 +26,6 @@ from autotune.deliver import deliver
 from autotune.errors import AutotuneError, StorageError, WorkerError
 from autotune.forkserver import ForkServer
 from autotune.listener import SILENT, Listener, Measuring
-from autotune.measurement import Measurement
 from autotune.nightly import drift, files, ledger, relatives
 from autotune.nightly.digest import Done
 from autotune.nightly.history import MAX_NIGHTS, NEW, Night, levels
@@ -35,9 +34,10 @@ from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Planned, changes
 from autotune.nightly.repeats import Repeated, Repeater
 from autotune.probes import open_probes
+from autotune.records.answer import Counts
+from autotune.records.measurement import Measurement
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
-from autotune.summary import Counts
 
 BY_A_NIGHT = "search of a night"
 """The reason of the recommendation that a search makes of itself; the night's own says what it means."""

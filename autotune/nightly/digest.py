@@ -8,11 +8,11 @@ from typing import Any
 
 from autotune.common.units import counted
 from autotune.errors import EXIT_IMPROVED, EXIT_INTERRUPTED, EXIT_REGRESSION, StorageError
-from autotune.fingerprint import Fingerprint
 from autotune.nightly import drift
 from autotune.nightly.history import NEW, Night
 from autotune.nightly.hooks import EVENTS
 from autotune.nightly.plan import Planned
+from autotune.records.fingerprint import Fingerprint
 from autotune.space.knobs import describe
 
 FAILED = "failed"

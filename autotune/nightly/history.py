@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.common import json_records
-from autotune.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.nightly import drift
+from autotune.records.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.space.config import TrainConfig
 
 NEW = "new"

@@ -19,7 +19,7 @@ import filelock
 from autotune.database import file_of, parse_url
 from autotune.errors import StorageError
 from autotune.export import write_texts
-from autotune.fingerprint import Fingerprint
+from autotune.records.fingerprint import Fingerprint
 from autotune.space.config import TrainConfig
 
 FILE = "nightly.json"

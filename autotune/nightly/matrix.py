@@ -32,8 +32,8 @@ from autotune import inputs
 from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError, nearest
 from autotune.nightly.hooks import EVENTS, Hook, check_url
-from autotune.options import SEQUENCE_LENGTH, FindOptions
 from autotune.recommendations import question_key, question_of
+from autotune.records.question import SEQUENCE_LENGTH, FindOptions
 from autotune.space.config import METHODS
 from autotune.study_names import slug
 

@@ -16,11 +16,11 @@ from types import MappingProxyType
 from typing import Any
 
 from autotune.common.units import format_bytes, format_seconds, parse_bytes
-from autotune.fingerprint import Fingerprint
-from autotune.measurement import CONFIRM_STEPS, PROBE_SECONDS
 from autotune.nightly import drift
 from autotune.nightly.history import Night
 from autotune.nightly.matrix import Cell, Matrix
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS
 from autotune.tune import EFFORTS
 
 INTERRUPTED, NEW, STALE, DUE, FRESH = "interrupted", "new", "stale", "due", "fresh"

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from autotune import inputs
 from autotune.catalogue.models import resolve
-from autotune.fingerprint import Fingerprint
 from autotune.forkserver import ForkServer
-from autotune.measurement import PROBE_SECONDS, ProbeSpec
 from autotune.nightly import drift
 from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Cell, Matrix
 from autotune.prober import Prober
 from autotune.probes import ProbeTable
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import PROBE_SECONDS, ProbeSpec
 from autotune.space.config import TrainConfig
 
 NUM_FAILURES = 2

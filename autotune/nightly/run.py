@@ -18,7 +18,6 @@ from pathlib import Path
 from autotune import fingerprints
 from autotune.catalogue import gpus, models, nvml
 from autotune.errors import AutotuneError, HardwareError, StorageError
-from autotune.fingerprint import Fingerprint, fingerprint_for
 from autotune.fingerprints import fingerprint_here
 from autotune.forkserver import ForkServer
 from autotune.nightly import draw, drift, hooks, ledger
@@ -28,6 +27,7 @@ from autotune.nightly.history import levels
 from autotune.nightly.journal import Journal, locked
 from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Prepared, expected_seconds, plan
+from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.report.files import write
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.common.units import format_bytes
-from autotune.measurement import Measurement
-from autotune.results import Estimate
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import Measurement
 from autotune.space.knobs import KNOBS, describe
 from autotune.studies import StoredAnswer
 

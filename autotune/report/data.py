@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from autotune.common import json_records
 from autotune.common.units import format_bytes
-from autotune.measurement import measurement_from_dict
+from autotune.records.measurement import measurement_from_dict
 from autotune.report.words import printable
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import format_count
-from autotune.results import Estimate
+from autotune.records.estimate import Estimate
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 

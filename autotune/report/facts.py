@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autotune.common.units import format_bytes, format_count, format_seconds
-from autotune.details import Step
+from autotune.records.answer import Summary
+from autotune.records.charts import Step
 from autotune.report import words
 from autotune.report.data import ReportData
 from autotune.report.words import printable
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.knobs import KNOBS, METHOD_WORDS, describe
-from autotune.summary import Summary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autotune.common.units import Unit, unit_for
-from autotune.details import Timeline
+from autotune.records.charts import Timeline
 from autotune.report.data import FITS, ReportData, TrialRow
 
 Figure = dict[str, Any]

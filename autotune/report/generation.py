@@ -6,8 +6,8 @@ from typing import TextIO
 
 from autotune.common.units import format_bytes
 from autotune.memory.kv_cache import KvCache, LayerCache
+from autotune.records.estimate import Estimate
 from autotune.report import terminal
-from autotune.results import Estimate
 
 
 def draw_kv_cache(cache: KvCache, estimate: Estimate, budget_bytes: int, file: TextIO) -> None:

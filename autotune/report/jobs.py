@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TextIO
 
 from autotune.jobs import Job
+from autotune.records.answer import summary_from_dict
 from autotune.report import terminal, words
 from autotune.report.words import printable
-from autotune.summary import summary_from_dict
 
 
 def draw_list(jobs: Iterable[Job], file: TextIO) -> None:

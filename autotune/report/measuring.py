@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from autotune.common.units import counted, format_seconds
 from autotune.listener import Measuring
-from autotune.measurement import (
+from autotune.records.answer import Counts
+from autotune.records.measurement import (
     NUM_CONFIRMATION_WARM_UP_STEPS,
     Measurement,
     ProbeSpec,
@@ -28,7 +29,6 @@ from autotune.report import words
 from autotune.report.stderr import Output, output
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
-from autotune.summary import Counts
 
 if TYPE_CHECKING:
     from rich.table import Table

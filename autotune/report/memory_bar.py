@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autotune.records.estimate import Estimate
 from autotune.report import words
-from autotune.results import Estimate
 
 Segment = tuple[str, str]
 """Text and its style."""

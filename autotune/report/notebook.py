@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from html import escape
 
 from autotune.common.units import format_bytes
+from autotune.records.answer import Summary
 from autotune.report import words
 from autotune.space.knobs import describe
-from autotune.summary import Summary
 
 _COLOURS = (
     "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#999999", "#777777"

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, TextIO
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.units import GIB, format_bytes, format_count, format_seconds, unit_for
+from autotune.records.answer import Measured, Summary
+from autotune.records.estimate import Estimate
 from autotune.report import words
 from autotune.report.explain import Line
 from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
-from autotune.results import Estimate
 from autotune.space import requirements
 from autotune.space.config import TRADEOFF_CLASSES
 from autotune.space.knobs import describe
-from autotune.summary import Measured, Summary
 
 if TYPE_CHECKING:
     from rich.console import Console

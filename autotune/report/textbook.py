@@ -17,9 +17,9 @@ from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import format_count
 from autotune.estimate import Estimator
 from autotune.memory.optimizers import TensorSpec
+from autotune.records.estimate import Estimate
 from autotune.report import terminal
 from autotune.report.explain import explain
-from autotune.results import Estimate
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, state_bytes
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from autotune.common.units import counted, format_bytes, format_count, format_seconds, unit_for
-from autotune.loading import LoaderTime
-from autotune.measurement import NOISE, Measurement
-from autotune.results import Estimate
+from autotune.records.answer import MORE_MEMORY_BYTES, Change, Measured, Summary
+from autotune.records.estimate import Estimate
+from autotune.records.loader_times import LoaderTime
+from autotune.records.measurement import NOISE, Measurement
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.space.precisions import PRECISIONS
-from autotune.summary import MORE_MEMORY_BYTES, Change, Measured, Summary
 
 CLASS_MEANINGS = (
     "exact: the mathematics of the base; numerics: other rounding; recipe: another training run"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from autotune.common import json_records
 from autotune.common.version import __version__
 from autotune.errors import ConfigError
-from autotune.fingerprint import fingerprint_from_dict
-from autotune.measurement import measurement_from_dict
 from autotune.probe_key import columns_of
 from autotune.recommendations import Recommendation
+from autotune.records.fingerprint import fingerprint_from_dict
+from autotune.records.measurement import measurement_from_dict
 from autotune.store import is_ours
 
 if TYPE_CHECKING:

@@ -36,9 +36,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from autotune.measurement import STOP_FILE, spec_from_dict
 from autotune.orphans import die_with_parent
-from autotune.results import SCHEMA_VERSION, TraceSpec
+from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
+from autotune.records.measurement import STOP_FILE, spec_from_dict
 from autotune.space.config import TrainConfig
 
 Answers = Iterator[dict[str, Any]]

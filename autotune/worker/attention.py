@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from autotune.catalogue.attention import FLASH_ATTENTIONS
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.worker.sdpa import flash_attention
 from autotune.worker.stand_ins import replaced
 from autotune.worker.tracker import Buffer, HiddenBuffers

@@ -29,11 +29,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from autotune.catalogue import gpus, nvml
 from autotune.catalogue.installed import cpu_name
 from autotune.common.units import MIB, format_bytes
-from autotune.measurement import Measurement
-from autotune.results import Estimate
+from autotune.records.answer import Summary
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import Measurement
 from autotune.space.knobs import describe
 from autotune.space.lengths import vary
-from autotune.summary import Summary
 from autotune.worker import objects
 from autotune.worker.pace import Pace
 from autotune.worker.steps import CpuClock, CudaClock

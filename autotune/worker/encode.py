@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.worker import model as models
 from autotune.worker.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.cuda import Workspaces

@@ -6,7 +6,7 @@ import pynvml
 import torch
 
 from autotune.catalogue.installed import cpu_name, versions
-from autotune.fingerprint import Fingerprint
+from autotune.records.fingerprint import Fingerprint
 
 
 def fingerprint(backend: str, allocator: str) -> Fingerprint:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from autotune.loading import LoaderTime
+from autotune.records.loader_times import LoaderTime
 from autotune.worker.lengths import UnreadableDataset, load_tokenizer
 
 MAX_SAMPLES = 5_000

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.integrations.neftune import activate_neftune
 
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
 from autotune.worker import adapters, fp8, liger, quantize, sft

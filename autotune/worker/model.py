@@ -20,7 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.precisions import PRECISIONS
 
 _AUTO_CLASSES = {

@@ -20,7 +20,7 @@ from autotune.export.quantization_config import quantization_fields
 from autotune.export.training_args import decided_arguments, environment
 from autotune.export.training_args import training_arguments as keyword_arguments
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space import adapters as fields_of
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS

@@ -24,10 +24,10 @@ from transformers import PretrainedConfig
 from autotune.catalogue import host_memory
 from autotune.common.units import format_bytes
 from autotune.export.training_args import environment
-from autotune.fingerprint import fingerprint_for
-from autotune.measurement import Measurement, ProbeSpec
 from autotune.memory import alloc_conf
 from autotune.memory.out_of_memory import HANDLE_BYTES, excess_bytes, says_no_handle
+from autotune.records.fingerprint import fingerprint_for
+from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.worker import checks, confirm, parking, varied
 from autotune.worker import model as models

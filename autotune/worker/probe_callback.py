@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from autotune.measurement import ProbeSpec
+from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
 from autotune.worker import checks, confirm, fp8

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.config import CLASSIFIER_HEADS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
 from autotune.worker import attention, flex, fp8, layers, liger, quantize, sft

@@ -17,9 +17,9 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from autotune.export.training_args import installed_fields, training_arguments
-from autotune.measurement import ProbeSpec
 from autotune.memory.out_of_memory import says_out_of_memory
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
+from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import draw
 from autotune.worker import confirm, sft_trainer

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS
 from autotune.memory.traces import Trace
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.worker import kernel_costs
 from autotune.worker import model as models
 from autotune.worker.cuda import Device

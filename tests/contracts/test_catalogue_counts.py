@@ -8,7 +8,7 @@ import pytest
 
 from autotune.catalogue.models import CatalogueEntry, catalogue, resolve
 from autotune.memory.traces import Trace
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.worker.cuda import Device
 from autotune.worker.model import load_config

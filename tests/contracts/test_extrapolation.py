@@ -18,7 +18,7 @@ import pytest
 
 from autotune.catalogue.models import resolve
 from autotune.memory.traces import Trace, evaluate, is_setup
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
 from autotune.worker import model as models

@@ -19,7 +19,7 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.catalogue import gpus
-from autotune.measurement import measurement_from_dict
+from autotune.records.measurement import measurement_from_dict
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
 SPACE = """

@@ -9,7 +9,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autotune.memory.traces import Trace
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.worker import __main__ as worker
 from autotune.worker import model as models

@@ -22,7 +22,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from autotune.common.units import MIB
 from autotune.memory.allocator import replay
 from autotune.memory.traces import Trace
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.worker import liger
 from autotune.worker import model as models
 from autotune.worker import trace as trace_module

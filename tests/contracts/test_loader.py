@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from autotune.export import train_py
-from autotune.loading import LoaderTime, LoaderTimes, settings_to_time
+from autotune.records.loader_times import LoaderTime, LoaderTimes, settings_to_time
 from autotune.space.config import TrainConfig, Workload
 from autotune.worker import loading
 from autotune.worker.lengths import UnreadableDataset

@@ -10,7 +10,7 @@ import pytest
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import resolve
 from autotune.estimate import Estimator
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.tracing import trace_all
 

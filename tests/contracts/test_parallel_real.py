@@ -21,7 +21,7 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.estimate import Estimator
 from autotune.export.quantization_config import quantization_fields
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.shards import Weight, ddp_buckets
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS

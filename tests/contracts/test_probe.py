@@ -35,9 +35,9 @@ from autotune import isolate
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
 from autotune.estimate import Estimator
-from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.memory.traces import Trace
-from autotune.results import Estimate, TraceSpec
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig
 from autotune.worker import checks, confirm, memory, training

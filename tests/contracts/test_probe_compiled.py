@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from autotune.forkserver import ForkServer
-from autotune.measurement import Measurement, ProbeSpec, measurement_from_dict
+from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
 from autotune.worker import checks, memory
 from autotune.worker import probe as probe_module

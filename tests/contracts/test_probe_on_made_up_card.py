@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from autotune.catalogue import host_memory
 from autotune.common.units import GIB, MIB
-from autotune.measurement import Measurement, ProbeSpec
+from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.worker import memory
 from autotune.worker.probe import probe

@@ -13,10 +13,10 @@ from optuna.trial import TrialState
 from autotune.catalogue.models import resolve
 from autotune.common.units import MIB
 from autotune.forkserver import ForkServer
-from autotune.measurement import ProbeSpec
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.pruner import SpeedPruner
+from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.study_trials import CONSTRAINT
 from autotune.trials import tell, watched

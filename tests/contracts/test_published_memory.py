@@ -22,7 +22,7 @@ from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
 from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
-from autotune.results import Estimate, TraceSpec
+from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, state_bytes
 from autotune.worker.cuda import Device

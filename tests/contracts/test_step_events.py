@@ -9,7 +9,7 @@ import pytest
 
 from autotune.memory.allocator import EMPTY_CACHE_BYTES
 from autotune.memory.traces import Trace
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.step_events import Part, Steps, first_steps

@@ -40,7 +40,7 @@ from trainer_step import (
 from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import write_clip
 from autotune.memory.traces import Trace
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
 from autotune.worker import attention, fp8, liger, sdpa

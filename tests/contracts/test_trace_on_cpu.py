@@ -25,8 +25,8 @@ from autotune.catalogue.gpus import cpu_stand_in
 from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
 from autotune.estimate import Estimator
-from autotune.measurement import ProbeSpec
-from autotune.results import TraceSpec
+from autotune.records.estimate import TraceSpec
+from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.tracing import trace_all
 from autotune.worker.cuda import Device

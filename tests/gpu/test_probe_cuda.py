@@ -11,7 +11,7 @@ import pytest
 from autotune import isolate
 from autotune.catalogue.gpus import detect
 from autotune.common.units import GIB, MIB
-from autotune.measurement import STOP_FILE, Measurement, ProbeSpec, measurement_from_dict
+from autotune.records.measurement import STOP_FILE, Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
 
 pytestmark = [

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.common import json_records
-from autotune.loading import LoaderTimes, loader_times_from_dict
-from autotune.measurement import Measurement, measurement_from_dict
-from autotune.results import SCHEMA_VERSION, Estimate, estimate_from_dict
+from autotune.records.estimate import SCHEMA_VERSION, Estimate, estimate_from_dict
+from autotune.records.loader_times import LoaderTimes, loader_times_from_dict
+from autotune.records.measurement import Measurement, measurement_from_dict
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload, workload_from_dict
 
 MORE_MEMORY = "memory_budget_bytes"

@@ -9,8 +9,8 @@ from typing import Any
 
 from autotune.common import json_records
 from autotune.common.units import counted, format_bytes
-from autotune.fingerprint import Fingerprint, fingerprint_from_dict
-from autotune.results import SCHEMA_VERSION, step_seconds_of, tokens_per_second_of
+from autotune.records.estimate import SCHEMA_VERSION, step_seconds_of, tokens_per_second_of
+from autotune.records.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.errors import ConfigError, nearest
-from autotune.measurement import BACKENDS
+from autotune.records.measurement import BACKENDS
 from autotune.space.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
 
 EFFORTS = ("quick", "normal", "thorough")
