@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from autotune import bases, export
+from autotune import export
 from autotune.common.files import read_text
 from autotune.common.units import MIB
 from autotune.errors import ConfigError
 from autotune.export import Exporter, result_json
-from autotune.export.read import BaseRun
+from autotune.export.base import own_run
+from autotune.export.base.read import BaseRun
 from autotune.records.answer import Summary
 
 MAX_RESULT_BYTES = 16 * MIB
@@ -39,7 +40,7 @@ class AnswerFiles:
     def of(cls, summary: Summary, *, folder: Path | None, run: BaseRun | None) -> AnswerFiles:
         exporters = export.exporters_for(summary.exported, summary.workload)
         if run is not None and folder is not None:
-            exporters = bases.with_edited(exporters, folder, run, summary.base)
+            exporters = own_run.with_edited(exporters, folder, run, summary.base)
         places = [] if folder is None else export.export_paths(folder, exporters)
         return cls(
             summary=summary,
@@ -77,7 +78,7 @@ class AnswerFiles:
         """What was changed in the user's own file, in words."""
         if self.run is None or self.folder is None:
             return ()
-        return tuple(bases.changed(self.run, self.summary.base, self.summary.exported))
+        return tuple(own_run.changed(self.run, self.summary.base, self.summary.exported))
 
     @property
     def unsaid(self) -> Mapping[str, tuple[str, ...]]:

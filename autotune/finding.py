@@ -15,7 +15,7 @@ from typing import Any
 from autotune import inputs, reading, store, studies, study_names, tune
 from autotune.dataset import Dataset
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
-from autotune.export.read import BaseRun
+from autotune.export.base.read import BaseRun
 from autotune.forkserver import ForkServer
 from autotune.listener import SILENT, Listener
 from autotune.reading import Brought

@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autotune import bases, compiled, inputs, study_names
+from autotune import compiled, inputs, study_names
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.files import Disk, Files
 from autotune.errors import ConfigError
-from autotune.export.read import BaseRun
+from autotune.export.base import own_run
+from autotune.export.base.read import BaseRun
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig, Workload
@@ -90,7 +91,7 @@ def read(
             base = dataclasses.replace(base, sequence_length=length)
     if run is not None and base is not None:
         space = as_in_base(space, base)
-        space, base = bases.searched(space, run, base, task, has_lengths=lengths is not None)
+        space, base = own_run.searched(space, run, base, task, has_lengths=lengths is not None)
     methods = _methods(options) or METHODS
     space_file.require_method(space, methods)
     workload = Workload(
@@ -116,7 +117,7 @@ def read_run(
     """The run of the options' base; None where they name none. Raises ConfigError."""
     if options.base is None:
         return None
-    return bases.read_run(
+    return own_run.read_run(
         options.base,
         seq_len=options.seq_len,
         methods=_methods(options),

@@ -10,9 +10,9 @@ from pathlib import Path
 import answers
 import pytest
 
-from autotune import bases
 from autotune.answer_files import AnswerFiles
 from autotune.common.files import Disk
+from autotune.export.base import own_run
 from autotune.space.config import TrainConfig
 
 
@@ -20,7 +20,7 @@ def write(config: TrainConfig, folder: Path, base: Path | None = None) -> list[P
     summary = answers.summary(best=answers.estimate(config))
     run = None
     if base is not None:
-        run = bases.read_run(
+        run = own_run.read_run(
             base,
             seq_len=None,
             methods=(),

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune import bases, export
+from autotune import export
 from autotune.errors import ConfigError
-from autotune.export import mapping_write, torchtune_base
-from autotune.export.read import BaseRun, changes, read_base
+from autotune.export import mapping_write
+from autotune.export.base import own_run, torchtune
+from autotune.export.base.read import BaseRun, changes, read_base
 from autotune.space.adapters import ADAPTERS
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS
@@ -188,7 +189,7 @@ def test_shared_out_weights_accumulate_as_they_are_priced(tmp_path: Path) -> Non
 def test_the_same_answer_changes_nothing(tmp_path: Path, name: str) -> None:
     config = FORMATS[name][0][0]
     run = read(file_of(tmp_path, name, config), config)
-    (copy,) = bases.with_edited((), tmp_path / "out", run, run.config)
+    (copy,) = own_run.with_edited((), tmp_path / "out", run, run.config)
     assert copy.write(workload=WORKLOAD, config=run.config, result={}) == run.text
     assert changes(run, run.config, run.config) == []
 
@@ -282,7 +283,7 @@ def test_a_folder_without_our_own_file_is_their_union(tmp_path: Path) -> None:
     assert not run.has_length
     answer = dataclasses.replace(run.config, micro_batch_size=8, lora_rank=64, quantization="fp4")
     out = tmp_path / "out"
-    copies = bases.with_edited(export.EXPORTERS, out, run, run.config)
+    copies = own_run.with_edited(export.EXPORTERS, out, run, run.config)
     texts = {
         copy.filename: copy.write(
             workload=WORKLOAD, config=answer, result={"evidence": "predicted"}
@@ -297,7 +298,7 @@ def test_a_folder_without_our_own_file_is_their_union(tmp_path: Path) -> None:
         (out / name).write_text(text)
     assert read_base(out, sequence_length=1024).config == answer
     # Its own files are never written over.
-    again = bases.with_edited(export.EXPORTERS, folder, run, run.config)
+    again = own_run.with_edited(export.EXPORTERS, folder, run, run.config)
     assert "training_args.json" not in [each.filename for each in again]
     assert "training_args.answer.json" in [each.filename for each in again]
 
@@ -341,7 +342,7 @@ def test_torchtunes_model_may_be_a_folder_that_is_here(tmp_path: Path) -> None:
 def read_run(path: Path, **given: Any) -> tuple[BaseRun, list[str]]:
     notes: list[str] = []
     options = {"seq_len": None, "num_gpus": 1, "effective_batch": 32, "has_bf16": True, **given}
-    return bases.read_run(path, **options, usual_length=1024, note=notes.append), notes
+    return own_run.read_run(path, **options, usual_length=1024, note=notes.append), notes
 
 
 def test_a_launch_says_its_gpus_and_the_rest_is_taken(tmp_path: Path) -> None:
@@ -349,7 +350,7 @@ def test_a_launch_says_its_gpus_and_the_rest_is_taken(tmp_path: Path) -> None:
     assert (run.config.num_gpus, run.config.parallelism) == (2, "ddp")
     assert run.config.effective_batch_size == 32
     assert any("micro_batch_size: 1" in note and "are taken" in note for note in notes)
-    said = bases.changed(run, run.config, dataclasses.replace(run.config, micro_batch_size=4))
+    said = own_run.changed(run, run.config, dataclasses.replace(run.config, micro_batch_size=4))
     assert any(
         note.startswith("not put into it, but into the other files: micro_batch") for note in said
     )
@@ -477,7 +478,7 @@ def test_names_that_no_file_has_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be read"):
             read_base(tmp_path / name)
     text = f"model: {{_component_: torchtune.models.x}}\ncheckpointer: {{checkpoint_dir: {'y' * 10_000}}}\n"
-    assert torchtune_base.model_of(yaml.safe_load(text)) is None
+    assert torchtune.model_of(yaml.safe_load(text)) is None
 
 
 def test_a_folder_of_nothing_names_what_it_could_hold(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune import bases
 from autotune.export import EXPORTERS
+from autotune.export.base import own_run
+from autotune.export.base.read import BaseRun, read_base
 from autotune.export.mapping_write import unsaid
-from autotune.export.read import BaseRun, read_base
 from autotune.space import space_file
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.search_space import as_in_base, enumerate_configs
@@ -20,7 +20,7 @@ QUICK = Workload(model="m", memory_budget_bytes=1, sequence_length=2048, effecti
 def read(name: str, **given: int) -> tuple[BaseRun, list[str]]:
     notes: list[str] = []
     options = {"seq_len": None, "num_gpus": 1, "effective_batch": 32, "has_bf16": True, **given}
-    run = bases.read_run(FILES / name, **options, usual_length=1024, note=notes.append)  # type: ignore[arg-type]
+    run = own_run.read_run(FILES / name, **options, usual_length=1024, note=notes.append)  # type: ignore[arg-type]
     return run, notes
 
 
@@ -40,7 +40,7 @@ def test_what_is_left_to_the_card_is_float16_on_an_old_one() -> None:
 
 def test_a_method_that_the_file_leaves_open_is_searched() -> None:
     run, _ = read("training_arguments.yaml")
-    space, _ = bases.searched(
+    space, _ = own_run.searched(
         space_file.load("default"), run, run.config, "causal-lm", has_lengths=False
     )
     assert [section.method for section in space.methods] == ["full", "lora", "qlora"]
@@ -66,7 +66,7 @@ def test_a_search_has_only_what_the_file_can_say_and_the_base_is_in_it(
 ) -> None:
     run, _ = read(name)
     assert run.target is not None
-    searched, base = bases.searched(
+    searched, base = own_run.searched(
         space_file.load(space), run, run.config, "causal-lm", has_lengths=False
     )
     assert base.batching == "packed"
@@ -101,9 +101,9 @@ def test_ours_is_searched_as_ever(tmp_path: Path) -> None:
     )
     run = BaseRun(path=tmp_path / "train_config.yaml", config=config)
     space = space_file.load("default")
-    assert bases.searched(space, run, config, "causal-lm", has_lengths=False) == (space, config)
-    assert bases.with_edited(EXPORTERS, tmp_path, run, config) == EXPORTERS
-    assert bases.changed(run, config, config) == []
+    assert own_run.searched(space, run, config, "causal-lm", has_lengths=False) == (space, config)
+    assert own_run.with_edited(EXPORTERS, tmp_path, run, config) == EXPORTERS
+    assert own_run.changed(run, config, config) == []
 
 
 @pytest.mark.parametrize("space", ["default", "everything", "lora"])
@@ -111,7 +111,7 @@ def test_the_files_alpha_is_that_of_every_answer(space: str) -> None:
     """Nothing is to be gained by another, so none is tried: a full run's has none."""
     run, _ = read("axolotl.yaml")
     loaded = space_file.load(space)
-    searched, _ = bases.searched(
+    searched, _ = own_run.searched(
         as_in_base(loaded, run.config), run, run.config, "causal-lm", has_lengths=False
     )
     alphas = {
@@ -138,9 +138,9 @@ def test_a_space_that_names_alphas_keeps_them() -> None:
 
 def test_theirs_is_never_written_over(tmp_path: Path) -> None:
     run, _ = read("axolotl.yaml")
-    (*_, copy) = bases.with_edited(EXPORTERS, tmp_path, run, run.config)
+    (*_, copy) = own_run.with_edited(EXPORTERS, tmp_path, run, run.config)
     assert copy.filename == "axolotl.yaml"
-    (*_, copy) = bases.with_edited(EXPORTERS, FILES, run, run.config)
+    (*_, copy) = own_run.with_edited(EXPORTERS, FILES, run, run.config)
     assert copy.filename == "axolotl.answer.yaml"
 
 
@@ -148,7 +148,7 @@ def test_their_file_takes_the_place_of_ours_of_that_name(tmp_path: Path) -> None
     path = tmp_path / "train_config.yaml"
     path.write_bytes((FILES / "axolotl.yaml").read_bytes())
     run = read_base(path)
-    exporters = bases.with_edited(EXPORTERS, tmp_path / "out", run, run.config)
+    exporters = own_run.with_edited(EXPORTERS, tmp_path / "out", run, run.config)
     names = [exporter.filename for exporter in exporters]
     assert names.count("train_config.yaml") == 1
     assert exporters[-1].filename == "train_config.yaml"
@@ -159,7 +159,7 @@ def test_what_was_changed_is_said() -> None:
     answer = dataclasses.replace(
         run.config, activation_checkpointing=2, precision="bf16-true", micro_batch_size=4
     )
-    said = bases.changed(run, run.config, answer)
+    said = own_run.changed(run, run.config, answer)
     assert said == [
         "your axolotl.yaml is written beside the other files, with micro_batch_size: 4.",
         "not put into it: precision: bf16-true.",

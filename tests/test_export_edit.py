@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from autotune.export.edit import Change, edited
+from autotune.export.base.edit import Change, edited
 
 FILE = """\
 # what this is

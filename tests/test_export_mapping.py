@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.export import axolotl, huggingface, llama_factory
+from autotune.export import axolotl, llama_factory
+from autotune.export.base import huggingface
+from autotune.export.base.mapping_read import read
 from autotune.export.mapping import Target
-from autotune.export.mapping_read import read
 from autotune.export.mapping_write import allows, keys_of, unsaid
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import KNOBS

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from autotune.errors import ConfigError
-from autotune.export import mapping_write, program, program_edit
-from autotune.export.edit import Change
+from autotune.export import mapping_write
+from autotune.export.base import program, program_edit
+from autotune.export.base.edit import Change
+from autotune.export.base.read import BaseRun, changes, read_base
 from autotune.export.mapping import NotLiteral
-from autotune.export.read import BaseRun, changes, read_base
 from autotune.space.config import TrainConfig
 
 BASES = Path(__file__).with_name("data") / "bases"

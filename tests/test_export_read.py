@@ -12,11 +12,12 @@ import pytest
 import yaml
 
 from autotune.errors import ConfigError
-from autotune.export import axolotl, huggingface, llama_factory, train_config
-from autotune.export.mapping_read import read
+from autotune.export import axolotl, llama_factory, train_config
+from autotune.export.base import huggingface
+from autotune.export.base.mapping_read import read
+from autotune.export.base.opening import READERS
+from autotune.export.base.read import BaseRun, EditedBase, read_base
 from autotune.export.mapping_write import keys_of, unsaid
-from autotune.export.opening import READERS
-from autotune.export.read import BaseRun, EditedBase, read_base
 from autotune.space.config import TrainConfig, Workload
 
 BASES = Path(__file__).with_name("data") / "bases"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from autotune.export import axolotl, llama_factory
-from autotune.export.read import changes, read_base
+from autotune.export.base.read import changes, read_base
 from autotune.export.train_config import from_yaml
 from autotune.export.train_config import write as write_yaml
 from autotune.export.training_args import training_arguments

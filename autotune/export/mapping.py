@@ -1,7 +1,7 @@
 """A literal table between our settings and another trainer's keys, read in both directions.
 
 A Target is the table of one trainer. autotune.export.mapping_write says a TrainConfig in its words,
-autotune.export.mapping_read takes them back.
+autotune.export.base.mapping_read takes them back.
 Keys below others are written with dots: `bnb_config_kwargs.bnb_4bit_quant_type`.
 """
 

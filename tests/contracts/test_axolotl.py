@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from autotune.export import axolotl
-from autotune.export.mapping_read import read
-from autotune.export.read import EditedBase, read_base
+from autotune.export.base.mapping_read import read
+from autotune.export.base.read import EditedBase, read_base
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS
 

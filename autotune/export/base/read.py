@@ -13,15 +13,15 @@ from typing import Any
 
 from autotune.common.files import Disk, Files
 from autotune.errors import ConfigError
-from autotune.export.edit import Change
+from autotune.export.base.edit import Change
+from autotune.export.base.mapping_read import in_current_words, notes, read
+from autotune.export.base.opening import open_base
+from autotune.export.base.parts import Part, all_of
+from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, in_words
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
 from autotune.export.mapping import NotLiteral, Row, Target, entries, same, value_at
-from autotune.export.mapping_read import in_current_words, notes, read
 from autotune.export.mapping_write import keys_of
-from autotune.export.opening import open_base
-from autotune.export.parts import Part, all_of
 from autotune.export.quantization_config import quantization_fields
-from autotune.export.section_rows import ADAPTER, QUANTIZATION, in_words
 from autotune.export.text import caveats_of
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.export.base.sections import Shape
 from autotune.export.mapping import NotLiteral
-from autotune.export.sections import Shape
 
 DTYPES = {name: name for name in ("bfloat16", "float16", "float32", "uint8", "float64", "int8")} | {
     "half": "float16",

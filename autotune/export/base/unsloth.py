@@ -10,9 +10,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from autotune.export.huggingface import SFT, TRAINING_ARGUMENTS
-from autotune.export.mapping import Choice, Row, Target, choices, of_key
-from autotune.export.section_rows import (
+from autotune.export.base.huggingface import SFT, TRAINING_ARGUMENTS
+from autotune.export.base.section_rows import (
     ADAPTER,
     MODEL,
     QUANTIZATION,
@@ -22,6 +21,7 @@ from autotune.export.section_rows import (
     precision_row,
     quantization_row,
 )
+from autotune.export.mapping import Choice, Row, Target, choices, of_key
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.common.files import Files
 from autotune.errors import ConfigError
-from autotune.export import edit
-from autotune.export.edit import Change
-from autotune.export.section_rows import ADAPTER, QUANTIZATION
+from autotune.export.base import edit
+from autotune.export.base.edit import Change
+from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.train_config import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
-    from autotune.export.literals import Program
+    from autotune.export.base.literals import Program
 
 FURTHER_FOLDER = "exports"
 OURS = "train_config.yaml"
@@ -47,7 +47,7 @@ class Part:
 
     def program(self) -> Program:
         """ConfigError where it is none."""
-        from autotune.export.program import parsed
+        from autotune.export.base.program import parsed
 
         try:
             return parsed(self.text, has_bf16=self.has_bf16)
@@ -73,7 +73,7 @@ class Part:
         could not be made."""
         ours = [change for change in changes if self.has(change.key)]
         if self.is_program:
-            from autotune.export import program_edit
+            from autotune.export.base import program_edit
 
             text, left = program_edit.edited(self.text, ours, has_bf16=self.has_bf16)
             return text, True, left

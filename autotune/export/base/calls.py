@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.export.literals import Program, name_of
-from autotune.export.section_rows import ADAPTER, MODEL, QUANTIZATION
-from autotune.export.sections import Shape
+from autotune.export.base.literals import Program, name_of
+from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION
+from autotune.export.base.sections import Shape
 from autotune.memory.alloc_conf import VARIABLES, is_expandable
 
 _ARGUMENTS = (

@@ -10,10 +10,10 @@ import ast
 import re
 import warnings
 
-from autotune.export.calls import find_calls
-from autotune.export.literals import Program, bind, entries_of
-from autotune.export.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
-from autotune.export.sections import Shape
+from autotune.export.base.calls import find_calls
+from autotune.export.base.literals import Program, bind, entries_of
+from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
+from autotune.export.base.sections import Shape
 
 MAX_BYTES = 256 * 1024
 """Python takes time that grows with the square of it for some programs, and no script has that much."""

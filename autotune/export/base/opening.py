@@ -14,19 +14,13 @@ from typing import Any
 
 from autotune.common.files import Files
 from autotune.errors import ConfigError
-from autotune.export import (
-    axolotl,
-    huggingface,
-    launch_base,
-    llama_factory,
-    torchtune_base,
-    train_config,
-)
-from autotune.export.edit import parsed
+from autotune.export import axolotl, llama_factory, train_config
+from autotune.export.base import huggingface, launch, torchtune
+from autotune.export.base.edit import parsed
+from autotune.export.base.parts import OURS, Part, all_of, read_folder, read_part
+from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
+from autotune.export.base.sections import Shape, target_for
 from autotune.export.mapping import NotLiteral, Target
-from autotune.export.parts import OURS, Part, all_of, read_folder, read_part
-from autotune.export.section_rows import ADAPTER, QUANTIZATION
-from autotune.export.sections import Shape, target_for
 from autotune.export.training_args import installed_fields
 from autotune.space.knobs import KNOBS
 
@@ -60,20 +54,20 @@ def _part(name: str, prefix: str) -> dict[str, Any]:
 
 READERS: tuple[Reader, ...] = (
     Reader(
-        target=torchtune_base.TARGET,
-        recognise=torchtune_base.is_torchtune,
-        fitted=torchtune_base.fitted,
+        target=torchtune.TARGET,
+        recognise=torchtune.is_torchtune,
+        fitted=torchtune.fitted,
     ),
     Reader(target=axolotl.TARGET, recognise=_has("base_model")),
     Reader(
-        target=launch_base.ACCELERATE,
+        target=launch.ACCELERATE,
         recognise=_has("distributed_type", "compute_environment", "num_processes"),
-        fitted=launch_base.fitted_accelerate,
+        fitted=launch.fitted_accelerate,
     ),
     Reader(
-        target=launch_base.DEEPSPEED,
+        target=launch.DEEPSPEED,
         recognise=_has("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
-        fitted=launch_base.fitted_deepspeed,
+        fitted=launch.fitted_deepspeed,
     ),
     Reader(
         **_part("PEFT's adapter_config.json", ADAPTER),
@@ -143,7 +137,7 @@ def _open_mapping(files: Files, part: Part, method: str) -> Opened:
     part = dataclasses.replace(part, prefix=reader.prefix)
     content = {f"{reader.prefix}{key}": value for key, value in content.items()}
     parts: tuple[Part, ...] = (part,)
-    if reader.target is launch_base.ACCELERATE:
+    if reader.target is launch.ACCELERATE:
         parts = (part, *_beside(files, part.path, content))
         content = all_of(parts)
     target, fit = reader.target, reader.fitted
@@ -155,10 +149,10 @@ def _open_mapping(files: Files, part: Part, method: str) -> Opened:
 def _beside(files: Files, path: Path, content: Mapping[str, Any]) -> tuple[Part, ...]:
     """DeepSpeed's own file, where accelerate's names one."""
     try:
-        name = launch_base.named_beside(content)
+        name = launch.named_beside(content)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be used", why=str(error)) from error
-    return () if name is None else (read_part(files, path.parent / name, launch_base.BESIDE),)
+    return () if name is None else (read_part(files, path.parent / name, launch.BESIDE),)
 
 
 def _open_program(part: Part, method: str) -> Opened:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.export.calls import OF_SFT
-from autotune.export.edit import Change, applied
-from autotune.export.literals import DTYPES, Box, Program, entries_of
+from autotune.export.base.calls import OF_SFT
+from autotune.export.base.edit import Change, applied
+from autotune.export.base.literals import DTYPES, Box, Program, entries_of
+from autotune.export.base.program import OF_RECIPE, parsed
+from autotune.export.base.section_rows import MODEL, QUANTIZATION, RECIPE
 from autotune.export.mapping import NotLiteral
-from autotune.export.program import OF_RECIPE, parsed
-from autotune.export.section_rows import MODEL, QUANTIZATION, RECIPE
 
 _GAP = re.compile(rb"(?:[ \t\f]|\\\r?\n|#[^\r\n]*|\r\n|\r|\n)*")
 _REST = re.compile(rb"[ \t\f]*(#[^\r\n]*)?(?=[\r\n]|\Z)")

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.catalogue.attention import ATTENTIONS
-from autotune.export import unsloth_base
-from autotune.export.huggingface import SFT, TRAINING_ARGUMENTS
-from autotune.export.mapping import Choice, Row, Target, choices, of_key, of_values, value_at
-from autotune.export.section_rows import (
+from autotune.export.base import unsloth
+from autotune.export.base.huggingface import SFT, TRAINING_ARGUMENTS
+from autotune.export.base.section_rows import (
     ADAPTER,
     MODEL,
     QUANTIZATION,
@@ -30,6 +29,7 @@ from autotune.export.section_rows import (
     quantization_row,
     with_products,
 )
+from autotune.export.mapping import Choice, Row, Target, choices, of_key, of_values, value_at
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.config import PEFT_TASK_TYPES, TRAINERS, TrainConfig
@@ -76,7 +76,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
     """The table for that shape. `method` is for shapes that leave it open. ValueError: an adapter that no
     prediction has."""
     if shape.is_unsloth:
-        return unsloth_base.target_for(
+        return unsloth.target_for(
             shape.name,
             content,
             sections=shape.sections,
