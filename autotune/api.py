@@ -42,8 +42,8 @@ from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig, Workload
 
 if TYPE_CHECKING:
-    from autotune.worker.callback import WatchCallback
-    from autotune.worker.objects import BitsAndBytesConfig, PeftConfig, TrainingArguments
+    from autotune.worker.given.callback import WatchCallback
+    from autotune.worker.given.objects import BitsAndBytesConfig, PeftConfig, TrainingArguments
 
 StrPath = str | os.PathLike[str]
 
@@ -99,7 +99,7 @@ class Result:
         Transformers and accelerate in this process's environment. How several GPUs share the run is in
         the files of `export`. Raises ConfigError for an override that the class does not know.
         """
-        from autotune.worker import objects
+        from autotune.worker.given import objects
 
         return objects.training_arguments(self.config, self.workload.extra, overrides)
 
@@ -109,7 +109,7 @@ class Result:
         What the answer does without is turned off (torch.compile, NEFTune, Liger, grouping by length).
         An SFTConfig gets the sequence length and the packing, too. The folder and `max_grad_norm` stay.
         """
-        from autotune.worker import objects
+        from autotune.worker.given import objects
 
         return objects.applied(self.config, arguments)
 
@@ -119,7 +119,7 @@ class Result:
         None for a full fine-tune. `model`: the one to be trained; only adapters whose fields depend on it
         look at it, and find out from the model's configuration where it is left out.
         """
-        from autotune.worker import objects
+        from autotune.worker.given import objects
 
         config = None
         if model is None and objects.needs_model(self.config):
@@ -130,7 +130,7 @@ class Result:
 
     def quantization_config(self) -> BitsAndBytesConfig | None:
         """How the frozen base is stored; None where it is not quantised."""
-        from autotune.worker import objects
+        from autotune.worker.given import objects
 
         return objects.quantization_config(self.config, self.workload.task)
 
@@ -139,7 +139,7 @@ class Result:
 
         Without them Transformers loads another model than the one that was priced.
         """
-        from autotune.worker import objects
+        from autotune.worker.given import objects
 
         return objects.model_kwargs(self.config, self.workload.task)
 
@@ -152,10 +152,10 @@ class Result:
     ) -> WatchCallback:
         """A TrainerCallback that says on stderr, or through `say`, when a run parts from this answer.
 
-        autotune.worker.callback says what is compared. `tolerance`: the share by which the speed may
+        autotune.worker.given.callback says what is compared. `tolerance`: the share by which the speed may
         differ [default: 0.1 of what was measured, 0.3 of what was predicted].
         """
-        from autotune.worker.callback import WatchCallback, say_on_stderr
+        from autotune.worker.given.callback import WatchCallback, say_on_stderr
 
         return WatchCallback(
             self.summary,

@@ -17,7 +17,6 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError, HardwareError
 from autotune.estimate import Estimator, least_bytes
-from autotune.forkserver import ForkServer
 from autotune.memory.traces import Trace
 from autotune.parallel import RankTrace
 from autotune.records.estimate import Estimate, TraceSpec
@@ -27,6 +26,7 @@ from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace, enumerate_configs, with_attentions
 from autotune.tracing import trace_all
 from autotune.tune import Progress
+from autotune.worker.client.forkserver import ForkServer
 
 _FAR = 10**9
 """Sorts behind every checkpointing interval."""

@@ -12,12 +12,12 @@ from pathlib import Path
 from autotune.common import json_records
 from autotune.errors import ConfigError, WorkerError
 from autotune.export import train_py
-from autotune.forkserver import ForkServer
-from autotune.isolate import run
 from autotune.records.loader_times import LoaderTime, LoaderTimes, settings_to_time
 from autotune.records.measurement import Measurement
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.lengths import Lengths
+from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.isolate import run
 
 DEADLINE_SECONDS = 900.0
 

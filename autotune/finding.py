@@ -16,7 +16,6 @@ from autotune import inputs, reading, store, studies, study_names, tune
 from autotune.dataset import Dataset
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
 from autotune.export.base.read import BaseRun
-from autotune.forkserver import ForkServer
 from autotune.listener import SILENT, Listener
 from autotune.reading import Brought
 from autotune.recommendations import (
@@ -28,6 +27,7 @@ from autotune.records.question import FindOptions
 from autotune.space import search_space
 from autotune.trace_table import TraceTable
 from autotune.tune import Found
+from autotune.worker.client.forkserver import ForkServer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

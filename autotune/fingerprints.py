@@ -13,9 +13,9 @@ from pathlib import Path
 from autotune.catalogue import nvml
 from autotune.catalogue.installed import cpu_name, versions
 from autotune.errors import HardwareError, WorkerError
-from autotune.forkserver import ForkServer
 from autotune.memory import alloc_conf
 from autotune.records.fingerprint import Fingerprint, fingerprint_from_dict
+from autotune.worker.client.forkserver import ForkServer
 
 DEADLINE_SECONDS = 120.0
 """For importing torch, from a cold disk too. [judgement]"""

@@ -24,10 +24,10 @@ from autotune.catalogue import gpus, models
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
-from autotune.forkserver import ForkServer
 from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.space.knobs import describe
 from autotune.tune import Progress
+from autotune.worker.client.forkserver import ForkServer
 
 MAX_MICRO_BATCH = 65_536
 MAX_SEQUENCE_LENGTH = 1_048_576

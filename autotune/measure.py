@@ -12,7 +12,6 @@ from autotune import compiled, fingerprints, probing, tune
 from autotune.catalogue.models import ModelSource
 from autotune.dataset import Dataset, time_loaders
 from autotune.errors import WorkerError
-from autotune.forkserver import ForkServer
 from autotune.listener import Listener
 from autotune.prober import NotAsAssumed, Prober
 from autotune.probes import open_probes
@@ -22,6 +21,7 @@ from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
 from autotune.records.question import FindOptions
 from autotune.space.config import Workload
 from autotune.tune import Found
+from autotune.worker.client.forkserver import ForkServer
 
 if TYPE_CHECKING:
     import optuna

@@ -16,14 +16,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune import compiled, isolate
+from autotune import compiled
 from autotune.catalogue import nvml
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import HardwareError
 from autotune.fingerprints import digest, fingerprint_here
-from autotune.forkserver import ForkServer
-from autotune.isolate import Answer, WorkerEnd, private_folder
 from autotune.logged_runs import log_run
 from autotune.memory.out_of_memory import says_out_of_memory
 from autotune.probe_key import ProbeKey, probe_key
@@ -41,6 +39,9 @@ from autotune.records.measurement import (
 from autotune.sampler import Near
 from autotune.space.config import TrainConfig
 from autotune.trials import Watch
+from autotune.worker.client import isolate
+from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.isolate import Answer, WorkerEnd, private_folder
 
 if TYPE_CHECKING:
     import optuna

@@ -30,13 +30,13 @@ from autotune.catalogue import gpus
 from autotune.common.units import counted
 from autotune.deliver import deliver
 from autotune.errors import AutotuneError, HardwareError, StorageError
-from autotune.forkserver import ForkServer
-from autotune.isolate import private_folder
 from autotune.jobs import Job, JobTable, Machine, may_pass, open_jobs, patiently
 from autotune.listener import SILENT, Listener, Measuring
 from autotune.records.answer import Counts
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
+from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.isolate import private_folder
 
 IDLE_SECONDS = 2.0
 """Between two looks into an empty queue."""

@@ -16,12 +16,12 @@ from typing import Any
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError, HardwareError, WorkerError
-from autotune.forkserver import ForkServer
-from autotune.isolate import WorkerEnd, run_many
 from autotune.memory.traces import BrokenTrace, Trace
 from autotune.parallel import RankTrace
 from autotune.records.estimate import TraceSpec
 from autotune.trace_table import TraceTable
+from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.isolate import WorkerEnd, run_many
 
 DEADLINE_SECONDS = 600.0
 

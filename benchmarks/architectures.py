@@ -65,7 +65,7 @@ def import_all() -> None:
     import peft  # noqa: F401
     import transformers
 
-    import autotune.worker.trace  # noqa: F401
+    import autotune.worker.trace.step  # noqa: F401
 
     transformers.logging.set_verbosity_error()
 
@@ -97,7 +97,7 @@ def in_a_process(
 
 
 def _answer(kind: str, cases: Mapping[str, dict[str, Any]], compare: Compare, sender: Any) -> None:
-    from autotune.worker import model as models
+    from autotune.worker.build import model as models
 
     for name, changes in cases.items():
         try:
@@ -111,7 +111,7 @@ def _answer(kind: str, cases: Mapping[str, dict[str, Any]], compare: Compare, se
 
 def _compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
     from autotune.memory.traces import BrokenTrace, Trace
-    from autotune.worker.model import load_config
+    from autotune.worker.build.model import load_config
 
     config = load_config({"model_type": kind})
     began = time.monotonic()
@@ -142,9 +142,9 @@ def _traced(
     """By the first attention that the model has."""
     from autotune.records.estimate import TraceSpec
     from autotune.space.config import TrainConfig
-    from autotune.worker import model as models
-    from autotune.worker.cuda import Device
-    from autotune.worker.trace import trace_step
+    from autotune.worker.build import model as models
+    from autotune.worker.trace.cuda import Device
+    from autotune.worker.trace.step import trace_step
 
     refused: Exception | None = None
     for name in ATTENTIONS if attention is None else (attention,):

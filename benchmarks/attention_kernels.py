@@ -6,7 +6,7 @@
 
 PyTorch is asked (torch._fused_sdp_choice), nothing is computed: no card is needed (no_card.py), and one
 would answer the same. Added to studies/attention-kernels/choices.json; tests/contracts holds
-autotune.worker.sdpa against it, call by call.
+autotune.worker.trace.sdpa against it, call by call.
 
 choices.json: {letters: ["2.13.0+cu130 8.0", ...]}: a letter for each of calls(), in that order (the first
 of cudnn, flash, efficient or math), and the versions and compute capabilities that chose so.

@@ -17,7 +17,6 @@ from pathlib import Path
 from autotune.catalogue.gpus import cpu_stand_in
 from autotune.catalogue.models import resolve
 from autotune.estimate import Estimator
-from autotune.forkserver import ForkServer
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
@@ -25,6 +24,7 @@ from autotune.records.measurement import ProbeSpec
 from autotune.space.config import Workload
 from autotune.space.search_space import MethodSpace, SearchSpace, enumerate_configs
 from autotune.tracing import trace_all
+from autotune.worker.client.forkserver import ForkServer
 
 FOLDER = Path(__file__).parents[1] / "studies" / "cpu-sweep"
 SEQUENCE_LENGTH = 64

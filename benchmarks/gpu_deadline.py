@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.forkserver import ForkServer
-from autotune.isolate import WorkerEnd
+from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.isolate import WorkerEnd
 
 GRACE_SECONDS = 45.0
 """For the probe that runs when the time is over: with 8 minutes a piece stays under 9."""

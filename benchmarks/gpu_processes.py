@@ -21,8 +21,8 @@ import gpu_cases
 
 from autotune.catalogue import nvml
 from autotune.common.units import MIB
-from autotune.forkserver import ForkServer
 from autotune.records.measurement import ProbeSpec
+from autotune.worker.client.forkserver import ForkServer
 
 RETURN_SECONDS = 20.0
 LOOK_SECONDS = 0.05

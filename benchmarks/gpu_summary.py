@@ -30,7 +30,7 @@ UNDER = 0.03
 SURVIVE = 0.98
 """Of the runs whose budget was their own predicted peak."""
 MAX_ACCUMULATION = 2
-"""Micro-batches that a probe really runs (autotune.worker.training)."""
+"""Micro-batches that a probe really runs (autotune.worker.probe.training)."""
 
 QUANTITIES = {
     "allocated": "peak_allocated_bytes",

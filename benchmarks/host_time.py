@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autotune.memory.traces import is_forward, is_setup
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
-from autotune.worker.cuda import Device
-from autotune.worker.trace import trace_step
+from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.step import trace_step
 
 DEPTHS = (4, 20)
 REPEATS, STEPS = 8, 3

@@ -28,13 +28,13 @@ from autotune.catalogue.gpus import Gpu, detect, find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
-from autotune.forkserver import ForkServer
-from autotune.isolate import WorkerEnd
 from autotune.prober import Prober
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.tracing import trace_all
+from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.isolate import WorkerEnd
 
 STUDY = Path(__file__).parents[1] / "studies" / "architectures-no-card"
 DEADLINE_SECONDS = 150.0
@@ -105,7 +105,7 @@ def subject(kind: str, task: str, *, is_cut: bool = True) -> Subject:
     """As the configuration class makes it; `is_cut`: with LAYERS layers at most."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from autotune.worker.layers import num_layers, text_part
+    from autotune.worker.build.layers import num_layers, text_part
 
     config = CONFIG_MAPPING[kind]()
     num = num_layers(config)

@@ -28,7 +28,6 @@ from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
-from autotune.forkserver import ForkServer
 from autotune.prober import Prober
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec
@@ -37,6 +36,7 @@ from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.rules import Context, broken_rules
 from autotune.tracing import trace_all
+from autotune.worker.client.forkserver import ForkServer
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-0.6B",

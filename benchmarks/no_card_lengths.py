@@ -19,10 +19,10 @@ from typing import Any
 
 from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
-from autotune.forkserver import ForkServer
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
+from autotune.worker.client.forkserver import ForkServer
 
 RECORDS = Path(__file__).parents[1] / "studies" / "no-card" / "lengths.jsonl"
 DEADLINE_SECONDS = 600.0

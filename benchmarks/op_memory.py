@@ -38,9 +38,9 @@ from transformers.models.llama.modeling_llama import (
 
 from autotune.common.units import MIB
 from autotune.memory.allocator import replay
-from autotune.worker.cuda import Device, Workspaces, device_choices
-from autotune.worker.kernel_buffers import hidden_buffers
-from autotune.worker.tracker import Tracker
+from autotune.worker.trace.cuda import Device, Workspaces, device_choices
+from autotune.worker.trace.kernel_buffers import hidden_buffers
+from autotune.worker.trace.tracker import Tracker
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "data" / "op_memory_a100.csv"

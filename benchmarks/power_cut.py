@@ -53,7 +53,6 @@ from kill_store import (
 
 from autotune import database, schema
 from autotune.catalogue.models import ModelSource
-from autotune.isolate import WorkerEnd
 from autotune.probe_key import probe_key
 from autotune.prober import Prober
 from autotune.probes import ProbeTable, open_probes
@@ -63,6 +62,7 @@ from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.config import TrainConfig, Workload
 from autotune.store import open_study
+from autotune.worker.client.isolate import WorkerEnd
 
 NAME = "studies/autotune.db"
 """Of the database, within the folder that is recorded; the folder in between is made by the writer."""

@@ -56,12 +56,12 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
-from autotune.worker import adapters
-from autotune.worker import model as models
-from autotune.worker.cuda import Device
-from autotune.worker.meta_step import MetaStep
-from autotune.worker.model import load_config
-from autotune.worker.trace import trace_step
+from autotune.worker.build import adapters
+from autotune.worker.build import model as models
+from autotune.worker.build.model import load_config
+from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.meta_step import MetaStep
+from autotune.worker.trace.step import trace_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,9 +36,9 @@ from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
-from autotune.worker.cuda import Device
-from autotune.worker.model import load_config
-from autotune.worker.trace import trace_step
+from autotune.worker.build.model import load_config
+from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.step import trace_step
 
 STUDY = Path(__file__).parents[1] / "studies" / "published-speed"
 TIED = 0.03

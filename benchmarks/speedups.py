@@ -49,12 +49,12 @@ from gpu_deadline import Deadline, PunctualServer, run_until
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import parse_bytes
 from autotune.errors import AutotuneError
-from autotune.forkserver import ForkServer
 from autotune.prober import Prober
 from autotune.probes import ProbeTable, open_probes
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base
+from autotune.worker.client.forkserver import ForkServer
 
 ROOT = Path(__file__).parents[1]
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}

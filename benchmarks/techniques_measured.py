@@ -25,7 +25,6 @@ from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
-from autotune.forkserver import ForkServer
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
@@ -35,6 +34,7 @@ from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import describe
 from autotune.space.tradeoffs import tradeoff_class
 from autotune.tracing import trace_all
+from autotune.worker.client.forkserver import ForkServer
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "studies" / "techniques"

@@ -40,12 +40,12 @@ from optuna.trial import TrialState
 
 from autotune import owners, probing, store, upgrade
 from autotune.catalogue.models import resolve
-from autotune.isolate import WorkerEnd
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig, Workload
+from autotune.worker.client.isolate import WorkerEnd
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "studies" / "cpu-sweep" / "sweep.jsonl"

@@ -13,7 +13,7 @@ from pathlib import Path
 import here
 import pytest
 
-from autotune import launching
+from autotune.worker.client import launching
 
 # The models of tests are tiny: threads that wait for work would take more time than they save.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

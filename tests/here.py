@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from autotune import cli, forkserver, isolate, measure, serving, tracing
-from autotune.forkserver import ForkServer
-from autotune.isolate import WorkerEnd
+from autotune import cli, measure, serving, tracing
 from autotune.nightly import run as nightly
-from autotune.orphans import adopt_orphans
+from autotune.worker.client import forkserver, isolate
+from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.isolate import WorkerEnd
+from autotune.worker.client.orphans import adopt_orphans
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 

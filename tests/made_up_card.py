@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autotune.common.units import GIB, MIB
-from autotune.worker import memory
+from autotune.worker.probe import memory
 
 CONTEXT = 512 * MIB
 OTHERS = 2 * GIB

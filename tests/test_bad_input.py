@@ -598,7 +598,7 @@ def test_a_worker_that_talks_nonsense_is_named(
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     nonsense = "import sys; open(sys.argv[2], 'w').write('nonsense\\n')"
     monkeypatch.setattr(
-        "autotune.launching.worker_command", lambda: [sys.executable, "-c", nonsense]
+        "autotune.worker.client.launching.worker_command", lambda: [sys.executable, "-c", nonsense]
     )
     code, err = fail("estimate", "--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "64")
     assert code == 5

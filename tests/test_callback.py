@@ -23,9 +23,9 @@ from autotune.api import Result
 from autotune.catalogue.installed import cpu_name
 from autotune.common.units import GIB
 from autotune.space.config import TrainConfig
-from autotune.worker.callback import WatchCallback
-from autotune.worker.pace import NUM_WARM_UP_STEPS, Pace
-from autotune.worker.steps import CpuClock
+from autotune.worker.given.callback import WatchCallback
+from autotune.worker.given.pace import NUM_WARM_UP_STEPS, Pace
+from autotune.worker.probe.steps import CpuClock
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
@@ -259,7 +259,7 @@ class Card:
             "synchronize": lambda _: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr("autotune.worker.callback.CudaClock", CpuClock)
+        monkeypatch.setattr("autotune.worker.given.callback.CudaClock", CpuClock)
         result = answer(step_seconds=1e-9, device="NVIDIA L4")
         measured = result.summary.measured
         assert measured is not None

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from autotune import forkserver, isolate, launching
 from autotune.errors import WorkerError
-from autotune.forkserver import ForkServer
-from autotune.orphans import PARENT_VARIABLE
+from autotune.worker.client import forkserver, isolate, launching
+from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.orphans import PARENT_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,13 +13,13 @@ import pytest
 from fake_nvml import fake_nvml
 
 from autotune.catalogue.gpus import detect, find_gpu
-from autotune.isolate import WorkerEnd
 from autotune.records.estimate import SCHEMA_VERSION
 from autotune.records.measurement import measurement_from_dict
 from autotune.space.config import METHODS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import load
+from autotune.worker.client.isolate import WorkerEnd
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 pytestmark = pytest.mark.slow  # half a minute: seven processes that import torch

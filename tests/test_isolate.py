@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from autotune import isolate, launching, orphans
 from autotune.errors import WorkerError
 from autotune.records.estimate import SCHEMA_VERSION
+from autotune.worker.client import isolate, launching, orphans
 
 ROOT = Path(__file__).resolve().parent.parent
 Commands = Callable[[str], list[str]]

@@ -14,9 +14,10 @@ from typing import Any
 import answers
 import pytest
 
-from autotune import cli, isolate, tune
+from autotune import cli, tune
 from autotune.common import log
 from autotune.errors import StorageError
+from autotune.worker.client import isolate
 
 ROOT = Path(__file__).parents[1]
 
@@ -250,7 +251,7 @@ def test_help_and_completion_leave_none(main: Main) -> None:
 
 def test_a_program_that_imports_us_is_left_alone(tmp_path: Path) -> None:
     code = (
-        "import autotune.isolate, logging; log = logging.getLogger('autotune.isolate');"
+        "import autotune.worker.client.isolate, logging; log = logging.getLogger('autotune.worker.client.isolate');"
         "log.warning('not on stderr'); logging.basicConfig(format='%(message)s');"
         "log.warning('where the program wants it')"
     )

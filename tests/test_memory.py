@@ -12,8 +12,8 @@ import torch
 from made_up_card import CONTEXT, OTHERS, Card, made_up_card
 
 from autotune.common.units import GIB, MIB
-from autotune.worker import memory
-from autotune.worker.memory import CappedTracker, CpuMemory, CudaMemory
+from autotune.worker.probe import memory
+from autotune.worker.probe.memory import CappedTracker, CpuMemory, CudaMemory
 
 BUDGET = 12 * GIB
 NO_OPTIMIZER = SimpleNamespace(state={})

@@ -20,7 +20,6 @@ from autotune import finding
 from autotune.catalogue import nvml
 from autotune.common.units import GIB
 from autotune.errors import HardwareError, NothingFitsError
-from autotune.isolate import WorkerEnd
 from autotune.listener import SILENT, Measuring
 from autotune.nightly import draw, drift, ledger, run
 from autotune.nightly.cell import CellNight, Place, TimeIsUp, _limited
@@ -33,6 +32,7 @@ from autotune.records.answer import Summary
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
+from autotune.worker.client.isolate import WorkerEnd
 
 CELL = cell("gpt2-1gb", gpu_mem="12GB", effective_batch=32)
 STANDING = dataclasses.replace(answers.CONFIG, optimizer="adamw_torch_fused")

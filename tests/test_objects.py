@@ -25,7 +25,7 @@ from autotune.memory.alloc_conf import VARIABLES
 from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.config import COMPILE_MODES, TrainConfig
 from autotune.space.knobs import KNOBS
-from autotune.worker import objects
+from autotune.worker.given import objects
 
 pytestmark = [
     # TRL's own default has the older name.

@@ -19,7 +19,6 @@ from autotune import probing
 from autotune.catalogue import nvml
 from autotune.catalogue.models import resolve
 from autotune.errors import HardwareError, NothingFitsError, StorageError, WorkerError
-from autotune.isolate import WorkerEnd
 from autotune.prober import SET_UP_SECONDS, NotAsAssumed, Prober, _require_free_card
 from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Plan, search
@@ -30,6 +29,7 @@ from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
 from autotune.store import open_study
 from autotune.study_trials import CONSTRAINT
+from autotune.worker.client.isolate import WorkerEnd
 
 BUDGET_BYTES = 10**9
 SPEC = ProbeSpec(task="causal-lm", backend="cpu", memory_budget_bytes=BUDGET_BYTES, max_seconds=1.0)

@@ -186,12 +186,12 @@ def house(folder: Path, **files: str) -> Path:
     [
         (
             "common__units",
-            "from autotune.space.search_space.config import Workload",
+            "from autotune.space.config import Workload",
             "common may not import",
         ),
         (
             "common__units",
-            "def f():\n    import autotune.space.search_space.config",
+            "def f():\n    import autotune.space.config",
             "autotune.common.units:2",
         ),
         (
@@ -201,7 +201,7 @@ def house(folder: Path, **files: str) -> Path:
         ),
         (
             "speed__roofline",
-            "from autotune.space.search_space.config import Workload",
+            "from autotune.space.config import Workload",
             "speed may not import",
         ),
         ("probe__loop", "from autotune.predict.tracing import f", "probe may not import"),

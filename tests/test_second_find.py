@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune import finding, fingerprints, forkserver, isolate, launching
+from autotune import finding, fingerprints
 from autotune.errors import NothingFitsError
 from autotune.records.question import FindOptions
+from autotune.worker.client import forkserver, isolate, launching
 
 MODEL = {
     "model_type": "llama",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.worker.steps import (
+from autotune.worker.probe.steps import (
     CpuClock,
     Marks,
     StepSeconds,

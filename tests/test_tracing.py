@@ -13,11 +13,11 @@ from autotune import trace_table, tracing
 from autotune.catalogue import installed
 from autotune.catalogue.gpus import catalogue, find_gpu
 from autotune.errors import ConfigError, HardwareError, WorkerError
-from autotune.isolate import WorkerEnd
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.trace_table import TraceTable
 from autotune.tracing import trace_all
+from autotune.worker.client.isolate import WorkerEnd
 
 FULL = TrainConfig(
     method="full",

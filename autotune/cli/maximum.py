@@ -94,10 +94,10 @@ def maximum(
     """
     from autotune import cases, inputs, inverse
     from autotune.catalogue import models
-    from autotune.forkserver import ForkServer
     from autotune.report import limits
     from autotune.report.progress import progress_on_stderr
     from autotune.space import space_file
+    from autotune.worker.client.forkserver import ForkServer
 
     _check_options(what, model is not None)
     card, gpu_reason, budget_bytes = None, "", None

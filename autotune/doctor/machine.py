@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune import isolate
 from autotune.catalogue import nvml
-from autotune.isolate import WorkerEnd
+from autotune.worker.client import isolate
+from autotune.worker.client.isolate import WorkerEnd
 
 DEADLINE_SECONDS = 60.0
 """For importing torch from a slow disk and making a CUDA context: 5 s on 2 cores, from a warm cache."""

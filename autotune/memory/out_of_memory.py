@@ -24,7 +24,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"Error out of memory at line \d+", "bitsandbytes csrc: CUDA_CHECK_RETURN, then exit(1)"),
     (r"Triton Error \[CUDA\]: out of memory", "triton third_party/nvidia/backend/driver.c: gpuAssert"),
     (r"DefaultCPUAllocator: (can't allocate|not enough) memory", "pytorch c10/core/impl/alloc_cpu.cpp"),
-    (r"CPU out of memory\.", "autotune/worker/memory.py: the budget of a probe on the CPU"),
+    (r"CPU out of memory\.", "autotune/worker/probe/memory.py: the budget of a probe on the CPU"),
 )  # fmt: skip
 
 _ANY = re.compile("|".join(pattern for pattern, _ in PATTERNS))

@@ -24,7 +24,6 @@ from typing import Any
 from autotune import finding
 from autotune.deliver import deliver
 from autotune.errors import AutotuneError, StorageError, WorkerError
-from autotune.forkserver import ForkServer
 from autotune.listener import SILENT, Listener, Measuring
 from autotune.nightly import drift, files, ledger, relatives
 from autotune.nightly.digest import Done
@@ -38,6 +37,7 @@ from autotune.records.answer import Counts
 from autotune.records.measurement import Measurement
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
+from autotune.worker.client.forkserver import ForkServer
 
 BY_A_NIGHT = "search of a night"
 """The reason of the recommendation that a search makes of itself; the night's own says what it means."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from autotune import inputs
 from autotune.catalogue.models import resolve
-from autotune.forkserver import ForkServer
 from autotune.nightly import drift
 from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Cell, Matrix
@@ -15,6 +14,7 @@ from autotune.probes import ProbeTable
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import PROBE_SECONDS, ProbeSpec
 from autotune.space.config import TrainConfig
+from autotune.worker.client.forkserver import ForkServer
 
 NUM_FAILURES = 2
 """In a row: the first may be chance."""

@@ -19,7 +19,6 @@ from autotune import fingerprints
 from autotune.catalogue import gpus, models, nvml
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.fingerprints import fingerprint_here
-from autotune.forkserver import ForkServer
 from autotune.nightly import draw, drift, hooks, ledger
 from autotune.nightly.cell import CellNight, Place, TimeIsUp
 from autotune.nightly.digest import Digest, Done
@@ -29,6 +28,7 @@ from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Prepared, expected_seconds, plan
 from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.report.files import write
+from autotune.worker.client.forkserver import ForkServer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,7 +36,7 @@ MIN_VARIED_STEPS = 4
 """Two of each order: the first makes the optimizer's state, the second is like all that follow."""
 
 NUM_CONFIRMATION_WARM_UP_STEPS = 10
-"""Beside those that are timed: autotune.worker.training warms up for 8 at most, and evaluates."""
+"""Beside those that are timed: autotune.worker.probe.training warms up for 8 at most, and evaluates."""
 
 STOP_FILE = "stop"
 """Name of the file in a probe's folder that ends its timing (outcome slow); its text says why."""

@@ -1,4 +1,4 @@
-"""The worker: `python -m autotune.worker REQUEST.json RESULT.jsonl` (contract: autotune.isolate).
+"""The worker: `python -m autotune.worker REQUEST.json RESULT.jsonl` (contract: autotune.worker.client.isolate).
 
 The request names a verb and its arguments; each answer is one JSON line. Verbs:
 
@@ -36,10 +36,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from autotune.orphans import die_with_parent
 from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
 from autotune.records.measurement import STOP_FILE, spec_from_dict
 from autotune.space.config import TrainConfig
+from autotune.worker.client.orphans import die_with_parent
 
 Answers = Iterator[dict[str, Any]]
 Verb = Callable[[dict[str, Any]], Answers]
@@ -48,9 +48,9 @@ Verb = Callable[[dict[str, Any]], Answers]
 def _trace(request: dict[str, Any]) -> Answers:
     import_adapters()
 
-    from autotune.worker.cuda import Device
-    from autotune.worker.model import UnsupportedModel, load_config, reason_of
-    from autotune.worker.trace import trace_step
+    from autotune.worker.build.model import UnsupportedModel, load_config, reason_of
+    from autotune.worker.trace.cuda import Device
+    from autotune.worker.trace.step import trace_step
 
     device = Device(
         compute_capability=tuple(request["compute_capability"]),
@@ -85,7 +85,7 @@ def _trace(request: dict[str, Any]) -> Answers:
 def _probe(request: dict[str, Any]) -> Answers:
     import_adapters()
 
-    from autotune.worker.probe import probe
+    from autotune.worker.probe.run import probe
 
     config, spec = TrainConfig(**request["train_config"]), spec_from_dict(request["spec"])
 
@@ -144,7 +144,7 @@ def _loader(request: dict[str, Any]) -> Answers:
     import_adapters()
 
     from autotune.worker.lengths import UnreadableDataset
-    from autotune.worker.loading import time_loaders
+    from autotune.worker.probe.loading import time_loaders
 
     try:
         yield from time_loaders(request)

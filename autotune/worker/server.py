@@ -1,10 +1,10 @@
 """A fork server: imports what a probe needs once, then forks one process per job.
 
-`python -P -m autotune.worker.server`, started by autotune.forkserver. It runs no operation of torch
+`python -P -m autotune.worker.server`, started by autotune.worker.client.forkserver. It runs no operation of torch
 and never touches CUDA, so that every job starts as a fresh process would, the imports aside.
 
 Control messages are JSON objects, one per line: the parent's on stdin, the server's on stdout.
-Requests and answers of jobs never come this way: they go through the files of autotune.isolate.
+Requests and answers of jobs never come this way: they go through the files of autotune.worker.client.isolate.
 
     parent                               server
                                          {"ready": true}          what is imported is imported
@@ -38,9 +38,9 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from autotune.catalogue.gpus import detect
-from autotune.orphans import PARENT_VARIABLE, adopt_orphans, die_with_parent
 from autotune.worker.__main__ import VERBS, Verb, answer_request, import_adapters
-from autotune.worker.stand_ins import replaced
+from autotune.worker.client.orphans import PARENT_VARIABLE, adopt_orphans, die_with_parent
+from autotune.worker.trace.stand_ins import replaced
 
 _IMPORT_ENVIRONMENT = {
     # torch.cuda.is_available asks NVML in place of cuInit, which no fork survives

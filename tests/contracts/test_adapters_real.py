@@ -25,8 +25,8 @@ from test_trace_is_the_trainer import (
 
 from autotune.space.adapters import ADAPTERS, LORA_VARIANTS, peft_fields, read_peft
 from autotune.space.config import TrainConfig
-from autotune.worker import adapters
-from autotune.worker.model import UnsupportedModel
+from autotune.worker.build import adapters
+from autotune.worker.build.model import UnsupportedModel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),

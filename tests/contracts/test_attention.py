@@ -12,12 +12,12 @@ from torch.utils.flop_counter import flop_registry
 from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
-from autotune.worker import kernel_costs
-from autotune.worker import model as models
-from autotune.worker.cuda import Device
-from autotune.worker.model import UnsupportedModel
-from autotune.worker.sdpa import Call, attention_kernel
-from autotune.worker.trace import trace_step
+from autotune.worker.build import model as models
+from autotune.worker.build.model import UnsupportedModel
+from autotune.worker.trace import kernel_costs
+from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.sdpa import Call, attention_kernel
+from autotune.worker.trace.step import trace_step
 
 ADA = Device(compute_capability=(8, 9), cublas_workspace_bytes=8_519_680)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.catalogue.gpus import catalogue
-from autotune.worker.sdpa import Call, attention_kernel
+from autotune.worker.trace.sdpa import Call, attention_kernel
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,9 +10,9 @@ from autotune.catalogue.models import CatalogueEntry, catalogue, resolve
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
-from autotune.worker.cuda import Device
-from autotune.worker.model import load_config
-from autotune.worker.trace import trace_step
+from autotune.worker.build.model import load_config
+from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.step import trace_step
 
 A100 = Device(compute_capability=(8, 0), cublas_workspace_bytes=8_519_680)
 CONFIG = TrainConfig(

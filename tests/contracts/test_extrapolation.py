@@ -21,10 +21,10 @@ from autotune.memory.traces import Trace, evaluate, is_setup
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
-from autotune.worker import model as models
-from autotune.worker import trace as trace_module
-from autotune.worker.cuda import Device
-from autotune.worker.layers import with_layers
+from autotune.worker.build import model as models
+from autotune.worker.build.layers import with_layers
+from autotune.worker.trace import step as trace_module
+from autotune.worker.trace.cuda import Device
 
 pytestmark = [
     # PEFT 0.21 asks Transformers 5.23 by the old names of activation checkpointing.

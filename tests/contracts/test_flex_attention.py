@@ -31,11 +31,11 @@ from torch._dynamo.backends.common import aot_autograd
 from transformers.masking_utils import causal_mask_function, flex_attention_mask
 
 from autotune.catalogue.models import ModelSource, catalogue, resolve
-from autotune.worker import flex
-from autotune.worker.cuda import device_choices
-from autotune.worker.model import UnsupportedModel, load_config
-from autotune.worker.stand_ins import replaced
-from autotune.worker.tracker import Tracker
+from autotune.worker.build.model import UnsupportedModel, load_config
+from autotune.worker.trace import flex
+from autotune.worker.trace.cuda import device_choices
+from autotune.worker.trace.stand_ins import replaced
+from autotune.worker.trace.tracker import Tracker
 
 ROWS, HEADS, KEY_HEADS, TOKENS, SIZE = 2, 4, 2, 200, 32
 Kept = list[tuple[tuple[int, ...], torch.dtype]]

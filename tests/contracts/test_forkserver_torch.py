@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from autotune import isolate, launching
 from autotune.catalogue.gpus import detect
-from autotune.forkserver import ForkServer
+from autotune.worker.client import isolate, launching
+from autotune.worker.client.forkserver import ForkServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are safe on Linux only")
 

@@ -31,7 +31,8 @@ from autotune.export import accelerate_config
 from autotune.export.training_args import environment
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS
-from autotune.worker import fp8, objects
+from autotune.worker.build import fp8
+from autotune.worker.given import objects
 
 pytest.importorskip("torchao")
 pytestmark = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from autotune.worker.cuda import Device
-from autotune.worker.kernel_buffers import hidden_buffers
+from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.kernel_buffers import hidden_buffers
 
 ROWS = Path(__file__).parents[2] / "studies" / "op-memory-no-card" / "rows.jsonl"
 H200 = Device(compute_capability=(9, 0), cublas_workspace_bytes=0, num_sms=132)

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autotune.worker import quantize
-from autotune.worker.cuda import Device, Workspaces, device_choices
-from autotune.worker.kernel_buffers import hidden_buffers
-from autotune.worker.tracker import Tracker
+from autotune.worker.build import quantize
+from autotune.worker.trace.cuda import Device, Workspaces, device_choices
+from autotune.worker.trace.kernel_buffers import hidden_buffers
+from autotune.worker.trace.tracker import Tracker
 
 A100 = Device(compute_capability=(8, 0), cublas_workspace_bytes=8_519_680, num_sms=108)
 RTX_3090 = Device(compute_capability=(8, 6), cublas_workspace_bytes=8_519_680, num_sms=82)

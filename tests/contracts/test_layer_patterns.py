@@ -12,11 +12,11 @@ from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.worker import __main__ as worker
-from autotune.worker import model as models
-from autotune.worker import trace as trace_module
-from autotune.worker.cuda import Device
-from autotune.worker.layers import Pattern, find_pattern, kinds_of, layer_stacks
-from autotune.worker.trace import trace_step
+from autotune.worker.build import model as models
+from autotune.worker.build.layers import Pattern, find_pattern, kinds_of, layer_stacks
+from autotune.worker.trace import step as trace_module
+from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.step import trace_step
 
 HOPPER = Device(compute_capability=(9, 0), cublas_workspace_bytes=33_554_432)
 FULL = TraceSpec.of(

@@ -23,14 +23,14 @@ from autotune.common.units import MIB
 from autotune.memory.allocator import replay
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
-from autotune.worker import liger
-from autotune.worker import model as models
-from autotune.worker import trace as trace_module
-from autotune.worker.chunks import Chunks
-from autotune.worker.cuda import Device, Workspaces, device_choices
-from autotune.worker.kernel_buffers import hidden_buffers
-from autotune.worker.model import UnsupportedModel
-from autotune.worker.tracker import Tracker
+from autotune.worker.build import model as models
+from autotune.worker.build.model import UnsupportedModel
+from autotune.worker.trace import liger
+from autotune.worker.trace import step as trace_module
+from autotune.worker.trace.chunks import Chunks
+from autotune.worker.trace.cuda import Device, Workspaces, device_choices
+from autotune.worker.trace.kernel_buffers import hidden_buffers
+from autotune.worker.trace.tracker import Tracker
 
 pytest.importorskip("liger_kernel.transformers")
 

@@ -16,8 +16,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from autotune.export import train_py
 from autotune.records.loader_times import LoaderTime, LoaderTimes, settings_to_time
 from autotune.space.config import TrainConfig, Workload
-from autotune.worker import loading
 from autotune.worker.lengths import UnreadableDataset
+from autotune.worker.probe import loading
 
 PADDED = TrainConfig(
     method="full",

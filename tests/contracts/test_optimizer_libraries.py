@@ -40,7 +40,7 @@ from autotune.memory.optimizers import TensorSpec
 from autotune.memory.optimizers.core import total_state_bytes
 from autotune.memory.optimizers.low_rank import SvdProjection
 from autotune.space.optimizers import LEFT_OUT, OPTIMIZERS, Optimizer, state_bytes
-from autotune.worker.tracker import Tracker
+from autotune.worker.trace.tracker import Tracker
 
 __all__ = ["trainer_choice"]
 

@@ -28,7 +28,7 @@ from trainer_step import Events, canonical
 from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import TensorSpec, write_clip, write_unscale
 from autotune.space.optimizers import OPTIMIZERS, state_bytes
-from autotune.worker.tracker import Recording, Tracker
+from autotune.worker.trace.tracker import Recording, Tracker
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -31,7 +31,6 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from autotune import isolate
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
 from autotune.estimate import Estimator
@@ -40,12 +39,13 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig
-from autotune.worker import checks, confirm, memory, training
-from autotune.worker import model as models
-from autotune.worker import probe as probe_module
-from autotune.worker import trace as trace_module
-from autotune.worker.cuda import Device
-from autotune.worker.probe import probe
+from autotune.worker.build import model as models
+from autotune.worker.client import isolate
+from autotune.worker.probe import checks, confirm, memory, training
+from autotune.worker.probe import run as probe_module
+from autotune.worker.probe.run import probe
+from autotune.worker.trace import step as trace_module
+from autotune.worker.trace.cuda import Device
 
 pytestmark = [
     # PEFT 0.21 asks Transformers 5.23 by the old names of activation checkpointing.

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from autotune.forkserver import ForkServer
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
-from autotune.worker import checks, memory
-from autotune.worker import probe as probe_module
+from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.probe import checks, memory
+from autotune.worker.probe import run as probe_module
 
 pytestmark = [
     # PEFT 0.21 asks Transformers 5.23 by the old names of activation checkpointing.

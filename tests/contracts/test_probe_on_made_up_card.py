@@ -18,8 +18,8 @@ from autotune.catalogue import host_memory
 from autotune.common.units import GIB, MIB
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
-from autotune.worker import memory
-from autotune.worker.probe import probe
+from autotune.worker.probe import memory
+from autotune.worker.probe.run import probe
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),

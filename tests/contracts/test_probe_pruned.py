@@ -12,7 +12,6 @@ from optuna.trial import TrialState
 
 from autotune.catalogue.models import resolve
 from autotune.common.units import MIB
-from autotune.forkserver import ForkServer
 from autotune.prober import Prober
 from autotune.probes import open_probes
 from autotune.pruner import SpeedPruner
@@ -20,6 +19,7 @@ from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.study_trials import CONSTRAINT
 from autotune.trials import tell, watched
+from autotune.worker.client.forkserver import ForkServer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
 CONFIG = TrainConfig(

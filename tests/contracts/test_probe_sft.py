@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune.common.units import MIB
 from autotune.space.config import TrainConfig
-from autotune.worker import model as models
-from autotune.worker import sft
-from autotune.worker.build import build
-from autotune.worker.probe import probe
-from autotune.worker.stand_ins import replaced
-from autotune.worker.training import build_trainer
+from autotune.worker.build import model as models
+from autotune.worker.build.real_model import build
+from autotune.worker.probe.run import probe
+from autotune.worker.probe.training import build_trainer
+from autotune.worker.trace import sft
+from autotune.worker.trace.stand_ins import replaced
 
 pytest.importorskip("trl")
 

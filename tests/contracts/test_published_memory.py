@@ -25,9 +25,9 @@ from autotune.memory.traces import Trace
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, state_bytes
-from autotune.worker.cuda import Device
-from autotune.worker.model import load_config
-from autotune.worker.trace import trace_step
+from autotune.worker.build.model import load_config
+from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.step import trace_step
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -34,7 +34,8 @@ from test_trace_is_the_trainer import (
 )
 
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
-from autotune.worker import build, quantize
+from autotune.worker.build import quantize
+from autotune.worker.build import real_model as build
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 from autotune.memory.allocator import replay
 from autotune.memory.traces.terms import RULES
-from autotune.worker.cuda import Device, Workspaces, device_choices
-from autotune.worker.kernel_buffers import hidden_buffers
-from autotune.worker.tracker import Tracker
+from autotune.worker.trace.cuda import Device, Workspaces, device_choices
+from autotune.worker.trace.kernel_buffers import hidden_buffers
+from autotune.worker.trace.tracker import Tracker
 
 H200 = Device(compute_capability=(9, 0), cublas_workspace_bytes=33_554_432, num_sms=132)
 

@@ -30,8 +30,8 @@ from test_trace_is_the_trainer import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer_step import NUM_PADDED, NUM_STEPS, ragged, run_trainer, tokenizer
 
-from autotune.worker import attention, sft
-from autotune.worker import trace as trace_module
+from autotune.worker.trace import attention, sft
+from autotune.worker.trace import step as trace_module
 
 trl = pytest.importorskip("trl")
 

@@ -14,9 +14,9 @@ from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.step_events import Part, Steps, first_steps
 from autotune.update import priced_update
-from autotune.worker import model as models
-from autotune.worker import trace as trace_module
-from autotune.worker.cuda import Device
+from autotune.worker.build import model as models
+from autotune.worker.trace import step as trace_module
+from autotune.worker.trace.cuda import Device
 
 H200 = Device(compute_capability=(9, 0), cublas_workspace_bytes=33_554_432, num_sms=132)
 SMALL = {

@@ -43,12 +43,13 @@ from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
-from autotune.worker import attention, fp8, liger, sdpa
-from autotune.worker import model as models
-from autotune.worker import trace as trace_module
-from autotune.worker.autocast import POLICIES
-from autotune.worker.cuda import Device
-from autotune.worker.tracker import Tracker
+from autotune.worker.build import fp8
+from autotune.worker.build import model as models
+from autotune.worker.trace import attention, liger, sdpa
+from autotune.worker.trace import step as trace_module
+from autotune.worker.trace.autocast import POLICIES
+from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.tracker import Tracker
 
 # PEFT 0.21 asks Transformers 5.23 by the old names of activation checkpointing.
 pytestmark = [

@@ -29,8 +29,8 @@ from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.tracing import trace_all
-from autotune.worker.cuda import Device
-from autotune.worker.probe import probe
+from autotune.worker.probe.run import probe
+from autotune.worker.trace.cuda import Device
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
 

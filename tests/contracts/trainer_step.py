@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from autotune.worker.tracker import TrackedTensor, Tracker
+from autotune.worker.trace.tracker import TrackedTensor, Tracker
 
 NUM_STEPS = 2
 

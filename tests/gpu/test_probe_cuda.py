@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from autotune import isolate
 from autotune.catalogue.gpus import detect
 from autotune.common.units import GIB, MIB
 from autotune.records.measurement import STOP_FILE, Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
+from autotune.worker.client import isolate
 
 pytestmark = [
     pytest.mark.gpu,

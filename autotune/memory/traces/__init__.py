@@ -1,6 +1,6 @@
 """A traced step, extrapolated: in layers, in the micro-batch and in the LoRA rank.
 
-The worker traces a few layers with prime dimensions (autotune.worker.trace). From its answer a Trace
+The worker traces a few layers with prime dimensions (autotune.worker.trace.step). From its answer a Trace
 makes the event lists of the whole model: the blocks of the middle period of layers are copied, and
 each reference to a neighbour's tensor is shifted with the copy. Sizes are
 `coefficient x micro_batch^i x rank^j`. BrokenTrace: the blocks do not repeat the way this assumes.

@@ -1,0 +1,136 @@
+"""PEFT's adapter on a model, by autotune.space.adapters' fields: on `meta` for a trace, for real in a probe."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental import _config as fx_config
+
+from autotune.errors import nearest
+from autotune.space.adapters import ADAPTERS, ATTENTION_PROJECTIONS, Choice, peft_fields
+from autotune.space.config import PEFT_TASK_TYPES
+from autotune.worker.build.layers import num_layers
+from autotune.worker.build.model import UnsupportedModel, first_line, reason_of
+from autotune.worker.trace.stand_ins import replaced
+
+RANK = 10_007
+"""Rank of a trace: a prime that divides no model dimension, so that sizes tell their factors."""
+
+
+def add_adapter(model: Any, task: str, choice: Choice, rank: int | None = None) -> nn.Module:
+    """The model with PEFT's adapter, where the model is; weights in fp32 where PEFT casts them.
+
+    `rank` replaces the choice's. Raises UnsupportedModel where PEFT has no such adapter for the model.
+    """
+    from peft import get_peft_model
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    config = peft_config(model, task, peft_fields(choice, lora_rank=rank), choice.method)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    # PEFT's option leaves an adapter's weights on `meta`, but not what its layers share (VeRA's
+    # projections) or what DoRA works out from 4-bit weights; and it makes them on the CPU first, where
+    # LoRA on the experts of a mixture, at a trace's rank, takes hundreds of gigabytes. Index tensors that
+    # are no buffers must stay on the CPU: they are copied in each step.
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
+    elsewhere = getattr(tuner, "uses_shared_state", False) or config.peft_type.value == "LORA"
+    place = torch.device("meta") if on_meta and elsewhere else contextlib.nullcontext()
+    # FourierFT and WaveFT shuffle the numbers of all weights to draw a few: seconds, for values that
+    # a trace does not look at.
+    unshuffled = [(torch, "randperm", _in_order)] if on_meta else []
+    try:
+        with place, replaced(unshuffled):
+            adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
+    except Exception as error:
+        raise UnsupportedModel(
+            f"PEFT cannot add its {config.peft_type.value} adapter ({reason_of(error)})"
+        ) from error
+    if on_meta:
+        _leave_no_values(adapted)
+    return adapted
+
+
+def _in_order(count: int, *, generator: Any = None, **place: Any) -> torch.Tensor:
+    """What torch.randperm gives, but for the order."""
+    return torch.arange(count, **place)
+
+
+def peft_config(model: Any, task: str, fields: dict[str, Any], method: str) -> Any:
+    """PEFT's configuration object, what is left to the model filled in."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kinds = {kind.value: config_class for kind, config_class in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    fields = {**fields}
+    kind = fields.pop("peft_type")
+    if kind not in kinds:
+        raise UnsupportedModel(f"PEFT has no type {kind[:40]}. {nearest(kind[:40], list(kinds))}")
+    known = [field.name for field in dataclasses.fields(kinds[kind])]
+    for name in fields:
+        if name not in known:
+            near = nearest(str(name)[:40], known)
+            raise UnsupportedModel(f"{kinds[kind].__name__} has no field {str(name)[:40]}. {near}")
+    task_type = PEFT_TASK_TYPES[task]
+    if fields.pop("task_type", task_type) not in (task_type, None):
+        raise UnsupportedModel(f"the adapter's task_type is not that of {task}, {task_type}")
+    if task_type is None and ADAPTERS[method].is_prompt:
+        raise UnsupportedModel(f"PEFT's {ADAPTERS[method].words} does not know the task {task}")
+    if method != "peft" and isinstance(fields.get("target_modules"), list):
+        fields["target_modules"] = _present(model, fields["target_modules"])
+    if fields.get("adapter_layers") == "all":
+        fields["adapter_layers"] = num_layers(model.config)
+    if isinstance(fields.get("token_indices"), int):
+        vocabulary = model.config.get_text_config().vocab_size
+        first = max(vocabulary - fields["token_indices"], 0)
+        fields["token_indices"] = list(range(first, vocabulary))
+    try:
+        return kinds[kind](**fields, task_type=task_type)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedModel(f"PEFT refuses the adapter: {first_line(error)}") from error
+
+
+def true_masks(choice: Choice) -> contextlib.AbstractContextManager[Any]:
+    """Elements picked by a mask without values: all of them, for the type of adapter that asks whether
+    places lie within a weight (peft 0.21 tuners/waveft/layer.py). Elsewhere torch refuses."""
+    settings: Any = fx_config
+    if choice.method == "peft" and peft_fields(choice)["peft_type"] == "WAVEFT":
+        picks_all: contextlib.AbstractContextManager[Any] = settings.patch(
+            meta_nonzero_assume_all_nonzero=True
+        )
+        return picks_all
+    return contextlib.nullcontext()
+
+
+def _present(model: nn.Module, wanted: list[str]) -> list[str]:
+    """The names that linear layers of this model have; all must be there but for `attention`."""
+    names = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_projection(m)}
+    found = [name for name in wanted if name in names]
+    missing = [name for name in wanted if name not in names]
+    if missing and wanted != list(ATTENTION_PROJECTIONS):
+        raise UnsupportedModel(
+            f"LoRA targets {', '.join(missing)} are no linear layers of this model: it has "
+            f"{', '.join(sorted(names))}"
+        )
+    if not found:
+        raise UnsupportedModel(
+            "no attention projection is known for this model: name the LoRA targets"
+        )
+    return found
+
+
+def _is_projection(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _leave_no_values(model: nn.Module) -> None:
+    """What PEFT made on the CPU all the same goes to `meta` too: a trace must see it."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                setattr(module, name, empty)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta:
+                module._buffers[name] = buffer.to("meta")

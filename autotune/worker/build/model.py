@@ -1,0 +1,168 @@
+"""The model that the Trainer trains, on `meta`: architecture and checkpointing.
+
+autotune.worker.build.quantize and autotune.worker.build.adapters change it; autotune.worker.build.real_model gives it weights on
+a device.
+
+Only a configuration is read. An architecture that Transformers does not know natively is refused, so
+remote code never runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from autotune.records.estimate import TraceSpec
+from autotune.space.precisions import PRECISIONS
+
+_AUTO_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+}
+
+
+class UnsupportedModel(Exception):
+    """The configuration cannot be built or traced; the message is for the user."""
+
+
+def load_config(config: dict[str, Any]) -> PretrainedConfig:
+    """Transformers' configuration object. UnsupportedModel for an architecture that needs remote code."""
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModel(
+            f"model_type {model_type!r} is not known to transformers {transformers.__version__}"
+            + ("; its remote code is never run" if "auto_map" in config else "")
+        )
+    values = {k: v for k, v in config.items() if k not in ("model_type", "auto_map")}
+    values.pop("quantization_config", None)
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except Exception as error:
+        raise UnsupportedModel(f"transformers refuses the configuration: {error}") from error
+
+
+def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Module:
+    """The bare model on `meta`, dtype of its weights as `from_pretrained(dtype=...)` would load it."""
+    auto = getattr(transformers, _AUTO_CLASSES[task])
+    config = copy.deepcopy(config)
+    config.use_cache = False  # TrainingArguments.use_cache's default
+    dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
+    try:
+        with torch.device("meta"):
+            model: Any = auto.from_config(config, dtype=dtype, attn_implementation=spec.attention)
+    except Exception as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UnsupportedModel(
+                f"transformers {transformers.__version__} has no {auto.__name__} of the type "
+                f"{config.model_type}: another task may be its own"
+            ) from error
+        raise UnsupportedModel(first_line(error)) from error
+    of_text = model.config.get_text_config()
+    if task == "sequence-classification" and of_text.pad_token_id is None:
+        # A decoder asks where a row ends. Trainer gives it the tokenizer's padding token (transformers
+        # 5.23 trainer_utils.py, align_special_tokens); which one it is changes nothing here.
+        of_text.pad_token_id = 0
+    # As the exported train.py has it. The losses of other tasks are means over a micro-batch.
+    if task != "causal-lm":
+        model.accepts_loss_kwargs = False
+    built: nn.Module = model
+    return built
+
+
+def enable_checkpointing(model: Any, spec: TraceSpec) -> None:
+    """What Trainer does for `activation_checkpointing=True`, by the names of the installed version."""
+    kwargs: dict[str, Any] = {"use_reentrant": False}
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if (
+        enable is not None
+        and "every_n_layers"
+        in inspect.signature(_inner(model).activation_checkpointing_enable).parameters
+    ):
+        enable(
+            activation_checkpointing_kwargs=kwargs,
+            every_n_layers=spec.activation_checkpointing,
+            offload=spec.activation_offloading,
+        )
+        return
+    if spec.activation_checkpointing > 1 or spec.activation_offloading:
+        raise UnsupportedModel(
+            f"transformers {transformers.__version__} checkpoints every layer or none, without offloading"
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decayed_parameters(model: nn.Module) -> set[int]:
+    """Ids of the parameters in the Trainer's first group: no biases, no norms.
+
+    Source: transformers 5.23 Trainer.get_decay_parameter_names.
+    """
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    names = set(get_parameter_names(model, [nn.LayerNorm], patterns))
+    return {id(parameter) for name, parameter in model.named_parameters() if name in names}
+
+
+def linear_weights(model: nn.Module) -> set[int]:
+    """Ids of what the Trainer lets GaLore and APOLLO project under `all-linear`.
+
+    A weight that an embedding shares goes by the embedding's name, and is none. Source: transformers
+    5.23 trainer_optimizer.py, _setup_low_rank_optimizer.
+    """
+    names = {
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    return {id(parameter) for name, parameter in model.named_parameters() if name in names}
+
+
+def accepts_loss_kwargs(model: Any) -> bool:
+    """Trainer's own question: does the forward pass take `num_items_in_batch`?"""
+    inner = _inner(model)
+    declared = getattr(inner, "accepts_loss_kwargs", None)
+    if declared is not None:
+        return bool(declared)
+    parameters = inspect.signature(inner.forward).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def shifts_labels(model: Any) -> bool:
+    """Trainer's own question: is what a place foretells the label of the next?"""
+    inner = _inner(model)
+    loss = LOSS_MAPPING.get(getattr(inner, "loss_type", ""))
+    return loss is ForCausalLMLoss and not inner.config.is_encoder_decoder
+
+
+_ASKS_FOR_VALUES = (
+    "Cannot copy out of meta tensor",
+    "register_meta function for torch.nonzero()",
+    "cannot be called on meta tensors",
+)
+"""What torch 2.13 says where a tensor on `meta` would have to know its values."""
+
+
+def reason_of(error: Exception) -> str:
+    """Why a library could not do it without data, short enough for a message."""
+    if any(part in str(error) for part in _ASKS_FOR_VALUES):
+        return (
+            "it looks at values of weights or of what they make, and a prediction has shapes alone"
+        )
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """What an exception of a library says, short enough for a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

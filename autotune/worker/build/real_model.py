@@ -1,0 +1,72 @@
+"""The model on a device with random weights, in no more memory than it needs there.
+
+No weights are read: the model is made on `meta` and each module gets its storages where they are to
+stay. A weight that is quantised exists in 16 bits for as long as that takes, one layer at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from autotune.records.estimate import TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.space.precisions import PRECISIONS
+from autotune.worker.build import adapters, quantize
+from autotune.worker.build import model as models
+
+STANDARD_DEVIATION = 0.02
+"""Of quantised weights; the others get what Transformers gives their architecture (mostly the same)."""
+
+
+def build(
+    config: PretrainedConfig, task: str, train_config: TrainConfig, device: torch.device
+) -> nn.Module:
+    """The model that the Trainer gets: base, quantised where it should be, with its adapter.
+
+    Raises models.UnsupportedModel.
+    """
+    spec = TraceSpec.of(train_config)
+    model = models.build_base(config, task, spec)
+    if train_config.quantization != "none":
+        quantize.quantize(model, task, spec)
+    materialize(model, getattr(torch, PRECISIONS[train_config.precision].parameter_dtype), device)
+    if train_config.method == "full":
+        return model
+    return adapters.add_adapter(model, task, train_config)
+
+
+def materialize(model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a model on `meta` storages on the device, and random weights in them.
+
+    `dtype` is what weights to be quantised are made in. Tied weights stay tied.
+    """
+    # The keys' tensors are kept beside the values, so that an id is never another's.
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in model.modules():
+        if quantize.is_quantized(module):
+            shape = (module.out_features, module.in_features)
+            quantize.quantize_weight(module, _random(shape, dtype, device))
+            # Transformers' initialisation knows no packed weights.
+            module.weight._is_hf_initialized = True
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = (parameter, _storage_for(parameter, device))
+                setattr(module, name, made[id(parameter)][1])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=device))
+    model.initialize_weights()
+
+
+def _random(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device).normal_(std=STANDARD_DEVIATION)
+
+
+def _storage_for(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    empty = torch.empty_like(parameter, device=device)
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)

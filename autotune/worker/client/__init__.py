@@ -1,0 +1,1 @@
+"""Starts workers, follows them and ends them, without torch."""

@@ -1,0 +1,120 @@
+"""Starts a worker's process: `python -m autotune.worker`, in a process group and an environment of its own.
+
+autotune.worker.client.forkserver has another Launch; autotune.worker.client.isolate follows what either has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from autotune.errors import WorkerError
+from autotune.worker.client.orphans import PARENT_VARIABLE
+
+_COMMON_ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONUTF8": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+_VERB_ENVIRONMENT = {
+    # A trace runs on `meta` and must not create a CUDA context, which takes memory from a real run.
+    # It computes nothing either: threads would only get in the way of the other child.
+    "trace": {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a child is started with: its verb and its three files."""
+
+    verb: str
+    request_path: Path
+    result_path: Path
+    printed_path: Path
+    """Where its stdout and stderr go."""
+
+
+class Process(Protocol):
+    """A started child, leader of a process group. Nothing else can take its id before `reap`."""
+
+    def has_exited(self) -> bool: ...
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole group; nothing happens when all of it is gone."""
+
+    def reap(self) -> int:
+        """Wait for the end; the exit code, as subprocess gives it."""
+
+
+Launch = Callable[[Job], Process]
+"""Starts a child. Raises WorkerError when it cannot."""
+
+
+def worker_command() -> list[str]:
+    """`python -m autotune.worker`, without the current folder on its path.
+
+    `-P`, because a `torch.py` beside a downloaded model must not be run in place of torch.
+    """
+    return [sys.executable, "-P", "-m", "autotune.worker"]
+
+
+def worker_environment(verb: str) -> dict[str, str]:
+    """The parent's variables with ours on top; an uninstalled checkout stays importable."""
+    environment = os.environ | _COMMON_ENVIRONMENT | _VERB_ENVIRONMENT.get(verb, {})
+    environment[PARENT_VARIABLE] = str(os.getpid())
+    root = Path(__file__).resolve().parents[3]
+    if root.name not in ("site-packages", "dist-packages"):
+        paths = [environment.get("PYTHONPATH", ""), str(root)]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return environment
+
+
+class _Spawned:
+    """A child of this process. Not reaped before `reap`: its id stays its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def has_exited(self) -> bool:
+        if self._process.returncode is not None:
+            return True
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, options) is not None
+
+    def signal(self, number: int) -> None:
+        if self._process.returncode is not None:
+            return
+        # macOS answers EPERM for a group whose only member is a zombie.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def reap(self) -> int:
+        return self._process.wait()
+
+
+def spawn(command: Sequence[str], job: Job) -> Process:
+    """The Launch that starts a fresh process: `command` with the job's two files."""
+    arguments = [*command, str(job.request_path), str(job.result_path)]
+    try:
+        with job.printed_path.open("wb") as printed:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                env=worker_environment(job.verb),
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise WorkerError(
+            f"The {job.verb} process could not be started",
+            why=f"{arguments[0]}: {error.strerror}",
+        ) from error
+    return _Spawned(process)

@@ -1,0 +1,195 @@
+"""A configuration as the objects of Transformers, TRL, PEFT and bitsandbytes that code hands to a trainer.
+
+The values are those of the exported files (autotune.export): only their form differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from transformers import BitsAndBytesConfig, TrainingArguments
+
+from autotune.errors import ConfigError, nearest
+from autotune.export.quantization_config import quantization_fields
+from autotune.export.training_args import decided_arguments, environment
+from autotune.export.training_args import training_arguments as keyword_arguments
+from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
+from autotune.records.estimate import TraceSpec
+from autotune.space import adapters as fields_of
+from autotune.space.config import TrainConfig
+from autotune.space.precisions import PRECISIONS
+from autotune.worker.build import adapters
+from autotune.worker.build import model as models
+from autotune.worker.probe import checks
+
+ONLY_CUDA = ("fp16", "tf32", "use_liger_kernel")
+"""TrainingArguments that mean nothing without a CUDA device, or are refused there."""
+
+_MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
+OF_DATASET = ("max_length", "packing", "packing_strategy")
+"""SFTConfig's fields that say how TRL prepares the dataset."""
+
+
+def training_arguments(
+    config: TrainConfig, extra: Mapping[str, object], overrides: Mapping[str, Any]
+) -> TrainingArguments:
+    """New arguments: a workload's extra ones, what was decided, the overrides; else the defaults.
+
+    An SFTConfig for a configuration of TRL's trainer. Raises ConfigError for an unknown override.
+    """
+    _set_environment(config)
+    kind: Any = TrainingArguments
+    if config.trainer == "trl-sft":
+        from trl.trainer.sft_config import SFTConfig
+
+        kind = SFTConfig
+    known = field_names(kind)
+    for name in overrides:
+        if name not in known:
+            raise ConfigError(f"{kind.__name__} has no field {name[:40]}", nearest(name, known))
+    # One that the user sets is the user's, and not taken away where there is no CUDA device.
+    decided = {**keyword_arguments(config, known, extra), **decided_arguments(config, known)}
+    return kind(**{**_for_this_machine(decided, overrides), **overrides})
+
+
+def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArguments:
+    """A copy of somebody's arguments, of their class, that says what was decided and is theirs otherwise."""
+    _set_environment(config)
+    decided = decided_arguments(config, field_names(type(arguments)))
+    if "accelerator_config" in decided:
+        theirs: Any = arguments.accelerator_config
+        theirs = theirs if isinstance(theirs, dict) else theirs.to_dict()
+        decided["accelerator_config"] = {**theirs, **decided["accelerator_config"]}
+    os.environ.update(environment(config))
+    return dataclasses.replace(arguments, **_for_this_machine(decided, {}))
+
+
+def _set_environment(config: TrainConfig) -> None:
+    """What is taken from this process's environment: by the Trainer as its arguments are made (fp8, or
+    not), by torch's allocator when CUDA is first used."""
+    wanted = environment(config)
+    os.environ.update(wanted)
+    if config.expandable_segments and torch.cuda.is_initialized():
+        # By an import, say: it has read its variable already. Older versions have the second function.
+        newest = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (newest or torch.cuda.memory._set_allocator_settings)(EXPANDABLE)
+    if _MIXED_PRECISION not in wanted and os.environ.get(_MIXED_PRECISION) == "fp8":
+        del os.environ[_MIXED_PRECISION]
+
+
+def differences(config: TrainConfig, arguments: TrainingArguments) -> dict[str, tuple[Any, Any]]:
+    """Of each decided field that says otherwise: (what it says, what was decided)."""
+    wanted = decided_arguments(config, field_names(type(arguments)))
+    if (getattr(arguments, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+        # The rows are cut already, and TRL does not ask how.
+        wanted = {name: value for name, value in wanted.items() if name not in OF_DATASET}
+    if arguments.device.type != "cuda":
+        wanted = _without_cuda(wanted)
+    found: dict[str, tuple[Any, Any]] = {}
+    is_fp8 = PRECISIONS[config.precision].fp8
+    mixed_precision = getattr(arguments, "mixed_precision", "unknown")
+    if (mixed_precision == "fp8") is not is_fp8:
+        found["mixed_precision"] = (mixed_precision, "fp8" if is_fp8 else "without fp8")
+    if checks.check_allocator(config, arguments.device.type):
+        found[VARIABLES[0]] = (os.environ.get(VARIABLES[0], "unset"), EXPANDABLE)
+    for name, value in wanted.items():
+        actual = getattr(arguments, name)
+        actual = getattr(actual, "value", actual)  # an Enum
+        if isinstance(value, dict):
+            actual = actual if isinstance(actual, dict) or actual is None else vars(actual)
+            actual = {key: (actual or {}).get(key) for key in value}
+        # None, False and 0 all leave a thing off.
+        if (actual or value) and actual != value:
+            found[name] = (actual, value)
+    return found
+
+
+def field_names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if field.init]
+
+
+def _for_this_machine(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, less what cannot be without a CUDA device, which is said."""
+    if torch.cuda.is_available():
+        return values
+    kept = _without_cuda(values)
+    lost = [name for name, value in values.items() if value and kept.get(name) != value]
+    lost = [name for name in lost if name not in overrides]
+    if lost:
+        warnings.warn(
+            f"No CUDA device is here: left out {', '.join(lost)}, which the plan has", stacklevel=4
+        )
+    return {**kept, "use_cpu": True}
+
+
+def _without_cuda(values: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in values.items() if name not in ONLY_CUDA}
+    for name, value in kept.items():
+        if isinstance(value, dict) and "offload" in value:
+            kept[name] = {key: entry for key, entry in value.items() if key != "offload"}
+    return kept
+
+
+def adapter_config(
+    config: TrainConfig, task: str, *, model_config: Mapping[str, Any] | None, model: Any = None
+) -> PeftConfig | None:
+    """The PeftConfig of the adapter, what PEFT leaves to the model filled in; None for a full fine-tune.
+
+    `model` is the one to be trained; without it one of the architecture `model_config` is made, without
+    weights. Raises ConfigError where PEFT has no such adapter.
+    """
+    if config.method == "full":
+        return None
+    fields = fields_of.peft_fields(config)
+    try:
+        if model is None and needs_model(config):
+            assert model_config is not None
+            spec = TraceSpec.of(config)
+            model = models.build_base(models.load_config(dict(model_config)), task, spec)
+        return adapters.peft_config(model, task, fields, config.method)
+    except models.UnsupportedModel as error:
+        raise ConfigError("The adapter's configuration cannot be made", why=str(error)) from error
+
+
+def needs_model(config: TrainConfig) -> bool:
+    """Whether the adapter's fields depend on the model beyond what PEFT works out itself."""
+    if config.method == "full":
+        return False
+    fields = fields_of.peft_fields(config)
+    return (
+        (config.method != "peft" and isinstance(fields.get("target_modules"), list))
+        or fields.get("adapter_layers") == "all"
+        or isinstance(fields.get("token_indices"), int)
+    )
+
+
+def quantization_config(config: TrainConfig, task: str) -> BitsAndBytesConfig | None:
+    """How the frozen base is stored; None where it is not quantised."""
+    if config.quantization == "none":
+        return None
+    fields = quantization_fields(config, task)
+    if "bnb_4bit_compute_dtype" in fields:
+        fields["bnb_4bit_compute_dtype"] = getattr(torch, str(fields["bnb_4bit_compute_dtype"]))
+    return BitsAndBytesConfig(**fields)
+
+
+def model_kwargs(config: TrainConfig, task: str) -> dict[str, Any]:
+    """Keyword arguments of `from_pretrained`: dtype, attention, and the quantisation where there is one.
+
+    Quantised weights are the first that CUDA hears of, so what is told by the environment is told here.
+    """
+    _set_environment(config)
+    kwargs: dict[str, Any] = {
+        "dtype": getattr(torch, PRECISIONS[config.precision].parameter_dtype),
+        "attn_implementation": config.attention,
+    }
+    quantization = quantization_config(config, task)
+    if quantization is not None:
+        kwargs["quantization_config"] = quantization
+    return kwargs

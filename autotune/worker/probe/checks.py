@@ -1,0 +1,309 @@
+"""Whether what was asked for is really on: asked of the model, of its first micro-step, of the optimizer.
+
+Each function returns its complaints, none when all is well. Where the model can lie (a flag that some
+wrapper does not forward), the step itself is watched: which layers are computed a second time in the
+backward pass, and what autocast is in the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from autotune.space import requirements
+from autotune.space.adapters import ADAPTERS, peft_fields
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.worker.build.quantize import is_quantized
+from autotune.worker.trace.tracker import in_backward
+
+
+class Invalid(Exception):
+    """What was asked for is not on, or cannot be trained. The message says what."""
+
+
+class NotFinite(Invalid):
+    """The loss is NaN or infinite."""
+
+
+def require(complaints: Sequence[str]) -> None:
+    """Raise Invalid when there are any."""
+    if complaints:
+        raise Invalid("; ".join(complaints))
+
+
+def check_backend(config: TrainConfig, backend: str) -> list[str]:
+    """What a probe or a CPU cannot do: said, not left out."""
+    return list(requirements.of_cuda(config)) if backend == "cpu" else []
+
+
+def check_model(model: Any, config: TrainConfig) -> list[str]:
+    """dtypes, quantisation, attention, and that something trains."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        return ["no parameter of the model is trainable"]
+    base_dtype = PRECISIONS[config.precision].parameter_dtype
+    is_full = config.method == "full"
+    wanted = base_dtype if is_full else _adapter_dtype(config)
+    what = "trained weights are" if is_full else "the adapter is"
+    complaints = [] if is_full else _check_adapter(model, config)
+    # Norms may be kept in float32 (_keep_in_fp32_modules): the bulk decides. Of what a file asks for,
+    # some trains in the base's dtype (biases, modules_to_save).
+    found = _bulk_dtype(trainable)
+    if found != wanted and config.method != "peft":
+        complaints.append(f"{what} in {found}, not in {wanted}")
+    complaints += _check_base(model, config, base_dtype)
+    found_attentions = {
+        str(module.config._attn_implementation)
+        for module in model.modules()
+        if hasattr(getattr(module, "config", None), "_attn_implementation")
+    }
+    if found_attentions != {config.attention}:
+        found = ", ".join(sorted(found_attentions)) or "none"
+        complaints.append(f"attention is {found}, not {config.attention}")
+    return complaints
+
+
+def _adapter_dtype(config: TrainConfig) -> str:
+    """float32 where PEFT casts it; else that of the weights beside it, where they are of a float one."""
+    if ADAPTERS[config.method].is_float32:
+        return "float32"
+    if config.quantization == "none":
+        return PRECISIONS[config.precision].parameter_dtype
+    return "float32" if config.quantization_storage == "uint8" else config.quantization_storage
+
+
+def _check_adapter(model: Any, config: TrainConfig) -> list[str]:
+    """PEFT's own configuration of the model, against what was asked for."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return ["the model has no adapter"]
+    found = next(iter(configs.values()))
+    wanted = peft_fields(config)
+    # These PEFT or the model has filled in.
+    for name in ("target_modules", "adapter_layers", "token_indices"):
+        wanted.pop(name, None)
+    return [
+        f"the adapter's {name} is {value}, not {wanted[name]}"
+        for name in wanted
+        if (value := getattr(found, name, None)) != wanted[name]
+    ]
+
+
+def _check_base(model: nn.Module, config: TrainConfig, base_dtype: str) -> list[str]:
+    packed: list[Any] = [m for m in model.modules() if is_quantized(m)]
+    if config.quantization == "none":
+        complaints = [f"{len(packed)} layers are quantised"] if packed else []
+        if config.method == "full":
+            return complaints  # What a model freezes itself (a router's correction) is no base.
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        if frozen and _bulk_dtype(frozen) != base_dtype:
+            complaints.append(f"frozen weights are in {_bulk_dtype(frozen)}, not in {base_dtype}")
+        return complaints
+    if not packed:
+        return [f"no layer is quantised to {config.quantization}"]
+    row = QUANTIZATIONS[config.quantization]
+    compute_dtype = getattr(torch, PRECISIONS[config.precision].compute_dtype)
+    storage = getattr(torch, config.quantization_storage)
+    wanted = (row.codes, row.double, compute_dtype, storage) if row.codes else (torch.int8,)
+    found = {_quantization_of(module) for module in packed}
+    return [] if found == {wanted} else [f"quantisation is {found}, not {wanted}"]
+
+
+def _quantization_of(module: Any) -> tuple[object, ...] | None:
+    """(codes, double, compute dtype, dtype) of 4 bits, (dtype,) of 8, None of what is not quantised."""
+    state = getattr(module.weight, "quant_state", None)
+    if state is not None:
+        return (state.quant_type, state.nested, module.compute_dtype, module.weight.dtype)
+    return (module.weight.dtype,) if module.weight.dtype == torch.int8 else None
+
+
+def _bulk_dtype(parameters: Iterable[nn.Parameter]) -> str:
+    """dtype of most elements."""
+    counts: dict[str, int] = {}
+    for parameter in parameters:
+        name = str(parameter.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + parameter.numel()
+    return max(counts, key=lambda name: counts[name])
+
+
+class FirstStep:
+    """Watches one micro-step of a model; `close` takes the hooks away."""
+
+    def __init__(self, model: Any, device_type: str) -> None:
+        self._modules = list(model.modules())
+        self._layers = [m for m in self._modules if isinstance(m, GradientCheckpointingLayer)]
+        self._ran: set[int] = set()
+        """Layers that see images do not, in a step on text."""
+        self._recomputed: set[int] = set()
+        self._autocast: list[torch.dtype | None] = []
+        self._device_type = device_type
+        # Hooks of a layer itself stay outside its checkpoint: those of its parts do not.
+        self._handles = [
+            part.register_forward_hook(self._seen(number))
+            for number, layer in enumerate(self._layers)
+            for part in layer.modules()
+            if part is not layer
+        ]
+        self._handles += [
+            module.register_forward_hook(self._embedded)
+            for module in model.modules()
+            # PEFT's layer around an embedding may look up in the weight itself.
+            if isinstance(getattr(module, "base_layer", module), nn.Embedding)
+        ]
+
+    def _seen(self, number: int) -> Any:
+        def seen(*_: Any) -> None:
+            (self._recomputed if in_backward() else self._ran).add(number)
+
+        return seen
+
+    def _embedded(self, *_: Any) -> None:
+        is_on = torch.is_autocast_enabled(self._device_type)
+        self._autocast.append(torch.get_autocast_dtype(self._device_type) if is_on else None)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def complaints(self, config: TrainConfig) -> list[str]:
+        return [
+            *self._check_checkpointing(config),
+            *self._check_autocast(config),
+            *self._check_liger(config),
+        ]
+
+    def _check_liger(self, config: TrainConfig) -> list[str]:
+        """Liger binds functions of its own to modules, and the Trainer asks it to as training begins."""
+        functions = [getattr(m.forward, "__func__", m.forward) for m in self._modules]
+        num_patched = sum(f.__module__.startswith("liger_kernel.") for f in functions)
+        if bool(num_patched) == config.liger:
+            return []
+        return [f"{num_patched} modules have Liger's kernels"]
+
+    def _check_checkpointing(self, config: TrainConfig) -> list[str]:
+        every = config.activation_checkpointing
+        if not every:
+            found = len(self._recomputed)
+            return [f"{found} layers are checkpointed, though none should be"] if found else []
+        wanted = self._ran & set(range(0, len(self._layers), every))
+        if not wanted or self._recomputed != wanted:
+            return [
+                f"activation checkpointing is active on {len(self._recomputed)} of "
+                f"{len(self._ran)} layers, not on {len(wanted)}"
+            ]
+        functions = [self._layers[number]._gradient_checkpointing_func for number in wanted]
+        # Transformers puts a function of its own around torch's to offload.
+        offloads = all(getattr(f, "func", f) is not checkpoint for f in functions)
+        if offloads != config.activation_offloading:
+            return [f"activation offloading is {'on' if offloads else 'off'}"]
+        return []
+
+    def _check_autocast(self, config: TrainConfig) -> list[str]:
+        precision = PRECISIONS[config.precision]
+        wanted = getattr(torch, precision.compute_dtype) if precision.autocast else None
+        found = set(self._autocast)
+        if found == {wanted}:
+            return []
+        return [f"autocast is {', '.join(map(str, found)) or 'never reached'}, not {wanted}"]
+
+
+def check_compiled(model: Any, config: TrainConfig) -> list[str]:
+    """The Trainer's wrapped model, after its first micro-step: compiled, by the backend, in one mode.
+
+    Of a compiled step FirstStep sees nothing: what says that checkpointing is on is asked instead.
+    """
+    is_compiled = isinstance(model, OptimizedModule)
+    if is_compiled != config.is_compiled:
+        return [f"torch.compile is {'on' if is_compiled else 'off'}"]
+    if not is_compiled:
+        return []
+    if not counters["stats"]["unique_graphs"]:
+        return ["torch.compile captured no graph: eager's kernels ran"]
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    every = config.activation_checkpointing
+    wanted = set(range(0, len(layers), every)) if every else set()
+    found = {number for number, layer in enumerate(layers) if layer.gradient_checkpointing}
+    if found != wanted:
+        return [f"activation checkpointing is set on {len(found)} layers, not on {len(wanted)}"]
+    return []
+
+
+def check_optimizer(optimizer: Any, config: TrainConfig) -> list[str]:
+    """Class, library, bits, paging and fusion of the innermost optimizer."""
+    row = OPTIMIZERS[config.optimizer]
+    if row.updates == "at-once":
+        # The Trainer's own is a dummy, which holds one for each parameter.
+        optimizer = next(iter(getattr(optimizer, "optimizer_dict", {}).values()), optimizer)
+    library = type(optimizer).__module__.partition(".")[0]
+    libraries = (row.module,) if row.needs else ("torch", "transformers")
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
+    facts: tuple[tuple[str, object, object], ...] = (
+        ("class", type(optimizer).__name__, row.class_name),
+        ("library", library, library if library in libraries else " or ".join(libraries)),
+        ("bits", bits, 8 if row.state_format == "8bit" else 32),
+        ("paging", bool(getattr(optimizer, "is_paged", False)), row.paged),
+        ("fusion", _is_fused(optimizer), row.name.endswith("_fused")),
+    )
+    return [
+        f"the optimizer's {what} is {found}, not {wanted}"
+        for what, found, wanted in facts
+        if found != wanted
+    ]
+
+
+def _is_fused(optimizer: Any) -> bool:
+    return all(bool(group.get("fused")) for group in optimizer.param_groups)
+
+
+def check_precision(accelerator: Any, config: TrainConfig, backend: str) -> list[str]:
+    """Loss scaling, TF32 and fp8."""
+    precision = PRECISIONS[config.precision]
+    complaints = []
+    if (accelerator.mixed_precision == "fp8") != precision.fp8:
+        complaints.append(f"mixed precision is {accelerator.mixed_precision}")
+    if (accelerator.scaler is not None) != precision.grad_scaler:
+        complaints.append(f"loss scaling is {'off' if precision.grad_scaler else 'on'}")
+    if backend == "cuda" and precision.compute_dtype == "float32":
+        tf32 = _tf32_is_on()
+        if tf32 != precision.tf32:
+            complaints.append(f"TF32 is {'on' if tf32 else 'off'}")
+    return complaints
+
+
+def check_allocator(config: TrainConfig, backend: str) -> list[str]:
+    """Whether segments grow: torch warns and goes on where the platform cannot."""
+    if backend != "cuda" or not config.expandable_segments:
+        return []
+    segments = torch.cuda.memory_snapshot()
+    num_fixed = sum(not segment["is_expandable"] for segment in segments)
+    return [f"{num_fixed} of {len(segments)} segments are not expandable"] if num_fixed else []
+
+
+def _tf32_is_on() -> bool:
+    matmul = torch.backends.cuda.matmul
+    # From torch 2.9 on; asking by the old name then raises.
+    if hasattr(matmul, "fp32_precision"):
+        return str(matmul.fp32_precision) == "tf32"
+    return bool(matmul.allow_tf32)
+
+
+def check_gradients(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[str]:
+    """Before the optimizer's first step: gradients have arrived, and they are not all zero.
+
+    Nothing can be said where the backward pass has used them up.
+    """
+    if OPTIMIZERS[config.optimizer].updates:
+        return []
+    trainable = [p for p in parameters if p.requires_grad]
+    if any(p.grad is not None and bool(p.grad.any()) for p in trainable):
+        return []
+    return [f"none of the {len(trainable)} trainable tensors gets a gradient"]

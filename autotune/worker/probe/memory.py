@@ -1,0 +1,343 @@
+"""What a probe's memory is, and that it cannot pass the budget: on a CUDA device, or on the CPU.
+
+On CUDA torch's allocator is capped, so that what it reserves and everything outside it stay within
+the budget. What is outside is measured: all that the device holds, less what the allocator reserved,
+less what other processes held before this one had a context. It grows while kernels are loaded, so
+that it is measured again after each warm-up step; a step that ran under too high a cap is not counted.
+
+On the CPU every storage counts as device memory. The tracker sees the first two optimizer steps and
+refuses what passes the budget; the events then run through the model of CUDA's allocator, under the
+budget as its cap. Nothing is outside it. Compiled code passes the tracker by: torch's profiler sees what
+it allocates, and nothing is refused before those two steps are over.
+
+Known limitations
+- Not yet run on a GPU: CudaMemory.
+- Without NVML what other processes hold cannot be told apart and counts as this process's; the same
+  when this process had a context before.
+- Other processes that grow or shrink meanwhile change what is measured.
+- Where segments grow, torch's cap counts a request in full, though a part of it is mapped already: it
+  gives back what is cached sooner than a card of that size would make it. Retries while it warms up are
+  no retries then.
+- Managed memory (paged optimizers) never has to leave a card that is larger than the budget: it counts
+  as far as the budget has room beside the rest, which is where the card would keep it.
+- On the CPU peaks include building the model, as predictions do.
+- A probe accumulates at most two micro-batches: the token ids of further ones, which the Trainer
+  fetches before the step, are not seen. A confirmation accumulates all.
+- On the CPU steps with varied lengths are not watched, and no storage is ever cut into pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pynvml
+import torch
+
+from autotune.memory.allocator import OVERSHOOT_BYTES, Replay, replay
+from autotune.space.config import TrainConfig
+from autotune.space.precisions import PRECISIONS
+from autotune.worker.probe.compiling import AllocationProfile
+from autotune.worker.trace.tracker import Tracker
+
+NUM_TRACKED_STEPS = 2
+"""The first makes the optimizer's state, the second is like all that follow."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peaks:
+    """Measurement's fields of the same names."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    nontorch_bytes: int
+    num_alloc_retries: int
+
+
+class DeviceMemory(Protocol):
+    """One probe's memory; a context manager around building and training."""
+
+    device: torch.device
+
+    def __enter__(self) -> DeviceMemory: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def model_is_built(self) -> None:
+        """Peaks count from here, where the device can tell."""
+
+    def settle(self, optimizer: Any, num_steps: int) -> bool:
+        """After each warm-up step: whether memory is steady, so that timing may begin.
+
+        `num_steps`: those in which the optimizer did something.
+        """
+
+    def peaks(self, optimizer: Any) -> Peaks:
+        """After the last step."""
+
+    def start_again(self) -> bool:
+        """Give back what is cached, and count peaks from here; whether the device can."""
+
+
+def device_memory(backend: str, budget_bytes: int, config: TrainConfig) -> DeviceMemory:
+    if backend == "cuda":
+        dtype = getattr(torch, PRECISIONS[config.precision].compute_dtype)
+        return CudaMemory(budget_bytes, dtype, expandable_segments=config.expandable_segments)
+    assert backend == "cpu", backend
+    return CpuMemory(budget_bytes, AllocationProfile() if config.is_compiled else None)
+
+
+def left_bytes(backend: str) -> int | None:
+    """What the device has free at this moment; None where nobody tells, as after a broken context."""
+    if backend != "cuda":
+        return None
+    try:
+        return int(torch.cuda.mem_get_info()[0])
+    except RuntimeError:
+        return None
+
+
+class CudaMemory:
+    """The first visible CUDA device. Not yet run on a GPU."""
+
+    def __init__(
+        self, budget_bytes: int, compute_dtype: torch.dtype, *, expandable_segments: bool = False
+    ) -> None:
+        self.device = torch.device("cuda", 0)
+        self._expandable_segments = expandable_segments
+        self._budget_bytes = budget_bytes
+        self._compute_dtype = compute_dtype
+        self._nontorch_bytes = 0
+        """Outside the allocator, managed memory aside."""
+        self._reserved_bytes: int | None = None
+        """After the last warm-up step."""
+        self._num_earlier_retries = 0
+
+    def __enter__(self) -> CudaMemory:
+        self._others_bytes = _used_before_context_bytes() or 0
+        _load_libraries(self.device, self._compute_dtype)
+        self._fraction_of_bytes = _fraction_of_bytes(self.device)
+        self._cap(managed_bytes=0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def model_is_built(self) -> None:
+        self._count_again()
+
+    def settle(self, optimizer: Any, num_steps: int) -> bool:
+        self._cap(_managed_bytes(optimizer))
+        reserved = torch.cuda.memory_reserved(self.device)
+        was_steady = self._reserved_bytes == reserved
+        self._reserved_bytes = reserved
+        if self._expandable_segments:
+            # What is cached goes back once, in pages, and comes again where it is wanted: no harm but
+            # in every step.
+            self._num_earlier_retries = self._num_retries()
+        peak = torch.cuda.max_memory_reserved(self.device)
+        if peak + self._nontorch_bytes > self._budget_bytes:
+            self.start_again()
+            return False
+        return was_steady and num_steps >= 2
+
+    def peaks(self, optimizer: Any) -> Peaks:
+        managed_bytes = _managed_bytes(optimizer)
+        self._cap(managed_bytes)
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        room = max(self._budget_bytes - reserved - self._nontorch_bytes, 0)
+        return Peaks(
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(self.device),
+            peak_reserved_bytes=reserved,
+            nontorch_bytes=self._nontorch_bytes + min(managed_bytes, room),
+            num_alloc_retries=self._num_retries() - self._num_earlier_retries,
+        )
+
+    def _cap(self, managed_bytes: int) -> None:
+        """Measure what is outside the allocator; leave it the rest of the budget."""
+        torch.cuda.synchronize(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        outside = total - free - reserved - self._others_bytes - managed_bytes
+        self._nontorch_bytes = max(self._nontorch_bytes, outside)
+        cap_bytes = max(self._budget_bytes - self._nontorch_bytes, 0)
+        if self._expandable_segments:
+            cap_bytes = max(cap_bytes - OVERSHOOT_BYTES, 0)
+        fraction = min(cap_bytes / self._fraction_of_bytes, 1.0)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+
+    def start_again(self) -> bool:
+        torch.cuda.empty_cache()
+        self._count_again()
+        return True
+
+    def _count_again(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._num_earlier_retries = self._num_retries()
+        self._reserved_bytes = None
+
+    def _num_retries(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+
+def _used_before_context_bytes() -> int | None:
+    """Device memory that is in use now, by NVML, all of it by others.
+
+    None without NVML, on a slice of a card (MIG), and when this process has a context already.
+    """
+    # Initialising torch.cuda, as importing bitsandbytes may, makes no context yet.
+    has_context = torch.cuda.is_initialized() and torch._C._cuda_hasPrimaryContext(0)  # type: ignore[attr-defined]
+    if has_context:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            # torch's reading of CUDA_VISIBLE_DEVICES, which needs no context.
+            handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda._get_nvml_device_index(0))
+            if _is_split(handle):
+                return None  # What all slices hold says nothing of the one that CUDA shows.
+            # Version 2 leaves out what the driver keeps for itself, as CUDA's total does.
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+            return int(memory.used)
+        finally:
+            pynvml.nvmlShutdown()
+    except (RuntimeError, pynvml.NVMLError):
+        return None
+
+
+def _is_split(handle: Any) -> bool:
+    """Into slices (MIG)."""
+    try:
+        current, _pending = pynvml.nvmlDeviceGetMigMode(handle)
+    except pynvml.NVMLError:  # Not Supported: by most cards.
+        return False
+    return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
+
+
+def _load_libraries(device: torch.device, dtype: torch.dtype) -> None:
+    """Create the context, and cuBLAS' handles of both threads; leave the allocator as it was."""
+    weight = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
+    (weight @ weight).sum().backward()
+    del weight
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def _fraction_of_bytes(device: torch.device) -> int:
+    """Bytes of which set_per_process_memory_fraction takes a fraction.
+
+    It was cudaMemGetInfo's total and is cudaDeviceProp's now. Asked for one byte of either, torch
+    keeps one byte and then says which fraction of its total that is. The quarter is for totals that
+    differ: torch 2.11 cuts what is not a whole byte off, 2.13 rounds it.
+    """
+    _, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(1.25 / total, device)
+    return round(1 / torch.cuda.get_per_process_memory_fraction(device))
+
+
+def _managed_bytes(optimizer: Any) -> int:
+    """What a paged optimizer of bitsandbytes keeps in CUDA managed memory."""
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if getattr(value, "is_paged", False)
+    )
+
+
+class CpuMemory:
+    """Storages on the CPU, watched by the tracker and refused beyond the budget."""
+
+    def __init__(self, budget_bytes: int, watcher: AllocationProfile | None = None) -> None:
+        self.device = torch.device("cpu")
+        self._budget_bytes = budget_bytes
+        self._watcher = watcher or CappedTracker(budget_bytes)
+        self._watching = contextlib.ExitStack()
+        self._replay: Replay | None = None
+
+    def __enter__(self) -> CpuMemory:
+        # A storage must die with its last reference, not when the collector comes by.
+        gc.collect()
+        if gc.isenabled():
+            gc.disable()
+            self._watching.callback(gc.enable)
+        self._watching.enter_context(self._watcher)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watching.close()
+
+    def model_is_built(self) -> None:
+        pass
+
+    def settle(self, optimizer: Any, num_steps: int) -> bool:
+        """Raises torch.OutOfMemoryError when no order of segments fits the budget."""
+        if num_steps < NUM_TRACKED_STEPS:
+            return False
+        self._watching.close()
+        sizes, events = self._watcher.sizes_and_events()
+        self._replay = replay(sizes, events, cap_bytes=self._budget_bytes)
+        if self._replay.failed_request_bytes is not None:
+            raise out_of_budget(
+                self._replay.failed_request_bytes,
+                held_bytes=self._replay.final_reserved_bytes,
+                budget_bytes=self._budget_bytes,
+            )
+        return True
+
+    def peaks(self, optimizer: Any) -> Peaks:
+        assert self._replay is not None
+        return Peaks(
+            peak_allocated_bytes=self._replay.peak_allocated_bytes,
+            peak_reserved_bytes=self._replay.peak_reserved_bytes,
+            nontorch_bytes=0,
+            num_alloc_retries=self._replay.num_alloc_retries,
+        )
+
+    def start_again(self) -> bool:
+        return False
+
+
+class CappedTracker(Tracker):
+    """A tracker that refuses an allocation when the storages alive, rounded to 512 B, pass a cap."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        super().__init__("cpu")
+        self._cap_bytes = cap_bytes
+        self._live_bytes = 0
+        self._num_counted_events = 0
+
+    def sizes_and_events(self) -> tuple[list[int], list[int]]:
+        """As autotune.memory.allocator.replay takes them."""
+        sizes = [tensor.size_bytes for tensor in self.recording.tensors]
+        return sizes, list(self.recording.events)
+
+    def _record_allocation(
+        self, size_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> int:
+        index = super()._record_allocation(size_bytes, shape, dtype)
+        events, tensors = self.recording.events, self.recording.tensors
+        for event in events[self._num_counted_events :]:
+            rounded = (tensors[max(event, ~event)].size_bytes + 511) // 512 * 512
+            self._live_bytes += rounded if event >= 0 else -rounded
+        self._num_counted_events = len(events)
+        if self._live_bytes > self._cap_bytes:
+            raise out_of_budget(
+                size_bytes,
+                held_bytes=self._live_bytes - size_bytes,
+                budget_bytes=self._cap_bytes,
+            )
+        return index
+
+
+def out_of_budget(
+    request_bytes: int, *, held_bytes: int, budget_bytes: int
+) -> torch.OutOfMemoryError:
+    """The exception, in the words of torch's own."""
+    return torch.OutOfMemoryError(
+        f"CPU out of memory. Tried to allocate {request_bytes} bytes. {budget_bytes} bytes allowed; "
+        f"Of the allocated memory {held_bytes} bytes is allocated by PyTorch"
+    )

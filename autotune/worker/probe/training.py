@@ -1,0 +1,212 @@
+"""The real Trainer as a probe runs it: with the arguments that are exported, on rows of random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch._dynamo.exc import TorchDynamoException
+from transformers import (
+    DataCollatorWithFlattening,
+    PretrainedConfig,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer_callback import PrinterCallback
+
+from autotune.export.training_args import installed_fields, training_arguments
+from autotune.memory.out_of_memory import says_out_of_memory
+from autotune.records.estimate import TraceSpec
+from autotune.records.measurement import ProbeSpec
+from autotune.space.config import TrainConfig
+from autotune.space.lengths import draw
+from autotune.worker.build import model as models
+from autotune.worker.probe import confirm, sft_trainer
+from autotune.worker.probe.checks import Invalid
+
+MAX_WARM_UP_STEPS = 8
+"""[judgement] Reserved bytes grow in the first two steps, seldom in a third."""
+MAX_ACCUMULATION = 2
+
+
+def build_trainer(
+    model: Any, hf_config: PretrainedConfig, config: TrainConfig, spec: ProbeSpec, folder: str
+) -> Any:
+    """The Trainer, or TRL's SFTTrainer, whose attribute `micro_step` runs each of its micro-steps.
+
+    `folder`: where it writes a checkpoint.
+    """
+    if spec.task == "sequence-classification" and model.config.pad_token_id is None:
+        model.config.pad_token_id = 0  # Decoders ask where a padded row ends.
+    arguments = _arguments(config, spec, folder)
+    micro_batch = config.micro_batch_size
+    num_rows = arguments.max_steps * arguments.gradient_accumulation_steps * micro_batch
+    trainer_class, more = Trainer, {}
+    if config.trainer == "trl-sft":
+        trainer_class = sft_trainer.trainer_class(spec.task)
+        more["processing_class"] = sft_trainer.tokenizer()
+    elif config.batching == "padding-free":
+        more["data_collator"] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    rows = _rows(hf_config, config, spec, num_rows, kept=2 * micro_batch)
+    trainer = _by_micro_step(trainer_class)(model=model, args=arguments, train_dataset=rows, **more)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def evaluation_rows(hf_config: PretrainedConfig, config: TrainConfig, spec: ProbeSpec) -> Any:
+    """Those that a confirmation evaluates; None for another probe."""
+    if not spec.confirm_steps:
+        return None
+    num_rows = confirm.NUM_EVALUATION_BATCHES * config.micro_batch_size
+    return _rows(hf_config, config, spec, num_rows, kept=num_rows)
+
+
+def varied_rows(
+    hf_config: PretrainedConfig,
+    config: TrainConfig,
+    spec: ProbeSpec,
+    num_steps: int,
+    *,
+    seed: int,
+) -> Any:
+    """Those of so many optimizer steps of a confirmation with varied lengths."""
+    per_step = config.micro_batch_size * config.gradient_accumulation_steps
+    num_rows, kept = num_steps * per_step, 2 * config.micro_batch_size
+    lengths = draw(spec.lengths, config.sequence_length, num_rows, seed=seed)
+    return _rows(hf_config, config, spec, num_rows, kept=kept, lengths=lengths)
+
+
+def train(trainer: Any) -> None:
+    """Raises Invalid where it cannot be trained so, and whatever else the training step raises."""
+    try:
+        trainer.train()
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, TorchDynamoException) and not is_out_of_memory(error):
+            raise Invalid(f"torch.compile fails: {models.first_line(error)}") from error
+        if any(text in str(error) for text in _CANNOT_TRAIN):
+            raise Invalid(models.first_line(error)) from error
+        raise
+
+
+_CANNOT_TRAIN = (
+    "The model did not return a loss",  # transformers Trainer.compute_loss
+    "does not require grad and does not have a grad_fn",  # torch autograd
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device's memory, or the host's, ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
+
+
+def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArguments:
+    """Those that are exported; what else is set changes no step."""
+    values: dict[str, Any] = training_arguments(config, installed_fields())
+    accumulation = config.gradient_accumulation_steps
+    if not spec.confirm_steps:
+        accumulation = min(accumulation, MAX_ACCUMULATION)
+    values |= {
+        "output_dir": folder,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": MAX_WARM_UP_STEPS + (spec.confirm_steps or spec.max_steps),
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        # Rows of numbers at random: there is nothing to load.
+        "dataloader_num_workers": 0,
+        "dataloader_prefetch_factor": None,
+    }
+    if spec.backend == "cpu":
+        values |= {"use_cpu": True, "dataloader_pin_memory": False}
+        values.pop("tf32", None)
+    if config.trainer == "trl-sft":
+        arguments = sft_trainer.arguments(values, config)
+    else:
+        arguments = TrainingArguments(**values)
+    # The Trainer would spread the batch over every card that it sees.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
+
+
+def _rows(
+    hf_config: PretrainedConfig,
+    config: TrainConfig,
+    spec: ProbeSpec,
+    num_rows: int,
+    *,
+    kept: int,
+    lengths: Sequence[int] = (),
+) -> Any:
+    rows = _Rows(hf_config, spec.task, config, num_rows, kept, lengths)
+    return sft_trainer.dataset(rows) if config.trainer == "trl-sft" else rows
+
+
+class _Rows(torch.utils.data.Dataset):
+    """Samples of random token ids at full length, or cut to `lengths`, as the exported train.py makes them.
+
+    In NumPy's arrays: on the CPU a tensor would count as memory of the device. Where a trace has
+    padding, the last place of each at full length holds no token.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        task: str,
+        train_config: TrainConfig,
+        num_rows: int,
+        kept: int,
+        lengths: Sequence[int],
+    ) -> None:
+        random = np.random.default_rng(0)
+        vocabulary = config.get_text_config().vocab_size or 1
+        sequence_length = train_config.sequence_length
+        self._task = task
+        self._batching = TraceSpec.of(train_config).batching
+        self._num_rows = num_rows
+        self._lengths = lengths or [sequence_length]
+        self._token_ids = random.integers(vocabulary, size=(kept, sequence_length))
+        self._classes = random.integers(config.num_labels or 1, size=kept)
+        # 15 % are to be guessed, as train.py has it.
+        self._is_masked = random.random((kept, sequence_length)) < 0.15
+        self._is_masked[:, 0] = True
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self._num_rows:
+            raise IndexError(index)  # The end, for who iterates: a sampler that groups by length.
+        length = self._lengths[index % len(self._lengths)]
+        row = self._row(index % len(self._token_ids))
+        return {name: v[:length] if isinstance(v, np.ndarray) else v for name, v in row.items()}
+
+    def _row(self, index: int) -> dict[str, Any]:
+        row = self._token_ids[index]
+        if self._task == "causal-lm" and self._batching != "padded":
+            return {"input_ids": row, "labels": row}
+        labels: Any = row
+        if self._task == "sequence-classification":
+            labels = int(self._classes[index])
+        elif self._task == "masked-lm":
+            labels = np.where(self._is_masked[index], row, -100)
+        mask = np.ones_like(row)
+        if self._batching == "padded":
+            mask[-1] = 0
+            if self._task != "sequence-classification":
+                labels = np.where(mask, labels, -100)
+        return {"input_ids": row, "attention_mask": mask, "labels": labels}
+
+
+def _by_micro_step(trainer_class: type[Trainer]) -> type[Any]:
+    class ByMicroStep(trainer_class):  # type: ignore[misc, valid-type]
+        micro_step: Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self.micro_step(lambda: super(ByMicroStep, self).training_step(*args, **kwargs))
+
+    return ByMicroStep

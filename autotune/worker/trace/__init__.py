@@ -1,0 +1,1 @@
+"""A training step on PyTorch's `meta` device: every allocation and every kernel, as CUDA would have them."""

@@ -1,0 +1,42 @@
+"""A loss that goes through the tokens in chunks: two chunks are traced, and the second stands for all.
+
+How many tokens a chunk has is no product of the traced dimensions. A trace with a symbolic micro-batch
+therefore runs such a loop for two chunks of CHUNK_ROWS tokens (a prime that divides no dimension):
+sizes that contain it are per token of a chunk. The first chunk also does what is done once; the second
+stands for all others. A trace of micro-batch 1 runs the loop as it is.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autotune.worker.trace.tracker import Tracker
+
+CHUNK_ROWS = 499_979
+"""Two chunks are fewer tokens than any symbolic micro-batch has."""
+
+
+@dataclass(slots=True)
+class Chunks:
+    """The chunked loop of a trace, if it meets one."""
+
+    tracker: Tracker
+    is_symbolic: bool
+    rule: tuple[str, int, int] | None = None
+    """(name of the rule for a chunk's tokens, tokens of the micro-batch, the rule's constant)."""
+
+    def meets(self, name: str, num_tokens: int, constant: int) -> None:
+        self.rule = (name, num_tokens, constant)
+
+    def over_chunks(self, *bounds: int) -> Iterator[int]:
+        """`range` of a loop whose body handles one chunk of tokens."""
+        numbers = builtins.range(*bounds)
+        if not self.is_symbolic:
+            yield from numbers
+            return
+        yield numbers[0]
+        self.tracker.is_repeated = True
+        yield numbers[1]
+        self.tracker.is_repeated = False

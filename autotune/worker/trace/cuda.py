@@ -1,0 +1,169 @@
+"""What a device would do where a trace on `meta` does something else.
+
+* which attention kernel `scaled_dot_product_attention` picks (autotune.worker.trace.sdpa);
+* the fused kernels that CUDA has and `meta` has not (dropout, half-precision softmax); a CPU has none
+  of them either;
+* torch.autocast (autotune.worker.trace.autocast);
+* cuBLAS' workspaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from autotune.worker.trace import sdpa
+from autotune.worker.trace.autocast import HALF, POLICIES, Autocast
+from autotune.worker.trace.kernel_buffers import Multiprocessors
+from autotune.worker.trace.tracker import Tracker, in_backward
+
+aten = torch.ops.aten
+
+
+_MOST_THREADS_PER_SM = 2048
+_THREADS_PER_SM = {(7, 5): 1024, **dict.fromkeys([(8, 6), (8, 9), (12, 0), (12, 1)], 1536)}
+"""CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """What a trace must know of the card."""
+
+    compute_capability: tuple[int, int]
+    cublas_workspace_bytes: int
+    num_sms: int = 108
+    """Liger's norms make a row of fp32 for each: 1.7 MB at a width of 4,096. Of an A100 unless known."""
+    backend: str = "cuda"
+    """cuda or cpu: whose kernels run."""
+
+    @property
+    def multiprocessors(self) -> Multiprocessors:
+        return self.num_sms, _THREADS_PER_SM.get(self.compute_capability, _MOST_THREADS_PER_SM)
+
+
+@contextlib.contextmanager
+def device_choices(device: Device) -> Iterator[None]:
+    """Functions go where the device would send them, and autocast's casts are applied while it is on."""
+    mode = _DeviceChoices(device)
+    with mode.autocast.stands_for_cudas(), mode:
+        yield
+
+
+class _DeviceChoices(TorchFunctionMode):
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.autocast = Autocast(POLICIES[device.backend])
+        self._replaced = _FUNCTIONS[device.backend](device)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        args, kwargs = self.autocast.cast(func, args, kwargs or {})
+        return self._replaced.get(func, func)(*args, **kwargs)
+
+
+def _dropout(
+    input: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> torch.Tensor:
+    if not training or p == 0.0:
+        return input
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _softmax(
+    input: torch.Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """CUDA softmaxes fp16 into fp32 without a copy; bf16 is converted first (SoftMax.cpp)."""
+    assert dim is not None
+    if dtype == torch.float32 and input.dtype == torch.float16:
+        return _HalfToFloatSoftmax.apply(input, dim)
+    return F.softmax(input, dim, _stacklevel, dtype)
+
+
+def _cross_entropy(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Autocast knows only its second half: logarithms in 16 bits, and float32 of them for the loss
+    (LossNLL.cpp, cross_entropy_loss_prob_target aside; autocast_mode.h, nll_loss)."""
+    given = dict(zip(_CROSS_ENTROPY_ARGUMENTS, args, strict=False)) | kwargs
+    of_classes = target.dtype is torch.int64 and not given.pop("label_smoothing", 0.0)
+    if not (of_classes and input.dtype in HALF and torch.is_autocast_enabled("cpu")):
+        return F.cross_entropy(input, target, *args, **kwargs)
+    return F.nll_loss(F.log_softmax(input, min(input.dim() - 1, 1)).float(), target, **given)
+
+
+_CROSS_ENTROPY_ARGUMENTS = tuple(inspect.signature(F.cross_entropy).parameters)[2:]
+
+
+def _of_cuda(device: Device) -> dict[Any, Callable[..., Any]]:
+    attention = functools.partial(sdpa.attention, device.compute_capability)
+    return {
+        F.scaled_dot_product_attention: attention,
+        F.cross_entropy: _cross_entropy,
+        F.dropout: _dropout,
+        F.softmax: _softmax,
+    }
+
+
+def _of_cpu(_: Device) -> dict[Any, Callable[..., Any]]:
+    return {F.scaled_dot_product_attention: sdpa.attention_on_cpu}
+
+
+_FUNCTIONS = {"cuda": _of_cuda, "cpu": _of_cpu}
+"""What takes a function's place, by backend."""
+
+
+class _HalfToFloatSoftmax(torch.autograd.Function):
+    """`_softmax` with half_to_float, which `meta` refuses: fp16 in, fp32 out, fp16 gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, dim: int) -> torch.Tensor:
+        out = torch.empty_like(input, dtype=torch.float32)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (out,) = ctx.saved_tensors
+        gradient = torch.empty_like(out, dtype=torch.float16)
+        torch.empty_like(out)  # `tmp = grad * output`, as in hidden_buffers
+        return gradient, None
+
+
+_MATRIX_PRODUCTS = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+    aten.mm.out, aten.addmm.out, aten.addmm.dtype_out,
+    aten.convolution.default, aten.convolution_backward.default,
+}  # fmt: skip
+
+
+class Workspaces:
+    """One cuBLAS workspace for the thread of the forward pass, one for autograd's, made at first use."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._made: set[bool] = set()
+        self.indices: list[int] = []
+
+    def at_launch(self, tracker: Tracker, func: Any) -> None:
+        if func in _MATRIX_PRODUCTS:
+            thread = in_backward()
+            if thread not in self._made:
+                self._made.add(thread)
+                self.indices.append(tracker.record_forever(self._size_bytes))

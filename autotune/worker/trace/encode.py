@@ -1,0 +1,225 @@
+"""A trace as it is answered: sizes as terms, allocations and kernels in blocks by layer.
+
+Sizes are written as `coefficient x micro_batch^i x rank^j`, which is known because both are traced
+with primes that no model dimension contains (one more or less than that is told apart).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from autotune.records.estimate import TraceSpec
+from autotune.worker.build import model as models
+from autotune.worker.build.layers import text_part
+from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
+from autotune.worker.trace.cuda import Workspaces
+from autotune.worker.trace.meta_step import MetaStep, place_finder
+from autotune.worker.trace.tracker import Recording, TrackedKernel
+
+Term = tuple[int, int, int]
+
+
+class Symbols:
+    """Numbers of a trace as terms: (coefficient, power of the micro-batch, power of the rank)."""
+
+    def __init__(
+        self, spec: TraceSpec, *, micro_batch: int, rank: int, sequence_length: int
+    ) -> None:
+        self._micro_batch = micro_batch
+        self._rank = rank
+        row = micro_batch * sequence_length
+        near = {
+            "padded": ((micro_batch, 1),),
+            "padding-free": ((micro_batch, 1), (row, 1), (row, -1)),
+        }
+        self._near = () if spec.single else near.get(spec.batching, ())
+        """(what is a term, what makes it none): where each sample begins, and the last ends; the tokens
+        of a row with one before or behind, or without the last."""
+
+    def term(self, number: int) -> Term:
+        """Of a number that is near a term, that one."""
+        base, factor, _ = self._near_term(number)
+        return self._monomial(base * factor)
+
+    def beyond(self, number: int) -> int:
+        """How much more the number is than its term; it has no factors beside."""
+        return self._near_term(number)[2]
+
+    def rule(self, number: int) -> list[Any] | None:
+        """How to work out exactly a number that is no term."""
+        base, factor, beyond = self._near_term(number)
+        if not beyond:
+            return None
+        return ["near", *map(self._monomial, (base, factor, beyond))]
+
+    def of_weight(self, number: int) -> Term:
+        """A dimension or a number of elements, which the micro-batch is no part of."""
+        rank_power = 0
+        while number and number % self._rank == 0:
+            number //= self._rank
+            rank_power += 1
+        return number, 0, rank_power
+
+    def _monomial(self, number: int) -> Term:
+        batch_power = 0
+        while number and self._micro_batch > 1 and number % self._micro_batch == 0:
+            number //= self._micro_batch
+            batch_power += 1
+        coefficient, _, rank_power = self.of_weight(number)
+        return coefficient, batch_power, rank_power
+
+    def _near_term(self, number: int) -> tuple[int, int, int]:
+        for base, beyond in self._near:
+            if number and number % (base + beyond) == 0:
+                return base, number // (base + beyond), beyond
+        return number, 1, 0
+
+
+def encode(
+    step: MetaStep,
+    workspaces: Workspaces,
+    chunks: Chunks,
+    symbols: Symbols,
+    layers: dict[str, int],
+) -> dict[str, Any]:
+    """What autotune.memory.traces.Trace reads."""
+    recording = step.tracker.recording
+    blocks = _blocks(recording, step, chunks, symbols)
+    model: Any = step.model
+    vocabulary = getattr(text_part(model.config), "vocab_size", -1)
+    decayed = models.decayed_parameters(step.model)
+    embeddings = {
+        id(module.weight) for module in step.model.modules() if isinstance(module, nn.Embedding)
+    }
+    linears = models.linear_weights(step.model)
+    tensors: list[Any] = []
+    for index, tensor in enumerate(recording.tensors):
+        size_bytes, per_row = _per_row(tensor.size_bytes, chunks)
+        entry: dict[str, Any] = {"size": symbols.term(size_bytes)}
+        rule = symbols.rule(size_bytes)
+        if rule is not None:
+            entry["rule"] = rule
+        if per_row:
+            entry["chunked"] = True
+        if index in step.parameters:
+            entry["category"] = "parameter"
+            parameter = step.parameters[index]
+            entry["dtype"] = tensor.dtype
+            entry["trainable"] = parameter.requires_grad
+            entry["shape"] = [symbols.of_weight(n) for n in parameter.shape]
+            entry["group"] = int(id(parameter) not in decayed)
+            entry["embedding"] = id(parameter) in embeddings
+            entry["linear"] = id(parameter) in linears
+        elif index in step.gradients:
+            entry["category"] = "gradient"
+            entry["of"] = step.gradients[index]
+        elif index in workspaces.indices:
+            entry["category"] = "workspace"
+        elif tensor.shape and tensor.shape[-1] == vocabulary:
+            entry["category"] = "logits"
+        if tensor.rule is not None:
+            name, *numbers = tensor.rule
+            if any(_per_row(number, chunks)[1] for number in numbers):
+                entry["size"] = symbols.term(0)  # Of a chunk's few rows: not modelled.
+            else:
+                entry["rule"] = [name, *map(symbols.term, numbers)]
+        tensors.append(entry)
+    answer = {
+        "layers": layers,
+        "tensors": tensors,
+        "blocks": blocks,
+        "parameters": _count_parameters(step.model, symbols),
+        "loss": step.loss,
+    }
+    if chunks.is_symbolic and chunks.rule is not None:
+        name, num_tokens, constant = chunks.rule
+        answer["chunks"] = [name, symbols.term(num_tokens), symbols.beyond(num_tokens), constant]
+    return answer
+
+
+def _per_row(number: int, chunks: Chunks) -> tuple[int, bool]:
+    """Of what is as large as a chunk of tokens, the part of one token."""
+    if number and chunks.rule is not None and chunks.is_symbolic and number % CHUNK_ROWS == 0:
+        return number // CHUNK_ROWS, True
+    return number, False
+
+
+def _count_parameters(model: nn.Module, symbols: Symbols) -> dict[str, Any]:
+    """Elements of the traced layers, 4-bit weights counted unpacked, by layer as in `blocks`."""
+    linears: list[Any] = [m for m in model.modules() if type(m).__name__ == "Linear4bit"]
+    quantised: dict[int, int] = {id(m.weight): m.in_features * m.out_features for m in linears}
+    place_of = place_finder(model)
+    counted: dict[int, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        elements = quantised.get(id(parameter), parameter.numel())
+        entry = counted.setdefault(place_of(name)[1], {"total": [], "trainable": []})
+        monomial = symbols.of_weight(elements)
+        entry["total"].append(monomial)
+        if parameter.requires_grad:
+            entry["trainable"].append(monomial)
+    return {str(layer): entry for layer, entry in counted.items()}
+
+
+def _blocks(
+    recording: Recording, step: MetaStep, chunks: Chunks, symbols: Symbols
+) -> list[dict[str, Any]]:
+    marks = recording.marks
+    ends = [*((m[0], m[1]) for m in marks[1:]), (len(recording.events), len(recording.kernels))]
+    handed_over = step.handed_over
+    blocks = []
+    for (first, first_kernel, (phase, place)), (last, last_kernel) in zip(marks, ends, strict=True):
+        last_position = last + (last == len(recording.events))
+        accumulate = [
+            (position - first, gradient)
+            for position in range(first, last_position)
+            for gradient in handed_over.get(position, ())
+        ]
+        events = recording.events[first:last]
+        launched = recording.kernels[first_kernel:last_kernel]
+        kernels = _count_kernels(launched, chunks, symbols)
+        if events or kernels or accumulate:
+            blocks.append(
+                {
+                    "phase": f"{phase} {place[0]}" if place[0] else phase,
+                    "layer": place[1],
+                    "events": events,
+                    "accumulate": accumulate,
+                    "kernels": kernels,
+                }
+            )
+    return blocks
+
+
+def _count_kernels(kernels: list[TrackedKernel], chunks: Chunks, symbols: Symbols) -> list[Any]:
+    """Equal kernels of a block once: [name, dtype, flops, [bytes ...], recomputed, count].
+
+    One that handles a chunk of tokens has two parts more: the bytes per token of it, apart from the
+    others (its operations are per token too), and whether it stands for all chunks but the first.
+    """
+    counts: dict[tuple[Any, ...], int] = {}
+    for k in kernels:
+        sizes = tuple(sorted(k.tensor_bytes))
+        key = (k.name, k.dtype, k.num_flops, sizes, k.recomputed, k.repeated)
+        counts[key] = counts.get(key, 0) + 1
+    encoded = []
+    for (name, dtype, flops, sizes, recomputed, repeated), count in counts.items():
+        parts = [_per_row(size, chunks) for size in sizes]
+        moved = _sum_of([size for size, per_row in parts if not per_row], symbols)
+        flops_term = symbols.term(_per_row(flops, chunks)[0])
+        entry = [name, dtype, flops_term, moved, recomputed, count]
+        of_chunk = [size for size, per_row in parts if per_row]
+        if of_chunk or repeated:
+            entry += [_sum_of(of_chunk, symbols), repeated]
+        encoded.append(entry)
+    return encoded
+
+
+def _sum_of(sizes: list[int], symbols: Symbols) -> list[Term]:
+    terms: dict[tuple[int, int], int] = {}
+    for size in sizes:
+        coefficient, batch_power, rank_power = symbols.term(size)
+        powers = batch_power, rank_power
+        terms[powers] = terms.get(powers, 0) + coefficient
+    return [(coefficient, i, j) for (i, j), coefficient in terms.items()]

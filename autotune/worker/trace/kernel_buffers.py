@@ -1,0 +1,266 @@
+"""Buffers that CUDA kernels allocate and free inside one call.
+
+Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
+aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu, Reduce.cuh, ScanUtils.cuh and
+SoftMax.cu; aten/src/ATen/native/Convolution.cpp and transformers/attention.cpp;
+cudnn_frontend 1.18 node/scaled_dot_product_flash_attention.h.
+
+Not modelled: what a plan of cuDNN's attention wants besides (no closed form), cub's temporary storage (in an
+embedding's backward it is free again before the partial sums are made).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from autotune.memory.traces.reductions import LEAST_SHARED, WARP, shared_bytes
+from autotune.memory.traces.terms import flash_splits
+from autotune.worker.trace.tracker import Buffer
+
+aten = torch.ops.aten
+
+
+def _ceil_to(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _flash_head(size: int) -> int:
+    """Elements of a head in flash attention's sums."""
+    return _ceil_to(size, 32 if size <= 128 else 64)
+
+
+def _flash_forward_buffers(
+    num_sms: int, q: torch.Tensor, k: torch.Tensor, dropout_p: float
+) -> tuple[Buffer, ...]:
+    """The parts' logarithms and sums where the keys are split; never with dropout."""
+    if dropout_p:
+        return ()
+    batch, heads, length, size = q.shape
+    numbers = batch, heads, length, k.shape[2], size, num_sms
+    rules = [("flash splits", *numbers, num_floats) for num_floats in (1, _flash_head(size))]
+    return tuple(Buffer(flash_splits(rule[1:]), rule=rule) for rule in rules)
+
+
+def _flash_backward_copies(gradient: torch.Tensor, out: torch.Tensor) -> tuple[Buffer, ...]:
+    """Of what does not lie token by token: the result does not where queries are rotated in part (Phi).
+
+    pytorch v2.13 aten/src/ATen/native/transformers/cuda/attention_backward.cu, _flash_attention_backward.
+    """
+    lying = (t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous())
+    return tuple(Buffer(t.nbytes, comes_first=True) for t in lying)
+
+
+def _flash_backward_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
+    """dq_accum and softmax_d in fp32; dK and dV for every query head when heads are grouped."""
+    batch, heads, length, size = q.shape
+    rounded_length = _ceil_to(length, 128)
+    buffers = [
+        batch * heads * rounded_length * 4,
+        batch * heads * rounded_length * _flash_head(size) * 4,
+    ]
+    if k.shape[1] != heads:
+        buffers += 2 * [batch * k.shape[2] * heads * size * q.element_size()]
+    return tuple(buffers)
+
+
+def _efficient_backward_buffers(q: torch.Tensor) -> tuple[int, ...]:
+    """The fp32 accumulator of dQ in global memory."""
+    batch, heads, length, size = q.shape
+    return (batch * heads * _ceil_to(length * size, 4) * 4,)
+
+
+def _cudnn_backward_bytes(q: torch.Tensor) -> int:
+    """softmax_sum and dQ_accum in fp32, in one workspace (get_fe_workspace_size_node)."""
+    batch, heads, length, size = q.shape
+    return 4 * batch * heads * length * (size + 1)
+
+
+EMBEDDING_SORT_THRESHOLD = 3072
+"""Up to so many indices the backward of an embedding needs no buffer (Embedding.cu)."""
+
+
+def _embedding_backward_buffers(
+    gradient: torch.Tensor, indices: torch.Tensor, rows: int
+) -> tuple[Buffer, ...]:
+    """What is alive together when the partial sums are made (EmbeddingBackwardKernel.cu).
+
+    Per index: the sorted ones, where they stood, where segments start. Per segment, of which there
+    are at most `rows`: its number of partial sums and their offset. Two counters. Per partial sum:
+    where it starts, and the sum.
+    """
+    tokens = indices.numel()
+    if tokens <= EMBEDDING_SORT_THRESHOLD:
+        return ()
+    accumulate_bytes = max(gradient.element_size(), 4)
+    segments = min(tokens, rows)
+    partials = tokens // 10 + segments
+
+    def per_partial(row_bytes: int) -> Buffer:
+        return Buffer(partials * row_bytes, rule=("embedding", tokens, rows, row_bytes))
+
+    def sorted_by(size_bytes: int) -> Buffer:
+        return Buffer(size_bytes, rule=("embedding sort", tokens, size_bytes))
+
+    return (
+        *(sorted_by(tokens * 8) for _ in range(3)),
+        *(Buffer(segments * 8, rule=("embedding rows", tokens, rows)) for _ in range(2)),
+        *(sorted_by(8) for _ in range(2)),
+        per_partial(8),
+        per_partial(accumulate_bytes * gradient.shape[-1]),
+    )
+
+
+Multiprocessors = tuple[int, int]
+"""(how many, threads of each)."""
+
+
+def _reduction_buffers(
+    multiprocessors: Multiprocessors, tensor: torch.Tensor, out: torch.Tensor, dims: set[int]
+) -> tuple[Buffer, ...]:
+    """Partial results, and a semaphore for each block of threads that shares an output."""
+    kept = [d for d in range(tensor.ndim) if d not in dims and tensor.shape[d] > 1]
+    reduced = [d for d in dims if tensor.shape[d] > 1]
+    num_outputs = math.prod(tensor.shape[d] for d in kept)
+    row = 0
+    if kept and (not reduced or _least_stride(tensor, kept) < _least_stride(tensor, reduced)):
+        row = _row_of(tensor, kept)
+    num_inputs = math.prod(tensor.shape[d] for d in reduced)
+    if num_inputs < LEAST_SHARED * (1 if row else WARP):
+        return ()
+    item_bytes = max(out.element_size(), 4)
+    numbers = (num_inputs, num_outputs, row, item_bytes, *multiprocessors)
+    sizes = shared_bytes(*numbers)
+    return tuple(
+        Buffer(size, rule=("reduction", part, *numbers)) for part, size in enumerate(sizes)
+    )
+
+
+def _least_stride(tensor: torch.Tensor, dims: Iterable[int]) -> int:
+    return min(tensor.stride(d) for d in dims)
+
+
+def _row_of(tensor: torch.Tensor, dims: Sequence[int]) -> int:
+    """Items that lie side by side along these dimensions; 1 where none do."""
+    items = 1
+    for d in sorted(dims, key=tensor.stride):
+        if tensor.stride(d) != items:
+            break
+        items *= tensor.shape[d]
+    return items
+
+
+Found = tuple[Buffer, ...]
+Args = tuple[Any, ...]
+
+
+def _sums(multiprocessors: Multiprocessors, tensor: torch.Tensor, dims: Any, out: Any) -> Found:
+    reduced = {dim % tensor.ndim for dim in dims or range(tensor.ndim)}
+    return _cast(tensor, out) + _reduction_buffers(multiprocessors, tensor, out, reduced)
+
+
+def _cast(tensor: torch.Tensor, out: torch.Tensor) -> Found:
+    """What is summed as integers is made some first (ReduceOpsUtils.h, make_reduction)."""
+    is_cast = tensor.dtype is not out.dtype and not tensor.is_floating_point()
+    return (Buffer(tensor.numel() * out.element_size()),) if is_cast else ()
+
+
+def _of_sum(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
+    return _sums(multiprocessors, args[0], args[1] if len(args) > 1 else None, out)
+
+
+def _of_norm(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
+    return _sums(multiprocessors, args[0], args[2] if len(args) > 2 else None, out)
+
+
+def _of_flash_forward(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
+    dropout_p = args[3] if len(args) > 3 else 0.0
+    return _flash_forward_buffers(multiprocessors[0], args[0], args[1], dropout_p)
+
+
+def _of_flash_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    copies = _flash_backward_copies(args[0], args[4])
+    return (*copies, *map(Buffer, _flash_backward_buffers(args[1], args[2])))
+
+
+def _of_cudnn_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    return (Buffer(_cudnn_backward_bytes(args[1])),)
+
+
+def _of_efficient_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    return tuple(Buffer(size) for size in _efficient_backward_buffers(args[1]))
+
+
+def _of_embedding_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    return _embedding_backward_buffers(args[0], args[1], args[2])
+
+
+def _of_index_put(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """Adding goes by sorted places (index_put_with_sort_kernel): linear, sorted, original, range."""
+    if len(args) < 4 or not args[3]:
+        return ()
+    return 4 * (Buffer(8 * max(index.numel() for index in args[1] if index is not None)),)
+
+
+def _of_safe_softmax(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """Which scores are masked, and which rows as a whole."""
+    return Buffer(out.numel()), Buffer(out.numel() // out.shape[args[1]])
+
+
+def _of_softmax_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """SoftMax.cu: `tmp = grad * output`."""
+    return (Buffer(args[0].nbytes),)
+
+
+def _of_cumsum(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """ScanUtils.cuh, scan_dim; ReduceOps.cpp, impl_func_cum_ops."""
+    if cast := _cast(args[0], out):
+        return cast
+    return () if args[0].is_contiguous() else (Buffer(args[0].nbytes),)
+
+
+def _of_convolution(_: Multiprocessors, args: Args, out: Any) -> Found:
+    return _copies(args[:1])
+
+
+def _of_convolution_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    return _copies(args[:2])
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> Found:
+    """In one dimension: taken for two, of operands in order (Convolution.cpp, _convolution)."""
+    out_of_order = (t for t in tensors if t.ndim == 3 and not t.is_contiguous())
+    return tuple(Buffer(tensor.nbytes, comes_first=True) for tensor in out_of_order)
+
+
+_BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
+    aten.sum.default: _of_sum,
+    aten.sum.dim_IntList: _of_sum,
+    aten.mean.default: _of_sum,
+    aten.mean.dim: _of_sum,
+    aten.linalg_vector_norm.default: _of_norm,
+    aten._scaled_dot_product_flash_attention.default: _of_flash_forward,
+    aten._scaled_dot_product_flash_attention_backward.default: _of_flash_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _of_cudnn_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _of_efficient_backward,
+    aten.embedding_dense_backward.default: _of_embedding_backward,
+    aten.index_put.default: _of_index_put,
+    aten.index_put_.default: _of_index_put,
+    aten._index_put_impl_.default: _of_index_put,
+    aten._safe_softmax.default: _of_safe_softmax,
+    aten._softmax_backward_data.default: _of_softmax_backward,
+    aten.cumsum.default: _of_cumsum,
+    aten.convolution.default: _of_convolution,
+    aten.convolution_backward.default: _of_convolution_backward,
+}
+
+
+def hidden_buffers(
+    multiprocessors: Multiprocessors, func: Any, args: tuple[Any, ...], out: Any
+) -> tuple[Buffer, ...]:
+    """Buffers that the CUDA kernel of `func` allocates and frees inside the call."""
+    buffers = _BUFFERS.get(func)
+    return () if buffers is None else buffers(multiprocessors, args, out)

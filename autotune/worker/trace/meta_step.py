@@ -1,0 +1,309 @@
+"""A model's way through set-up, forward and backward on `meta`, as `transformers.Trainer` runs them.
+
+Source of the order of operations: transformers 5.23 Trainer.training_step and Trainer._run_epoch,
+accelerate 1.15 Accelerator.prepare_model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.neftune import activate_neftune
+
+from autotune.records.estimate import TraceSpec
+from autotune.space.adapters import ADAPTERS
+from autotune.space.precisions import PRECISIONS
+from autotune.worker.build import adapters, fp8, quantize
+from autotune.worker.build import model as models
+from autotune.worker.build.layers import layer_stacks
+from autotune.worker.trace import liger, sft
+from autotune.worker.trace.tracker import Tracker, in_backward
+
+Place = tuple[int, int]
+"""(stack, layer) of the repeated layers; OUTSIDE elsewhere."""
+OUTSIDE = (0, -1)
+
+
+class MetaStep:
+    """A model on its way through set-up, forward and backward, marking the borders of blocks."""
+
+    def __init__(
+        self, model: nn.Module, task: str, spec: TraceSpec, tracker: Tracker, *, rank: int
+    ) -> None:
+        self.model = model
+        self.task = task
+        self.spec = spec
+        self.tracker = tracker
+        self._rank = rank
+        self._last: tuple[str, Place] = ("", OUTSIDE)
+        self.parameters: dict[int, nn.Parameter] = {}
+        """tensor index -> parameter"""
+        self.gradients: dict[int, int] = {}
+        """tensor index of a gradient -> tensor index of its parameter"""
+        self.handed_over: dict[int, list[int]] = {}
+        """event position -> gradients that autograd hands over there"""
+        self._kept: list[Any] = []
+        """What the Trainer keeps after the micro-step: its list of micro-batches, and the loss."""
+        self.loss = -1
+        """Tensor index of the loss."""
+
+    def mark(self, phase: str, place: Place = OUTSIDE) -> None:
+        self._last = phase, place
+        self.tracker.recording.mark(self._last)
+
+    def _mark_change(self, phase: str, place: Place) -> None:
+        if (phase, place) != self._last:
+            self.mark(phase, place)
+
+    def set_up(self) -> None:
+        """Weights and buffers reach the device; then the adapter's."""
+        spec = self.spec
+        if spec.quantization != "none":
+            quantize.quantize(self.model, self.task, spec)
+        place_of = place_finder(self.model)
+        dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
+        for name, module in self.model.named_modules():
+            self._mark_change("weights", place_of(name))
+            if quantize.is_quantized(module):
+                linear: Any = module
+                with self.tracker:
+                    shape = (linear.out_features, linear.in_features)
+                    quantize.quantize_weight(linear, torch.empty(shape, dtype=dtype, device="meta"))
+            for tensor in _tensors_of(module):
+                self._own(tensor)
+        if spec.method in ADAPTERS:
+            rank = self._rank if ADAPTERS[spec.method].scales and spec.lora_rank is None else None
+            self.model = adapters.add_adapter(self.model, self.task, spec, rank)
+        if spec.trainer == "trl-sft":
+            sft.prepare(self.model, self.task, is_quantized=spec.quantization != "none")
+        if spec.method in ADAPTERS:
+            self._own_new("adapter", place_of)
+        if spec.liger:
+            liger.apply(self.model, self.task, spec.trainer)
+        if spec.activation_checkpointing:
+            models.enable_checkpointing(self.model, spec)
+        if spec.neftune_noise_alpha:
+            activate_neftune(self.model, spec.neftune_noise_alpha)
+        self.model.train()
+        precision = PRECISIONS[spec.precision]
+        if precision.fp8:
+            fp8.convert(self.model)
+        if precision.autocast:
+            _wrap_forward(self.model, getattr(torch, precision.compute_dtype))
+
+    def settle(self, micro_batch: int, sequence_length: int) -> None:
+        """What the first step changes for good: LLM.int8 converts its biases to its input's dtype.
+
+        Source: bitsandbytes 0.50 nn/modules.py, Linear8bitLt.forward.
+        """
+        linears: list[Any] = [m for m in self.model.modules() if quantize.is_quantized(m)]
+        if self.spec.quantization != "int8" or all(linear.bias is None for linear in linears):
+            return
+        self.mark("settled")
+        # A tracker of its own: nothing of this step is recorded but what it leaves behind.
+        with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
+            self.model(**_batch(self.task, self.spec, micro_batch, sequence_length))
+        self._own_new("settled", place_finder(self.model))
+
+    def _own_new(self, phase: str, place_of: Callable[[str], Place]) -> None:
+        """Tensors of the model that have come since the last time."""
+        for name, module in self.model.named_modules():
+            for tensor in _tensors_of(module):
+                if not self.tracker.knows(tensor):
+                    self._mark_change(phase, place_of(name))
+                    self._own(tensor)
+
+    def _own(self, tensor: torch.Tensor) -> None:
+        index = self.tracker.index_of(tensor)
+        if isinstance(tensor, nn.Parameter) and index not in self.parameters:
+            self.parameters[index] = tensor
+
+    def forward_backward(self, micro_batch: int, sequence_length: int) -> None:
+        """Trainer.training_step: loss under autocast, scaled, backward."""
+        precision = PRECISIONS[self.spec.precision]
+        handles = self._hook_gradients()
+        self.mark("batch")
+        model: Any = self.model
+        inputs = _batch(self.task, self.spec, micro_batch, sequence_length)
+        accepts = models.accepts_loss_kwargs(model)
+        if accepts:
+            self.mark("count")
+            inputs["num_items_in_batch"] = _num_items(model, inputs["labels"])
+        self._kept += inputs.values()
+        for number, stack in enumerate(layer_stacks(model)):
+            handles += self._hook_layers(number, stack)
+        self.mark("embed")
+        loss = self._loss(inputs, accepts=accepts)
+        scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
+        if precision.grad_scaler:
+            scaled = scaled * torch.empty((), dtype=torch.float32, device="meta")
+        self.mark("head_backward")
+        # Tensor.backward would switch the function mode off; the engine's own entry does not.
+        torch.autograd.graph._engine_run_backward(
+            (scaled,),
+            (torch.ones_like(scaled),),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+        self.mark("end")
+        self._kept.append(loss.detach())
+        self.loss = self.tracker.index_of(loss)
+        del scaled, loss, inputs
+        # Hooks in C++ keep what they refer to from ever being collected.
+        for handle in handles:
+            handle.remove()
+
+    def _loss(self, inputs: dict[str, Any], *, accepts: bool) -> torch.Tensor:
+        """Trainer.compute_loss, and what training_step divides it by."""
+        model: Any = self.model
+        if self.spec.trainer == "trl-sft":
+            num_items = inputs.pop("num_items_in_batch")
+            sft_loss: torch.Tensor = sft.loss_of(model, inputs, num_items)
+            return sft_loss
+        outputs = model(**inputs)
+        loss: torch.Tensor = outputs["loss"]
+        del outputs
+        if accepts:
+            loss *= 1  # the number of processes
+        else:
+            loss = loss / 1  # the number of micro-batches
+        return loss
+
+    def _hook_gradients(self) -> list[Any]:
+        return [
+            parameter.register_post_accumulate_grad_hook(self._gradient_hook(index))
+            for index, parameter in self.parameters.items()
+            if parameter.requires_grad
+        ]
+
+    def _gradient_hook(self, parameter_index: int) -> Callable[[torch.Tensor], None]:
+        def accumulated(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            gradient = self.tracker.index_of(parameter.grad)
+            self.gradients[gradient] = parameter_index
+            position = len(self.tracker.recording.events)
+            self.handed_over.setdefault(position, []).append(gradient)
+
+        return accumulated
+
+    def _hook_layers(self, stack: int, layers: nn.ModuleList) -> list[Any]:
+        """Mark where layers begin and end; older versions recompute a layer with its hooks."""
+        handles = []
+        last = len(layers) - 1
+        for number, layer in enumerate(layers):
+            place = (stack, number)
+            handles.append(layer.register_forward_pre_hook(self._enter(place), with_kwargs=True))
+            handles.append(layer.register_forward_hook(self._leave(place, number == last)))
+        return handles
+
+    def _enter(self, place: Place) -> Callable[..., None]:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if in_backward():
+                return
+            self.mark("forward", place)
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if place[1] == 0 and hidden.requires_grad:
+                hidden.register_hook(lambda _: self.mark("embed_backward"))
+
+        return enter
+
+    def _leave(self, place: Place, is_last: bool) -> Callable[..., None]:
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            if in_backward():
+                return
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _: self.mark("backward", place))
+            if is_last:
+                self.tracker.mark_before_next(("head", OUTSIDE))
+
+        return leave
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Of the module itself, its scales where it is quantised in 8 bits."""
+    held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    scales = getattr(module.weight, "SCB", None) if quantize.is_quantized(module) else None
+    return held if scales is None else [*held, scales]
+
+
+def place_finder(model: Any) -> Callable[[str], Place]:
+    """Where among the repeated layers a module or parameter of that name lies."""
+    names = {id(module): name for name, module in model.named_modules()}
+    prefixes = [names[id(stack)] + "." for stack in layer_stacks(model)]
+
+    def place_of(name: str) -> Place:
+        for stack, prefix in enumerate(prefixes):
+            _, found, rest = name.partition(prefix)
+            if found:
+                return stack, int(rest.partition(".")[0])
+        return OUTSIDE
+
+    return place_of
+
+
+def _batch(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int) -> dict[str, Any]:
+    """What the Trainer's collator gives: token ids, a mask, labels; or samples one behind the other.
+
+    Packed rows have no mask (export/train.py.template), but where TRL's collator makes one.
+    """
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    shape = micro_batch, sequence_length
+    if spec.batching == "padding-free":
+        return _one_row(empty, *shape, has_sample_numbers=spec.trainer == "trl-sft")
+    labels = empty(micro_batch) if task == "sequence-classification" else empty(*shape)
+    batch = {"input_ids": empty(*shape)}
+    if task != "causal-lm" or spec.batching != "packed" or spec.trainer != "transformers":
+        batch["attention_mask"] = empty(*shape)
+    return {**batch, "labels": labels}
+
+
+def _num_items(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    """Trainer._get_num_items_in_batch, of one micro-batch."""
+    counted = labels[..., 1:] if models.shifts_labels(model) else labels
+    total = 0 + counted.ne(-100).sum()
+    return total / 1
+
+
+def _one_row(
+    empty: Callable[..., torch.Tensor],
+    micro_batch: int,
+    sequence_length: int,
+    *,
+    has_sample_numbers: bool,
+) -> dict[str, Any]:
+    """As transformers 5.23 DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives it, and TRL
+    1.16 DataCollatorForLanguageModeling(padding_free=True), which numbers the samples besides."""
+    row = 1, micro_batch * sequence_length
+    names = ("input_ids", "labels", "position_ids")
+    batch: dict[str, Any] = {name: empty(*row) for name in names}
+    for side in "qk":
+        batch[f"cu_seq_lens_{side}"] = empty(micro_batch + 1, dtype=torch.int32)
+        batch[f"max_length_{side}"] = sequence_length
+    if has_sample_numbers:
+        batch["seq_idx"] = empty(*row, dtype=torch.int32)
+    return batch
+
+
+def _wrap_forward(model: Any, dtype: torch.dtype) -> None:
+    """What accelerate does to a model under mixed precision: autocast, outputs converted to fp32."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    forward = model.forward.__func__
+
+    def autocast_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=dtype):
+            return forward(self, *args, **kwargs)
+
+    model.forward = MethodType(autocast_forward, model)
+    model.forward = MethodType(convert_outputs_to_fp32(model.forward.__func__), model)

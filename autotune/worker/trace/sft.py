@@ -1,0 +1,183 @@
+"""TRL's SFTTrainer in a trace: its own loss runs, with the entropy and the token accuracy it logs.
+
+Its loss goes through the tokens in chunks and makes no logits. What runs where on CUDA is asked of
+functions that are answered for `meta` here; its Triton kernels are noted, not launched.
+
+Source: trl 1.16 trainer/sft_trainer.py (compute_loss), trainer/utils.py (add_fused_lm_head),
+kernels/chunked_logprob.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autotune.worker.build.model import UnsupportedModel
+from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
+from autotune.worker.trace.stand_ins import replaced, taken_for_cuda
+from autotune.worker.trace.tracker import Buffer, Tracker
+
+aten = torch.ops.aten
+
+PASSES = {"_backward_kernel": 2}
+"""In place: read and written."""
+
+
+def prepare(model: Any, task: str, *, is_quantized: bool) -> None:
+    """What SFTTrainer does to a model with its adapter; `is_quantized`: the base of it."""
+    if task != "causal-lm":
+        raise UnsupportedModel("SFTTrainer trains causal language models only")
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"TRL is not installed here ({error}). It needs: pip install trl"
+        ) from error
+    if is_quantized:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor) -> Any:
+    """SFTTrainer.compute_loss, on one device."""
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    trainer: Any = SimpleNamespace(
+        model=model,
+        aux_loss_enabled=False,
+        compute_loss_func=None,
+        label_smoother=None,
+        args=SimpleNamespace(loss_type="nll", average_tokens_across_devices=True, max_length=None),
+        accelerator=SimpleNamespace(
+            parallelism_config=None, num_processes=1, gather_for_metrics=lambda tensor: tensor
+        ),
+        get_tp_size=lambda: 1,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    return SFTTrainer.compute_loss(trainer, model, inputs, num_items_in_batch=num_items_in_batch)
+
+
+@contextlib.contextmanager
+def on_meta(tracker: Tracker, chunks: Chunks) -> Iterator[None]:
+    """Let TRL's loss be traced: every token counts."""
+    try:
+        from trl.kernels import chunked_logprob
+        from trl.trainer import utils
+    except ImportError:
+        yield  # `prepare` says so.
+        return
+
+    def launch(name: str, arguments: Iterable[Any]) -> None:
+        tracker.record_kernel(name, tuple(arguments), passes=PASSES.get(name, 1))
+
+    masks = _Masks(tracker)
+    tracker.decompositions |= {
+        # The tracker answers what is true or not.
+        aten._local_scalar_dense.default: lambda tensor: (
+            1 if tensor.is_meta and tensor.dtype is not torch.bool else NotImplemented
+        ),
+        aten.index.Tensor: masks.index,
+        aten._index_put_impl_.default: masks.index_put,
+        aten.masked_scatter_backward.default: masks.masked_scatter_backward,
+    }
+    attributes: list[tuple[Any, str, Any]] = []
+    if chunks.is_symbolic:
+        limit = chunked_logprob.TOKEN_CHUNK_SIZE
+
+        def over(*bounds: int) -> Iterable[int]:
+            if bounds[2:] != (CHUNK_ROWS,):
+                return builtins.range(*bounds)
+            chunks.meets("trl", bounds[1], limit)
+            return chunks.over_chunks(*bounds)
+
+        attributes += [
+            (chunked_logprob, "TOKEN_CHUNK_SIZE", CHUNK_ROWS),
+            (chunked_logprob, "range", over),
+        ]
+    with (
+        as_on_cuda(chunked_logprob, utils, launch),
+        taken_for_cuda("meta", "trl.kernels"),
+        replaced(attributes),
+    ):
+        yield
+
+
+def as_on_cuda(
+    chunked_logprob: Any, utils: Any, launch: Callable[[str, Iterable[Any]], None]
+) -> contextlib.AbstractContextManager[None]:
+    """TRL takes the way it takes on CUDA; `launch` gets its Triton kernels."""
+    division = SimpleNamespace(cdiv=lambda dividend, divisor: -(-dividend // divisor))
+    return replaced(
+        [
+            (utils, "_use_triton", lambda _: True),
+            (chunked_logprob, "_use_triton", lambda _: True),
+            (chunked_logprob, "triton", division),
+            *(
+                (chunked_logprob, name, _Kernel(name, launch))
+                for name in ("_forward_kernel", "_backward_kernel")
+            ),
+        ]
+    )
+
+
+class _Kernel:
+    """A Triton kernel: `kernel[grid](...)`."""
+
+    def __init__(self, name: str, launch: Callable[[str, Iterable[Any]], None]) -> None:
+        self._name = name
+        self._launch = launch
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: self._launch(self._name, [*args, *kwargs.values()])
+
+
+def places_of(mask: torch.Tensor) -> tuple[Buffer, ...]:
+    """What `nonzero` makes of a mask that indexes, and is gone with the operation (Indexing.cu)."""
+    return (Buffer(mask.numel() * mask.dim() * 8),)
+
+
+class _Masks:
+    """Indexing with a mask that is true everywhere, which `meta` cannot know."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def index(self, tensor: torch.Tensor, indices: Any) -> Any:
+        if not _is_mask(indices):
+            return NotImplemented
+        return self._run(aten.index.Tensor, indices[0], tensor)
+
+    def index_put(self, tensor: torch.Tensor, indices: Any, *values: Any) -> Any:
+        if not _is_mask(indices):
+            return NotImplemented
+        return self._run(aten._index_put_impl_.default, indices[0], tensor, *values)
+
+    def masked_scatter_backward(
+        self, gradient: torch.Tensor, mask: torch.Tensor, sizes: Any
+    ) -> Any:
+        return self._run(aten.index.Tensor, mask, gradient).view(sizes)
+
+    def _run(self, operation: Any, mask: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
+        with _disable_current_modes():
+            shape = (mask.numel(), mask.dim())
+            places = list(torch.empty(shape, dtype=torch.int64, device=mask.device).unbind(1))
+        out = operation(tensor, places, *rest)
+        self._tracker.record_buffers(places_of(mask))
+        return out
+
+
+def _is_mask(indices: Any) -> bool:
+    return len(indices) == 1 and indices[0].dtype is torch.bool

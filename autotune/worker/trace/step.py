@@ -1,0 +1,218 @@
+"""One optimizer step's forward and backward on `meta`, as `transformers.Trainer` runs them.
+
+A padded micro-batch is one of the longest samples: as many tokens as places, with a mask all the same.
+
+The result is small whatever the size of the model: three periods of layers are traced, the events are
+cut into blocks at the layers' borders, and the middle period is the one that repeats. A micro-batch of
+one takes other code paths (squeezed dimensions), so it is traced by itself.
+
+The batch and the loss outlive the micro-step: how long, autotune.step_events says. Not modelled:
+evaluation, logging, checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from autotune.records.estimate import TraceSpec
+from autotune.space.adapters import ADAPTERS
+from autotune.space.precisions import PRECISIONS
+from autotune.worker.build import fp8, layers, quantize
+from autotune.worker.build import model as models
+from autotune.worker.build.adapters import RANK, true_masks
+from autotune.worker.build.model import UnsupportedModel
+from autotune.worker.trace import attention, flex, liger, sft
+from autotune.worker.trace.chunks import Chunks
+from autotune.worker.trace.cuda import Device, Workspaces, device_choices
+from autotune.worker.trace.encode import Symbols, encode
+from autotune.worker.trace.kernel_buffers import hidden_buffers
+from autotune.worker.trace.meta_step import MetaStep
+from autotune.worker.trace.meta_values import labelled_rows
+from autotune.worker.trace.tracker import TrackedKernel, Tracker
+
+_OF_LABELS = {torch.ops.aten.nonzero.default: labelled_rows}
+
+MICRO_BATCH = 1_000_003
+"""Micro-batch of a trace that stands for 2 and more: a prime that divides no model dimension."""
+
+
+def trace_step(
+    config: PretrainedConfig,
+    task: str,
+    spec: TraceSpec,
+    *,
+    sequence_length: int,
+    device: Device,
+    whole: bool = False,
+) -> dict[str, Any]:
+    """Trace one micro-step. `whole`: every layer, nothing extrapolated.
+
+    Raises UnsupportedModel where the model cannot be built or run on `meta`.
+    """
+    # Checkpointed layers of T5 hand the gradient of their common position bias around.
+    whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
+    whole = whole or (spec.method in ADAPTERS and not ADAPTERS[spec.method].repeats)
+    with attention.without_library(spec.attention):
+        model, traced_layers = _whole(config, task, spec) if whole else _few(config, task, spec)
+    micro_batch = 1 if spec.single else MICRO_BATCH
+    workspaces = Workspaces(device.cublas_workspace_bytes)
+    tracker = Tracker(
+        "meta",
+        # A CPU's kernels make theirs out of sight.
+        hidden_buffers=attention.buffers_of(
+            spec.attention, functools.partial(hidden_buffers, device.multiprocessors)
+        )
+        if device.backend == "cuda"
+        else None,
+        at_launch=workspaces.at_launch,
+        decompositions={
+            **({} if spec.quantization == "none" else quantize.decompositions()),
+            **(_OF_LABELS if task == "sequence-classification" else {}),
+            **attention.decompositions(spec, sequence_length),
+        },
+        kernel_names=attention.KERNEL_NAMES.get(spec.attention),
+        wrappers=fp8.wrappers() if PRECISIONS[spec.precision].fp8 else (),
+    )
+    tracker.has_padding = spec.batching == "padded"
+    chunks = Chunks(tracker, is_symbolic=not spec.single)
+    step = MetaStep(model, task, spec, tracker, rank=RANK)
+    with _trace_settings(tracker), _techniques(spec, tracker, device, chunks):
+        try:
+            step.set_up()
+            with device_choices(device):
+                step.settle(micro_batch, sequence_length)
+            with device_choices(device), tracker:
+                step.forward_backward(micro_batch, sequence_length)
+        except (
+            AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
+        ) as error:  # fmt: skip
+            raise UnsupportedModel(
+                f"its training step cannot be run without data ({models.reason_of(error)})"
+            ) from error
+    if not step.gradients:
+        raise UnsupportedModel("nothing that trains gets a gradient")
+    symbols = Symbols(spec, micro_batch=micro_batch, rank=RANK, sequence_length=sequence_length)
+    return encode(step, workspaces, chunks, symbols, traced_layers)
+
+
+def _whole(
+    config: PretrainedConfig, task: str, spec: TraceSpec
+) -> tuple[nn.Module, dict[str, int]]:
+    num = layers.num_layers(config)
+    said = {"traced": num, "full": num, "first": 0, "period": 1}
+    return models.build_base(config, task, spec), said
+
+
+def _few(config: PretrainedConfig, task: str, spec: TraceSpec) -> tuple[nn.Module, dict[str, int]]:
+    """A model with just the layers that stand for all; the whole one where there is none."""
+    kinds = _kinds_of_whole(config, task, spec)
+    pattern = layers.find_pattern(
+        kinds,
+        step=max(spec.activation_checkpointing, 1),
+        num_periods=_num_periods(config, spec),
+    )
+    if pattern is None:
+        return _whole(config, task, spec)
+    num = pattern.num_traced(len(kinds), _num_periods(config, spec))
+    small = layers.with_layers(config, num)
+    try:
+        model = models.build_base(small, task, spec)
+    except UnsupportedModel:  # Something in the configuration counts the layers.
+        return _whole(config, task, spec)
+    if layers.kinds_of(model, small) != kinds[:num]:
+        return _whole(config, task, spec)  # What is special about the last layers comes too early.
+    return model, {"traced": num, "full": len(kinds), **dataclasses.asdict(pattern)}
+
+
+_KINDS: dict[tuple[str, str, str], list[layers.Kind]] = {}
+"""What was found of each configuration: a process traces one model in many ways."""
+
+
+def _kinds_of_whole(config: PretrainedConfig, task: str, spec: TraceSpec) -> list[layers.Kind]:
+    key = config.to_json_string(use_diff=False), task, spec.attention
+    if key not in _KINDS:
+        _KINDS[key] = layers.kinds_of(models.build_base(config, task, spec), config)
+    return _KINDS[key]
+
+
+def _num_periods(config: PretrainedConfig, spec: TraceSpec) -> int:
+    """A first, a repeating and a last period of layers.
+
+    One more where the copies of the second take what they refer to from the third, which must not
+    be the last: where the first layers make what the others share (T5's position bias), and where a
+    layer's gradient arrives when the one below has begun (that of Liger's first norm).
+    """
+    return 4 if config.is_encoder_decoder or spec.liger else 3
+
+
+@contextlib.contextmanager
+def _techniques(
+    spec: TraceSpec, tracker: Tracker, device: Device, chunks: Chunks
+) -> Iterator[None]:
+    """What libraries beside Transformers need in order to be traced."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attention.without_library(spec.attention))
+        stack.enter_context(true_masks(spec))
+        if spec.attention == flex.FLEX:
+            stack.enter_context(flex.on_meta(tracker))
+        if spec.liger:
+            stack.enter_context(liger.on_meta(tracker, device, chunks))
+        if spec.trainer == "trl-sft":
+            stack.enter_context(sft.on_meta(tracker, chunks))
+        yield
+
+
+@contextlib.contextmanager
+def _trace_settings(tracker: Tracker) -> Iterator[None]:
+    """Offloading parks tensors without a host copy; nothing is collected at a random moment."""
+    import transformers.modeling_utils as modeling_utils
+
+    original = getattr(modeling_utils, "save_on_cpu", None)
+    if original is not None:
+        modeling_utils.save_on_cpu = functools.partial(_ParkOnHost, tracker)  # type: ignore[assignment,misc]
+    collects = gc.isenabled()
+    gc.disable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+            if original is not None:
+                modeling_utils.save_on_cpu = original  # type: ignore[misc]
+
+
+class _ParkOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """torch.autograd.graph.save_on_cpu for tensors without values."""
+
+    def __init__(
+        self, tracker: Tracker, pin_memory: bool = False, device_type: str = "cuda"
+    ) -> None:
+        def copy(tensor: torch.Tensor) -> None:
+            size_bytes = tensor.numel() * tensor.element_size()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            tracker.recording.kernels.append(
+                TrackedKernel("copy_host", dtype, 0, (size_bytes,), False)
+            )
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+            copy(tensor)
+            return tensor.shape, tensor.dtype
+
+        def unpack(parked: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+            tensor = torch.empty(parked[0], dtype=parked[1], device="meta")
+            copy(tensor)
+            return tensor
+
+        super().__init__(pack, unpack)

@@ -1,0 +1,386 @@
+"""Watch every storage that PyTorch allocates and frees on one device, and every kernel it launches.
+
+A TorchDispatchMode sees each ATen call once it has been decomposed by autograd. A storage that appears
+in an output for the first time is an allocation; a weak reference to it tells when it is freed. Both go
+to one ordered event list: `i >= 0` allocates tensor i, `~i` frees it (the form that
+`autotune.memory.allocator.replay` reads).
+
+On `meta` the calls cost no memory and no arithmetic, so the sizes may be those of any model. On `cpu` the
+same class watches a real step: the contract tests compare the two.
+
+Not seen: memory that a CUDA kernel allocates for itself. `hidden_buffers` names it per operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autotune.worker.trace.kernel_costs import (
+    count_flops,
+    dtype_of,
+    launches,
+    moved_bytes,
+    tensor_bytes,
+)
+from autotune.worker.trace.meta_values import (
+    FAULTS,
+    QUESTIONS,
+    note_fault,
+    note_question,
+    quick_result,
+    scalar_of,
+)
+
+aten = torch.ops.aten
+
+
+def _mask_first(_: tuple[Any, ...], out: Any) -> Any:
+    return out[::-1]
+
+
+def _seed_first(_: tuple[Any, ...], out: Any) -> Any:
+    """And the offset."""
+    return (*out[6:8], *out[:6], *out[8:])
+
+
+def _weight_first_by_depth(args: tuple[Any, ...], out: Any) -> Any:
+    """Where each channel is convolved by itself, PyTorch's own kernels run; else cuDNN's."""
+    gradient_of_input, gradient_of_weight, gradient_of_bias = out
+    if args[1].shape[1] == args[9] > 1:
+        return gradient_of_weight, gradient_of_input, gradient_of_bias
+    return out
+
+
+_ORDERS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
+    aten.native_dropout.default: _mask_first,
+    aten._scaled_dot_product_cudnn_attention.default: _seed_first,
+    aten.convolution_backward.default: _weight_first_by_depth,
+}
+"""Operations that allocate their results in another order than they return them: torch 2.13
+native/cuda/Dropout.cu; native/transformers/cuda/attention.cu; native/cuda/DepthwiseConv2d.cu,
+conv_depthwise2d_backward_cuda_out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer inside a kernel. `rule` names a size that is not a product of the traced dimensions."""
+
+    size_bytes: int
+    rule: tuple[Any, ...] | None = None
+    comes_first: bool = False
+    """There before the results are."""
+
+
+HiddenBuffers = Callable[[Any, tuple[Any, ...], Any], tuple[Buffer, ...]]
+"""(operation, arguments, output) -> the buffers that the CUDA kernel allocates and frees inside."""
+
+
+@dataclass(slots=True)
+class TrackedTensor:
+    """One storage: bytes, and the shape and dtype of the tensor it was made for."""
+
+    size_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    rule: tuple[Any, ...] | None = None
+
+
+@dataclass(slots=True)
+class TrackedKernel:
+    """One launch: arithmetic and the bytes it reads and writes, tensor by tensor."""
+
+    name: str
+    dtype: str
+    num_flops: int
+    tensor_bytes: tuple[int, ...]
+    recomputed: bool
+    """Launched by activation checkpointing's second forward pass."""
+    repeated: bool = False
+    """Launched for each chunk of tokens but the first (autotune.worker.trace.chunks)."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """Everything seen, in order. `marks` are (events so far, kernels so far, label)."""
+
+    tensors: list[TrackedTensor] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    kernels: list[TrackedKernel] = field(default_factory=list)
+    marks: list[tuple[int, int, Any]] = field(default_factory=list)
+
+    def mark(self, label: Any) -> None:
+        self.marks.append((len(self.events), len(self.kernels), label))
+
+
+class Tracker(TorchDispatchMode):
+    """Record allocations, frees and kernels on `device_type` while active."""
+
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        hidden_buffers: HiddenBuffers | None = None,
+        at_launch: Callable[[Tracker, Any], None] | None = None,
+        decompositions: dict[Any, Callable[..., Any]] | None = None,
+        kernel_names: Mapping[Any, str] | None = None,
+        wrappers: tuple[type[torch.Tensor], ...] = (),
+    ) -> None:
+        super().__init__()
+        self.decompositions = decompositions or {}
+        """What takes the place of an operation; NotImplemented lets it run."""
+        self._kernel_names = kernel_names or {}
+        self._wrappers = wrappers
+        self.recording = Recording()
+        self.is_repeated = False
+        """Kernels belong to the chunk of tokens that stands for others."""
+        self.has_padding = False
+        """Some places of the batch hold no token: what the mask (batch, length) says, if asked."""
+        self._device_type = device_type
+        self._hidden_buffers = hidden_buffers
+        self._at_launch = at_launch
+        self._pending_mark: Any = None
+        self._sole_owner_counts = _sole_owner_counts()
+        self._index_of: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+
+    def mark_before_next(self, label: Any) -> None:
+        """Mark when the next operation starts: frees until then belong to what went before."""
+        self._pending_mark = label
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage has been seen."""
+        return tensor.untyped_storage()._cdata in self._index_of
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """Number of the tensor's storage; a storage never seen before is recorded as allocated now."""
+        storage = tensor.untyped_storage()
+        index = self._index_of.get(storage._cdata)
+        if index is None:
+            index = self._allocate(storage, tensor)
+        return index
+
+    def _allocate(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> int:
+        recording = self.recording
+        index = self._record_allocation(storage.nbytes(), tuple(tensor.shape), tensor.dtype)
+        address = storage._cdata
+        self._index_of[address] = index
+
+        def freed(_: object) -> None:
+            recording.events.append(~index)
+            if self._index_of.get(address) == index:
+                del self._index_of[address]
+                del self._references[address]
+
+        self._references[address] = weakref.ref(storage, freed)
+        return index
+
+    def _record_allocation(
+        self, size_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> int:
+        index = len(self.recording.tensors)
+        self.recording.tensors.append(TrackedTensor(size_bytes, shape, _dtype_name(dtype)))
+        self.recording.events.append(index)
+        return index
+
+    def record_buffers(self, buffers: tuple[Buffer, ...]) -> None:
+        """Buffers that live and die inside one kernel."""
+        self._free(self._allocated(buffers))
+
+    def _allocated(self, buffers: Iterable[Buffer]) -> list[int]:
+        indices = []
+        for buffer in buffers:
+            index = self._record_allocation(buffer.size_bytes, (), torch.uint8)
+            self.recording.tensors[index].rule = buffer.rule
+            indices.append(index)
+        return indices
+
+    def _free(self, indices: list[int]) -> None:
+        """The last is the first to go, as locals do."""
+        self.recording.events.extend(~index for index in reversed(indices))
+
+    def record_forever(self, size_bytes: int) -> int:
+        """A buffer that the process keeps (a library workspace)."""
+        return self._record_allocation(size_bytes, (), torch.uint8)
+
+    def _engine_adds_in_place(self, args: tuple[Any, ...]) -> bool:
+        """Whether autograd would add a tensor's second gradient into its first, were no mode on.
+
+        An active dispatch mode counts as a tensor subclass, for which the engine makes a new sum.
+        Source: pytorch v2.13 torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace.
+        """
+        old, new = args
+        return (
+            in_backward()
+            and not torch.is_grad_enabled()
+            and isinstance(new, torch.Tensor)
+            and old.shape == new.shape
+            and _use_counts(old) == self._sole_owner_counts
+            and aten.is_non_overlapping_and_dense.default(old)
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self._wrappers and any(issubclass(t, self._wrappers) for t in types):
+            return NotImplemented  # It does the same to what it is made of, which comes here again.
+        kwargs = kwargs or {}
+        if self._pending_mark is not None:
+            self.recording.mark(self._pending_mark)
+            self._pending_mark = None
+        answer = self._answer_instead(func, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
+        if func is aten.add.Tensor and self._engine_adds_in_place(args):
+            func = aten.add_.Tensor
+        if func is aten.index_put.default and in_backward() and not torch.is_grad_enabled():
+            # What was picked by places gets its gradient in place, were no mode on (torch 2.13
+            # FunctionsManual.cpp, index_backward).
+            func = aten._index_put_impl_.default
+        out = quick_result(func, args, kwargs) if self._device_type == "meta" else None
+        if out is None:
+            out = func(*args, **kwargs)
+        if self.has_padding and func in QUESTIONS:
+            note_question(args[0], out)
+        if func in FAULTS:
+            note_fault(func, args[0], out)
+        self._record(func, args, kwargs, out)
+        return out
+
+    def _answer_instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """By what takes the place of the operation; NotImplemented where it runs itself."""
+        decomposition = self.decompositions.get(func)
+        if decomposition is not None:
+            with self:
+                answer = decomposition(*args, **kwargs)
+            if answer is not NotImplemented:
+                return answer
+        if func is aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return scalar_of(args[0], has_padding=self.has_padding)
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        return NotImplemented
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """What the operation allocated, and the kernel that it launched."""
+        order = _ORDERS.get(func)
+        outputs = self._tensors_here(out if order is None else order(args, out))
+        inputs = self._tensors_here((args, tuple(kwargs.values())))
+        fresh = [tensor for tensor in outputs if not self.knows(tensor)]
+        is_launched = launches(func, bool(fresh)) and bool(outputs or inputs)
+        buffers: tuple[Buffer, ...] = ()
+        if is_launched and self._hidden_buffers is not None:
+            buffers = self._hidden_buffers(func, args, out)
+        inside = self._allocated(buffer for buffer in buffers if buffer.comes_first)
+        for tensor in fresh:
+            self.index_of(tensor)
+        # Only the kernel asks for a workspace: what it returns is there by then.
+        if self._at_launch is not None:
+            self._at_launch(self, func)
+        if not is_launched:
+            return
+        inside += self._allocated(buffer for buffer in buffers if not buffer.comes_first)
+        self._free(inside)
+        self._launch(
+            self._kernel_names.get(func) or _name(func),
+            dtype_of(func, args, inputs or outputs),
+            count_flops(func, args, kwargs, out),
+            tensor_bytes(func, outputs, inputs),
+        )
+
+    def record_kernel(
+        self, name: str, arguments: Any, *, passes: int = 1, num_flops: int = 0
+    ) -> None:
+        """A kernel that is no operation of PyTorch's, and touches its tensors so many times."""
+        tensors = self._tensors_here(arguments)
+        moved = tuple(passes * moved_bytes(tensor) for tensor in tensors)
+        self._launch(name, tensors[0].dtype, num_flops, moved)
+
+    def _launch(
+        self, name: str, dtype: torch.dtype, num_flops: int, tensor_bytes: tuple[int, ...]
+    ) -> None:
+        self.recording.kernels.append(
+            TrackedKernel(
+                name=name,
+                dtype=_dtype_name(dtype),
+                num_flops=num_flops,
+                tensor_bytes=tensor_bytes,
+                recomputed=torch.is_grad_enabled() and in_backward(),
+                repeated=self.is_repeated,
+            )
+        )
+
+    def _tensors_here(self, value: Any) -> list[torch.Tensor]:
+        return [t for t in _tensors(value) if t.device.type == self._device_type]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    return str(func._overloadpacket).partition(".")[2]
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether the operation is made of others; outside autograd it arrives here whole.
+
+    One with kernels of its own besides (silu_backward) runs those.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(
+        func.name(), "CPU"
+    )
+
+
+def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """References to the tensor and to its storage, those of the Python objects included."""
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _sole_owner_counts() -> tuple[int, int]:
+    """`_use_counts` that a dispatch mode sees of a gradient which only the engine holds."""
+
+    class Probe(TorchDispatchMode):
+        counts = (0, 0)
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            if func is aten.add.Tensor:
+                self.counts = _use_counts(args[0])
+            return func(*args, **(kwargs or {}))
+
+    used_twice = torch.ones((), requires_grad=True) * 1
+    total = used_twice * 2 + used_twice * 3
+    with Probe() as probe:
+        total.backward()
+    return probe.counts
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is at work on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
