@@ -25,9 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import export, finding, inputs, studies
+from autotune import export, finding, inputs
 from autotune.catalogue import models
-from autotune.database import DEFAULT_URL
 from autotune.deliver import deliver
 from autotune.errors import ConfigError, nearest
 from autotune.export import Exporter
@@ -40,6 +39,8 @@ from autotune.report.data import ReportData
 from autotune.report.progress import on_stderr
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig, Workload
+from autotune.store import stored_answers
+from autotune.store.database import DEFAULT_URL
 
 if TYPE_CHECKING:
     from autotune.worker.given.callback import WatchCallback
@@ -68,7 +69,7 @@ class Result:
     @classmethod
     def load(cls, study: str, *, storage: str = DEFAULT_URL) -> Result:
         """The latest answer of a study, of the command line's too. Raises ConfigError, StorageError."""
-        stored = studies.load(storage, study)
+        stored = stored_answers.load(storage, study)
         return cls(
             summary=stored.summary,
             study=study,

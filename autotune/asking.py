@@ -33,13 +33,13 @@ from autotune.errors import (
     WorkerError,
 )
 from autotune.export.train_config import MAX_FILE_BYTES
-from autotune.jobs import Job, Wanted
 from autotune.reading import Brought
-from autotune.recommendations import question_of
 from autotune.records.answer import summary_from_dict
 from autotune.records.question import FindOptions
 from autotune.space import space_file
 from autotune.space.lengths import Lengths
+from autotune.store.jobs import Job, Wanted
+from autotune.store.recommendations import question_of
 
 VERSION = 2
 """Of a question. One that has neither `lengths` nor a `base` is still of version 1, which workers of

@@ -9,14 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import store, studies, study_trials
 from autotune.answer_files import AnswerFiles
 from autotune.errors import AutotuneError, ConfigError, StorageError
 from autotune.finding import Answer
-from autotune.recommendations import Recommendation, open_recommendations, question_key, reason_for
 from autotune.report import html
 from autotune.report.data import collect
 from autotune.report.files import write
+from autotune.store import optuna_study, predicted_trials, stored_answers
+from autotune.store.recommendations import (
+    Recommendation,
+    open_recommendations,
+    question_key,
+    reason_for,
+)
 
 REPORT = "report.html"
 
@@ -96,31 +101,31 @@ def _record(
 ) -> str | None:
     """Keep the answer in its study. The page of its report, where that is wanted and quick."""
     summary = answer.summary
-    with store.open_study(
+    with optuna_study.open_study(
         storage,
         answer.study,
         workload=summary.workload,
         gpu=summary.gpu,
         command=command,
-        versions=studies.library_versions(),
+        versions=stored_answers.library_versions(),
     ) as opened:
         # A study of measurements holds nothing else.
         if summary.measured is None:
-            study_trials.record_estimates(
+            predicted_trials.record_estimates(
                 opened,
                 answer.found.considered,
                 budget_bytes=summary.workload.memory_budget_bytes,
                 space=summary.space,
             )
-        opened.set_user_attr(studies.RESULT, result)
-        opened.set_user_attr(studies.DETAILS, answer.found.details(summary).to_dict())
+        opened.set_user_attr(stored_answers.RESULT, result)
+        opened.set_user_attr(stored_answers.DETAILS, answer.found.details(summary).to_dict())
         # A study may have been begun by another command: its latest answer is this one's.
-        opened.set_user_attr(studies.COMMAND, command)
-        opened.set_user_attr(studies.VERSIONS, studies.library_versions())
+        opened.set_user_attr(stored_answers.COMMAND, command)
+        opened.set_user_attr(stored_answers.VERSIONS, stored_answers.library_versions())
         trials = opened.get_trials(deepcopy=False) if draws else []
         if not 0 < len(trials) <= MAX_TRIALS_OF_PAGE:
             return None
-        return html.draw(collect(studies.answer_of(opened), trials))
+        return html.draw(collect(stored_answers.answer_of(opened), trials))
 
 
 def _recommend(answer: Answer, result: dict[str, Any], *, storage: str, reason: str) -> None:

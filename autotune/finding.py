@@ -12,20 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune import inputs, reading, store, studies, study_names, tune
+from autotune import inputs, reading, tune
 from autotune.dataset import Dataset
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
 from autotune.export.base.read import BaseRun
 from autotune.listener import SILENT, Listener
 from autotune.reading import Brought
-from autotune.recommendations import (
-    question_of,
-)
 from autotune.records.answer import Summary
 from autotune.records.measurement import BACKENDS
 from autotune.records.question import FindOptions
 from autotune.space import search_space
-from autotune.trace_table import TraceTable
+from autotune.store import optuna_study, stored_answers, study_names
+from autotune.store.recommendations import question_of
+from autotune.store.trace_table import TraceTable
 from autotune.tune import Found
 from autotune.worker.client.forkserver import ForkServer
 
@@ -153,13 +152,13 @@ def find(
             options,
             data=data,
             backend=measure_on,
-            study=store.open_study(
+            study=optuna_study.open_study(
                 storage,
                 options.study or measured_name,
                 workload=found.summary.workload,
                 gpu=found.summary.gpu,
                 command=command,
-                versions=studies.library_versions(),
+                versions=stored_answers.library_versions(),
                 has_heartbeats=True,
             ),
             storage=storage,

@@ -14,12 +14,12 @@ from autotune.dataset import Dataset, time_loaders
 from autotune.errors import WorkerError
 from autotune.listener import Listener
 from autotune.prober import NotAsAssumed, Prober
-from autotune.probes import open_probes
 from autotune.records.answer import Measured
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
 from autotune.records.question import FindOptions
 from autotune.space.config import Workload
+from autotune.store.probe_table import open_probes
 from autotune.tune import Found
 from autotune.worker.client.forkserver import ForkServer
 

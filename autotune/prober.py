@@ -24,8 +24,6 @@ from autotune.errors import HardwareError
 from autotune.fingerprints import digest, fingerprint_here
 from autotune.logged_runs import log_run
 from autotune.memory.out_of_memory import says_out_of_memory
-from autotune.probe_key import ProbeKey, probe_key
-from autotune.probes import ProbeTable
 from autotune.records.estimate import Estimate
 from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.records.measurement import (
@@ -38,6 +36,8 @@ from autotune.records.measurement import (
 )
 from autotune.sampler import Near
 from autotune.space.config import TrainConfig
+from autotune.store.probe_key import ProbeKey, probe_key
+from autotune.store.probe_table import ProbeTable
 from autotune.trials import Watch
 from autotune.worker.client import isolate
 from autotune.worker.client.forkserver import ForkServer

@@ -35,7 +35,7 @@ from autotune.seen import Seen
 from autotune.space import requirements
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
-from autotune.study_trials import SPACE, parameter_distributions
+from autotune.store.predicted_trials import SPACE, parameter_distributions
 from autotune.trial_history import key_of
 from autotune.trials import ended, watched
 from autotune.turns import Asked, take_turn

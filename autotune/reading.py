@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autotune import compiled, inputs, study_names
+from autotune import compiled, inputs
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.files import Disk, Files
@@ -21,6 +21,7 @@ from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.lengths import Lengths
 from autotune.space.search_space import SearchSpace, as_in_base, may_pack, with_peft
+from autotune.store import study_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,16 +25,17 @@ from types import FrameType
 
 import sqlalchemy
 
-from autotune import asking, finding, fingerprints, inputs, owners, store
+from autotune import asking, finding, fingerprints, inputs, owners
 from autotune.catalogue import gpus
 from autotune.common.units import counted
 from autotune.deliver import deliver
 from autotune.errors import AutotuneError, HardwareError, StorageError
-from autotune.jobs import Job, JobTable, Machine, may_pass, open_jobs, patiently
 from autotune.listener import SILENT, Listener, Measuring
 from autotune.records.answer import Counts
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
+from autotune.store import optuna_study
+from autotune.store.jobs import Job, JobTable, Machine, may_pass, open_jobs, patiently
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import private_folder
 
@@ -224,7 +225,7 @@ class _Work:
             signal.signal(signal.SIGUSR1, before)
 
     def _beat(self) -> None:
-        while not self._has_ended.wait(store.HEARTBEAT_SECONDS):
+        while not self._has_ended.wait(optuna_study.HEARTBEAT_SECONDS):
             # A database that is away for a moment comes back; one that stays away ends the search.
             with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
                 if not self._is_still_on() and not self._has_ended.is_set():

@@ -19,7 +19,7 @@ from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.memory.traces import BrokenTrace, Trace
 from autotune.parallel import RankTrace
 from autotune.records.estimate import TraceSpec
-from autotune.trace_table import TraceTable
+from autotune.store.trace_table import TraceTable
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd, run_many
 

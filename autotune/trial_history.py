@@ -27,7 +27,7 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.pruner import is_feasible
-from autotune.study_trials import CONSTRAINT
+from autotune.store.predicted_trials import CONSTRAINT
 
 INTERRUPTED = "interrupted"
 """User attribute `outcome` of a FAIL trial that was killed from outside, through no fault of its own."""

@@ -10,7 +10,7 @@ from optuna.trial import TrialState
 from autotune.pruner import SpeedPruner
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
-from autotune.study_trials import CONSTRAINT, OVER_BUDGET
+from autotune.store.predicted_trials import CONSTRAINT, OVER_BUDGET
 
 Watch = Callable[[int, float], str]
 """(timed steps, tokens per second at most) -> why the probe should stop; empty to go on."""

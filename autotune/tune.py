@@ -47,7 +47,7 @@ from autotune.space.search_space import (
     with_precision_of,
 )
 from autotune.space.tradeoffs import tradeoff_class
-from autotune.trace_table import TraceTable
+from autotune.store.trace_table import TraceTable
 from autotune.tracing import trace_all
 
 _log = log.logger(__name__)

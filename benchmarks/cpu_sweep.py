@@ -18,11 +18,11 @@ from autotune.catalogue.gpus import cpu_stand_in
 from autotune.catalogue.models import resolve
 from autotune.estimate import Estimator
 from autotune.prober import Prober
-from autotune.probes import open_probes
 from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import Workload
 from autotune.space.search_space import MethodSpace, SearchSpace, enumerate_configs
+from autotune.store.probe_table import open_probes
 from autotune.tracing import trace_all
 from autotune.worker.client.forkserver import ForkServer
 

@@ -62,7 +62,6 @@ from autotune.catalogue.models import ModelSource
 from autotune.common.units import MIB, parse_bytes
 from autotune.errors import AutotuneError, HardwareError
 from autotune.estimate import Estimator
-from autotune.probe_key import probe_key
 from autotune.prober import Prober
 from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.records.measurement import BACKENDS, ProbeSpec
@@ -71,6 +70,7 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace, enumerate_configs
+from autotune.store.probe_key import probe_key
 from autotune.tracing import trace_all
 from autotune.worker.client.forkserver import ForkServer
 

@@ -25,16 +25,16 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from autotune.probe_key import first_key, probe_key
-from autotune.probes import open_probes
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
-from autotune.store import open_study
-from autotune.study_trials import record_estimates
-from autotune.transfer.exporting import export
-from autotune.transfer.importing import import_file
-from autotune.upgrade import open_engine
+from autotune.store.optuna_study import open_study
+from autotune.store.predicted_trials import record_estimates
+from autotune.store.probe_key import first_key, probe_key
+from autotune.store.probe_table import open_probes
+from autotune.store.transfer.exporting import export
+from autotune.store.transfer.importing import import_file
+from autotune.store.upgrade import open_engine
 
 NUM_OLD_RECORDS = 2000
 NUM_TRIALS = 25

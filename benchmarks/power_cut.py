@@ -51,17 +51,17 @@ from kill_store import (
     take_in,
 )
 
-from autotune import database, schema
 from autotune.catalogue.models import ModelSource
-from autotune.probe_key import probe_key
 from autotune.prober import Prober
-from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Plan, search
-from autotune.recommendations import Recommendation, open_recommendations
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.config import TrainConfig, Workload
-from autotune.store import open_study
+from autotune.store import database, schema
+from autotune.store.optuna_study import open_study
+from autotune.store.probe_key import probe_key
+from autotune.store.probe_table import ProbeTable, open_probes
+from autotune.store.recommendations import Recommendation, open_recommendations
 from autotune.worker.client.isolate import WorkerEnd
 
 NAME = "studies/autotune.db"

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import answers  # of the tests: made-up Estimates
 from commands import environment
 
-from autotune import store, studies, study_trials
+from autotune.store import optuna_study, predicted_trials, stored_answers
 
 NAME = "large"
 
@@ -37,10 +37,10 @@ def make(url: str, num_trials: int) -> None:
         )
         for number in range(num_trials)
     ]
-    with store.open_study(url, NAME, workload=summary.workload, gpu=summary.gpu) as study:
-        study_trials.record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
-        study.set_user_attr(studies.RESULT, {**summary.to_dict(), "files": []})
-        study.set_user_attr(studies.DETAILS, answers.details().to_dict())
+    with optuna_study.open_study(url, NAME, workload=summary.workload, gpu=summary.gpu) as study:
+        predicted_trials.record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
+        study.set_user_attr(stored_answers.RESULT, {**summary.to_dict(), "files": []})
+        study.set_user_attr(stored_answers.DETAILS, answers.details().to_dict())
 
 
 def main() -> None:

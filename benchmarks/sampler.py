@@ -42,7 +42,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import measurement_from_dict
 from autotune.sampler import Candidate, PredictionSampler
 from autotune.space.config import TrainConfig
-from autotune.study_trials import CONSTRAINT
+from autotune.store.predicted_trials import CONSTRAINT
 
 README = Path(__file__).parents[1] / "studies" / "sampler" / "README.md"
 

@@ -50,10 +50,10 @@ from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import parse_bytes
 from autotune.errors import AutotuneError
 from autotune.prober import Prober
-from autotune.probes import ProbeTable, open_probes
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base
+from autotune.store.probe_table import ProbeTable, open_probes
 from autotune.worker.client.forkserver import ForkServer
 
 ROOT = Path(__file__).parents[1]

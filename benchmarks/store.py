@@ -24,15 +24,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from autotune import schema, studies
-from autotune.probe_key import ProbeKey, columns_of, probe_key
-from autotune.probes import ProbeTable
-from autotune.recommendations import Recommendation, RecommendationTable, row_of
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
-from autotune.store import open_study
-from autotune.upgrade import open_engine
+from autotune.store import schema, stored_answers
+from autotune.store.optuna_study import open_study
+from autotune.store.probe_key import ProbeKey, columns_of, probe_key
+from autotune.store.probe_table import ProbeTable
+from autotune.store.recommendations import Recommendation, RecommendationTable, row_of
+from autotune.store.upgrade import open_engine
 
 NUM_MODELS = 40
 NUM_STUDIES = 200
@@ -147,7 +147,7 @@ def fill(url: str, num_probes: int) -> int:
     for number in range(NUM_STUDIES):
         workload = Workload(model=f"model-{number}", memory_budget_bytes=12 * 10**9)
         with open_study(url, f"study-{number}", workload=workload, gpu="a100") as study:
-            study.set_user_attr(studies.RESULT, answer)
+            study.set_user_attr(stored_answers.RESULT, answer)
     return count + len(page)
 
 
@@ -226,7 +226,7 @@ def time_all(url: str, num_probes: int) -> dict[str, Times]:
             NOTHING: times(missing, 200),
             f"what is near {NUM_CANDIDATES} candidates": times(near, 5),
             "the latest recommendation": times(latest, 100),
-            "studies list": times(lambda _: studies.listed(url), 5),
+            "studies list": times(lambda _: stored_answers.listed(url), 5),
         }
 
 

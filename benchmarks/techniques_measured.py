@@ -26,13 +26,13 @@ from autotune.common.units import MIB
 from autotune.errors import AutotuneError
 from autotune.estimate import Estimator
 from autotune.prober import Prober
-from autotune.probes import open_probes
 from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.records.measurement import BACKENDS, Measurement, ProbeSpec
 from autotune.space import requirements
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import describe
 from autotune.space.tradeoffs import tradeoff_class
+from autotune.store.probe_table import open_probes
 from autotune.tracing import trace_all
 from autotune.worker.client.forkserver import ForkServer
 

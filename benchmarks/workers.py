@@ -38,13 +38,14 @@ from typing import Any
 import sqlalchemy
 from optuna.trial import TrialState
 
-from autotune import owners, probing, store, upgrade
+from autotune import owners, probing
 from autotune.catalogue.models import resolve
 from autotune.prober import Prober
-from autotune.probes import open_probes
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig, Workload
+from autotune.store import optuna_study, upgrade
+from autotune.store.probe_table import open_probes
 from autotune.worker.client.isolate import WorkerEnd
 
 ROOT = Path(__file__).parents[1]
@@ -153,7 +154,10 @@ def _ended(answer: dict[str, Any]) -> WorkerEnd:
 
 def work(task: Task) -> None:
     """A worker, until the study has all its trials."""
-    store.HEARTBEAT_SECONDS, store.GRACE_SECONDS = task.heartbeat_seconds, task.grace_seconds
+    optuna_study.HEARTBEAT_SECONDS, optuna_study.GRACE_SECONDS = (
+        task.heartbeat_seconds,
+        task.grace_seconds,
+    )
     if task.is_elsewhere:
         place = f"machine {os.getpid()}"
         owners._place = lambda: place  # type: ignore[assignment]
@@ -171,7 +175,7 @@ def work(task: Task) -> None:
     )
     server: Any = StandIn(task, table)
     with (
-        store.open_study(
+        optuna_study.open_study(
             task.url, task.study, workload=WORKLOAD, gpu="CPU", has_heartbeats=True
         ) as study,
         open_probes(task.url) as probes,
@@ -266,7 +270,7 @@ class Report:
 
 
 def report(task: Task, killed: Sequence[int]) -> Report:
-    with store.existing_study(task.url, task.study) as study:
+    with optuna_study.existing_study(task.url, task.study) as study:
         trials = study.get_trials(deepcopy=False)
     done = Counter(
         json.dumps(trial.params, sort_keys=True)

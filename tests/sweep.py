@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 from autotune.records.measurement import Measurement, measurement_from_dict
 from autotune.sampler import Candidate, Near, PredictionSampler
 from autotune.space.config import TrainConfig
-from autotune.study_trials import CONSTRAINT, parameter_distributions
+from autotune.store.predicted_trials import CONSTRAINT, parameter_distributions
 
 FILE = Path(__file__).parents[1] / "studies" / "cpu-sweep" / "sweep.jsonl"
 Table = Mapping[TrainConfig, Measurement]

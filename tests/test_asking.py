@@ -15,11 +15,11 @@ from autotune.answer_files import AnswerFiles
 from autotune.catalogue import gpus
 from autotune.common.files import Disk
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, WorkerError
-from autotune.jobs import Job, Machine, Wanted, open_jobs
 from autotune.records.answer import Summary
 from autotune.records.question import FindOptions
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
+from autotune.store.jobs import Job, Machine, Wanted, open_jobs
 
 SPACE = """
 name: small

@@ -669,7 +669,7 @@ def test_what_cannot_be_stored_does_not_cost_the_answer(
     assert "4,096 tokens/s" in ran.out
     assert "next" not in ran.out
     assert ran.err.splitlines()[-1] == "error: The files cannot be written. No space."
-    monkeypatch.setattr("autotune.store.open_study", refuse)
+    monkeypatch.setattr("autotune.store.optuna_study.open_study", refuse)
     ran = main(*FIND, "--json")
     assert ran.code == 6
     assert json.loads(ran.out)["files"] == []

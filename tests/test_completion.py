@@ -14,7 +14,7 @@ import optuna
 import pytest
 
 from autotune import cli
-from autotune.store import open_study
+from autotune.store.optuna_study import open_study
 
 ROOT = Path(__file__).parents[1]
 SLOW = ("optuna", "sqlalchemy", "torch", "transformers", "numpy", "pydantic", "rich", "yaml")

@@ -23,13 +23,14 @@ import pynvml as real_nvml
 import pytest
 from fake_nvml import fake_nvml
 
-from autotune import cli, doctor, upgrade
+from autotune import cli, doctor
 from autotune.common.units import GIB, MIB
 from autotune.doctor import CHECKS, host, libraries, reach
 from autotune.doctor.machine import PARTS, Machine, NotAnswered
 from autotune.doctor.verdict import Status, Verdict
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
 from autotune.memory.alloc_conf import VARIABLES
+from autotune.store import upgrade
 
 ROOT = Path(__file__).parents[1]
 ASK = {check.name: check.ask for check in CHECKS}
@@ -499,7 +500,7 @@ def test_the_database(tmp_path: Path) -> None:
 def test_a_database_that_somebody_writes_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.database.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("autotune.store.database.BUSY_SECONDS", 0.1)
     with upgrade.open_engine("sqlite:///x.db"):
         pass
     with contextlib.closing(sqlite3.connect(tmp_path / "x.db")) as connection:

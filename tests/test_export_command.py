@@ -11,9 +11,10 @@ import answers
 import pytest
 import yaml
 
-from autotune import cli, database, export, store, studies
+from autotune import cli, export
 from autotune.export.train_config import read_train_config
 from autotune.space.config import TrainConfig
+from autotune.store import database, optuna_study, stored_answers
 
 QLORA = dataclasses.replace(
     answers.ADAPTER, method="qlora", quantization="nf4", activation_checkpointing=2
@@ -24,8 +25,8 @@ Export = Callable[..., tuple[int, str, str]]
 
 def save(url: str, name: str, config: TrainConfig = answers.CONFIG) -> None:
     summary = answers.summary(best=answers.estimate(config))
-    with store.open_study(url, name, workload=summary.workload, gpu=summary.gpu) as study:
-        study.set_user_attr(studies.RESULT, json.loads(json.dumps(summary.to_dict())))
+    with optuna_study.open_study(url, name, workload=summary.workload, gpu=summary.gpu) as study:
+        study.set_user_attr(stored_answers.RESULT, json.loads(json.dumps(summary.to_dict())))
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_stdout_holds_the_file_and_nothing_else(run: Export) -> None:
 
 def test_the_same_study_as_find_wrote_it(run: Export) -> None:
     run("full", "--format", "result", "--out", "result.json")
-    stored = studies.load(database.DEFAULT_URL, "full")
+    stored = stored_answers.load(database.DEFAULT_URL, "full")
     assert json.loads(Path("result.json").read_text()) == stored.result
 
 
@@ -165,7 +166,7 @@ def test_what_cannot_be_done_is_explained(
 
 
 def test_a_study_without_an_answer(run: Export) -> None:
-    with store.open_study(database.DEFAULT_URL, "empty", workload=answers.WORKLOAD, gpu="g"):
+    with optuna_study.open_study(database.DEFAULT_URL, "empty", workload=answers.WORKLOAD, gpu="g"):
         pass
     code, _, err = run("empty", "--format", "sft", "--out", "x")
     assert code == 2

@@ -12,10 +12,11 @@ import pytest
 import yaml
 from test_export_command import Export, run, save
 
-from autotune import database, export
+from autotune import export
 from autotune.errors import ConfigError
 from autotune.export import sft_config, targets, training_args
 from autotune.space.config import TrainConfig, Workload
+from autotune.store import database
 
 __all__ = ["run"]
 

@@ -12,9 +12,18 @@ from typing import Any
 import pytest
 import sqlalchemy
 
-from autotune.database import explained, parse_url
 from autotune.errors import ConfigError, StorageError
-from autotune.jobs import MAX_CLAIMS, Job, JobTable, Machine, Wanted, may_pass, open_jobs, patiently
+from autotune.store.database import explained, parse_url
+from autotune.store.jobs import (
+    MAX_CLAIMS,
+    Job,
+    JobTable,
+    Machine,
+    Wanted,
+    may_pass,
+    open_jobs,
+    patiently,
+)
 
 QUESTION = {"schema_version": 1, "options": {"model": "gpt2"}, "model": {}, "space": None}
 CARD = "NVIDIA GeForce RTX 4090"
@@ -200,7 +209,7 @@ def test_a_database_that_cannot_be_used(tmp_path: Path) -> None:
 def test_who_asks_a_database_that_is_away_waits_and_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, error: Exception, is_waited_for: bool
 ) -> None:
-    monkeypatch.setattr("autotune.jobs.AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("autotune.store.jobs.AGAIN_SECONDS", 0.01)
     refused = sqlalchemy.exc.OperationalError("select", {}, error)
     answers: list[Exception | int] = [refused, refused, 7]
     said: list[str] = []
@@ -218,7 +227,7 @@ def test_who_asks_a_database_that_is_away_waits_and_not_for_ever(
         return
     assert patiently(ask, said.append) == 7
     assert said == ["The database is away; waiting for it, at most 60 s."]
-    monkeypatch.setattr("autotune.store.GRACE_SECONDS", -1)
+    monkeypatch.setattr("autotune.store.optuna_study.GRACE_SECONDS", -1)
     answers = [refused]
     with pytest.raises(sqlalchemy.exc.OperationalError):
         patiently(ask, said.append)

@@ -14,7 +14,7 @@ import pytest
 
 from autotune import cli
 from autotune.cli import jobs as command
-from autotune.jobs import JobTable, Machine, open_jobs
+from autotune.store.jobs import JobTable, Machine, open_jobs
 
 ASKED = ("find", "--model", "openai-community/gpt2", "--gpu", "rtx-4090", "--enqueue")
 MACHINE = Machine(

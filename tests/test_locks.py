@@ -15,7 +15,7 @@ import sqlalchemy
 from waiting import wait_until
 
 from autotune.errors import StorageError
-from autotune.locks import exclusive
+from autotune.store.locks import exclusive
 
 HOLD = """
 import sys, time, sqlalchemy

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from autotune import schema
+from autotune.store import schema
 
 ROOT = Path(__file__).parents[1]
 OLD, NEW = b"o" * 10_000, b"n" * 10_000

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from autotune.errors import StorageError
-from autotune.probe_key import columns_of, probe_key
-from autotune.probes import open_probes
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig, Workload
-from autotune.store import open_study
+from autotune.store.optuna_study import open_study
+from autotune.store.probe_key import columns_of, probe_key
+from autotune.store.probe_table import open_probes
 
 MODEL = {"model_type": "llama", "hidden_size": 64}
 CONFIG = TrainConfig(
@@ -267,7 +267,7 @@ def test_a_database_that_refuses_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_locked_database_loses_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.database.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("autotune.store.database.BUSY_SECONDS", 0.1)
     with open_probes(url) as probes:
         probes.add(KEY, measured())
     holder = sqlite3.connect(url.removeprefix("sqlite:///"))

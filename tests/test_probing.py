@@ -20,15 +20,15 @@ from autotune.catalogue import nvml
 from autotune.catalogue.models import resolve
 from autotune.errors import HardwareError, NothingFitsError, StorageError, WorkerError
 from autotune.prober import SET_UP_SECONDS, NotAsAssumed, Prober, _require_free_card
-from autotune.probes import ProbeTable, open_probes
 from autotune.probing import Plan, search
 from autotune.records.answer import Measured
 from autotune.records.estimate import Estimate
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
-from autotune.store import open_study
-from autotune.study_trials import CONSTRAINT
+from autotune.store.optuna_study import open_study
+from autotune.store.predicted_trials import CONSTRAINT
+from autotune.store.probe_table import ProbeTable, open_probes
 from autotune.worker.client.isolate import WorkerEnd
 
 BUDGET_BYTES = 10**9

@@ -9,7 +9,7 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.pruner import SpeedPruner, is_feasible
-from autotune.study_trials import CONSTRAINT
+from autotune.store.predicted_trials import CONSTRAINT
 
 
 def study_of(pruner: SpeedPruner) -> optuna.Study:

@@ -11,17 +11,18 @@ import answers
 import pytest
 import sqlalchemy
 
-from autotune import cli, finding, studies
+from autotune import cli, finding
 from autotune.deliver import deliver
-from autotune.recommendations import (
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.question import FindOptions
+from autotune.store import stored_answers
+from autotune.store.recommendations import (
     Recommendation,
     open_recommendations,
     question_key,
     question_of,
     reason_for,
 )
-from autotune.records.fingerprint import Fingerprint
-from autotune.records.question import FindOptions
 
 HERE = Fingerprint(
     device="a CPU", driver="", cuda="", versions=(("torch", "2.13.0"),), allocator=""
@@ -166,7 +167,7 @@ def test_a_study_says_what_made_its_latest_answer(url: str) -> None:
         best = answers.estimate(step_seconds=speed)
         answer = finding.Answer(found=answers.found(best=best), study="s", folder_name="s")
         deliver(answer, folder=None, storage=url, command=command)
-        stored = studies.load(url, "s")
+        stored = stored_answers.load(url, "s")
         assert stored.command == command
         assert stored.summary.best == best
         assert stored.versions["torch"]

@@ -15,7 +15,6 @@ import optuna
 import pytest
 from click.testing import CliRunner
 
-from autotune import store, studies, study_trials
 from autotune.cli import cli
 from autotune.cli.report import FORMATS
 from autotune.common.units import GIB
@@ -27,6 +26,7 @@ from autotune.report import data, facts, files, markdown
 from autotune.report import html as page
 from autotune.report.data import ReportData
 from autotune.space.config import TrainConfig
+from autotune.store import optuna_study, predicted_trials, stored_answers
 from autotune.trials import tell
 
 HOSTILE = (
@@ -48,9 +48,9 @@ def in_memory() -> optuna.Study:
     return optuna.create_study(direction="maximize")
 
 
-def answer(**changed: Any) -> studies.StoredAnswer:
+def answer(**changed: Any) -> stored_answers.StoredAnswer:
     """A stored answer around answers.summary, whose fields may be named here."""
-    fields = {field.name for field in dataclasses.fields(studies.StoredAnswer)}
+    fields = {field.name for field in dataclasses.fields(stored_answers.StoredAnswer)}
     own = {name: value for name, value in changed.items() if name in fields}
     summary = summary_of(**{n: v for n, v in changed.items() if n not in fields})
     values: dict[str, Any] = {
@@ -61,7 +61,7 @@ def answer(**changed: Any) -> studies.StoredAnswer:
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
         "details": answers.details(),
     }
-    return studies.StoredAnswer(**values | own)
+    return stored_answers.StoredAnswer(**values | own)
 
 
 def summary_of(**changed: Any) -> Summary:
@@ -71,7 +71,7 @@ def summary_of(**changed: Any) -> Summary:
 
 def predicted(*estimates: Estimate, **changed: Any) -> ReportData:
     study = in_memory()
-    study_trials.record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
+    predicted_trials.record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
     return data.collect(answer(**changed), study.get_trials(deepcopy=False))
 
 
@@ -110,11 +110,11 @@ def test_predicted_trials_fit_or_do_not_and_say_by_how_much() -> None:
 def test_a_trial_of_another_space_says_so() -> None:
     study, found = in_memory(), answer()
     others = [answers.estimate(), answers.estimate(BASE, device_gib=12.18)]
-    study_trials.record_estimates(
+    predicted_trials.record_estimates(
         study, others, budget_bytes=answers.BUDGET_BYTES, space="my <b>space"
     )
     own = [answers.estimate(config(micro_batch_size=2))]
-    study_trials.record_estimates(
+    predicted_trials.record_estimates(
         study, own, budget_bytes=answers.BUDGET_BYTES, space=found.summary.space
     )
     record = data.collect(found, study.get_trials(deepcopy=False))
@@ -353,26 +353,26 @@ def stored(tmp_path: Path) -> str:
     """A database with one study that holds an answer."""
     url = f"sqlite:///{tmp_path}/studies.db"
     found = answer()
-    with store.open_study(
+    with optuna_study.open_study(
         url, "qwen-12gb", workload=answers.WORKLOAD, gpu="g", command=found.command
     ) as study:
-        study_trials.record_estimates(
+        predicted_trials.record_estimates(
             study, [answers.estimate()], budget_bytes=answers.BUDGET_BYTES
         )
-        study.set_user_attr(studies.RESULT, found.result)
-        study.set_user_attr(studies.DETAILS, answers.details().to_dict())
+        study.set_user_attr(stored_answers.RESULT, found.result)
+        study.set_user_attr(stored_answers.DETAILS, answers.details().to_dict())
     return url
 
 
 def test_trials_are_read_as_optuna_reads_them(stored: str) -> None:
-    with store.existing_study(stored, "qwen-12gb") as study:
+    with optuna_study.existing_study(stored, "qwen-12gb") as study:
         study.ask()  # without any attribute
         for _ in range(12):
             tell(study, study.ask(), answers.measurement(), answers.estimate())
         told = [(trial.number, trial.user_attrs) for trial in study.trials]
-    with store.open_study(stored, "other", workload=answers.WORKLOAD, gpu="g") as other:
+    with optuna_study.open_study(stored, "other", workload=answers.WORKLOAD, gpu="g") as other:
         other.ask().set_user_attr("evidence", "another study's")
-    _, trials = studies.load_with_trials(stored, "qwen-12gb")
+    _, trials = stored_answers.load_with_trials(stored, "qwen-12gb")
     assert len(told) == 14
     assert [(trial.number, trial.user_attrs) for trial in trials] == told
 
@@ -406,7 +406,7 @@ def test_a_study_that_is_not_there_or_holds_no_answer_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="no study"):
         data.read(stored, "qwen-12")
-    with store.open_study(stored, "empty", workload=answers.WORKLOAD, gpu="g"):
+    with optuna_study.open_study(stored, "empty", workload=answers.WORKLOAD, gpu="g"):
         pass
     with pytest.raises(ConfigError, match="holds no answer"):
         data.read(stored, "empty")

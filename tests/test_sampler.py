@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from autotune import sampler as module
 from autotune.sampler import Candidate, PredictionSampler, knobs
 from autotune.space.config import TrainConfig
-from autotune.study_trials import CONSTRAINT
+from autotune.store.predicted_trials import CONSTRAINT
 from autotune.trial_history import INTERRUPTED, OWNER
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

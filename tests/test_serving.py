@@ -20,15 +20,16 @@ import sqlalchemy
 from here import Workers, command
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from autotune import asking, cli, finding, fingerprints, schema, serving, store
-from autotune import jobs as module
+from autotune import asking, cli, finding, fingerprints, serving
 from autotune.catalogue import gpus
 from autotune.errors import HardwareError, NothingFitsError, StorageError
 from autotune.finding import Answer
-from autotune.jobs import JobTable, Machine, open_jobs
-from autotune.recommendations import open_recommendations
 from autotune.records.question import FindOptions
 from autotune.serving import Gone, Here, serve
+from autotune.store import jobs as module
+from autotune.store import optuna_study, schema
+from autotune.store.jobs import JobTable, Machine, open_jobs
+from autotune.store.recommendations import open_recommendations
 
 MACHINE = Machine(worker="me@here 1 2", card="CPU", capacity_bytes=10**9, fingerprint="f")
 HERE = Here(backend="cpu", machine=MACHINE)
@@ -239,7 +240,7 @@ def test_a_database_that_restarts_costs_a_worker_neither_its_job_nor_its_life(
 def test_a_database_that_keeps_failing_ends_the_worker(
     url: str, jobs: JobTable, finds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(optuna_study, "GRACE_SECONDS", 0)
     searched: list[str] = []
 
     def search(*_: Any) -> None:
@@ -259,7 +260,7 @@ def test_a_database_that_keeps_failing_ends_the_worker(
 def test_a_job_that_is_cancelled_is_broken_off(
     url: str, jobs: JobTable, finds: Any, monkeypatch: pytest.MonkeyPatch, is_own: bool
 ) -> None:
-    monkeypatch.setattr(store, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(optuna_study, "HEARTBEAT_SECONDS", 0.05)
     seen: list[type[BaseException]] = []
 
     def search(*_: Any) -> None:

@@ -13,11 +13,11 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autotune import database, store, study_names, study_trials
 from autotune.common.units import GIB
 from autotune.errors import AutotuneError, ConfigError, StorageError
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.store import database, optuna_study, predicted_trials, study_names
 
 BUDGET_BYTES = 12 * 10**9
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=BUDGET_BYTES)
@@ -68,13 +68,13 @@ def url(tmp_path: Path) -> str:
 @contextmanager
 def opened(url: str, name: str = "s", **kwargs: Any) -> Iterator[optuna.Study]:
     arguments = {"workload": WORKLOAD, "gpu": "rtx-4070", **kwargs}
-    with store.open_study(url, name, **arguments) as study:
+    with optuna_study.open_study(url, name, **arguments) as study:
         yield study
 
 
 def fill(url: str, estimates: list[Estimate] | None = None) -> int:
     with opened(url) as study:
-        return study_trials.record_estimates(
+        return predicted_trials.record_estimates(
             study, estimates or [estimate()], budget_bytes=BUDGET_BYTES
         )
 
@@ -134,10 +134,10 @@ def test_what_does_not_fit_is_pruned_with_its_excess(url: str) -> None:
     fill(url, [estimate(peak_device_bytes=14 * 10**9), estimate(FULL)])
     pruned, fits = optuna.load_study(study_name="s", storage=url).trials
     assert (pruned.state, pruned.value) == (TrialState.PRUNED, None)
-    assert pruned.constraints == {study_trials.CONSTRAINT: 2 * 10**9}
+    assert pruned.constraints == {predicted_trials.CONSTRAINT: 2 * 10**9}
     assert (fits.state, fits.constraints) == (
         TrialState.COMPLETE,
-        {study_trials.CONSTRAINT: -2 * 10**9},
+        {predicted_trials.CONSTRAINT: -2 * 10**9},
     )
 
 
@@ -150,7 +150,7 @@ def test_unknown_speed_stays_unknown(url: str) -> None:
     fill(url, [estimate(tokens_per_second=None)])
     (trial,) = optuna.load_study(study_name="s", storage=url).trials
     assert (trial.state, trial.value) == (TrialState.PRUNED, None)
-    assert trial.constraints[study_trials.CONSTRAINT] < 0
+    assert trial.constraints[predicted_trials.CONSTRAINT] < 0
 
 
 def test_a_sampler_of_optuna_can_go_on(url: str) -> None:

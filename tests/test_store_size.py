@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import sqlalchemy
 
-from autotune import schema
-from autotune.probes import ProbeTable
-from autotune.recommendations import RecommendationTable
-from autotune.upgrade import open_engine
+from autotune.store import schema
+from autotune.store.probe_table import ProbeTable
+from autotune.store.recommendations import RecommendationTable
+from autotune.store.upgrade import open_engine
 
 ROOT = Path(__file__).parents[1]
 

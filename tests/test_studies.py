@@ -12,15 +12,16 @@ import answers
 import optuna
 import pytest
 
-from autotune import cli, studies
-from autotune.probe_key import probe_key
-from autotune.probes import open_probes
+from autotune import cli
 from autotune.records.answer import Summary
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.config import Workload
-from autotune.store import open_study
-from autotune.study_trials import parameter_distributions, record_estimates
+from autotune.store import stored_answers
+from autotune.store.optuna_study import open_study
+from autotune.store.predicted_trials import parameter_distributions, record_estimates
+from autotune.store.probe_key import probe_key
+from autotune.store.probe_table import open_probes
 from autotune.trials import tell
 
 HOSTILE = "<script>[bold]x'; DROP TABLE trials; --"
@@ -71,7 +72,7 @@ def store(
             study.enqueue_trial({n: v for n, v in fixed.items() if v is not None})
             tell(study, study.ask(), measurement)
         if summary is not None:
-            study.set_user_attr(studies.RESULT, {**summary.to_dict(), "files": []})
+            study.set_user_attr(stored_answers.RESULT, {**summary.to_dict(), "files": []})
 
 
 def store_some(url: str) -> None:
@@ -160,7 +161,9 @@ def test_what_is_not_there_or_not_ours_is_refused(url: str, main: Main, command:
 def test_an_answer_that_cannot_be_read_does_not_hide_the_others(url: str, main: Main) -> None:
     store(url, "one", summary=answers.summary())
     store(url, "broken")
-    optuna.load_study(study_name="broken", storage=url).set_user_attr(studies.RESULT, {"a": 1})
+    optuna.load_study(study_name="broken", storage=url).set_user_attr(
+        stored_answers.RESULT, {"a": 1}
+    )
     one, broken = json.loads(main("list", "--json")[1])["studies"]
     assert one["problem"] == ""
     assert "no answer of autotune" in broken["problem"]

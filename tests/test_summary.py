@@ -10,13 +10,13 @@ from typing import Any
 import answers
 import pytest
 
-from autotune import studies
 from autotune.errors import ConfigError, StorageError
 from autotune.records.answer import summary_from_dict
 from autotune.records.estimate import PerGpu
 from autotune.records.loader_times import LoaderTime, LoaderTimes
 from autotune.space.lengths import Lengths
-from autotune.store import existing_study, open_study
+from autotune.store import stored_answers
+from autotune.store.optuna_study import existing_study, open_study
 
 LENGTHS = Lengths(
     num_samples=3, num_tokens=60, num_kept_tokens=50, percentiles=tuple(range(10, 111))
@@ -133,22 +133,22 @@ def test_a_study_keeps_its_answer(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/studies.db"
     summary = answers.summary()
     with pytest.raises(StorageError, match="There is no database"):
-        studies.load(url, "one")
+        stored_answers.load(url, "one")
     assert not list(tmp_path.iterdir())
     with open_study(
         url, "one", workload=answers.WORKLOAD, gpu=summary.gpu, command="autotune find --model X"
     ) as study:
         pass
     with pytest.raises(ConfigError, match=r"holds no answer.*autotune find --model X"):
-        studies.load(url, "one")
+        stored_answers.load(url, "one")
     with existing_study(url, "one") as study:
-        study.set_user_attr(studies.RESULT, summary.to_dict())
-    stored = studies.load(url, "one")
+        study.set_user_attr(stored_answers.RESULT, summary.to_dict())
+    stored = stored_answers.load(url, "one")
     assert stored.summary == summary
     assert stored.command == "autotune find --model X"
     with pytest.raises(ConfigError, match=r'There is no study.*Did you mean "one"'):
-        studies.load(url, "onee")
+        stored_answers.load(url, "onee")
     with existing_study(url, "one") as study:
-        study.set_user_attr(studies.RESULT, {"schema_version": 1})
+        study.set_user_attr(stored_answers.RESULT, {"schema_version": 1})
     with pytest.raises(StorageError, match="cannot be read"):
-        studies.load(url, "one")
+        stored_answers.load(url, "one")

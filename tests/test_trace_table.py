@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.trace_table import TraceTable
+from autotune.store.trace_table import TraceTable
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])

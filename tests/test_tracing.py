@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune import trace_table, tracing
+from autotune import tracing
 from autotune.catalogue import installed
 from autotune.catalogue.gpus import catalogue, find_gpu
 from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
-from autotune.trace_table import TraceTable
+from autotune.store import trace_table
+from autotune.store.trace_table import TraceTable
 from autotune.tracing import trace_all
 from autotune.worker.client.isolate import WorkerEnd
 

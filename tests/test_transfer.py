@@ -14,16 +14,17 @@ import pytest
 from optuna.trial import TrialState
 from test_recommendations import recommendation
 
-from autotune import cli, store, studies
+from autotune import cli
 from autotune.errors import ConfigError, StorageError
-from autotune.probe_key import ProbeKey, probe_key
-from autotune.probes import open_probes
-from autotune.recommendations import open_recommendations
 from autotune.space.config import TrainConfig
-from autotune.store import open_study
-from autotune.study_trials import record_estimates
-from autotune.transfer.exporting import export
-from autotune.transfer.importing import import_file
+from autotune.store import optuna_study, stored_answers
+from autotune.store.optuna_study import open_study
+from autotune.store.predicted_trials import record_estimates
+from autotune.store.probe_key import ProbeKey, probe_key
+from autotune.store.probe_table import open_probes
+from autotune.store.recommendations import open_recommendations
+from autotune.store.transfer.exporting import export
+from autotune.store.transfer.importing import import_file
 
 MODEL = {"model_type": "llama"}
 ONE = answers.measurement()
@@ -42,7 +43,7 @@ def fill(url: str) -> None:
         ) as study:
             estimates = (answers.estimate(), answers.estimate(answers.BASE, device_gib=13.0))
             record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
-            study.set_user_attr(studies.RESULT, answers.summary().to_dict())
+            study.set_user_attr(stored_answers.RESULT, answers.summary().to_dict())
     with open_study(url, "one", workload=answers.WORKLOAD, gpu="g") as study:
         trial = study.ask()
         trial.report(3.5, 1)
@@ -98,7 +99,7 @@ def test_to_a_server_and_back_it_is_the_same_file(
     study = optuna.load_study(storage=third, study_name="one")
     assert [t.state.name for t in study.trials] == ["COMPLETE", "PRUNED", "PRUNED"]
     assert study.trials[2].intermediate_values == {1: 3.5}
-    assert studies.load(third, "one").summary == answers.summary()
+    assert stored_answers.load(third, "one").summary == answers.summary()
 
 
 def test_what_another_machine_found_is_merged(file: Path, tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_a_study_comes_whole_or_not_at_all(
     with pytest.raises(ConfigError, match="do not go with") as raised:
         import_file(here, file)
     assert "\n" not in str(raised.value)
-    with store.existing_storage(here) as storage:
+    with optuna_study.existing_storage(here) as storage:
         assert storage.get_all_studies() == []
 
 

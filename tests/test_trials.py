@@ -6,7 +6,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from autotune.pruner import SpeedPruner
-from autotune.study_trials import CONSTRAINT
+from autotune.store.predicted_trials import CONSTRAINT
 from autotune.trials import watched
 
 

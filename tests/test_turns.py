@@ -22,7 +22,7 @@ from optuna.trial import TrialState
 from autotune import owners, turns
 from autotune.errors import StorageError
 from autotune.space.config import Workload
-from autotune.store import open_study
+from autotune.store.optuna_study import open_study
 from autotune.trial_history import INTERRUPTED, OWNER
 from autotune.trials import Failed
 from autotune.turns import Asked, take_turn

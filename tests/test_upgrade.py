@@ -18,14 +18,14 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from autotune import database, migrations, schema, store, studies
 from autotune.errors import StorageError
-from autotune.probe_key import probe_key
-from autotune.probes import open_probes
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
-from autotune.upgrade import open_engine
+from autotune.store import database, migrations, optuna_study, schema, stored_answers
+from autotune.store.probe_key import probe_key
+from autotune.store.probe_table import open_probes
+from autotune.store.upgrade import open_engine
 
 MODEL = {"model_type": "llama", "hidden_size": 64}
 CONFIG = TrainConfig(
@@ -203,12 +203,12 @@ def test_a_copy_of_the_file_is_kept_as_it_was(file: Path) -> None:
 
 def test_studies_of_an_old_database_are_listed_without_upgrading_it(file: Path) -> None:
     url = f"sqlite:///{file}"
-    with store.open_study(
+    with optuna_study.open_study(
         url, "s", workload=Workload(model="m", memory_budget_bytes=10**9), gpu="g"
     ):
         pass
     database_of_release_0(url, record_of_release_0(measured()))
-    assert [study.name for study in studies.listed(url)] == ["s"]
+    assert [study.name for study in stored_answers.listed(url)] == ["s"]
     with sqlite3.connect(file) as connection:
         assert connection.execute(
             "SELECT count(*) FROM sqlite_master WHERE name = 'autotune_schema'"
@@ -224,8 +224,8 @@ def test_a_newer_one_is_refused_and_left_alone(url: str) -> None:
     workload = Workload(model="m", memory_budget_bytes=10**9)
     for opened in (
         lambda: open_probes(url),
-        lambda: store.open_study(url, "s", workload=workload, gpu="g"),
-        lambda: store.existing_storage(url),
+        lambda: optuna_study.open_study(url, "s", workload=workload, gpu="g"),
+        lambda: optuna_study.existing_storage(url),
     ):
         with pytest.raises(StorageError, match=r"newer autotune.*9001.*Update autotune"), opened():
             pass
@@ -320,7 +320,7 @@ def test_the_file_of_an_address(address: str, path: str | None) -> None:
     assert found == (None if path is None else Path(path))
 
 
-OPENS = "import sys; from autotune.upgrade import open_engine; open_engine(sys.argv[1]).__enter__()"
+OPENS = "import sys; from autotune.store.upgrade import open_engine; open_engine(sys.argv[1]).__enter__()"
 
 
 def test_processes_that_open_an_old_one_at_once_upgrade_it_once(url: str, file: Path) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from autotune import database
+from autotune.store import database
 
 PROGRAM = "autotune"
 SHELLS = ("bash", "zsh", "fish")

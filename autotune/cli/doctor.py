@@ -6,8 +6,8 @@ import sys
 
 import click
 
-from autotune import database
 from autotune.cli.output import print_json
+from autotune.store import database
 
 
 @click.command()

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune import database
 from autotune.cli import completion
 from autotune.cli.output import say
 from autotune.errors import ConfigError, nearest
+from autotune.store import database
 
 if TYPE_CHECKING:
     from autotune.export import Exporter
-    from autotune.studies import StoredAnswer
+    from autotune.store.stored_answers import StoredAnswer
 
 EVERY = "all"
 STDOUT = "-"
@@ -64,11 +64,11 @@ def export(
 
     Example: autotune export qwen2.5-1.5b-12gb --format sft --out sft_config.yaml
     """
-    from autotune import studies
     from autotune.export import check_targets, targets, unsaid_lines, write_texts
+    from autotune.store import stored_answers
 
     named = targets.read(versions)
-    answer = studies.load(storage, study)
+    answer = stored_answers.load(storage, study)
     exporters = _chosen(formats, answer)
     check_targets(exporters, named)
     workload, config = answer.summary.workload, answer.summary.exported

@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 
-from autotune import database
 from autotune.cli import completion, jobs
 from autotune.cli.options import COUNT, KnobType, command_line, is_given, workload_options
 from autotune.cli.output import command_on, explain, print_json, say
 from autotune.records.question import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, FindOptions
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
+from autotune.store import database
 
 _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 """Their defaults are shown, and give way to what the base has."""

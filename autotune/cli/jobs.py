@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune import database
 from autotune.cli.output import command_on, note, print_json, say, storage_words
+from autotune.store import database
 
 if TYPE_CHECKING:
-    from autotune.jobs import Job, JobTable
     from autotune.records.question import FindOptions
+    from autotune.store.jobs import Job, JobTable
 
 STUDIES = Path("studies")
 POLL_SECONDS = 1.0
@@ -47,8 +47,8 @@ def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
 @_command("list")
 def list_jobs(*, storage: str, as_json: bool) -> None:
     """List every job: what was asked, where it is, how far."""
-    from autotune.jobs import open_jobs
     from autotune.report.jobs import draw_list
+    from autotune.store.jobs import open_jobs
 
     found = []
     if _is_there(storage):
@@ -74,8 +74,8 @@ def list_jobs(*, storage: str, as_json: bool) -> None:
 )
 def show(*, number: int, storage: str, out: Path | None, as_json: bool) -> None:
     """Show a job, and its answer once it has one."""
-    from autotune.jobs import open_jobs
     from autotune.report.jobs import draw_job
+    from autotune.store.jobs import open_jobs
 
     _refuse_missing(storage, number)
     with open_jobs(storage) as table:
@@ -93,7 +93,7 @@ def show(*, number: int, storage: str, out: Path | None, as_json: bool) -> None:
 @_number
 def cancel(*, number: int, storage: str, as_json: bool) -> None:
     """Cancel a job: a worker that runs it stops within seconds. What was measured is kept."""
-    from autotune.jobs import open_jobs
+    from autotune.store.jobs import open_jobs
 
     _refuse_missing(storage, number)
     with open_jobs(storage) as table:
@@ -130,7 +130,7 @@ def enqueue(
 ) -> None:
     """Put the question into the queue; `waits`: until it is answered, and write its files then."""
     from autotune import asking
-    from autotune.jobs import open_jobs
+    from autotune.store.jobs import open_jobs
 
     question, wanted = asking.prepare(options, note=note)
     with open_jobs(storage) as table:
@@ -156,7 +156,7 @@ def enqueue(
 
 def _ended(table: JobTable, number: int) -> Job:
     """The job, once it has; what changes until then goes to stderr."""
-    from autotune.jobs import patiently
+    from autotune.store.jobs import patiently
 
     said = ""
     while not (job := patiently(lambda: table.get(number), say)).has_ended:
@@ -171,9 +171,10 @@ def _ended(table: JobTable, number: int) -> Job:
 
 def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> None:
     """What `find` does with an answer of its own, but for the report, which it has no need of here."""
-    from autotune import asking, study_names
+    from autotune import asking
     from autotune.errors import ConfigError, StorageError
     from autotune.report import terminal
+    from autotune.store import study_names
 
     if job.result is None:
         if job.state == "cancelled":

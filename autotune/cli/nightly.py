@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from autotune import database
 from autotune.cli.options import Minutes, command_line
 from autotune.cli.output import note, print_json, say
 from autotune.records.measurement import BACKENDS
+from autotune.store import database
 
 MATRIX = Path("studies") / "nightly.yaml"
 STUDIES = Path("studies")

@@ -9,10 +9,10 @@ import shlex
 import sys
 from typing import Any
 
-from autotune import database
 from autotune.common import log
 from autotune.common.secrets import redacted
 from autotune.errors import AutotuneError, ConfigError
+from autotune.store import database
 
 _log = log.logger(__name__)
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune import database
 from autotune.cli import completion
 from autotune.cli.output import print_json
+from autotune.store import database
 
 if TYPE_CHECKING:
     from autotune.report.data import ReportData

@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from autotune import database
 from autotune.cli import completion
 from autotune.cli.output import command_on, print_json, say
 from autotune.common.units import counted
 from autotune.errors import ConfigError
+from autotune.store import database
 
 _storage = click.option(
     "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
@@ -39,8 +39,8 @@ def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
 @_command("list")
 def list_studies(*, storage: str, as_json: bool) -> None:
     """List every study: what was asked, and the speed of its answer."""
-    from autotune import studies as stored
     from autotune.report.studies import draw_list
+    from autotune.store import stored_answers as stored
 
     found = stored.listed(storage)
     if as_json:
@@ -55,8 +55,8 @@ def list_studies(*, storage: str, as_json: bool) -> None:
 @click.argument("study", shell_complete=completion.studies)
 def show(*, study: str, storage: str, as_json: bool) -> None:
     """Show the answer of STUDY as `find` drew it, the command that made it and its trials."""
-    from autotune import studies as stored
     from autotune.report.studies import draw_stored
+    from autotune.store import stored_answers as stored
 
     answer = stored.load(storage, study)
     counts = stored.count_trials(storage, study)
@@ -77,9 +77,9 @@ def show(*, study: str, storage: str, as_json: bool) -> None:
 )
 def compare(*, names: tuple[str, ...], storage: str, as_json: bool) -> None:
     """Set the answers of several studies side by side: what differs, asked and answered."""
-    from autotune import studies as stored
     from autotune.report import comparison
     from autotune.report.studies import draw_comparison
+    from autotune.store import stored_answers as stored
 
     if len(names) < 2:
         raise ConfigError("One study alone compares with nothing", remedy="Name two or more")
@@ -95,8 +95,8 @@ def compare(*, names: tuple[str, ...], storage: str, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def rm(*, study: str, yes: bool, storage: str, as_json: bool) -> None:
     """Remove STUDY and its trials from the database. Probes and written files stay."""
-    from autotune import studies as stored
     from autotune.report.studies import trials_in_words
+    from autotune.store import stored_answers as stored
 
     counts = stored.count_trials(storage, study)
     num_trials = sum(count for of in counts.values() for count in of.values())
@@ -136,7 +136,7 @@ def export_studies(*, names: tuple[str, ...], out: Path, storage: str, as_json: 
 
     Without a STUDY, all that the database holds.
     """
-    from autotune.transfer.exporting import export
+    from autotune.store.transfer.exporting import export
 
     counts = export(storage, names, out)
     if as_json:
@@ -149,7 +149,7 @@ def export_studies(*, names: tuple[str, ...], out: Path, storage: str, as_json: 
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE.jsonl")
 def import_studies(*, file: Path, storage: str, as_json: bool) -> None:
     """Add what `studies export` wrote to a database. What is there already is not added again."""
-    from autotune.transfer.importing import import_file
+    from autotune.store.transfer.importing import import_file
 
     counts = import_file(storage, file)
     if as_json:

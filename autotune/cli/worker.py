@@ -7,9 +7,9 @@ from types import FrameType
 
 import click
 
-from autotune import database
 from autotune.cli.options import Minutes
 from autotune.cli.output import say
+from autotune.store import database
 
 BACKENDS = ("auto", "cuda", "cpu")
 AGAIN_SECONDS = 4.0
@@ -45,7 +45,7 @@ def worker(*, storage: str, backend: str, once: bool, max_minutes: float | None)
     Example: autotune worker --storage postgresql+psycopg://me@db/autotune
     """
     from autotune import serving
-    from autotune.jobs import open_jobs
+    from autotune.store.jobs import open_jobs
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
         signal.signal(number, _stop)

@@ -11,10 +11,10 @@ from pathlib import Path
 from autotune.catalogue import host_memory
 from autotune.common import log
 from autotune.common.units import GIB, MIB, format_bytes
-from autotune.database import file_of, parse_url
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import Verdict, fail, ok, warn
 from autotune.errors import StorageError
+from autotune.store.database import file_of, parse_url
 
 FAIL_MEMORY_BYTES = 1536 * MIB
 """A worker that imported torch, transformers and PEFT holds 0.46 GiB (measured with torch 2.13's CPU

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from autotune import store, upgrade
-from autotune.database import engine_options, explained, file_of, parse_url
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import Verdict, fail, ok, warn
 from autotune.errors import StorageError
+from autotune.store import optuna_study, upgrade
+from autotune.store.database import engine_options, explained, file_of, parse_url
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -25,7 +25,7 @@ _WITHOUT_HUB = (
 
 def database(machine: Machine) -> Verdict:
     """Whether it can be read and written, and whose versions wrote it. Nothing is created."""
-    from autotune.schema import HEAD
+    from autotune.store.schema import HEAD
 
     try:
         url = parse_url(machine.storage)
@@ -38,7 +38,7 @@ def database(machine: Machine) -> Verdict:
             return ok(f"{url} on {server} is empty: the first `find` makes its tables")
         said = f"{url} on {server}; autotune's tables are at {ours or 'none'}"
         if "alembic_version" in tables:
-            with store.existing_storage(machine.storage) as storage:
+            with optuna_study.existing_storage(machine.storage) as storage:
                 said += f", Optuna's at {storage.get_current_version()}"
     except StorageError as error:
         return fail(f"{error.what}: {error.why}" if error.why else error.what, error.remedy)

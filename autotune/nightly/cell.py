@@ -32,11 +32,11 @@ from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Planned, changes
 from autotune.nightly.repeats import Repeated, Repeater
-from autotune.probes import open_probes
 from autotune.records.answer import Counts
 from autotune.records.measurement import Measurement
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
+from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer
 
 BY_A_NIGHT = "search of a night"

@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.export import write_texts
 from autotune.nightly.history import Night, night_from_dict
-from autotune.study_names import slug
+from autotune.store.study_names import slug
 
 FOLDER = "recommendations"
 SCHEMA_VERSION = 1

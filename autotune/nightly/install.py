@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune import database
 from autotune.errors import ConfigError
 from autotune.nightly import matrix
+from autotune.store import database
 
 HOUR, MINUTE = 2, 17
 """At night, and not when everybody's jobs start."""

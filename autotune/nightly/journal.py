@@ -16,11 +16,11 @@ from typing import Any
 
 import filelock
 
-from autotune.database import file_of, parse_url
 from autotune.errors import StorageError
 from autotune.export import write_texts
 from autotune.records.fingerprint import Fingerprint
 from autotune.space.config import TrainConfig
+from autotune.store.database import file_of, parse_url
 
 FILE = "nightly.json"
 LOCK = "nightly.lock"

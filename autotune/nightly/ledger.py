@@ -6,10 +6,10 @@ import contextlib
 import datetime
 from collections.abc import Sequence
 
-from autotune.database import file_of, parse_url
 from autotune.nightly.history import MAX_NIGHTS, Night, night_from_dict
 from autotune.nightly.matrix import Cell
-from autotune.recommendations import Recommendation, open_recommendations, question_of
+from autotune.store.database import file_of, parse_url
+from autotune.store.recommendations import Recommendation, open_recommendations, question_of
 
 NIGHT = "nightly"
 """Key of a Recommendation's `result` that holds the Night."""

@@ -32,10 +32,10 @@ from autotune import inputs
 from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError, nearest
 from autotune.nightly.hooks import EVENTS, Hook, check_url
-from autotune.recommendations import question_key, question_of
 from autotune.records.question import SEQUENCE_LENGTH, FindOptions
 from autotune.space.config import METHODS
-from autotune.study_names import slug
+from autotune.store.recommendations import question_key, question_of
+from autotune.store.study_names import slug
 
 ALL_OF_THE_CARD = "all"
 MAX_CELLS = 10_000

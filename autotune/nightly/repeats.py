@@ -10,10 +10,10 @@ from autotune.nightly import drift
 from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Cell, Matrix
 from autotune.prober import Prober
-from autotune.probes import ProbeTable
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import PROBE_SECONDS, ProbeSpec
 from autotune.space.config import TrainConfig
+from autotune.store.probe_table import ProbeTable
 from autotune.worker.client.forkserver import ForkServer
 
 NUM_FAILURES = 2

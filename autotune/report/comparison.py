@@ -14,7 +14,7 @@ from autotune.common.units import format_bytes
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.knobs import KNOBS, describe
-from autotune.studies import StoredAnswer
+from autotune.store.stored_answers import StoredAnswer
 
 _MISSING = "-"
 

@@ -17,8 +17,8 @@ from autotune.report.words import printable
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
 from autotune.space.tradeoffs import tradeoff_class
-from autotune.studies import StoredAnswer, load_with_trials
-from autotune.study_trials import SPACE
+from autotune.store.predicted_trials import SPACE
+from autotune.store.stored_answers import StoredAnswer, load_with_trials
 
 FITS, DOES_NOT_FIT = "fits", "does not fit"
 """Outcomes of what is predicted; measurement.OUTCOMES are those of what was measured."""

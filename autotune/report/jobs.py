@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TextIO
 
-from autotune.jobs import Job
 from autotune.records.answer import summary_from_dict
 from autotune.report import terminal, words
 from autotune.report.words import printable
+from autotune.store.jobs import Job
 
 
 def draw_list(jobs: Iterable[Job], file: TextIO) -> None:

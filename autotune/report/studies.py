@@ -8,7 +8,7 @@ from typing import TextIO
 
 from autotune.report import comparison, terminal, words
 from autotune.report.words import printable
-from autotune.studies import ListedStudy, StoredAnswer
+from autotune.store.stored_answers import ListedStudy, StoredAnswer
 
 _ENDINGS = {"complete": "fit", "pruned": "do not fit"}
 """Of predicted trials, by what Optuna was told."""

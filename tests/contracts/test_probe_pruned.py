@@ -13,11 +13,11 @@ from optuna.trial import TrialState
 from autotune.catalogue.models import resolve
 from autotune.common.units import MIB
 from autotune.prober import Prober
-from autotune.probes import open_probes
 from autotune.pruner import SpeedPruner
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
-from autotune.study_trials import CONSTRAINT
+from autotune.store.predicted_trials import CONSTRAINT
+from autotune.store.probe_table import open_probes
 from autotune.trials import tell, watched
 from autotune.worker.client.forkserver import ForkServer
 

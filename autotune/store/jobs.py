@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autotune import store
 from autotune.errors import ConfigError
-from autotune.upgrade import open_engine
+from autotune.store import optuna_study
+from autotune.store.upgrade import open_engine
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Engine, Row, Select
@@ -111,7 +111,7 @@ class JobTable:
     """The jobs of one database."""
 
     def __init__(self, engine: Engine) -> None:
-        from autotune.schema import jobs
+        from autotune.store.schema import jobs
 
         self._engine = engine
         self._table = jobs
@@ -120,7 +120,7 @@ class JobTable:
         self, question: Mapping[str, Any], wanted: Wanted, *, command: str, asked_by: str
     ) -> int:
         """Put a question into the queue; its number."""
-        from autotune.schema import utc_now
+        from autotune.store.schema import utc_now
 
         row = {
             **dataclasses.asdict(wanted),
@@ -258,7 +258,7 @@ class JobTable:
         return table.select().where(table.c.card == machine.card, fits).order_by(table.c.id)
 
     def _is_alive(self, connection: Connection) -> ColumnElement[bool]:
-        silent_since = _now(connection) - datetime.timedelta(seconds=store.GRACE_SECONDS)
+        silent_since = _now(connection) - datetime.timedelta(seconds=optuna_study.GRACE_SECONDS)
         return self._table.c.heartbeat_at >= silent_since
 
     def _update(
@@ -270,7 +270,7 @@ class JobTable:
 
     @staticmethod
     def _ended(state: str, *, problem: str, exit_code: int | None) -> dict[str, Any]:
-        from autotune.schema import utc_now
+        from autotune.store.schema import utc_now
 
         ended = {"state": state, "problem": problem, "exit_code": exit_code}
         return {**ended, "ended_at": utc_now(), "progress": ""}
@@ -288,10 +288,12 @@ def patiently(ask: Callable[[], T], say: Callable[[str], None]) -> T:
         except Exception as error:
             now = time.monotonic()
             began = began or now
-            if not may_pass(error) or now - began > store.GRACE_SECONDS:
+            if not may_pass(error) or now - began > optuna_study.GRACE_SECONDS:
                 raise
             if began == now:
-                say(f"The database is away; waiting for it, at most {store.GRACE_SECONDS} s.")
+                say(
+                    f"The database is away; waiting for it, at most {optuna_study.GRACE_SECONDS} s."
+                )
             time.sleep(AGAIN_SECONDS)
 
 

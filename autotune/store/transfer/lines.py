@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from autotune.common import json_records
 from autotune.common.version import __version__
 from autotune.errors import ConfigError
-from autotune.probe_key import columns_of
-from autotune.recommendations import Recommendation
 from autotune.records.fingerprint import fingerprint_from_dict
 from autotune.records.measurement import measurement_from_dict
-from autotune.store import is_ours
+from autotune.store.optuna_study import is_ours
+from autotune.store.probe_key import columns_of
+from autotune.store.recommendations import Recommendation
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial

@@ -25,10 +25,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autotune import locks
-from autotune.probe_key import ProbeKey, first_key
 from autotune.records.measurement import Measurement, measurement_from_dict
-from autotune.upgrade import open_engine
+from autotune.store import locks
+from autotune.store.probe_key import ProbeKey, first_key
+from autotune.store.upgrade import open_engine
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -44,7 +44,7 @@ class ProbeTable:
     """The probes of one database."""
 
     def __init__(self, engine: Engine) -> None:
-        from autotune.schema import probes
+        from autotune.store.schema import probes
 
         self._engine = engine
         self._table = probes
@@ -127,7 +127,7 @@ class ProbeTable:
         self, key: ProbeKey, measurement: Measurement, *, model: str = "", stderr_tail: str = ""
     ) -> None:
         """Keep a measurement; committed when this returns. `model` is what people call it."""
-        from autotune.schema import utc_now
+        from autotune.store.schema import utc_now
 
         row = {
             "key": key.digest,
@@ -146,7 +146,7 @@ class ProbeTable:
             connection.execute(self._table.insert().values(row))
 
     def exclusive(self, purpose: str, what: str) -> AbstractContextManager[None]:
-        """The lock of the database with that purpose, as autotune.locks has it."""
+        """The lock of the database with that purpose, as autotune.store.locks has it."""
         return locks.exclusive(self._engine, purpose, what)
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalogue import installed
-from autotune.database import file_of, parse_url
 from autotune.errors import StorageError
-from autotune.probes import ROWS_AT_ONCE
 from autotune.space.knobs import KNOBS
-from autotune.upgrade import open_engine
+from autotune.store.database import file_of, parse_url
+from autotune.store.probe_table import ROWS_AT_ONCE
+from autotune.store.upgrade import open_engine
 
 _ELSEWHERE = ("cli", "export", "migrations", "nightly", "report")
 """Folders of the package that no trace depends on."""
@@ -38,7 +38,7 @@ class TraceTable:
         """The answers that are there, by request; none where the database refuses."""
         import sqlalchemy
 
-        from autotune.schema import traces
+        from autotune.store.schema import traces
 
         found: dict[str, dict[str, Any]] = {}
         of_key = {_key(request): request for request in requests}
@@ -60,7 +60,7 @@ class TraceTable:
         """Keep what workers answered. What the database refuses is not kept."""
         from sqlalchemy.dialects import postgresql, sqlite
 
-        from autotune.schema import traces, utc_now
+        from autotune.store.schema import traces, utc_now
 
         rows = [
             {
@@ -93,7 +93,7 @@ def _made_by() -> str:
         digest.update(repr(error.name).encode())
     libraries = sorted({name for knob in KNOBS.values() for name in knob.needs.values() if name})
     digest.update(repr([(name, installed.version(name)) for name in libraries]).encode())
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
         if file.relative_to(package).parts[0] not in _ELSEWHERE:
             digest.update(file.read_bytes())

@@ -18,7 +18,7 @@ from autotune.errors import ConfigError, StorageError
 from autotune.records.answer import Summary, summary_from_dict
 from autotune.records.charts import Details, details_from_dict
 from autotune.space.optimizers import OPTIMIZERS
-from autotune.store import existing_storage, existing_study, is_ours
+from autotune.store.optuna_study import existing_storage, existing_study, is_ours
 
 if TYPE_CHECKING:
     import optuna

@@ -11,7 +11,7 @@ import json
 import sqlalchemy as sa
 from alembic import op
 
-from autotune.probe_key import columns_of
+from autotune.store.probe_key import columns_of
 
 revision = "0002"
 down_revision = "0001"

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.common.files import sync_names
-from autotune.database import (
+from autotune.errors import StorageError
+from autotune.store.database import (
     ELSEWHERE,
     engine_options,
     explained,
@@ -27,7 +28,6 @@ from autotune.database import (
     refuse_memory,
     refuse_stranger,
 )
-from autotune.errors import StorageError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -62,7 +62,7 @@ def open_engine(url: str) -> Iterator[Engine]:
 
 def bring_up_to_date(engine: Engine) -> None:
     """Make what is missing of our tables. Raises StorageError for a newer database, or a stranger's."""
-    from autotune.schema import HEAD
+    from autotune.store.schema import HEAD
 
     if refuse_newer(engine) == HEAD:
         return
@@ -75,7 +75,7 @@ def bring_up_to_date(engine: Engine) -> None:
 
 def refuse_newer(engine: Engine) -> str | None:
     """The revision of our tables. Raises StorageError for a newer database, or a stranger's."""
-    from autotune.schema import HEAD
+    from autotune.store.schema import HEAD
 
     with engine.connect() as connection:
         revision = _revision(connection)
@@ -92,7 +92,7 @@ def _revision(connection: Connection) -> str | None:
     """Of our tables, None where there are none. Raises StorageError for a stranger's."""
     import sqlalchemy
 
-    from autotune import schema
+    from autotune.store import schema
 
     tables = sqlalchemy.inspect(connection).get_table_names()
     refuse_stranger(connection.engine.url, tables)
@@ -109,8 +109,8 @@ def _upgrade(connection: Connection, revision: str | None) -> None:
     from alembic import command
     from alembic.config import Config
 
-    from autotune import migrations
-    from autotune.schema import HEAD
+    from autotune.store import migrations
+    from autotune.store.schema import HEAD
 
     config = Config()
     # ConfigParser reads a % as the start of a name.

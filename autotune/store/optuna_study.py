@@ -1,6 +1,6 @@
 """The database: one Optuna study per workload, at one SQLAlchemy URL, open to Optuna's own tools.
 
-A study holds what one workload and card are answered with: its trials are autotune.study_trials'. Nothing
+A study holds what one workload and card are answered with: its trials are autotune.store.predicted_trials'. Nothing
 stored is ever changed or removed.
 """
 
@@ -12,8 +12,11 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autotune import locks, study_names
-from autotune.database import (
+from autotune.errors import ConfigError, StorageError, nearest
+from autotune.records.estimate import SCHEMA_VERSION
+from autotune.space.config import Workload
+from autotune.store import locks, study_names
+from autotune.store.database import (
     ELSEWHERE,
     engine_options,
     explained,
@@ -23,10 +26,7 @@ from autotune.database import (
     parse_url,
     shown_url,
 )
-from autotune.errors import ConfigError, StorageError, nearest
-from autotune.records.estimate import SCHEMA_VERSION
-from autotune.space.config import Workload
-from autotune.upgrade import refuse_newer
+from autotune.store.upgrade import refuse_newer
 
 if TYPE_CHECKING:
     import optuna

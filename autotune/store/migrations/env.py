@@ -1,10 +1,10 @@
-"""What Alembic runs: on the connection of autotune.upgrade, in its transaction."""
+"""What Alembic runs: on the connection of autotune.store.upgrade, in its transaction."""
 
 from __future__ import annotations
 
 from alembic import context
 
-from autotune import schema
+from autotune.store import schema
 
 context.configure(
     connection=context.config.attributes["connection"],

@@ -10,10 +10,10 @@ from typing import Any
 
 from autotune.common import files
 from autotune.errors import ConfigError, nearest
-from autotune.recommendations import open_recommendations
-from autotune.store import existing_storage, is_ours
-from autotune.transfer import lines
-from autotune.upgrade import open_engine
+from autotune.store.optuna_study import existing_storage, is_ours
+from autotune.store.recommendations import open_recommendations
+from autotune.store.transfer import lines
+from autotune.store.upgrade import open_engine
 
 LEFT_OUT = "left out"
 """Of the counts: probes that another version wrote and this one cannot read."""
@@ -76,7 +76,7 @@ def _records(url: str, names: Sequence[str], counts: Counter[str]) -> Iterator[d
 def _probes(
     url: str, models: Iterable[str] | None, counts: Counter[str]
 ) -> Iterator[dict[str, Any]]:
-    from autotune.schema import probes
+    from autotune.store.schema import probes
 
     query = probes.select().order_by(probes.c.id)
     if models is not None:

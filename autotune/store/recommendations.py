@@ -22,7 +22,7 @@ from autotune.errors import ConfigError
 from autotune.records.fingerprint import Fingerprint, fingerprint_from_dict
 from autotune.records.measurement import NOISE
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
-from autotune.upgrade import open_engine
+from autotune.store.upgrade import open_engine
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine, Row, Select
@@ -70,7 +70,7 @@ class RecommendationTable:
     """The recommendations of one database."""
 
     def __init__(self, engine: Engine) -> None:
-        from autotune.schema import recommendations
+        from autotune.store.schema import recommendations
 
         self._engine = engine
         self._table = recommendations

@@ -14,8 +14,8 @@ import hashlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autotune.database import ELSEWHERE, file_of
 from autotune.errors import StorageError
+from autotune.store.database import ELSEWHERE, file_of
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

@@ -12,14 +12,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.database import explained, parse_url
 from autotune.errors import ConfigError
-from autotune.probes import ROWS_AT_ONCE
-from autotune.recommendations import row_of
-from autotune.store import open_storage
-from autotune.transfer import lines
-from autotune.transfer.lines import Line, StudyLine
-from autotune.upgrade import alone, open_engine
+from autotune.store.database import explained, parse_url
+from autotune.store.optuna_study import open_storage
+from autotune.store.probe_table import ROWS_AT_ONCE
+from autotune.store.recommendations import row_of
+from autotune.store.transfer import lines
+from autotune.store.transfer.lines import Line, StudyLine
+from autotune.store.upgrade import alone, open_engine
 
 if TYPE_CHECKING:
     import optuna
@@ -77,7 +77,7 @@ def _studies(found: Iterator[Line]) -> Iterator[tuple[StudyLine, list[FrozenTria
 def _add_probes(connection: Connection, rows: Sequence[dict[str, Any]]) -> int:
     import sqlalchemy
 
-    from autotune.schema import probes
+    from autotune.store.schema import probes
 
     known = set()
     keys = [row["key"] for row in rows]
@@ -96,7 +96,7 @@ def _add_probes(connection: Connection, rows: Sequence[dict[str, Any]]) -> int:
 
 
 def _add_recommendations(connection: Connection, found: Sequence[Any]) -> int:
-    from autotune.schema import recommendations as table
+    from autotune.store.schema import recommendations as table
 
     new = []
     for row in map(row_of, found):

@@ -1,0 +1,1 @@
+"""The database: probes, studies, answers and traces."""
