@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable
 
 from autotune.errors import HardwareError
-from autotune.estimate import Estimator
+from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import NOISE
 from autotune.space.config import TrainConfig

@@ -16,15 +16,15 @@ from autotune.candidates import Candidates
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError, HardwareError
-from autotune.estimate import Estimator, least_bytes
 from autotune.memory.traces import Trace
-from autotune.parallel import RankTrace
+from autotune.predict.estimator import Estimator, least_bytes
+from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace, enumerate_configs, with_attentions
-from autotune.tracing import trace_all
 from autotune.tune import Progress
 from autotune.worker.client.forkserver import ForkServer
 

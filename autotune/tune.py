@@ -19,7 +19,8 @@ from autotune.catalogue.models import ModelSource
 from autotune.common import log
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
-from autotune.estimate import Estimator, least_bytes
+from autotune.predict.estimator import Estimator, least_bytes
+from autotune.predict.tracing import trace_all
 from autotune.records.answer import (
     MORE_MEMORY,
     MORE_MEMORY_BYTES,
@@ -48,7 +49,6 @@ from autotune.space.search_space import (
 )
 from autotune.space.tradeoffs import tradeoff_class
 from autotune.store.trace_table import TraceTable
-from autotune.tracing import trace_all
 
 _log = log.logger(__name__)
 

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from autotune.estimate import Estimator
+from autotune.predict.estimator import Estimator
 from autotune.records.charts import MAX_PRICED, Details, Step
 from autotune.records.estimate import Estimate
 from autotune.space.config import LOADER_SETTINGS, METHODS, TrainConfig

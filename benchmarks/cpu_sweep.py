@@ -16,14 +16,14 @@ from pathlib import Path
 
 from autotune.catalogue.gpus import cpu_stand_in
 from autotune.catalogue.models import resolve
-from autotune.estimate import Estimator
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
 from autotune.prober import Prober
 from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import Workload
 from autotune.space.search_space import MethodSpace, SearchSpace, enumerate_configs
 from autotune.store.probe_table import open_probes
-from autotune.tracing import trace_all
 from autotune.worker.client.forkserver import ForkServer
 
 FOLDER = Path(__file__).parents[1] / "studies" / "cpu-sweep"

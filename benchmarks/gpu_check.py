@@ -61,7 +61,8 @@ from autotune.catalogue.gpus import Gpu, cpu_stand_in, detect, find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import MIB, parse_bytes
 from autotune.errors import AutotuneError, HardwareError
-from autotune.estimate import Estimator
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
 from autotune.prober import Prober
 from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.records.measurement import BACKENDS, ProbeSpec
@@ -71,7 +72,6 @@ from autotune.space.knobs import describe
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace, enumerate_configs
 from autotune.store.probe_key import probe_key
-from autotune.tracing import trace_all
 from autotune.worker.client.forkserver import ForkServer
 
 ROOT = Path(__file__).parents[1]

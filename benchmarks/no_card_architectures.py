@@ -27,12 +27,12 @@ from gpu_check import Records
 from autotune.catalogue.gpus import Gpu, detect, find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import AutotuneError
-from autotune.estimate import Estimator
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
 from autotune.prober import Prober
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
-from autotune.tracing import trace_all
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd
 

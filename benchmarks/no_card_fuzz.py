@@ -27,7 +27,8 @@ from gpu_check import Nothing, Records, card_and_budget, say, shown
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
 from autotune.errors import AutotuneError
-from autotune.estimate import Estimator
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
 from autotune.prober import Prober
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec
@@ -35,7 +36,6 @@ from autotune.space import requirements
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.rules import Context, broken_rules
-from autotune.tracing import trace_all
 from autotune.worker.client.forkserver import ForkServer
 
 MODELS = (

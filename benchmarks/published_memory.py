@@ -48,10 +48,10 @@ from published_tables import (
 )
 
 from autotune.catalogue.gpus import Gpu, find_gpu
-from autotune.estimate import Estimator
 from autotune.memory.allocator import EMPTY_CACHE_BYTES, Tape, replay
 from autotune.memory.optimizers import TensorSpec, write_clip, write_unscale
 from autotune.memory.traces import FETCH_PHASES, FORWARD_PHASES, SETUP_PHASES, Trace
+from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS

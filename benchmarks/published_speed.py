@@ -33,8 +33,8 @@ from published_speed_runs import CHOSEN_WITH, Timed, timed_runs, why_left_out
 from published_tables import write_section
 
 from autotune.catalogue.gpus import Gpu, find_gpu
-from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build.model import load_config
 from autotune.worker.trace.cuda import Device

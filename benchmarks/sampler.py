@@ -256,8 +256,8 @@ def swept(path: Path, model_name: str, gpu_name: str) -> Table:
     """The table of a recorded sweep, with today's predictions. Raises ValueError for mixed budgets."""
     from autotune.catalogue.gpus import cpu_stand_in, find_gpu
     from autotune.catalogue.models import resolve
-    from autotune.estimate import Estimator
-    from autotune.tracing import trace_all
+    from autotune.predict.estimator import Estimator
+    from autotune.predict.tracing import trace_all
 
     lines = path.read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines if line.strip()]

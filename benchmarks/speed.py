@@ -114,13 +114,13 @@ def pricing() -> Pricing:
     from autotune.candidates import Candidates
     from autotune.catalogue.gpus import find_gpu
     from autotune.catalogue.models import resolve
-    from autotune.estimate import Estimator
+    from autotune.predict.estimator import Estimator
+    from autotune.predict.tracing import trace_all
     from autotune.records.estimate import TraceSpec
     from autotune.space import space_file
     from autotune.space.config import Workload
     from autotune.space.defaults import default_base
     from autotune.space.search_space import enumerate_configs
-    from autotune.tracing import trace_all
 
     model, gpu = resolve(MODEL), find_gpu(CARD)
     workload = Workload(model=MODEL, memory_budget_bytes=gpu.capacity_bytes)

@@ -18,7 +18,8 @@ from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import GIB
 from autotune.errors import ConfigError
-from autotune.estimate import Estimator
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.question import SEQUENCE_LENGTH
 from autotune.space.config import METHODS, TrainConfig, Workload
@@ -27,7 +28,6 @@ from autotune.space.knobs import KNOBS, METHOD_WORDS, Knob, describe
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.tradeoffs import tradeoff_class
-from autotune.tracing import trace_all
 
 MICRO_BATCH = 4
 EFFECTIVE_BATCH = 16

@@ -24,7 +24,8 @@ from autotune import inputs, probing
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
 from autotune.errors import AutotuneError
-from autotune.estimate import Estimator
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
 from autotune.prober import Prober
 from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.records.measurement import BACKENDS, Measurement, ProbeSpec
@@ -33,7 +34,6 @@ from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import describe
 from autotune.space.tradeoffs import tradeoff_class
 from autotune.store.probe_table import open_probes
-from autotune.tracing import trace_all
 from autotune.worker.client.forkserver import ForkServer
 
 ROOT = Path(__file__).parents[1]

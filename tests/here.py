@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from autotune import cli, measure, serving, tracing
+from autotune import cli, measure, serving
 from autotune.nightly import run as nightly
+from autotune.predict import tracing
 from autotune.worker.client import forkserver, isolate
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune.estimate import Estimator, least_bytes
 from autotune.memory.allocator import replay
 from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator, least_bytes
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS

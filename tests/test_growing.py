@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autotune.common.units import MIB
-from autotune.growing import grown
 from autotune.memory.allocator import OVERSHOOT_BYTES, PAGE_BYTES, replay
-from autotune.step_events import Part, Steps
+from autotune.predict.expandable_segments import grown
+from autotune.predict.steps import Part, Steps
 
 X, Y, Z = range(3)
 SIZES = [300 * MIB, 300 * MIB, 400 * MIB]

@@ -19,13 +19,13 @@ from autotune.catalogue import models
 from autotune.catalogue.gpus import Gpu, catalogue, find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError, NothingFitsError
-from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.report import limits
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig
-from autotune.tracing import trace_all
 from autotune.worker.client.forkserver import ForkServer
 
 _TRACED: dict[tuple[object, ...], Trace | None] = {}

@@ -15,13 +15,13 @@ import tiny_model
 
 from autotune import tune
 from autotune.catalogue.gpus import find_gpu
-from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
-from autotune.parallel import RankTrace
+from autotune.predict.estimator import Estimator
+from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, PerGpu, TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.tracing import trace_all
 
 LAYER = 11_798_528
 EMBEDDING = 32_768_000

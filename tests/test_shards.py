@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.shards import (
+from autotune.predict.sharding.shards import (
     Weight,
     ddp_buckets,
     fsdp2_shard_shape,

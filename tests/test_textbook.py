@@ -10,7 +10,8 @@ import tiny_model
 
 from autotune.catalogue import models
 from autotune.catalogue.gpus import find_gpu
-from autotune.estimate import Estimator
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.report.textbook import (
     Textbook,
@@ -21,7 +22,6 @@ from autotune.report.textbook import (
 )
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
-from autotune.tracing import trace_all
 
 GB = 10**9
 

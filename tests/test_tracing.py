@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune import tracing
 from autotune.catalogue import installed
 from autotune.catalogue.gpus import catalogue, find_gpu
 from autotune.errors import ConfigError, HardwareError, WorkerError
+from autotune.predict import tracing
+from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.store import trace_table
 from autotune.store.trace_table import TraceTable
-from autotune.tracing import trace_all
 from autotune.worker.client.isolate import WorkerEnd
 
 FULL = TrainConfig(

@@ -18,8 +18,8 @@ from autotune.candidates import Candidates
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
-from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
 from autotune.records.answer import Summary
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig

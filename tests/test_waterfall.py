@@ -13,13 +13,13 @@ import pytest
 import tiny_model
 
 from autotune import waterfall
-from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
 from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline, details_from_dict
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.rules import Context
-from autotune.tracing import trace_all
 
 ROOMY = 100 * 10**9
 CONTEXT = Context(effective_batch_size=tiny_model.EFFECTIVE_BATCH_SIZE)

@@ -10,10 +10,10 @@ from typing import Any
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.memory.traces import Trace
+from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.search_space import MethodSpace, SearchSpace, enumerate_configs
-from autotune.tracing import trace_all
 
 SEQUENCE_LENGTH = 512
 EFFECTIVE_BATCH_SIZE = 8

@@ -48,7 +48,8 @@ def estimate(
     """Predict memory and speed of one configuration."""
     from autotune import inputs
     from autotune.catalogue.models import resolve
-    from autotune.estimate import Estimator
+    from autotune.predict.estimator import Estimator
+    from autotune.predict.tracing import trace_all
     from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
     from autotune.report import terminal
     from autotune.report.explain import explain as explain_estimate
@@ -56,7 +57,6 @@ def estimate(
     from autotune.report.progress import progress_on_stderr
     from autotune.report.textbook import draw_textbook, textbook
     from autotune.space.defaults import default_base
-    from autotune.tracing import trace_all
 
     typed = click.get_current_context()
     given = {name: value for name, value in settings.items() if value is not None}

@@ -15,8 +15,8 @@ from typing import TextIO
 
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import format_count
-from autotune.estimate import Estimator
 from autotune.memory.optimizers import TensorSpec
+from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate
 from autotune.report import terminal
 from autotune.report.explain import explain

@@ -15,7 +15,7 @@ CLASS_MEANINGS = (
     "exact: the mathematics of the base; numerics: other rounding; recipe: another training run"
 )
 LIMITS = "torch.compile, overlapping streams, data loading, evaluation, logging"
-"""Of every prediction; autotune.estimate and autotune.speed.roofline name the finer ones."""
+"""Of every prediction; autotune.predict.estimator and autotune.speed.roofline name the finer ones."""
 
 MAX_NAME_CHARS = 120
 GLUE = "\N{NO-BREAK SPACE}"

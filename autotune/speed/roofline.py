@@ -46,7 +46,7 @@ PHASES = ("forward", "backward", "recompute", "update")
 
 BOUNDS = ("compute", "memory bandwidth", "transfer", "launch", "communication")
 """What a step spends most of its time on. `transfer`: copies to and from host memory;
-`communication`: with the other GPUs (autotune.parallel)."""
+`communication`: with the other GPUs (autotune.predict.sharding.rank_trace)."""
 
 _MATMULS = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "_scaled_mm", "_int_mm", "_grouped_mm"}

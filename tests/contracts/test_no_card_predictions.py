@@ -9,10 +9,10 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import resolve
-from autotune.estimate import Estimator
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
-from autotune.tracing import trace_all
 
 PATH = Path(__file__).parents[2] / "studies/no-card/h200/predicted_vs_measured.jsonl"
 SHORT = 1024

@@ -19,14 +19,14 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import ModelSource
-from autotune.estimate import Estimator
 from autotune.export.quantization_config import quantization_fields
+from autotune.predict.estimator import Estimator
+from autotune.predict.sharding.shards import Weight, ddp_buckets
+from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
-from autotune.shards import Weight, ddp_buckets
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
-from autotune.tracing import trace_all
 
 pytestmark = pytest.mark.slow
 

@@ -33,8 +33,8 @@ from torch import nn
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
-from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.adapters import read_peft

@@ -20,8 +20,8 @@ import pytest
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
-from autotune.estimate import Estimator
 from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, state_bytes

@@ -9,11 +9,11 @@ import pytest
 
 from autotune.memory.allocator import EMPTY_CACHE_BYTES
 from autotune.memory.traces import Trace
+from autotune.predict.optimizer_update import priced_update
+from autotune.predict.steps import Part, Steps, first_steps
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
-from autotune.step_events import Part, Steps, first_steps
-from autotune.update import priced_update
 from autotune.worker.build import model as models
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.cuda import Device

@@ -24,11 +24,11 @@ from test_trace_is_the_trainer import (
 from autotune.catalogue.gpus import cpu_stand_in
 from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
-from autotune.estimate import Estimator
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
-from autotune.tracing import trace_all
 from autotune.worker.probe.run import probe
 from autotune.worker.trace.cuda import Device
 

@@ -6,7 +6,7 @@ The result is small whatever the size of the model: three periods of layers are 
 cut into blocks at the layers' borders, and the middle period is the one that repeats. A micro-batch of
 one takes other code paths (squeezed dimensions), so it is traced by itself.
 
-The batch and the loss outlive the micro-step: how long, autotune.step_events says. Not modelled:
+The batch and the loss outlive the micro-step: how long, autotune.predict.steps says. Not modelled:
 evaluation, logging, checkpoints.
 """
 

@@ -3,7 +3,7 @@
 A trace is of one GPU. What DDP, FSDP2 or DeepSpeed ZeRO do to it follows from rules: weights and
 gradients give way to the GPU's part of them, a layer's weights are gathered before each use and
 dropped after, gradients are reduced at the end of a layer's backward pass, the optimizer sees the
-part. The result answers what a Trace answers (autotune.estimate), and says what is sent.
+part. The result answers what a Trace answers (autotune.predict.estimator), and says what is sent.
 
 As run: Transformers' Trainer under `accelerate launch` with the files of autotune.export. DDP keeps
 its buckets beside the gradients (accelerate leaves gradient_as_bucket_view False) and averages once an
@@ -40,9 +40,9 @@ from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
 from autotune.memory.traces.running import in_blocks, running
 from autotune.memory.traces.terms import Array
+from autotune.predict.sharding.shards import TAIL, Shares
+from autotune.predict.sharding.step import AddedTensors, MicroStep, Size
 from autotune.records.estimate import TraceSpec
-from autotune.sharded_step import AddedTensors, MicroStep, Size
-from autotune.shards import TAIL, Shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

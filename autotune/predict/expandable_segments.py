@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from autotune.memory.allocator import OVERSHOOT_BYTES, PAGE_BYTES, Replay, replay
-from autotune.step_events import Steps
+from autotune.predict.steps import Steps
 
 _NUM_STEADY = 2
 """Steps behind those in which all state is made."""

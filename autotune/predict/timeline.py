@@ -9,8 +9,8 @@ import numpy as np
 from autotune.memory.allocator import CATEGORIES
 from autotune.memory.traces.copies import numbers_of
 from autotune.memory.traces.running import changes, in_blocks
+from autotune.predict.steps import Steps
 from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
-from autotune.step_events import Steps
 
 
 def timeline_of(steps: Steps) -> Timeline:

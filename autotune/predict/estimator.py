@@ -19,10 +19,13 @@ from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
-from autotune.growing import grown
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
-from autotune.parallel import Exchange, RankTrace
+from autotune.predict.expandable_segments import grown
+from autotune.predict.optimizer_update import Update, kernels_of, priced_update
+from autotune.predict.sharding.rank_trace import Exchange, RankTrace
+from autotune.predict.steps import Steps, first_steps
+from autotune.predict.timeline import timeline_of
 from autotune.records.charts import Timeline
 from autotune.records.estimate import (
     Breakdown,
@@ -36,9 +39,6 @@ from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.speed import roofline
-from autotune.step_events import Steps, first_steps
-from autotune.timeline import timeline_of
-from autotune.update import Update, kernels_of, priced_update
 
 _BREAKDOWN_OF_CATEGORY = {
     "parameter": "parameters_bytes",

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from autotune.memory.traces import Place, is_forward
-from autotune.shards import EMBED, TAIL, Shares, Unit
+from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
 
 Size = Callable[[int], int]
 """LoRA rank -> bytes."""

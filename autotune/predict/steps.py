@@ -13,11 +13,11 @@ from itertools import groupby
 from autotune.memory.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
 from autotune.memory.optimizers.core import LOW_PRECISION, States
 from autotune.memory.traces import Trace
-from autotune.parallel import RankTrace
+from autotune.predict.optimizer_update import MOST_STEPS, Update
+from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, Optimizer
 from autotune.space.precisions import PRECISIONS
-from autotune.update import MOST_STEPS, Update
 
 _SETUP, _FORWARD, _BACKWARD, _OPTIMIZER = "set-up", "forward", "backward", "optimizer"
 _AGAIN = ", further micro-batches"

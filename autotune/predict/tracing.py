@@ -17,7 +17,7 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.memory.traces import BrokenTrace, Trace
-from autotune.parallel import RankTrace
+from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.records.estimate import TraceSpec
 from autotune.store.trace_table import TraceTable
 from autotune.worker.client.forkserver import ForkServer
