@@ -12,8 +12,8 @@ from autotune.records.answer import Counts
 from autotune.tune import Progress
 
 if TYPE_CHECKING:
-    from autotune.prober import OnRun
-    from autotune.probing import OnProbe
+    from autotune.probe.loop import OnProbe
+    from autotune.probe.run_one import OnRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

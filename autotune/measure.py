@@ -8,12 +8,13 @@ import functools
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from autotune import compiled, fingerprints, probing, tune
+from autotune import tune
 from autotune.catalogue.models import ModelSource
 from autotune.dataset import Dataset, time_loaders
 from autotune.errors import WorkerError
 from autotune.listener import Listener
-from autotune.prober import NotAsAssumed, Prober
+from autotune.probe import compiled, fingerprint, loop
+from autotune.probe.run_one import NotAsAssumed, Prober
 from autotune.records.answer import Measured
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
@@ -60,8 +61,8 @@ def measured(
         listener.measuring(summary.counts, max_probes, confirm_steps) as heard,
         ForkServer() if server is None else contextlib.nullcontext(server) as server,
     ):
-        plan = probing.Plan(
-            pool=[e for e in found.pool() if probing.can_run(e.config, backend)],
+        plan = loop.Plan(
+            pool=[e for e in found.pool() if loop.can_run(e.config, backend)],
             base=summary.base,
             baseline=summary.baseline,
             budget_bytes=workload.memory_budget_bytes,
@@ -69,7 +70,7 @@ def measured(
             confirm_steps=confirm_steps,
             train_steps=train_steps,
             space=summary.space,
-            variants=lambda e: [v for v in found.variants(e) if probing.can_run(v.config, backend)],
+            variants=lambda e: [v for v in found.variants(e) if loop.can_run(v.config, backend)],
         )
         with study as opened, open_probes(storage) as table:
             new_prober = functools.partial(
@@ -84,10 +85,10 @@ def measured(
             )
             # Where everything was measured before, no process is needed that could tell the fingerprint.
             try:
-                prober = new_prober(assumed=fingerprints.assumed_fingerprint(backend))
-                answer = probing.search(opened, plan, prober, on_probe=heard.on_probe)
+                prober = new_prober(assumed=fingerprint.assumed_fingerprint(backend))
+                answer = loop.search(opened, plan, prober, on_probe=heard.on_probe)
             except NotAsAssumed:
-                answer = probing.search(opened, plan, new_prober(), on_probe=heard.on_probe)
+                answer = loop.search(opened, plan, new_prober(), on_probe=heard.on_probe)
         loader = _time_loaders(server, data, workload, answer, listener)
     not_compiled = (
         reason

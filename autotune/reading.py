@@ -9,13 +9,14 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autotune import compiled, inputs
+from autotune import inputs
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.files import Disk, Files
 from autotune.errors import ConfigError
 from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun
+from autotune.probe import compiled
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig, Workload

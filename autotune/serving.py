@@ -25,12 +25,14 @@ from types import FrameType
 
 import sqlalchemy
 
-from autotune import asking, finding, fingerprints, inputs, owners
+from autotune import asking, finding, inputs
 from autotune.catalogue import gpus
 from autotune.common.units import counted
 from autotune.deliver import deliver
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.listener import SILENT, Listener, Measuring
+from autotune.probe import fingerprint as fingerprints
+from autotune.probe import owners
 from autotune.records.answer import Counts
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig

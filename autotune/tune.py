@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune import compiled, waterfall
+from autotune import waterfall
 from autotune.candidates import Candidates, speed_of
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
@@ -21,6 +21,7 @@ from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.predict.estimator import Estimator, least_bytes
 from autotune.predict.tracing import trace_all
+from autotune.probe import compiled
 from autotune.records.answer import (
     MORE_MEMORY,
     MORE_MEMORY_BYTES,

@@ -18,7 +18,7 @@ from autotune.catalogue.gpus import cpu_stand_in
 from autotune.catalogue.models import resolve
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
-from autotune.prober import Prober
+from autotune.probe.run_one import Prober
 from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import Workload

@@ -63,7 +63,7 @@ from autotune.common.units import MIB, parse_bytes
 from autotune.errors import AutotuneError, HardwareError
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
-from autotune.prober import Prober
+from autotune.probe.run_one import Prober
 from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.records.measurement import BACKENDS, ProbeSpec
 from autotune.space import requirements

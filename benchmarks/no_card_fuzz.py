@@ -29,7 +29,7 @@ from autotune.common.units import MIB
 from autotune.errors import AutotuneError
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
-from autotune.prober import Prober
+from autotune.probe.run_one import Prober
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space import requirements

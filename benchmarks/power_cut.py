@@ -52,8 +52,8 @@ from kill_store import (
 )
 
 from autotune.catalogue.models import ModelSource
-from autotune.prober import Prober
-from autotune.probing import Plan, search
+from autotune.probe.loop import Plan, search
+from autotune.probe.run_one import Prober
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.config import TrainConfig, Workload

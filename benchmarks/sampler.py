@@ -38,9 +38,9 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
 from autotune.common.units import GIB
+from autotune.probe.sampler import Candidate, PredictionSampler
 from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import measurement_from_dict
-from autotune.sampler import Candidate, PredictionSampler
 from autotune.space.config import TrainConfig
 from autotune.store.predicted_trials import CONSTRAINT
 

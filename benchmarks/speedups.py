@@ -3,7 +3,7 @@
     python benchmarks/speedups.py --backend cuda             (or: make gpu-check; not yet run on a GPU)
     python benchmarks/speedups.py --backend cpu              (some ten minutes, on an otherwise idle machine)
 
-Three contenders, each a real probe (autotune.prober.Prober):
+Three contenders, each a real probe (autotune.probe.run_one.Prober):
 
 defaults  TrainingArguments as they are (transformers 5.23) with auto_find_batch_size: micro-batch 8, after
           each out of memory int(0.9 x) of it (accelerate.utils.find_executable_batch_size): 8, 7, ... 1.
@@ -49,7 +49,7 @@ from gpu_deadline import Deadline, PunctualServer, run_until
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import parse_bytes
 from autotune.errors import AutotuneError
-from autotune.prober import Prober
+from autotune.probe.run_one import Prober
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base

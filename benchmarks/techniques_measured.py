@@ -20,13 +20,14 @@ from pathlib import Path
 
 from techniques import EFFECTIVE_BATCH, base_of, changes_of
 
-from autotune import inputs, probing
+from autotune import inputs
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
 from autotune.errors import AutotuneError
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
-from autotune.prober import Prober
+from autotune.probe import loop
+from autotune.probe.run_one import Prober
 from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.records.measurement import BACKENDS, Measurement, ProbeSpec
 from autotune.space import requirements
@@ -123,7 +124,7 @@ def why_not(config: TrainConfig, backend: str, estimator: Estimator) -> str:
         return "not for this model"
     if backend == "cpu" and (reasons := requirements.of_cuda(config)):
         return "; ".join(reasons)
-    return "" if probing.can_run(config, backend) else f"probes on {backend} do not run it"
+    return "" if loop.can_run(config, backend) else f"probes on {backend} do not run it"
 
 
 def heading(

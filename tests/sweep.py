@@ -11,8 +11,8 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
+from autotune.probe.sampler import Candidate, Near, PredictionSampler
 from autotune.records.measurement import Measurement, measurement_from_dict
-from autotune.sampler import Candidate, Near, PredictionSampler
 from autotune.space.config import TrainConfig
 from autotune.store.predicted_trials import CONSTRAINT, parameter_distributions
 

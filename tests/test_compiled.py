@@ -9,8 +9,8 @@ from typing import Any
 import answers
 import pytest
 
-from autotune import compiled
 from autotune.catalogue import compilers
+from autotune.probe import compiled
 from autotune.records.answer import Measured
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict

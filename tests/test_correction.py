@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.correction import DEGREES_OF_FREEDOM, Correction, Prior
+from autotune.probe.correction import DEGREES_OF_FREEDOM, Correction, Prior
 
 PRIOR = Prior(bias=0.5, knob=0.2, residual=0.1)
 

@@ -16,10 +16,10 @@ from typing import Any
 import answers
 import pytest
 
+from autotune.probe.tell_optuna import tell
 from autotune.store import stored_answers
 from autotune.store.optuna_study import open_study
 from autotune.store.predicted_trials import OVER_BUDGET, parameter_distributions, record_estimates
-from autotune.trials import tell
 
 START_SECONDS = 30.0
 EXAMPLE = Path(__file__).parents[1] / "examples" / "dashboard.md"

@@ -12,11 +12,11 @@ from typing import Any
 import answers
 import sweep
 
+from autotune.probe.sampler import Near
 from autotune.records.answer import summary_from_dict
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.report import words
-from autotune.sampler import Near
 from autotune.space.config import TrainConfig
 from autotune.store.probe_key import probe_key
 from autotune.store.probe_table import open_probes

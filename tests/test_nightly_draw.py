@@ -16,7 +16,6 @@ import huggingface_hub
 import pytest
 from nights_of import CONFIG, HERE, NOW, cell, night
 
-from autotune import fingerprints
 from autotune.cli import main
 from autotune.errors import StorageError
 from autotune.nightly import draw, drift, files, relatives, run
@@ -24,6 +23,7 @@ from autotune.nightly.digest import Digest, Done
 from autotune.nightly.history import Night, night_from_dict
 from autotune.nightly.journal import Journal, locked
 from autotune.nightly.plan import Planned
+from autotune.probe import fingerprint as fingerprints
 
 NASTY = "<script>alert(1)</script>|`x`\n# head"
 H100 = dataclasses.replace(HERE, device="NVIDIA H100 80GB HBM3")

@@ -15,12 +15,12 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autotune import probing
 from autotune.catalogue import nvml
 from autotune.catalogue.models import resolve
 from autotune.errors import HardwareError, NothingFitsError, StorageError, WorkerError
-from autotune.prober import SET_UP_SECONDS, NotAsAssumed, Prober, _require_free_card
-from autotune.probing import Plan, search
+from autotune.probe import loop
+from autotune.probe.loop import Plan, search
+from autotune.probe.run_one import SET_UP_SECONDS, NotAsAssumed, Prober, _require_free_card
 from autotune.records.answer import Measured
 from autotune.records.estimate import Estimate
 from autotune.records.fingerprint import Fingerprint
@@ -267,7 +267,7 @@ def test_a_retry_of_the_allocator_does_not_fit(url: str, table: ProbeTable) -> N
 @pytest.fixture
 def all_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search does not stop before every candidate has been probed."""
-    monkeypatch.setattr(probing.PredictionSampler, "should_stop", lambda *_: False)
+    monkeypatch.setattr(loop.PredictionSampler, "should_stop", lambda *_: False)
 
 
 @pytest.mark.usefixtures("all_probed")
@@ -1006,19 +1006,19 @@ def test_a_full_disk_costs_the_confirmation_and_not_the_answer(url: str, table: 
 
 def test_a_cpu_has_nothing_to_offload_from() -> None:
     offloaded = dataclasses.replace(BASE, activation_checkpointing=1, activation_offloading=True)
-    assert probing.can_run(offloaded, "cuda")
-    assert not probing.can_run(offloaded, "cpu")
+    assert loop.can_run(offloaded, "cuda")
+    assert not loop.can_run(offloaded, "cpu")
     for precision in ("tf32", "fp16-mixed"):
         config = dataclasses.replace(BASE, precision=precision)
-        assert probing.can_run(config, "cuda")
-        assert not probing.can_run(config, "cpu")
-    assert probing.can_run(BASE, "cpu")
+        assert loop.can_run(config, "cuda")
+        assert not loop.can_run(config, "cpu")
+    assert loop.can_run(BASE, "cpu")
 
 
 def test_flex_attention_has_no_backward_pass_on_a_cpu() -> None:
     config = dataclasses.replace(BASE, attention="flex_attention")
-    assert probing.can_run(config, "cuda")
-    assert not probing.can_run(config, "cpu")
+    assert loop.can_run(config, "cuda")
+    assert not loop.can_run(config, "cpu")
 
 
 def with_compiled(estimate: Estimate) -> list[Estimate]:
@@ -1116,7 +1116,7 @@ def test_every_run_is_in_the_log(
         return measured(config)
 
     server = Server(answer, confirm=measured)
-    with caplog.at_level(logging.INFO, logger="autotune.logged_runs"):
+    with caplog.at_level(logging.INFO, logger="autotune.probe.logged_runs"):
         run(url, table, server, baseline=True, confirm_steps=3)
         run(url, table, server, baseline=True, confirm_steps=3)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]

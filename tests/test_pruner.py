@@ -8,7 +8,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autotune.pruner import SpeedPruner, is_feasible
+from autotune.probe.pruner import SpeedPruner, is_feasible
 from autotune.store.predicted_trials import CONSTRAINT
 
 

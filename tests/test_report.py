@@ -19,6 +19,7 @@ from autotune.cli import cli
 from autotune.cli.report import FORMATS
 from autotune.common.units import GIB
 from autotune.errors import ConfigError, StorageError
+from autotune.probe.tell_optuna import tell
 from autotune.records.answer import Summary
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
@@ -27,7 +28,6 @@ from autotune.report import html as page
 from autotune.report.data import ReportData
 from autotune.space.config import TrainConfig
 from autotune.store import optuna_study, predicted_trials, stored_answers
-from autotune.trials import tell
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script><!--",

@@ -15,11 +15,11 @@ import pytest
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from autotune import sampler as module
-from autotune.sampler import Candidate, PredictionSampler, knobs
+from autotune.probe import sampler as module
+from autotune.probe.sampler import Candidate, PredictionSampler, knobs
+from autotune.probe.trial_history import INTERRUPTED, OWNER
 from autotune.space.config import TrainConfig
 from autotune.store.predicted_trials import CONSTRAINT
-from autotune.trial_history import INTERRUPTED, OWNER
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 BUDGET_BYTES = 10_000

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune import finding, fingerprints
+from autotune import finding
 from autotune.errors import NothingFitsError
+from autotune.probe import fingerprint
 from autotune.records.question import FindOptions
 from autotune.worker.client import forkserver, isolate, launching
 
@@ -77,7 +78,7 @@ def test_what_is_assumed_of_this_machine_is_what_its_probes_say(
 ) -> None:
     measured = first[1].summary.measured
     assert measured is not None
-    assert fingerprints.assumed_fingerprint("cpu") == measured.best.fingerprint
+    assert fingerprint.assumed_fingerprint("cpu") == measured.best.fingerprint
 
 
 @pytest.mark.usefixtures("_no_process")

@@ -11,10 +11,10 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.errors import StorageError
+from autotune.probe.study_view import Seen
+from autotune.probe.trial_history import OWNER
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement
-from autotune.seen import Seen
-from autotune.trial_history import OWNER
 
 SEEN = answers.measurement()
 HERE = SEEN.fingerprint

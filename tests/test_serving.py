@@ -20,10 +20,11 @@ import sqlalchemy
 from here import Workers, command
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from autotune import asking, cli, finding, fingerprints, serving
+from autotune import asking, cli, finding, serving
 from autotune.catalogue import gpus
 from autotune.errors import HardwareError, NothingFitsError, StorageError
 from autotune.finding import Answer
+from autotune.probe import fingerprint
 from autotune.records.question import FindOptions
 from autotune.serving import Gone, Here, serve
 from autotune.store import jobs as module
@@ -298,7 +299,7 @@ def test_who_has_no_job_helps_with_one_that_runs(url: str, jobs: JobTable, finds
 def test_what_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     card = gpus.find_gpu("rtx-4090")
     monkeypatch.setattr(
-        fingerprints, "fingerprint_here", lambda *_: answers.measurement().fingerprint
+        fingerprint, "fingerprint_here", lambda *_: answers.measurement().fingerprint
     )
     monkeypatch.setattr(gpus, "detect", lambda: [card])
     found = serving.here("auto")

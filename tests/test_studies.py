@@ -13,6 +13,7 @@ import optuna
 import pytest
 
 from autotune import cli
+from autotune.probe.tell_optuna import tell
 from autotune.records.answer import Summary
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
@@ -22,7 +23,6 @@ from autotune.store.optuna_study import open_study
 from autotune.store.predicted_trials import parameter_distributions, record_estimates
 from autotune.store.probe_key import probe_key
 from autotune.store.probe_table import open_probes
-from autotune.trials import tell
 
 HOSTILE = "<script>[bold]x'; DROP TABLE trials; --"
 

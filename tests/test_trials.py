@@ -5,9 +5,9 @@ from __future__ import annotations
 import optuna
 from optuna.trial import FrozenTrial
 
-from autotune.pruner import SpeedPruner
+from autotune.probe.pruner import SpeedPruner
+from autotune.probe.tell_optuna import watched
 from autotune.store.predicted_trials import CONSTRAINT
-from autotune.trials import watched
 
 
 class After(optuna.pruners.BasePruner):

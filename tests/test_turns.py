@@ -19,13 +19,13 @@ import sqlalchemy
 from optuna.distributions import IntDistribution
 from optuna.trial import TrialState
 
-from autotune import owners, turns
 from autotune.errors import StorageError
+from autotune.probe import owners, turns
+from autotune.probe.tell_optuna import Failed
+from autotune.probe.trial_history import INTERRUPTED, OWNER
+from autotune.probe.turns import Asked, take_turn
 from autotune.space.config import Workload
 from autotune.store.optuna_study import open_study
-from autotune.trial_history import INTERRUPTED, OWNER
-from autotune.trials import Failed
-from autotune.turns import Asked, take_turn
 
 WORKLOAD = Workload(model="gpt2", memory_budget_bytes=10**9)
 SIZES = IntDistribution(1, 16)

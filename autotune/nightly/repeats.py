@@ -9,7 +9,7 @@ from autotune.catalogue.models import resolve
 from autotune.nightly import drift
 from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Cell, Matrix
-from autotune.prober import Prober
+from autotune.probe.run_one import Prober
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import PROBE_SECONDS, ProbeSpec
 from autotune.space.config import TrainConfig

@@ -15,10 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune import fingerprints
 from autotune.catalogue import gpus, models, nvml
 from autotune.errors import AutotuneError, HardwareError, StorageError
-from autotune.fingerprints import fingerprint_here
 from autotune.nightly import draw, drift, hooks, ledger
 from autotune.nightly.cell import CellNight, Place, TimeIsUp
 from autotune.nightly.digest import Digest, Done
@@ -26,6 +24,8 @@ from autotune.nightly.history import levels
 from autotune.nightly.journal import Journal, locked
 from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Prepared, expected_seconds, plan
+from autotune.probe import fingerprint as fingerprints
+from autotune.probe.fingerprint import fingerprint_here
 from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.report.files import write
 from autotune.worker.client.forkserver import ForkServer

@@ -12,13 +12,13 @@ from optuna.trial import TrialState
 
 from autotune.catalogue.models import resolve
 from autotune.common.units import MIB
-from autotune.prober import Prober
-from autotune.pruner import SpeedPruner
+from autotune.probe.pruner import SpeedPruner
+from autotune.probe.run_one import Prober
+from autotune.probe.tell_optuna import tell, watched
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.store.predicted_trials import CONSTRAINT
 from autotune.store.probe_table import open_probes
-from autotune.trials import tell, watched
 from autotune.worker.client.forkserver import ForkServer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"

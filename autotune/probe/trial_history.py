@@ -26,17 +26,17 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.pruner import is_feasible
+from autotune.probe.pruner import is_feasible
 from autotune.store.predicted_trials import CONSTRAINT
 
 INTERRUPTED = "interrupted"
 """User attribute `outcome` of a FAIL trial that was killed from outside, through no fault of its own."""
 OWNER = "owner"
-"""User attribute of a trial: the process that runs it, and on what (autotune.turns)."""
+"""User attribute of a trial: the process that runs it, and on what (autotune.probe.turns)."""
 MAX_ABANDONED = 5
 """[judgement] Machines are lost by chance; a probe that so many did not survive is what killed them."""
 _NEVER_FAIL = ("ok", "oom")
-"""Outcomes of which a FAIL trial was abandoned while it was told (autotune.trials)."""
+"""Outcomes of which a FAIL trial was abandoned while it was told (autotune.probe.tell_optuna)."""
 MAX_ATTEMPTS = 2
 """A candidate that failed is tried once again (DESIGN.md section 5)."""
 

@@ -32,9 +32,9 @@ import sqlalchemy
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune import owners
-from autotune.trial_history import INTERRUPTED, OWNER
-from autotune.trials import Failed
+from autotune.probe import owners
+from autotune.probe.tell_optuna import Failed
+from autotune.probe.trial_history import INTERRUPTED, OWNER
 
 
 class _Heartbeat(threading.Thread):

@@ -7,7 +7,7 @@ probe tells about every candidate that shares a knob with it. How far to trust t
 learnt as well: surprises widen all of them. The acquisition is the probability that a candidate fits
 times its expected improvement of the log speed over the best that was measured to fit (Gardner et al.,
 "Bayesian Optimization with Inequality Constraints", ICML 2014). What the trials of a study say, and which
-candidates are proposed again: autotune.trial_history.
+candidates are proposed again: autotune.probe.trial_history.
 
 What was measured on the same card with another driver, or other libraries, is where the beliefs begin
 (`near`): the weights and the residuals that it teaches, with room for all of them to have changed. It is
@@ -21,7 +21,7 @@ Nothing is kept between calls: a study read from its database goes on where it s
         trial = study.ask(sampler.search_space(candidate))
 
 Not modelled: knobs that act on each other; errors of the micro-step and the optimizer step apart.
-Processes that propose at the same moment may propose the same: see autotune.turns.
+Processes that propose at the same moment may propose the same: see autotune.probe.turns.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from optuna.distributions import BaseDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.correction import Correction, Floats, Prior, below, density, design_of
+from autotune.probe.correction import Correction, Floats, Prior, below, density, design_of
+from autotune.probe.trial_history import History, key_of
 from autotune.records.measurement import NOISE
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
-from autotune.trial_history import History, key_of
 
 STOP_BELOW = 0.05
 """Stop when no candidate is more likely than this to fit and to be faster by more than the noise.

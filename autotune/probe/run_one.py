@@ -16,14 +16,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune import compiled
 from autotune.catalogue import nvml
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import HardwareError
-from autotune.fingerprints import digest, fingerprint_here
-from autotune.logged_runs import log_run
 from autotune.memory.out_of_memory import says_out_of_memory
+from autotune.probe import compiled
+from autotune.probe.fingerprint import digest, fingerprint_here
+from autotune.probe.logged_runs import log_run
+from autotune.probe.sampler import Near
+from autotune.probe.tell_optuna import Watch
 from autotune.records.estimate import Estimate
 from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.records.measurement import (
@@ -34,11 +36,9 @@ from autotune.records.measurement import (
     measurement_from_dict,
     varied_steps,
 )
-from autotune.sampler import Near
 from autotune.space.config import TrainConfig
 from autotune.store.probe_key import ProbeKey, probe_key
 from autotune.store.probe_table import ProbeTable
-from autotune.trials import Watch
 from autotune.worker.client import isolate
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import Answer, WorkerEnd, private_folder
@@ -150,7 +150,7 @@ class Prober:
         return dataclasses.replace(measurement, useful_share=best.useful_share)
 
     def turn(self, study: optuna.Study) -> AbstractContextManager[None]:
-        """Within it nobody else asks the study for a trial (autotune.turns)."""
+        """Within it nobody else asks the study for a trial (autotune.probe.turns)."""
         return self._table.exclusive("ask", study.study_name)
 
     def alone(self, study: optuna.Study) -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import optuna
 from optuna.trial import TrialState
 
-from autotune.pruner import SpeedPruner
+from autotune.probe.pruner import SpeedPruner
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.store.predicted_trials import CONSTRAINT, OVER_BUDGET

@@ -12,11 +12,11 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.errors import StorageError
+from autotune.probe.turns import runs_on
+from autotune.probe.winner import run_speed
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import NOISE, Measurement, measurement_from_dict
 from autotune.space.config import TrainConfig
-from autotune.turns import runs_on
-from autotune.winner import run_speed
 
 
 class Seen:

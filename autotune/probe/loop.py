@@ -1,9 +1,9 @@
 """Stages 4 and 5 of the funnel: the configurations that could be fastest, measured; the winner confirmed.
 
-A loop of Optuna's ask and tell: the sampler proposes, a process of its own measures (autotune.prober),
+A loop of Optuna's ask and tell: the sampler proposes, a process of its own measures (autotune.probe.run_one),
 the study and the table of probes keep it before the next is asked for. Killed at any moment, the same
 command goes on: what was measured is in the table, and a trial left running is given back. Others may
-search in the same study meanwhile (autotune.turns), and the answer waits for what they have begun. Each
+search in the same study meanwhile (autotune.probe.turns), and the answer waits for what they have begun. Each
 timed step of a probe is reported to its trial, and what the study's pruner gives up is stopped part-way.
 
 The winner then runs again, longer, with an evaluation and a checkpoint, and where its batches vary in
@@ -24,22 +24,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune import compiled, owners
-from autotune.prober import Prober
-from autotune.pruner import SpeedPruner
+from autotune.probe import compiled, owners
+from autotune.probe.pruner import SpeedPruner
+from autotune.probe.run_one import Prober
+from autotune.probe.sampler import Candidate, PredictionSampler
+from autotune.probe.study_view import Seen
+from autotune.probe.tell_optuna import ended, watched
+from autotune.probe.trial_history import key_of
+from autotune.probe.turns import Asked, take_turn
+from autotune.probe.winner import (
+    MAX_CONFIRMATIONS,
+    Final,
+    final,
+    none_confirmed,
+    nothing_fits,
+    run_speed,
+)
 from autotune.records.answer import Measured
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import NOISE, Measurement
-from autotune.sampler import Candidate, PredictionSampler
-from autotune.seen import Seen
 from autotune.space import requirements
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
 from autotune.store.predicted_trials import SPACE, parameter_distributions
-from autotune.trial_history import key_of
-from autotune.trials import ended, watched
-from autotune.turns import Asked, take_turn
-from autotune.winner import MAX_CONFIRMATIONS, Final, final, none_confirmed, nothing_fits, run_speed
 
 if TYPE_CHECKING:
     import optuna
