@@ -25,18 +25,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import export, finding, inputs
+from autotune import export
 from autotune.catalogue import models
 from autotune.deliver import deliver
 from autotune.errors import ConfigError, nearest
 from autotune.export import Exporter
-from autotune.listener import SILENT, Listener
 from autotune.records.answer import Summary
 from autotune.records.question import FindOptions
 from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
 from autotune.report.data import ReportData
 from autotune.report.progress import on_stderr
+from autotune.search import budget
+from autotune.search import find as finding
+from autotune.search.listener import SILENT, Listener
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig, Workload
 from autotune.store import stored_answers
@@ -339,7 +341,7 @@ def _text(value: StrPath) -> str:
 
 
 def _peft(value: Mapping[str, Any] | StrPath) -> str:
-    fields = value if isinstance(value, Mapping) else inputs.read_yaml(Path(value))
+    fields = value if isinstance(value, Mapping) else budget.read_yaml(Path(value))
     try:
         return read_peft(dict(fields) if isinstance(fields, Mapping) else fields)
     except ValueError as error:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import inputs, reading
 from autotune.answer_files import AnswerFiles
 from autotune.catalogue import gpus
 from autotune.catalogue.gpus import Gpu
@@ -33,9 +32,10 @@ from autotune.errors import (
     WorkerError,
 )
 from autotune.export.train_config import MAX_FILE_BYTES
-from autotune.reading import Brought
 from autotune.records.answer import summary_from_dict
 from autotune.records.question import FindOptions
+from autotune.search import budget, resolve
+from autotune.search.resolve import Brought
 from autotune.space import space_file
 from autotune.space.lengths import Lengths
 from autotune.store.jobs import Job, Wanted
@@ -73,7 +73,7 @@ def prepare(options: FindOptions, *, note: Callable[[str], None]) -> tuple[dict[
     """
     card, wanted = _wanted(options)
     disk = _WithoutSecrets()
-    taken = reading.read(
+    taken = resolve.read(
         options,
         card,
         wanted.budget_bytes or card.capacity_bytes,
@@ -112,7 +112,7 @@ def _wanted(options: FindOptions) -> tuple[Gpu, Wanted]:
     budget_bytes = None if options.gpu_mem is None else parse_bytes(options.gpu_mem)
     if options.backend == "cpu":
         if options.gpu is not None or budget_bytes is None:
-            inputs.cpu_as_card(options.gpu, options.gpu_mem)  # says why not
+            budget.cpu_as_card(options.gpu, options.gpu_mem)  # says why not
         card = gpus.cpu_stand_in()
     elif options.gpu is None:
         raise ConfigError(
@@ -121,7 +121,7 @@ def _wanted(options: FindOptions) -> tuple[Gpu, Wanted]:
             remedy="Give --gpu with its name (autotune gpus), or --backend cpu with --gpu-mem",
         )
     else:
-        card, _, _ = inputs.choose_card(options.gpu, options.gpu_mem)
+        card, _, _ = budget.choose_card(options.gpu, options.gpu_mem)
     return card, Wanted(card=card.name, budget_bytes=budget_bytes)
 
 
@@ -188,7 +188,7 @@ def answered(job: Job, folder: Path) -> tuple[AnswerFiles, list[str]]:
         path: _as_it_is(path, text, notes.append) for path, text in _texts(job.question).items()
     }
     card = gpus.cpu_stand_in() if options.backend == "cpu" else gpus.find_gpu(job.card)
-    run = reading.read_run(options, card, note=lambda _: None, files=Carried(texts))
+    run = resolve.read_run(options, card, note=lambda _: None, files=Carried(texts))
     return AnswerFiles.of(summary_from_dict(job.result), folder=folder, run=run), notes
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from autotune.answer_files import AnswerFiles
 from autotune.errors import AutotuneError, ConfigError, StorageError
-from autotune.finding import Answer
 from autotune.report import html
 from autotune.report.data import collect
 from autotune.report.files import write
+from autotune.search.find import Answer
 from autotune.store import optuna_study, predicted_trials, stored_answers
 from autotune.store.recommendations import (
     Recommendation,

@@ -25,16 +25,17 @@ from types import FrameType
 
 import sqlalchemy
 
-from autotune import asking, finding, inputs
+from autotune import asking
 from autotune.catalogue import gpus
 from autotune.common.units import counted
 from autotune.deliver import deliver
 from autotune.errors import AutotuneError, HardwareError, StorageError
-from autotune.listener import SILENT, Listener, Measuring
 from autotune.probe import fingerprint as fingerprints
 from autotune.probe import owners
 from autotune.records.answer import Counts
 from autotune.records.measurement import Measurement, ProbeSpec
+from autotune.search import budget, find
+from autotune.search.listener import SILENT, Listener, Measuring
 from autotune.space.config import TrainConfig
 from autotune.store import optuna_study
 from autotune.store.jobs import Job, JobTable, Machine, may_pass, open_jobs, patiently
@@ -68,7 +69,7 @@ def here(backend: str) -> Here:
     """
     cards = [] if backend == "cpu" else gpus.detect()
     if backend == "cuda" and not cards:
-        inputs.card_here(None, None)  # says why there is none
+        budget.card_here(None, None)  # says why there is none
     if cards:
         backend, card, capacity_bytes = "cuda", cards[0], cards[0].capacity_bytes
     else:
@@ -179,7 +180,7 @@ class _Work:
     def _answer(self) -> None:
         with private_folder() as folder:
             asked = asking.read(self._job.question, Path(folder), backend=self._at.backend)
-            answer = finding.find(
+            answer = find.find(
                 asked.options,
                 storage=self._url,
                 command=self._job.command,

@@ -56,7 +56,6 @@ from gpu_processes import PeakOnCard, processes
 from gpu_summary import write_summary
 from speedups import speedups
 
-from autotune import inputs
 from autotune.catalogue.gpus import Gpu, cpu_stand_in, detect, find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import MIB, parse_bytes
@@ -66,6 +65,7 @@ from autotune.predict.tracing import trace_all
 from autotune.probe.run_one import Prober
 from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.records.measurement import BACKENDS, ProbeSpec
+from autotune.search import budget
 from autotune.space import requirements
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe
@@ -502,7 +502,7 @@ def card_and_budget(backend: str, recorded: str | None) -> tuple[Gpu, int]:
         card = cpu_stand_in() if recorded == "cpu" else find_gpu(recorded)
         return card, card.capacity_bytes
     if backend == "cpu":
-        card, _, budget_bytes = inputs.cpu_as_card(None, TINY_BUDGET)
+        card, _, budget_bytes = budget.cpu_as_card(None, TINY_BUDGET)
         return card, budget_bytes
     here = detect()
     if not here:
@@ -513,7 +513,7 @@ def card_and_budget(backend: str, recorded: str | None) -> tuple[Gpu, int]:
         )
     card = here[0]
     if card.peak_flop_per_second:
-        return card, inputs.card_here(None, None)[2]
+        return card, budget.card_here(None, None)[2]
     raise HardwareError(
         f"The {card.name} is not in the catalogue",
         why="Its speed is unknown, so that nothing can be predicted",

@@ -111,12 +111,12 @@ class Pricing:
 
 def pricing() -> Pricing:
     """Trace what the default space needs, then price all of it."""
-    from autotune.candidates import Candidates
     from autotune.catalogue.gpus import find_gpu
     from autotune.catalogue.models import resolve
     from autotune.predict.estimator import Estimator
     from autotune.predict.tracing import trace_all
     from autotune.records.estimate import TraceSpec
+    from autotune.search.candidates import Candidates
     from autotune.space import space_file
     from autotune.space.config import Workload
     from autotune.space.defaults import default_base

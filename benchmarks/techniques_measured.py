@@ -20,7 +20,6 @@ from pathlib import Path
 
 from techniques import EFFECTIVE_BATCH, base_of, changes_of
 
-from autotune import inputs
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
 from autotune.errors import AutotuneError
@@ -30,6 +29,7 @@ from autotune.probe import loop
 from autotune.probe.run_one import Prober
 from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.records.measurement import BACKENDS, Measurement, ProbeSpec
+from autotune.search import budget
 from autotune.space import requirements
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import describe
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="cpu")
     options = parser.parse_args()
     model = resolve(options.model)
-    card, _, budget_bytes = inputs.CHOOSERS[options.backend](None, BUDGETS[options.backend])
+    card, _, budget_bytes = budget.CHOOSERS[options.backend](None, BUDGETS[options.backend])
     bases = {m: base_of(m, model, card, options.seq_len) for m in METHODS}
     changes = list(changes_of(bases, card))
     specs = {TraceSpec.of(config) for pair in changes for config in pair[1:]}

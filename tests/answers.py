@@ -11,8 +11,8 @@ from autotune.records.charts import Details, Step, Timeline
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
+from autotune.search.predict_best import Found
 from autotune.space.config import TrainConfig, Workload
-from autotune.tune import Found
 
 BUDGET_BYTES = 12 * 10**9
 

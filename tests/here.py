@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from autotune import cli, measure, serving
+from autotune import cli, serving
 from autotune.nightly import run as nightly
 from autotune.predict import tracing
+from autotune.search import measure_best
 from autotune.worker.client import forkserver, isolate
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd
@@ -90,7 +91,7 @@ class Workers:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             for module in (isolate, tracing):
                 patch.setattr(module, "run_many", run_forked)
-            for module in (forkserver, measure, serving, nightly):
+            for module in (forkserver, measure_best, serving, nightly):
                 patch.setattr(module, "ForkServer", lambda: contextlib.nullcontext(self))
             yield
 

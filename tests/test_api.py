@@ -15,15 +15,16 @@ import optuna
 import pytest
 
 import autotune
-from autotune import api, cli, tune
+from autotune import api, cli
 from autotune.api import Result
 from autotune.catalogue.models import ModelSource
 from autotune.cli.report import FORMATS
 from autotune.errors import ConfigError, NothingFitsError, StorageError
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
 from autotune.report import files
+from autotune.search import predict_best
+from autotune.search.predict_best import Found
 from autotune.space.config import METHODS
-from autotune.tune import Found
 
 ASK = {"model": "qwen2.5-1.5b", "gpu_mem": "12GB"}
 PEFT = {"peft_type": "LORA", "r": 4, "bias": "all"}
@@ -43,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
-    monkeypatch.setattr(tune, "find", find)
+    monkeypatch.setattr(predict_best, "find", find)
     return calls
 
 
@@ -211,7 +212,7 @@ def test_that_nothing_fits_is_an_exception(
     def refuse(*_: Any, **__: Any) -> None:
         raise NothingFitsError("Nothing fits")
 
-    monkeypatch.setattr(tune, "find", refuse)
+    monkeypatch.setattr(predict_best, "find", refuse)
     with pytest.raises(NothingFitsError):
         autotune.find(**ASK)
 
@@ -270,7 +271,7 @@ def test_the_report_of_a_measurement_that_was_not_kept(
     def find(*_: Any, gpu_reason: str, **__: Any) -> Found:
         return answers.found(measured=answers.measured())
 
-    monkeypatch.setattr(tune, "find", find)
+    monkeypatch.setattr(predict_best, "find", find)
     page = autotune.find(**ASK).report(tmp_path / "report.html").read_text(encoding="utf-8")
     assert "measured" in page
 

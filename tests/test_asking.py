@@ -10,13 +10,14 @@ from typing import Any
 import answers
 import pytest
 
-from autotune import asking, inputs, reading
+from autotune import asking
 from autotune.answer_files import AnswerFiles
 from autotune.catalogue import gpus
 from autotune.common.files import Disk
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, WorkerError
 from autotune.records.answer import Summary
 from autotune.records.question import FindOptions
+from autotune.search import budget, resolve
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
 from autotune.store.jobs import Job, Machine, Wanted, open_jobs
@@ -150,7 +151,7 @@ def test_of_a_dataset_its_lengths_alone_are_sent(
         asked_for.append((given[0], given[2], *named.values()))
         return LENGTHS
 
-    monkeypatch.setattr(inputs, "read_lengths", read_lengths)
+    monkeypatch.setattr(budget, "read_lengths", read_lengths)
     options = {
         **NAMED,
         "dataset": Path("data.jsonl"),
@@ -167,7 +168,7 @@ def test_of_a_dataset_its_lengths_alone_are_sent(
     }
     assert "no loader is timed" in notes[-1]
     asked = asking.read(question, tmp_path, backend="cpu")
-    taken = reading.read(
+    taken = resolve.read(
         asked.options, gpus.find_gpu(CARD), 10**9, note=notes.append, brought=asked.brought
     )
     assert taken.workload.lengths == LENGTHS
@@ -256,10 +257,10 @@ def test_a_base_goes_as_text_and_comes_back_as_find_gives_it(
     laptop.rename(tmp_path / "away")
     asked = asking.read(question, machine, backend="cuda")
     card = gpus.find_gpu(CARD)
-    run = reading.read_run(asked.options, card, note=print, files=asked.brought.files)
+    run = resolve.read_run(asked.options, card, note=print, files=asked.brought.files)
     (tmp_path / "away").rename(laptop)
     monkeypatch.chdir(laptop)
-    local = reading.read_run(FindOptions(**options), card, note=print, files=Disk())
+    local = resolve.read_run(FindOptions(**options), card, note=print, files=Disk())
     assert run is not None
     assert local is not None
     assert run.config == local.config
@@ -283,15 +284,15 @@ def test_what_did_not_come_with_a_question_is_not_read_where_it_is_answered(tmp_
     del question["base"]["texts"][str(tmp_path / "ds.json")]
     asked = asking.read(question, tmp_path, backend="cuda")
     with pytest.raises(ConfigError, match=r"ds\.json did not come with the question"):
-        reading.read_run(asked.options, gpus.find_gpu(CARD), note=print, files=asked.brought.files)
+        resolve.read_run(asked.options, gpus.find_gpu(CARD), note=print, files=asked.brought.files)
 
 
 def test_the_model_may_be_the_base_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     question, _ = prepared(gpu="rtx-4090", base=BASES / "axolotl.yaml")
     assert "model" not in question["options"]
     asked = asking.read(question, tmp_path, backend="cuda")
-    monkeypatch.setattr(reading, "resolve", lambda _: pytest.fail("it came with the question"))
-    taken = reading.read(
+    monkeypatch.setattr(resolve, "resolve", lambda _: pytest.fail("it came with the question"))
+    taken = resolve.read(
         asked.options, gpus.find_gpu(CARD), 10**9, note=print, brought=asked.brought
     )
     assert taken.workload.model == "Qwen/Qwen2.5-1.5B"
@@ -304,7 +305,7 @@ def test_a_base_that_has_changed_since_comes_back_as_it_was_asked_about(
     path = tmp_path / "secret.yaml"
     written(tmp_path, THEIRS["secret.yaml"])
     question, _ = prepared(**NAMED, base=path)
-    run = reading.read_run(
+    run = resolve.read_run(
         FindOptions(**NAMED, base=path), gpus.find_gpu(CARD), note=print, files=Disk()
     )
     assert run is not None

@@ -16,9 +16,10 @@ import optuna
 import pytest
 from fake_nvml import fake_nvml
 
-from autotune import cli, tune
+from autotune import cli
 from autotune.catalogue import gpus
 from autotune.common.units import GIB
+from autotune.search import predict_best
 
 ROOT = Path(__file__).parents[1]
 FIND = ("find", "--model", "qwen2.5-1.5b", "--gpu-mem", "12GB")
@@ -70,7 +71,7 @@ def check_message(err: str) -> None:
 def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search answers at once; what comes after it is on trial."""
     monkeypatch.setattr(
-        tune,
+        predict_best,
         "find",
         lambda model, workload, space, gpu, **rest: answers.found(workload=workload, gpu=gpu.name),
     )

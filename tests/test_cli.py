@@ -18,15 +18,16 @@ import here
 import optuna
 import pytest
 
-from autotune import cli, tune
+from autotune import cli
 from autotune.catalogue.models import ModelSource
 from autotune.cli.options import KnobType
 from autotune.errors import StorageError
 from autotune.export import train_config
 from autotune.records.question import EFFORTS
+from autotune.search import predict_best
+from autotune.search.predict_best import Found
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
-from autotune.tune import Found
 
 ROOT = Path(__file__).parents[1]
 
@@ -244,7 +245,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"model": model, "workload": workload, "space": space, "gpu": gpu, **rest})
         return answers.found(workload=workload, gpu=gpu.name, gpu_reason=gpu_reason)
 
-    monkeypatch.setattr(tune, "find", find)
+    monkeypatch.setattr(predict_best, "find", find)
     return calls
 
 
@@ -317,7 +318,7 @@ def test_targets_of_a_base_have_a_study_that_holds_them(
 
 
 def test_the_efforts_are_those_of_the_search() -> None:
-    assert tuple(tune.EFFORTS) == EFFORTS
+    assert tuple(predict_best.EFFORTS) == EFFORTS
 
 
 def cpu_seconds_of_children() -> float:
@@ -721,7 +722,7 @@ def test_a_mistake_of_ours_is_one_line_and_a_traceback_on_request(
     def fail(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("boom\nand more")
 
-    monkeypatch.setattr(tune, "find", fail)
+    monkeypatch.setattr(predict_best, "find", fail)
     ran = main(*FIND)
     assert ran.code == 1
     assert ran.err.startswith("internal error: RuntimeError: boom and more. Please report")

@@ -15,10 +15,10 @@ from autotune.records.answer import Measured
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.report import words
+from autotune.search.predict_best import steps_per_epoch, with_measured
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
 from autotune.space.search_space import MethodSpace, SearchSpace
-from autotune.tune import steps_per_epoch, with_measured
 
 EAGER = TrainConfig(
     method="full",

@@ -10,12 +10,12 @@ import answers
 import pytest
 from fake_nvml import fake_nvml
 
-from autotune import inputs
 from autotune.catalogue import gpus
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import GIB, MIB
 from autotune.errors import ConfigError, HardwareError
+from autotune.search import budget
 
 
 @pytest.fixture
@@ -28,55 +28,55 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
 
 def test_a_named_card_lends_its_whole_memory(here: list[Gpu]) -> None:
     here.append(find_gpu("t4"))
-    card, reason, budget_bytes = inputs.choose_card("rtx-4070", None)
+    card, reason, budget_bytes = budget.choose_card("rtx-4070", None)
     assert (card.name, reason) == ("NVIDIA RTX 4070", "named")
     assert budget_bytes == card.capacity_bytes
 
 
 def test_a_size_is_taken_to_the_byte(here: list[Gpu]) -> None:
-    assert inputs.choose_card("rtx-4090", "12GB")[2] == 12_000_000_000
-    assert inputs.choose_card("rtx-4090", "11.5GiB")[2] == 11.5 * GIB
+    assert budget.choose_card("rtx-4090", "12GB")[2] == 12_000_000_000
+    assert budget.choose_card("rtx-4090", "11.5GiB")[2] == 11.5 * GIB
 
 
 def test_more_than_the_named_card_has_is_refused(here: list[Gpu]) -> None:
     with pytest.raises(
         ConfigError, match=r"24GB \(22\.35 GiB\) is more than the NVIDIA RTX 4070"
     ) as e:
-        inputs.choose_card("rtx-4070", "24GB")
+        budget.choose_card("rtx-4070", "24GB")
     assert "11.49 GiB" in e.value.why
 
 
 def test_a_card_that_is_here_is_taken(here: list[Gpu]) -> None:
     small, large = find_gpu("t4"), find_gpu("a100-sxm4-80gb")
     here += [small, large]
-    assert inputs.choose_card(None, None) == (small, "found here", small.capacity_bytes)
-    assert inputs.choose_card(None, "40GB") == (large, "found here", 40_000_000_000)
+    assert budget.choose_card(None, None) == (small, "found here", small.capacity_bytes)
+    assert budget.choose_card(None, "40GB") == (large, "found here", 40_000_000_000)
 
 
 def test_without_a_card_one_is_planned_for(here: list[Gpu]) -> None:
-    card, reason, budget_bytes = inputs.choose_card(None, "12GB")
+    card, reason, budget_bytes = budget.choose_card(None, "12GB")
     assert card.name == "NVIDIA RTX 4070"
     assert "no CUDA GPU is here" in reason
     assert budget_bytes == 12_000_000_000
     here.append(find_gpu("t4"))
-    assert "the GPU here has less" in inputs.choose_card(None, "40GB")[1]
+    assert "the GPU here has less" in budget.choose_card(None, "40GB")[1]
 
 
 def test_without_card_and_size_there_is_no_budget(here: list[Gpu]) -> None:
     with pytest.raises(ConfigError, match="no memory budget"):
-        inputs.choose_card(None, None)
+        budget.choose_card(None, None)
 
 
 def test_a_card_without_cuda_is_refused() -> None:
     with pytest.raises(HardwareError, match="does not run CUDA"):
-        inputs.choose_card("mi300x", None)
+        budget.choose_card("mi300x", None)
 
 
 def test_the_base_fills_in_what_was_left_out() -> None:
-    assert inputs.agreed("--seq-len", None, 512) == 512
-    assert inputs.agreed("--seq-len", 512, 512) == 512
+    assert budget.agreed("--seq-len", None, 512) == 512
+    assert budget.agreed("--seq-len", 512, 512) == 512
     with pytest.raises(ConfigError, match="--seq-len is 1024, and the base has 512"):
-        inputs.agreed("--seq-len", 1024, 512)
+        budget.agreed("--seq-len", 1024, 512)
 
 
 def source(**config: Any) -> ModelSource:
@@ -87,9 +87,9 @@ def source(**config: Any) -> ModelSource:
 
 def test_the_shortest_sample_has_a_next_token() -> None:
     with pytest.raises(ConfigError, match="one token"):
-        inputs.check_length("causal-lm", 1)
-    inputs.check_length("causal-lm", 2)
-    inputs.check_length("masked-lm", 1)
+        budget.check_length("causal-lm", 1)
+    budget.check_length("causal-lm", 2)
+    budget.check_length("masked-lm", 1)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_the_shortest_sample_has_a_next_token() -> None:
 def test_learned_positions_end_somewhere(config: dict[str, Any], limit: int | None) -> None:
     model = source(**config)
     assert model.max_sequence_length == limit
-    assert inputs.possible_length(model, 100_000, is_given=False) == (limit or 100_000)
+    assert budget.possible_length(model, 100_000, is_given=False) == (limit or 100_000)
     if limit is not None:
-        assert inputs.possible_length(model, limit, is_given=True) == limit
+        assert budget.possible_length(model, limit, is_given=True) == limit
         with pytest.raises(ConfigError, match="too long"):
-            inputs.possible_length(model, limit + 1, is_given=True)
+            budget.possible_length(model, limit + 1, is_given=True)
 
 
 @pytest.mark.parametrize(
@@ -151,40 +151,40 @@ def test_every_broken_rule_is_told_with_its_reason() -> None:
     config = dataclasses.replace(answers.CONFIG, quantization="nf4", activation_checkpointing=30)
     model = source(model_type="llama", num_hidden_layers=28)
     with pytest.raises(ConfigError, match="This configuration cannot work") as error:
-        inputs.check_rules(
+        budget.check_rules(
             config, answers.WORKLOAD, find_gpu("t4"), model, what="This configuration"
         )
     for name in ("quantization-needs-qlora", "checkpoint-interval-within-layers", "bf16-needs-"):
         assert name in error.value.why
     fine = dataclasses.replace(answers.CONFIG, activation_checkpointing=28)
-    inputs.check_rules(fine, answers.WORKLOAD, find_gpu("rtx-4070"), model, what="This one")
+    budget.check_rules(fine, answers.WORKLOAD, find_gpu("rtx-4070"), model, what="This one")
 
 
 def test_the_cpu_as_a_card_needs_a_budget_and_no_card() -> None:
-    card, reason, budget_bytes = inputs.cpu_as_card(None, "500MB")
-    assert (card.name, reason, budget_bytes) == ("CPU", inputs.ON_CPU, 500 * 10**6)
+    card, reason, budget_bytes = budget.cpu_as_card(None, "500MB")
+    assert (card.name, reason, budget_bytes) == ("CPU", budget.ON_CPU, 500 * 10**6)
     for name, size, part in (
         (None, None, "no memory budget"),
         ("t4", "1GB", "--gpu does not go"),
         (None, "900TB", "more than half"),
     ):
         with pytest.raises(ConfigError, match=part):
-            inputs.cpu_as_card(name, size)
+            budget.cpu_as_card(name, size)
 
 
 def test_probes_on_cuda_need_the_card_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "detect", list)
     for size in (None, "12GB"):
         with pytest.raises(HardwareError, match="needs a CUDA GPU"):
-            inputs.card_here(None, size)
+            budget.card_here(None, size)
     here = gpus.find_gpu("rtx-4090")
     monkeypatch.setattr(gpus, "detect", lambda: [here])
-    assert inputs.card_here(None, "12GB") == (here, inputs.FOUND, 12 * 10**9)
-    assert inputs.card_here("4090", None) == (here, inputs.FOUND, here.capacity_bytes)
+    assert budget.card_here(None, "12GB") == (here, budget.FOUND, 12 * 10**9)
+    assert budget.card_here("4090", None) == (here, budget.FOUND, here.capacity_bytes)
     with pytest.raises(HardwareError, match="more than the card has"):
-        inputs.card_here(None, "80GB")
+        budget.card_here(None, "80GB")
     with pytest.raises(ConfigError, match="not the card of this machine"):
-        inputs.card_here("t4", None)
+        budget.card_here("t4", None)
 
 
 def card_that_others_use(monkeypatch: pytest.MonkeyPatch, used_bytes: int) -> None:
@@ -200,7 +200,7 @@ def card_that_others_use(monkeypatch: pytest.MonkeyPatch, used_bytes: int) -> No
 
 def test_what_others_hold_is_no_part_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     card_that_others_use(monkeypatch, 3 * GIB)
-    card, reason, budget_bytes = inputs.card_here(None, None)
+    card, reason, budget_bytes = budget.card_here(None, None)
     assert card.name == "NVIDIA RTX 4070"
     # 12288 - 250 - 3072 = 8966 MiB are free: 35 times 256 MiB.
     assert budget_bytes == 35 * 256 * MIB
@@ -212,7 +212,7 @@ def test_what_others_hold_is_no_part_of_the_budget(monkeypatch: pytest.MonkeyPat
 
 def test_a_budget_that_is_free_is_taken_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     card_that_others_use(monkeypatch, 3 * GIB)
-    assert inputs.card_here(None, "8GB")[1:] == (inputs.FOUND, 8 * 10**9)
+    assert budget.card_here(None, "8GB")[1:] == (budget.FOUND, 8 * 10**9)
 
 
 @pytest.mark.parametrize(
@@ -227,16 +227,16 @@ def test_a_budget_that_is_not_free_is_refused(
 ) -> None:
     card_that_others_use(monkeypatch, used_bytes)
     with pytest.raises(HardwareError) as raised:
-        inputs.card_here(None, size)
+        budget.card_here(None, size)
     for part in (*parts, "python3 (process 4711", "End what holds it"):
         assert part in str(raised.value)
 
 
 def test_a_card_that_nobody_uses_is_lent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     card_that_others_use(monkeypatch, 5 * MIB)
-    card, reason, budget_bytes = inputs.card_here(None, None)
-    assert (reason, budget_bytes) == (inputs.FOUND, card.capacity_bytes)
-    assert inputs.card_here(None, "12GB")[2] == 12 * 10**9
+    card, reason, budget_bytes = budget.card_here(None, None)
+    assert (reason, budget_bytes) == (budget.FOUND, card.capacity_bytes)
+    assert budget.card_here(None, "12GB")[2] == 12 * 10**9
 
 
 def test_probes_run_on_the_first_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,27 +244,27 @@ def test_probes_run_on_the_first_card(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = gpus.find_gpu("t4"), gpus.find_gpu("a100-sxm4-80gb")
     monkeypatch.setattr(gpus, "detect", lambda: [small, large])
     with pytest.raises(HardwareError, match="more than the card has"):
-        inputs.card_here(None, "40GB")
+        budget.card_here(None, "40GB")
 
 
 def test_without_a_driver_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml(monkeypatch, [], error="Driver Not Loaded")
     with pytest.raises(HardwareError, match="driver is installed, and not loaded"):
-        inputs.card_here(None, None)
+        budget.card_here(None, None)
 
 
 def test_by_default_the_card_that_probes_run_on_is_taken_where_it_has_as_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     card_that_others_use(monkeypatch, 3 * GIB)
-    choose = inputs.CHOOSERS["auto"]
+    choose = budget.CHOOSERS["auto"]
     card, reason, budget_bytes = choose(None, None)
     assert reason.startswith("found here; 8.76 GiB of its")
     assert budget_bytes == 35 * 256 * MIB
     with pytest.raises(HardwareError, match="--backend predict"):
         choose(None, "11GB")
     # Planned for: named, too large for it, or on a card that no probe would see.
-    assert choose("rtx-4090", None)[1] == inputs.NAMED
+    assert choose("rtx-4090", None)[1] == budget.NAMED
     assert choose(None, "40GB")[1].startswith("planned for")
     small, large = gpus.find_gpu("t4"), gpus.find_gpu("a100-sxm4-80gb")
     monkeypatch.setattr(gpus, "detect", lambda: [small, large])

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune import cases, inverse
-from autotune.cases import Asked, thrift
 from autotune.catalogue import models
 from autotune.catalogue.gpus import Gpu, catalogue, find_gpu
 from autotune.catalogue.models import ModelSource
@@ -24,6 +22,8 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.report import limits
+from autotune.search.inverse import pricing, questions
+from autotune.search.inverse.pricing import Asked, thrift
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig
 from autotune.worker.client.forkserver import ForkServer
@@ -59,7 +59,7 @@ def traced(
 
 @pytest.fixture(autouse=True)
 def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "trace_all", traced)
+    monkeypatch.setattr(pricing, "trace_all", traced)
 
 
 GB = 10**9
@@ -132,7 +132,7 @@ def test_the_longest_sequence_is_that_of_a_full_search(
     }
     longest = max(length for length, fit in by_length.items() if fit)
     assert longest in LENGTHS[:-1], "the case would say nothing"
-    found = inverse.answer(
+    found = questions.answer(
         "sequence-length", asked(budget_bytes=budget_bytes, methods=methods), server
     )
     assert found.value == longest
@@ -146,7 +146,7 @@ def test_the_longest_sequence_is_that_of_a_full_search(
 
 
 def test_where_the_model_ends_it_that_is_said(server: ForkServer) -> None:
-    found = inverse.answer("sequence-length", asked(budget_bytes=11 * GB), server)
+    found = questions.answer("sequence-length", asked(budget_bytes=11 * GB), server)
     assert found.value == 2048
     assert found.beyond is None
     assert "positions" in found.limit
@@ -154,9 +154,9 @@ def test_where_the_model_ends_it_that_is_said(server: ForkServer) -> None:
 
 
 def test_learned_positions_are_a_limit_and_unnamed_ones_are_none() -> None:
-    assert inverse.positions(models.resolve("gpt2"))[0] == 1024
-    assert inverse.positions(models.resolve("roberta-large"))[0] == 512
-    assert inverse.positions(models.resolve("t5-base"))[0] == inverse.MAX_SEQUENCE_LENGTH
+    assert questions.positions(models.resolve("gpt2"))[0] == 1024
+    assert questions.positions(models.resolve("roberta-large"))[0] == 512
+    assert questions.positions(models.resolve("t5-base"))[0] == questions.MAX_SEQUENCE_LENGTH
 
 
 @pytest.mark.parametrize("methods", [("full",), ("lora",)])
@@ -166,7 +166,9 @@ def test_the_largest_micro_batch_is_that_of_a_full_search(
     methods: tuple[str, ...],
 ) -> None:
     budget_bytes = 3 * GB
-    found = inverse.answer("micro-batch", asked(budget_bytes=budget_bytes, methods=methods), server)
+    found = questions.answer(
+        "micro-batch", asked(budget_bytes=budget_bytes, methods=methods), server
+    )
     assert isinstance(found.value, int)
     configs = [c for c in every_config(512, methods) if c.micro_batch_size == 2]
 
@@ -188,7 +190,7 @@ def test_the_highest_rank_is_that_of_a_full_search(
     server: ForkServer, traces_by_length: dict[int, Mapping[TraceSpec, Trace]]
 ) -> None:
     budget_bytes = 1_400_000_000
-    found = inverse.answer("lora-rank", asked(budget_bytes=budget_bytes), server)
+    found = questions.answer("lora-rank", asked(budget_bytes=budget_bytes), server)
     assert isinstance(found.value, int)
     configs = [c for c in every_config() if c.method != "full" and c.lora_rank == 8]
 
@@ -202,19 +204,19 @@ def test_the_highest_rank_is_that_of_a_full_search(
 
 
 def test_no_rank_is_higher_than_a_matrix_has_sides(server: ForkServer) -> None:
-    found = inverse.answer("lora-rank", asked(budget_bytes=11 * GB, methods=("lora",)), server)
+    found = questions.answer("lora-rank", asked(budget_bytes=11 * GB, methods=("lora",)), server)
     assert found.value == 1024  # 2,816 x 1,024 are the largest
     assert "adds nothing" in found.limit
 
 
 def test_a_rank_of_full_fine_tuning_is_refused(server: ForkServer) -> None:
     with pytest.raises(ConfigError, match="has no rank"):
-        inverse.answer("lora-rank", asked(methods=("full",)), server)
+        questions.answer("lora-rank", asked(methods=("full",)), server)
 
 
 def test_the_largest_model_is_that_of_a_full_search(server: ForkServer) -> None:
     budget_bytes, length = 1_600_000_000, 512
-    found = inverse.answer(
+    found = questions.answer(
         "model", asked(source=None, budget_bytes=budget_bytes, methods=("lora",)), server
     )
     specs = {TraceSpec.of(config) for config in every_config(length, ("lora",))}
@@ -240,7 +242,7 @@ def test_the_largest_model_is_that_of_a_full_search(server: ForkServer) -> None:
 def test_the_smallest_card_is_that_of_a_full_search(server: ForkServer) -> None:
     source = models.resolve("llama-3.1-8b")
     methods, length = ("lora",), 512
-    found = inverse.answer("gpu", asked(source=source, methods=methods), server)
+    found = questions.answer("gpu", asked(source=source, methods=methods), server)
     configs = every_config(length, methods)
     specs = {TraceSpec.of(config) for config in configs}
     made: dict[object, Mapping[TraceSpec, Trace]] = {}
@@ -264,17 +266,17 @@ def test_the_smallest_card_is_that_of_a_full_search(server: ForkServer) -> None:
 
 def test_what_is_fixed_stays_and_the_rest_is_free(server: ForkServer) -> None:
     fixed = {"lora_rank": 64, "activation_checkpointing": 0, "micro_batch_size": 2}
-    found = inverse.answer("sequence-length", asked(budget_bytes=3 * GB, fixed=fixed), server)
+    found = questions.answer("sequence-length", asked(budget_bytes=3 * GB, fixed=fixed), server)
     config = found.best.config
     assert {name: getattr(config, name) for name in fixed} == fixed
     assert config.method in ("lora", "qlora")  # nothing else has a rank
-    free = inverse.answer("sequence-length", asked(budget_bytes=3 * GB), server)
+    free = questions.answer("sequence-length", asked(budget_bytes=3 * GB), server)
     assert int(free.value) > int(found.value)
 
 
 def test_accumulation_needs_no_less(server: ForkServer) -> None:
-    once = inverse.answer("micro-batch", asked(methods=("full",)), server)
-    often = inverse.answer("micro-batch", asked(methods=("full",), accumulation=4), server)
+    once = questions.answer("micro-batch", asked(methods=("full",)), server)
+    often = questions.answer("micro-batch", asked(methods=("full",), accumulation=4), server)
     assert often.best.config.gradient_accumulation_steps == 4
     assert int(often.value) < int(once.value)
     assert once.accumulated is not None
@@ -294,9 +296,9 @@ def test_a_model_that_recomputes_nothing_is_searched_without(
             raise ConfigError("tiny-llama cannot be traced")
         return left
 
-    monkeypatch.setattr(cases, "trace_all", without_checkpointing)
+    monkeypatch.setattr(pricing, "trace_all", without_checkpointing)
     budget_bytes = 1_900_000_000
-    found = inverse.answer(
+    found = questions.answer(
         "sequence-length", asked(budget_bytes=budget_bytes, methods=("lora",)), server
     )
     plain = [
@@ -315,12 +317,12 @@ def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(
 ) -> None:
     card = dataclasses.replace(tiny_model.gpu(), peak_flop_per_second={})
     ask = asked(gpu=card, budget_bytes=1_500_000_000, methods=("full",))
-    found = inverse.answer("sequence-length", ask, server)
+    found = questions.answer("sequence-length", ask, server)
     assert found.best.tokens_per_second is None
     assert found.best.peak_device_bytes <= 1_500_000_000
     assert (
         found.value
-        == inverse.answer(
+        == questions.answer(
             "sequence-length", dataclasses.replace(ask, gpu=tiny_model.gpu()), server
         ).value
     )
@@ -328,7 +330,7 @@ def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(
 
 def test_nothing_fits_says_what_needs_least(server: ForkServer) -> None:
     with pytest.raises(NothingFitsError, match=r"not even 512.*QLoRA r=8.*predicted to need"):
-        inverse.answer("sequence-length", asked(budget_bytes=700_000_000), server)
+        questions.answer("sequence-length", asked(budget_bytes=700_000_000), server)
 
 
 def test_a_model_that_cannot_be_traced_does_not_end_the_search(
@@ -347,7 +349,7 @@ def test_a_model_that_cannot_be_traced_does_not_end_the_search(
         space=space_file.load("quick"),
     )
     monkeypatch.setattr(models, "catalogue", lambda: tuple(few))
-    found = inverse.answer("model", ask, server)
+    found = questions.answer("model", ask, server)
     assert found.value == "HuggingFaceTB/SmolLM2-135M"
     assert found.beyond is None
     assert found.limit != "memory"
@@ -359,13 +361,13 @@ def test_a_model_that_cannot_be_traced_does_not_end_the_search(
 
     monkeypatch.setattr(models, "catalogue", lambda: (few[-1],))
     with pytest.raises(ConfigError, match="jetmoe cannot be traced"):
-        inverse.answer("model", ask, server)
+        questions.answer("model", ask, server)
 
 
 def test_settings_that_exclude_each_other_are_refused(server: ForkServer) -> None:
     fixed = {"quantization": "nf4"}
     with pytest.raises(ConfigError, match="quantization-needs-qlora"):
-        inverse.answer("sequence-length", asked(fixed=fixed, methods=("lora",)), server)
+        questions.answer("sequence-length", asked(fixed=fixed, methods=("lora",)), server)
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 7, 63, 64, 65, 999, 1000])
@@ -380,7 +382,7 @@ def test_the_last_below_is_found_whatever_the_shape(last: int, shape: str) -> No
         tried.append(number)
         return shapes[shape](number)
 
-    found = inverse.last_below(peak, height(last), 1, 1000, known=shapes[shape](1))
+    found = questions.last_below(peak, height(last), 1, 1000, known=shapes[shape](1))
     assert found == expected
     assert len(tried) == len(set(tried)) < 25
 

@@ -14,9 +14,10 @@ from typing import Any
 import answers
 import pytest
 
-from autotune import cli, tune
+from autotune import cli
 from autotune.common import log
 from autotune.errors import StorageError
+from autotune.search import predict_best
 from autotune.worker.client import isolate
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +65,7 @@ def boom(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("boom at postgresql://me:hunter2@h/db")
 
-    monkeypatch.setattr(tune, "find", fail)
+    monkeypatch.setattr(predict_best, "find", fail)
 
 
 FIND = ("find", "--model", "qwen2.5-1.5b", "--gpu-mem", "12GB")
@@ -131,21 +132,23 @@ def test_verbose_shows_it_once(main: Main) -> None:
 
 def test_twice_verbose_shows_and_keeps_more(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     def find(*arguments: Any, workload: Any = None, **named: Any) -> Any:
-        log.logger("autotune.tune").debug("a detail")
+        log.logger("autotune.search.predict_best").debug("a detail")
         return answers.found(workload=arguments[1], gpu="NVIDIA RTX 4070")
 
-    monkeypatch.setattr(tune, "find", find)
+    monkeypatch.setattr(predict_best, "find", find)
     once = main("-v", *FIND)
     assert "a detail" not in once.err + once.log
     twice = main("-vv", *FIND)
-    assert "DEBUG autotune.tune: a detail" in twice.err
+    assert "DEBUG autotune.search.predict_best: a detail" in twice.err
     assert "a detail" in twice.log
 
 
 def test_the_stages_of_a_search_with_counts_and_seconds(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[tuple[str, int, int]] = []
     with caplog.at_level(logging.INFO, logger="autotune"):
-        tell = log.stages(log.logger("autotune.tune"), lambda *told: heard.append(told))
+        tell = log.stages(
+            log.logger("autotune.search.predict_best"), lambda *told: heard.append(told)
+        )
         for told in (("space", 6, 9), ("trace", 1, 2), ("trace", 2, 2), ("priced", 3, 6)):
             tell(*told)
     lines = [record.getMessage() for record in caplog.records]
@@ -199,7 +202,7 @@ def test_it_is_turned_over(tmp_path: Path) -> None:
     file = tmp_path / "x.log"
     problems: list[str] = []
     log.set_up(file, verbosity=0, warn=problems.append)
-    to = log.logger("autotune.tune")
+    to = log.logger("autotune.search.predict_best")
     for number in range(6):
         to.info("%d %s", number, "x" * (log.MAX_BYTES - 1000))
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from autotune import cli, inverse
+from autotune import cli
 from autotune.cli import maximum
+from autotune.search.inverse import questions
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -35,7 +36,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_questions_are_those_of_the_search() -> None:
-    assert tuple(inverse.QUESTIONS) == maximum.WHATS
+    assert tuple(questions.QUESTIONS) == maximum.WHATS
 
 
 def test_estimate_says_the_same_of_the_answer(main: Main) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import answers
 import pytest
 
-from autotune.listener import Measuring
 from autotune.report.measuring import Tally, measuring_on_stderr
+from autotune.search.listener import Measuring
 
 PROBE = answers.measurement().spec
 CONFIRMATION = answers.measurement(confirm_steps=50).spec

@@ -16,11 +16,9 @@ import answers
 import pytest
 from nights_of import HERE, NOW, cell, matrix, night
 
-from autotune import finding
 from autotune.catalogue import nvml
 from autotune.common.units import GIB
 from autotune.errors import HardwareError, NothingFitsError
-from autotune.listener import SILENT, Measuring
 from autotune.nightly import draw, drift, ledger, run
 from autotune.nightly.cell import CellNight, Place, TimeIsUp, _limited
 from autotune.nightly.digest import Digest, Done
@@ -31,6 +29,8 @@ from autotune.nightly.plan import plan
 from autotune.records.answer import Summary
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
+from autotune.search import find as finding
+from autotune.search.listener import SILENT, Measuring
 from autotune.space.config import TrainConfig
 from autotune.worker.client.isolate import WorkerEnd
 

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 import pytest
 import tiny_model
 
-from autotune import tune
 from autotune.catalogue.gpus import find_gpu
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, PerGpu, TraceSpec
+from autotune.search import predict_best
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 
@@ -263,7 +263,7 @@ def test_a_search_shares_out_what_does_not_fit() -> None:
         },
     )
     space = dataclasses.replace(tiny_model.SPACE, methods=(mixed,))
-    summary = tune.find(
+    summary = predict_best.find(
         tiny_model.MODEL, workload, space, tiny_model.gpu(), allow="numerics"
     ).summary
     assert summary.best.config.parallelism == "fsdp2"

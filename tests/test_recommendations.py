@@ -11,10 +11,11 @@ import answers
 import pytest
 import sqlalchemy
 
-from autotune import cli, finding
+from autotune import cli
 from autotune.deliver import deliver
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.question import FindOptions
+from autotune.search import find
 from autotune.store import stored_answers
 from autotune.store.recommendations import (
     Recommendation,
@@ -148,7 +149,7 @@ def test_every_answer_that_is_delivered_is_kept(url: str) -> None:
     for found in (answers.found(), answers.found(measured=answers.measured())):
         summary = found.summary
         where = device if summary.evidence == "measured" else summary.gpu
-        answer = finding.Answer(
+        answer = find.Answer(
             found=found, study=summary.evidence, folder_name="s", question=QUESTION
         )
         for reason in ("", "", "because"):
@@ -165,7 +166,7 @@ def test_every_answer_that_is_delivered_is_kept(url: str) -> None:
 def test_a_study_says_what_made_its_latest_answer(url: str) -> None:
     for command, speed in (("autotune find --space quick", 1.0), ("autotune find", 2.0)):
         best = answers.estimate(step_seconds=speed)
-        answer = finding.Answer(found=answers.found(best=best), study="s", folder_name="s")
+        answer = find.Answer(found=answers.found(best=best), study="s", folder_name="s")
         deliver(answer, folder=None, storage=url, command=command)
         stored = stored_answers.load(url, "s")
         assert stored.command == command
@@ -179,7 +180,7 @@ def test_a_password_is_kept_nowhere(postgres_url: str, capsys: pytest.CaptureFix
         # The tests' own server asks for none, and takes any.
         address = address.set(password="hunter2-of-the-tests")
     url = address.render_as_string(hide_password=False)
-    answer = finding.Answer(
+    answer = find.Answer(
         found=answers.found(), study="s", folder_name="s", question=question_of(FindOptions())
     )
     with pytest.raises(SystemExit):

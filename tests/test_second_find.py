@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune import finding
 from autotune.errors import NothingFitsError
 from autotune.probe import fingerprint
 from autotune.records.question import FindOptions
+from autotune.search import find
 from autotune.worker.client import forkserver, isolate, launching
 
 MODEL = {
@@ -59,9 +59,9 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> FindOptions:
 @pytest.fixture(scope="module")
 def first(
     options: FindOptions, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, finding.Answer]:
+) -> tuple[str, find.Answer]:
     url = f"sqlite:///{tmp_path_factory.mktemp('first')}/autotune.db"
-    return url, finding.find(options, storage=url)
+    return url, find.find(options, storage=url)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_assumed_of_this_machine_is_what_its_probes_say(
-    first: tuple[str, finding.Answer],
+    first: tuple[str, find.Answer],
 ) -> None:
     measured = first[1].summary.measured
     assert measured is not None
@@ -84,10 +84,10 @@ def test_what_is_assumed_of_this_machine_is_what_its_probes_say(
 @pytest.mark.usefixtures("_no_process")
 @pytest.mark.parametrize("size", ["100MB", "200MB"])
 def test_another_budget_needs_no_process(
-    size: str, first: tuple[str, finding.Answer], options: FindOptions
+    size: str, first: tuple[str, find.Answer], options: FindOptions
 ) -> None:
     url, before = first
-    answer = finding.find(dataclasses.replace(options, gpu_mem=size), storage=url)
+    answer = find.find(dataclasses.replace(options, gpu_mem=size), storage=url)
     measured, known = answer.summary.measured, before.summary.measured
     assert measured is not None
     assert known is not None
@@ -100,13 +100,13 @@ def test_another_budget_needs_no_process(
 
 @pytest.mark.usefixtures("_no_process")
 def test_a_budget_below_every_peak_needs_none_either(
-    first: tuple[str, finding.Answer], options: FindOptions
+    first: tuple[str, find.Answer], options: FindOptions
 ) -> None:
     with pytest.raises(NothingFitsError):
-        finding.find(dataclasses.replace(options, gpu_mem="1MB"), storage=first[0])
+        find.find(dataclasses.replace(options, gpu_mem="1MB"), storage=first[0])
 
 
-def test_traces_are_asked_for_once(first: tuple[str, finding.Answer]) -> None:
+def test_traces_are_asked_for_once(first: tuple[str, find.Answer]) -> None:
     with sqlite3.connect(Path(first[0].removeprefix("sqlite:///"))) as database:
         ((num_traces,),) = database.execute("SELECT count(*) FROM autotune_traces")
     # Micro-batch 1 and the others; the base without a space of its own has their structure.

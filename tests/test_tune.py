@@ -13,8 +13,6 @@ import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune import tune
-from autotune.candidates import Candidates
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
@@ -22,11 +20,13 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.records.answer import Summary
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
+from autotune.search import predict_best
+from autotune.search.candidates import Candidates
+from autotune.search.predict_best import find
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.defaults import default_base
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.tradeoffs import tradeoff_class
-from autotune.tune import find
 
 MB = 10**6
 BUDGETS = [1320 * MB, 1500 * MB, 1700 * MB, 2700 * MB, 12_000 * MB]
@@ -125,7 +125,7 @@ def traced(traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch) -
         *_, specs = args
         return {spec: traces[spec] for spec in specs if spec in traces}
 
-    monkeypatch.setattr(tune, "trace_all", trace_all)
+    monkeypatch.setattr(predict_best, "trace_all", trace_all)
 
 
 def search(budget_bytes: int, **options: Any) -> Summary:
@@ -470,14 +470,14 @@ def test_effort_bounds_what_is_recorded() -> None:
         effort="quick",
     )
     assert found.summary.best in found.considered
-    assert len(found.considered) <= tune.EFFORTS["quick"].num_recorded
+    assert len(found.considered) <= predict_best.EFFORTS["quick"].num_recorded
 
 
 def test_a_method_that_cannot_be_traced_is_counted(
     traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some = {spec: trace for spec, trace in traces.items() if spec.method == "lora"}
-    monkeypatch.setattr(tune, "trace_all", lambda *_, **__: some)
+    monkeypatch.setattr(predict_best, "trace_all", lambda *_, **__: some)
     summary = search(12_000 * MB)
     assert summary.best.config.method == "lora"
     assert summary.counts.unsupported == 160 - 48
@@ -516,7 +516,9 @@ def test_what_cannot_fit_is_not_traced() -> None:
     model = dataclasses.replace(tiny_model.MODEL, num_parameters_known=10**9)
 
     def left(budget_bytes: int, model: Any = model) -> set[tuple[str, str]]:
-        possible = tune._possible(tiny_model.configs(), model, tiny_model.workload(budget_bytes))
+        possible = predict_best._possible(
+            tiny_model.configs(), model, tiny_model.workload(budget_bytes)
+        )
         return {(config.method, config.precision) for config in possible}
 
     every = left(100 * 10**9)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune import waterfall
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
 from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline, details_from_dict
 from autotune.records.estimate import TraceSpec
+from autotune.search import waterfall
 from autotune.space.config import TrainConfig
 from autotune.space.rules import Context
 

@@ -46,7 +46,6 @@ def estimate(
     **settings: Any,
 ) -> None:
     """Predict memory and speed of one configuration."""
-    from autotune import inputs
     from autotune.catalogue.models import resolve
     from autotune.predict.estimator import Estimator
     from autotune.predict.tracing import trace_all
@@ -56,24 +55,25 @@ def estimate(
     from autotune.report.generation import draw_kv_cache
     from autotune.report.progress import progress_on_stderr
     from autotune.report.textbook import draw_textbook, textbook
+    from autotune.search import budget
     from autotune.space.defaults import default_base
 
     typed = click.get_current_context()
     given = {name: value for name, value in settings.items() if value is not None}
     if "peft" in given and not is_given(typed, "method"):
         method = "peft"
-    card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
+    card, gpu_reason, budget_bytes = budget.choose_card(gpu, gpu_mem)
     source = resolve(model)
-    length = inputs.possible_length(source, seq_len, is_given=is_given(typed, "seq_len"))
-    inputs.check_length(task or source.task, length)
+    length = budget.possible_length(source, seq_len, is_given=is_given(typed, "seq_len"))
+    budget.check_length(task or source.task, length)
     lengths = None
     if dataset is not None:
-        lengths = inputs.read_lengths(
+        lengths = budget.read_lengths(
             dataset, source, length, text_field=text_field, tokenizer=tokenizer
         )
         task_batching = usual_batching(task or source.task)
         packs = given.get("batching", task_batching) == "packed"
-        length = inputs.longest_batch(lengths, length, packs=packs, note=note)
+        length = budget.longest_batch(lengths, length, packs=packs, note=note)
     workload = Workload(
         model=source.name,
         task=task or source.task,
@@ -89,10 +89,10 @@ def estimate(
         gradient_accumulation_steps=accumulation,
         **given,
     )
-    inputs.check_rules(config, workload, card, source, what="This configuration")
+    budget.check_rules(config, workload, card, source, what="This configuration")
     cache = None
     if kv_cache:
-        cache = inputs.generation(source, config, batch_size=batch, context=context)
+        cache = budget.generation(source, config, batch_size=batch, context=context)
     elif batch or context:
         note("--batch and --context are of the key-value cache: --kv-cache shows it.")
     spec = TraceSpec.of(config)

@@ -134,10 +134,10 @@ def find(
     **typed: Any,
 ) -> None:
     """Find the fastest configuration that fits, and write it as files that a trainer loads."""
-    from autotune import finding
     from autotune.deliver import deliver
     from autotune.report import terminal
     from autotune.report.progress import on_stderr
+    from autotune.search import find as finding
 
     for name in _OF_A_BASE:
         if not is_given(context, name):

@@ -16,7 +16,7 @@ from autotune.space.requirements import predictable
 from autotune.space.search_space import with_peft
 
 WHATS = ("sequence-length", "micro-batch", "lora-rank", "model", "gpu")
-"""The keys of autotune.inverse.QUESTIONS, whose import is slow."""
+"""The keys of autotune.search.inverse.questions.QUESTIONS, whose import is slow."""
 
 _NOT_WITH = {
     "sequence-length": ("--seq-len",),
@@ -92,29 +92,30 @@ def maximum(
 
     Example: autotune max --what sequence-length --model Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora
     """
-    from autotune import cases, inputs, inverse
     from autotune.catalogue import models
     from autotune.report import limits
     from autotune.report.progress import progress_on_stderr
+    from autotune.search import budget
+    from autotune.search.inverse import pricing, questions
     from autotune.space import space_file
     from autotune.worker.client.forkserver import ForkServer
 
     _check_options(what, model is not None)
     card, gpu_reason, budget_bytes = None, "", None
     if what != "gpu":
-        card, gpu_reason, budget_bytes = inputs.choose_card(gpu, gpu_mem)
+        card, gpu_reason, budget_bytes = budget.choose_card(gpu, gpu_mem)
     source = None if model is None else models.resolve(model)
     length = seq_len or 1024
     if source is not None and what != "sequence-length":
-        length = inputs.possible_length(source, length, is_given=seq_len is not None)
-        inputs.check_length(task or source.task, length)
+        length = budget.possible_length(source, length, is_given=seq_len is not None)
+        budget.check_length(task or source.task, length)
     searched, _ = predictable(space_file.load(space_name))
     if settings["peft"] is not None:
         searched = with_peft(searched, settings.pop("peft"))
         methods = ("peft",)
     methods = tuple(method for method in METHODS if method in methods) or METHODS
     space_file.require_method(searched, methods)
-    asked = cases.Asked(
+    asked = pricing.Asked(
         source=source,
         task=task,
         gpu=card,
@@ -128,8 +129,8 @@ def maximum(
         multiple_of=multiple_of,
     )
     with progress_on_stderr(quiet=as_json) as progress, ForkServer() as server:
-        answer = inverse.answer(what, asked, server, progress=progress)
-    check = limits.command(answer, name_card=gpu_reason != inputs.FOUND)
+        answer = questions.answer(what, asked, server, progress=progress)
+    check = limits.command(answer, name_card=gpu_reason != budget.FOUND)
     if as_json:
         print_json({**answer.to_dict(), "check": check})
     else:

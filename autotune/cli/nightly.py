@@ -83,10 +83,10 @@ def nightly(
 
     Exit codes: 0 nothing changed, 7 a regression, 8 an improvement, others as ever.
     """
-    from autotune.listener import SILENT
     from autotune.nightly import draw, matrix, run
     from autotune.nightly.cell import Place
     from autotune.report.progress import on_stderr
+    from autotune.search.listener import SILENT
 
     if install is not None:
         from autotune.nightly import install as installing

@@ -46,9 +46,9 @@ class KnobType(click.ParamType[Any]):
     ) -> Any:
         typed = int(value) if isinstance(value, str) and value.isdecimal() else value
         if self._is_file:
-            from autotune import inputs
+            from autotune.search import budget
 
-            typed = inputs.read_yaml(Path(value))
+            typed = budget.read_yaml(Path(value))
         try:
             return self._read(typed)
         except ValueError as error:

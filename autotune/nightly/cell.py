@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import finding
 from autotune.deliver import deliver
 from autotune.errors import AutotuneError, StorageError, WorkerError
-from autotune.listener import SILENT, Listener, Measuring
 from autotune.nightly import drift, files, ledger, relatives
 from autotune.nightly.digest import Done
 from autotune.nightly.history import MAX_NIGHTS, NEW, Night, levels
@@ -34,6 +32,8 @@ from autotune.nightly.plan import Planned, changes
 from autotune.nightly.repeats import Repeated, Repeater
 from autotune.records.answer import Counts
 from autotune.records.measurement import Measurement
+from autotune.search import find
+from autotune.search.listener import SILENT, Listener, Measuring
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
 from autotune.store.probe_table import open_probes
@@ -190,7 +190,7 @@ class CellNight:
         self,
         standing: Night,
         verdict: drift.Verdict,
-        answer: finding.Answer,
+        answer: find.Answer,
         challenger: Repeated,
         gained: drift.Verdict,
     ) -> Night:
@@ -258,10 +258,10 @@ class CellNight:
             has_searched=has_searched,
         )
 
-    def _find(self) -> finding.Answer:
+    def _find(self) -> find.Answer:
         """`find` as anyone would ask it, measured here."""
         options = dataclasses.replace(self._cell.options, backend=self._place.backend)
-        return finding.find(
+        return find.find(
             options,
             storage=self._place.storage,
             command=self._place.command,
@@ -269,7 +269,7 @@ class CellNight:
             server=self._server,
         )
 
-    def _record(self, answer: finding.Answer, *, writes: bool = False) -> None:
+    def _record(self, answer: find.Answer, *, writes: bool = False) -> None:
         """In its study; with `writes` as files too, each of which takes the old one's place whole."""
         machine = self._place.folder(_best(answer).fingerprint.device)
         delivered = deliver(
@@ -304,7 +304,7 @@ class CellNight:
         return relatives.nearest(device, last.values())
 
 
-def _best(answer: finding.Answer) -> Measurement:
+def _best(answer: find.Answer) -> Measurement:
     assert answer.summary.measured is not None
     return answer.summary.measured.best
 

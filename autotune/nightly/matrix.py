@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from autotune import inputs
 from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError, nearest
 from autotune.nightly.hooks import EVENTS, Hook, check_url
 from autotune.records.question import SEQUENCE_LENGTH, FindOptions
+from autotune.search import budget as inputs
 from autotune.space.config import METHODS
 from autotune.store.recommendations import question_key, question_of
 from autotune.store.study_names import slug

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune import inputs
 from autotune.catalogue.models import resolve
 from autotune.nightly import drift
 from autotune.nightly.journal import Journal
@@ -12,6 +11,7 @@ from autotune.nightly.matrix import Cell, Matrix
 from autotune.probe.run_one import Prober
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import PROBE_SECONDS, ProbeSpec
+from autotune.search import budget
 from autotune.space.config import TrainConfig
 from autotune.store.probe_table import ProbeTable
 from autotune.worker.client.forkserver import ForkServer
@@ -47,7 +47,7 @@ class Repeater:
         options = cell.options
         assert options.model is not None
         source = resolve(options.model)
-        _, _, budget_bytes = inputs.CHOOSERS[backend](None, options.gpu_mem)
+        _, _, budget_bytes = budget.CHOOSERS[backend](None, options.gpu_mem)
         spec = ProbeSpec(
             task=options.task or source.task,
             backend=backend,

@@ -10,7 +10,7 @@ from autotune.records.measurement import BACKENDS
 from autotune.space.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
 
 EFFORTS = ("quick", "normal", "thorough")
-"""The keys of autotune.tune.EFFORTS, whose import is slow."""
+"""The keys of autotune.search.predict_best.EFFORTS, whose import is slow."""
 SEQUENCE_LENGTH = 1024
 EFFECTIVE_BATCH_SIZE = 32
 MAX_GPUS = 16

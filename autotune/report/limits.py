@@ -6,8 +6,8 @@ import shlex
 from typing import TextIO
 
 from autotune.common.units import format_bytes, format_seconds
-from autotune.inverse import Answer
 from autotune.report import terminal, words
+from autotune.search.inverse.questions import Answer
 from autotune.space.knobs import as_options, describe
 
 _QUESTIONS = {

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from autotune.common.units import counted, format_seconds
-from autotune.listener import Measuring
 from autotune.records.answer import Counts
 from autotune.records.measurement import (
     NUM_CONFIRMATION_WARM_UP_STEPS,
@@ -27,6 +26,7 @@ from autotune.records.measurement import (
 )
 from autotune.report import words
 from autotune.report.stderr import Output, output
+from autotune.search.listener import Measuring
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator
 
 from autotune.common import log
-from autotune.listener import Listener
 from autotune.report import words
 from autotune.report.measuring import measuring_on_stderr
 from autotune.report.stderr import Output, output
-from autotune.tune import Progress
+from autotune.search.listener import Listener
+from autotune.search.predict_best import Progress
 
 _log = log.logger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 import here
 import pytest
 
-from autotune.dataset import read_lengths
 from autotune.errors import ConfigError
+from autotune.search.dataset import read_lengths
 from autotune.space.lengths import Lengths, useful_share
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autotune import inputs
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.files import Disk, Files
@@ -18,6 +17,7 @@ from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun
 from autotune.probe import compiled
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
+from autotune.search import budget
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.lengths import Lengths
@@ -71,16 +71,16 @@ def read(
     source = brought.source or resolve(_model_of(options, run))
     num_gpus, length, batch = options.num_gpus, options.seq_len, options.effective_batch
     if base is not None:
-        num_gpus = inputs.agreed("--num-gpus", num_gpus, base.num_gpus)
-        length = inputs.agreed("--seq-len", length, base.sequence_length)
-        batch = inputs.agreed("--effective-batch", batch, base.effective_batch_size)
+        num_gpus = budget.agreed("--num-gpus", num_gpus, base.num_gpus)
+        length = budget.agreed("--seq-len", length, base.sequence_length)
+        batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
     num_gpus = num_gpus or 1
     task = options.task or source.task
     length = _possible_length(source, length, note)
-    inputs.check_length(task, length)
+    budget.check_length(task, length)
     lengths = brought.lengths
     if options.dataset is not None:
-        lengths = lengths or inputs.read_lengths(
+        lengths = lengths or budget.read_lengths(
             options.dataset,
             source,
             length,
@@ -88,7 +88,7 @@ def read(
             tokenizer=options.tokenizer,
         )
         packs = may_pack(space, task)
-        length = inputs.longest_batch(lengths, length, packs=packs, note=note)
+        length = budget.longest_batch(lengths, length, packs=packs, note=note)
         if base is not None:
             base = dataclasses.replace(base, sequence_length=length)
     if run is not None and base is not None:
@@ -101,7 +101,7 @@ def read(
         task=task,
         sequence_length=length,
         lengths=lengths,
-        effective_batch_size=inputs.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
+        effective_batch_size=budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
         methods=methods,
         memory_budget_bytes=budget_bytes,
         num_gpus=num_gpus,
@@ -109,7 +109,7 @@ def read(
     )
     if base is not None:
         what = f"The configuration of {options.base}"
-        inputs.check_rules(base, workload, card, source, what=what)
+        budget.check_rules(base, workload, card, source, what=what)
     return Inputs(source=source, workload=workload, space=space, run=run, base=base)
 
 
@@ -150,7 +150,7 @@ def _model_of(options: FindOptions, run: BaseRun | None) -> str:
 
 
 def _possible_length(source: ModelSource, length: int | None, note: Callable[[str], None]) -> int:
-    possible = inputs.possible_length(
+    possible = budget.possible_length(
         source, length or SEQUENCE_LENGTH, is_given=length is not None
     )
     if possible != (length or SEQUENCE_LENGTH):

@@ -12,20 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune import inputs, reading, tune
-from autotune.dataset import Dataset
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
 from autotune.export.base.read import BaseRun
-from autotune.listener import SILENT, Listener
-from autotune.reading import Brought
 from autotune.records.answer import Summary
 from autotune.records.measurement import BACKENDS
 from autotune.records.question import FindOptions
+from autotune.search import budget, predict_best, resolve
+from autotune.search.dataset import Dataset
+from autotune.search.listener import SILENT, Listener
+from autotune.search.predict_best import Found
+from autotune.search.resolve import Brought
 from autotune.space import search_space
 from autotune.store import optuna_study, stored_answers, study_names
 from autotune.store.recommendations import question_of
 from autotune.store.trace_table import TraceTable
-from autotune.tune import Found
 from autotune.worker.client.forkserver import ForkServer
 
 
@@ -77,12 +77,12 @@ def find(
             why="Probes run on one GPU",
             remedy="Leave --backend out, for a prediction",
         )
-    choose = inputs.CHOOSERS.get(options.backend, inputs.choose_card)
+    choose = budget.CHOOSERS.get(options.backend, budget.choose_card)
     card, gpu_reason, budget_bytes = choose(options.gpu, options.gpu_mem)
-    if gpu_reason.startswith(f"{inputs.FOUND};"):
+    if gpu_reason.startswith(f"{budget.FOUND};"):
         listener.note(f"{card.name}, {gpu_reason}")
     brought = brought or Brought()
-    taken = reading.read(options, card, budget_bytes, note=listener.note, brought=brought)
+    taken = resolve.read(options, card, budget_bytes, note=listener.note, brought=brought)
     source, workload, run, base = taken.source, taken.workload, taken.run, taken.base
     data = None
     if options.dataset is not None and brought.lengths is None:
@@ -92,13 +92,13 @@ def find(
             tokenizer=options.tokenizer or source.folder_or_id,
         )
     if options.backend == "auto":
-        is_here = gpu_reason.startswith(inputs.FOUND) and workload.num_gpus == 1
+        is_here = gpu_reason.startswith(budget.FOUND) and workload.num_gpus == 1
         measure_on = "cuda" if is_here else None
     else:
         measure_on = options.backend if options.backend in BACKENDS else None
     trains_elsewhere = measure_on is None and run is not None and run.target is not None
     with listener.searching() as progress:
-        found = tune.find(
+        found = predict_best.find(
             source,
             workload,
             taken.space,
@@ -113,7 +113,7 @@ def find(
             traces_table=None if measure_on is None else TraceTable(storage),
         )
     # Only a planned card follows from the budget; another one needs a study of its own.
-    is_planned = not gpu_reason.startswith((inputs.NAMED, inputs.FOUND, inputs.ON_CPU))
+    is_planned = not gpu_reason.startswith((budget.NAMED, budget.FOUND, budget.ON_CPU))
     name = study_names.default_study_name(workload, gpu=None if is_planned else card.name)
     own_values = search_space.unlisted(taken.space, workload.methods)
     if options.peft is not None:
@@ -142,11 +142,11 @@ def find(
                 )
         return answered(found, name)
     # Optuna's samplers come with it, which a prediction does without.
-    from autotune import measure
+    from autotune.search import measure_best
 
     measured_name = f"{name}-measured"
     try:
-        measured = measure.measured(
+        measured = measure_best.measured(
             found,
             source,
             options,

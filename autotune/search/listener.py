@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from autotune.records.answer import Counts
-from autotune.tune import Progress
+from autotune.search.predict_best import Progress
 
 if TYPE_CHECKING:
     from autotune.probe.loop import OnProbe

@@ -6,7 +6,7 @@ free: a value fits when any configuration of the space does. The answer is exact
 value fits by a full replay, and at the next one no configuration does.
 
 What makes that cheap is two assumptions, which tests/test_inverse.py holds against a full search:
-- Fewer samples, more recomputation and a lower rank need no more memory (autotune.cases.thrift). What
+- Fewer samples, more recomputation and a lower rank need no more memory (autotune.search.inverse.pricing.thrift). What
   else may fit is tried at the answer's value alone, where the fastest configuration is looked for.
 - What does not fit does not fit at a larger value either.
 """
@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.cases import Asked, Case, Pricer
 from autotune.catalogue import gpus, models
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.records.estimate import SCHEMA_VERSION, Estimate
+from autotune.search.inverse.pricing import Asked, Case, Pricer
+from autotune.search.predict_best import Progress
 from autotune.space.knobs import describe
-from autotune.tune import Progress
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_MICRO_BATCH = 65_536

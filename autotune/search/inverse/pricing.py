@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.candidates import Candidates
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError, HardwareError
@@ -21,11 +20,12 @@ from autotune.predict.estimator import Estimator, least_bytes
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, TraceSpec
+from autotune.search.candidates import Candidates
+from autotune.search.predict_best import Progress
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace, enumerate_configs, with_attentions
-from autotune.tune import Progress
 from autotune.worker.client.forkserver import ForkServer
 
 _FAR = 10**9

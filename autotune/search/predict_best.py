@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune import waterfall
-from autotune.candidates import Candidates, speed_of
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import log
@@ -35,6 +33,8 @@ from autotune.records.answer import (
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import NOISE
+from autotune.search import waterfall
+from autotune.search.candidates import Candidates, speed_of
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.knobs import KNOBS, describe

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import yaml
 
-from autotune import dataset as datasets
 from autotune.catalogue import gpus, nvml
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
@@ -18,6 +17,7 @@ from autotune.common import files
 from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError
 from autotune.memory.kv_cache import KvCache, kv_cache
+from autotune.search import dataset as datasets
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS

@@ -8,20 +8,20 @@ import functools
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from autotune import tune
 from autotune.catalogue.models import ModelSource
-from autotune.dataset import Dataset, time_loaders
 from autotune.errors import WorkerError
-from autotune.listener import Listener
 from autotune.probe import compiled, fingerprint, loop
 from autotune.probe.run_one import NotAsAssumed, Prober
 from autotune.records.answer import Measured
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
 from autotune.records.question import FindOptions
+from autotune.search import predict_best
+from autotune.search.dataset import Dataset, time_loaders
+from autotune.search.listener import Listener
+from autotune.search.predict_best import Found
 from autotune.space.config import Workload
 from autotune.store.probe_table import open_probes
-from autotune.tune import Found
 from autotune.worker.client.forkserver import ForkServer
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def measured(
     summary = found.summary
     workload = summary.workload
     confirm_steps, train_steps = options.confirm_steps, options.train_steps
-    if train_steps is None and (train_steps := tune.steps_per_epoch(summary)) is not None:
+    if train_steps is None and (train_steps := predict_best.steps_per_epoch(summary)) is not None:
         listener.note(
             f"the run is taken to be an epoch of the dataset: --train-steps {train_steps}."
         )
@@ -54,7 +54,7 @@ def measured(
         memory_budget_bytes=workload.memory_budget_bytes,
         max_seconds=PROBE_SECONDS[backend],
     )
-    max_probes = tune.EFFORTS[options.effort].max_probes
+    max_probes = predict_best.EFFORTS[options.effort].max_probes
     if confirm_steps is None:
         confirm_steps = CONFIRM_STEPS[backend]
     with (
@@ -96,7 +96,7 @@ def measured(
         for variant in found.variants(estimate)
         if (reason := compiled.why_not(variant.config, backend))
     )
-    told = tune.with_measured(summary, answer, not_compiled=next(not_compiled, ""))
+    told = predict_best.with_measured(summary, answer, not_compiled=next(not_compiled, ""))
     summary = dataclasses.replace(told, loader=loader)
     return dataclasses.replace(found, summary=summary)
 

@@ -1,0 +1,1 @@
+"""The funnel: from a question to an answer, predicted or measured."""

@@ -1,0 +1,1 @@
+"""Questions the other way round: the most that still fits, the least card that would do."""
