@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from autotune import export
 from autotune.catalogue import models
-from autotune.deliver import deliver
 from autotune.errors import ConfigError, nearest
 from autotune.export import Exporter
 from autotune.records.answer import Summary
@@ -35,6 +34,7 @@ from autotune.records.question import FindOptions
 from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
 from autotune.report.data import ReportData
+from autotune.report.deliver import deliver
 from autotune.report.progress import on_stderr
 from autotune.search import budget
 from autotune.search import find as finding

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.answer_files import AnswerFiles
 from autotune.catalogue import gpus
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
@@ -34,6 +33,7 @@ from autotune.errors import (
 from autotune.export.train_config import MAX_FILE_BYTES
 from autotune.records.answer import summary_from_dict
 from autotune.records.question import FindOptions
+from autotune.report.answer_files import AnswerFiles
 from autotune.search import budget, resolve
 from autotune.search.resolve import Brought
 from autotune.space import space_file

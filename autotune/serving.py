@@ -28,12 +28,12 @@ import sqlalchemy
 from autotune import asking
 from autotune.catalogue import gpus
 from autotune.common.units import counted
-from autotune.deliver import deliver
 from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.probe import fingerprint as fingerprints
 from autotune.probe import owners
 from autotune.records.answer import Counts
 from autotune.records.measurement import Measurement, ProbeSpec
+from autotune.report.deliver import deliver
 from autotune.search import budget, find
 from autotune.search.listener import SILENT, Listener, Measuring
 from autotune.space.config import TrainConfig

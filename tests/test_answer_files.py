@@ -10,9 +10,9 @@ from pathlib import Path
 import answers
 import pytest
 
-from autotune.answer_files import AnswerFiles
 from autotune.common.files import Disk
 from autotune.export.base import own_run
+from autotune.report.answer_files import AnswerFiles
 from autotune.space.config import TrainConfig
 
 

@@ -11,12 +11,12 @@ import answers
 import pytest
 
 from autotune import asking
-from autotune.answer_files import AnswerFiles
 from autotune.catalogue import gpus
 from autotune.common.files import Disk
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, WorkerError
 from autotune.records.answer import Summary
 from autotune.records.question import FindOptions
+from autotune.report.answer_files import AnswerFiles
 from autotune.search import budget, resolve
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths

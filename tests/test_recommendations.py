@@ -12,9 +12,9 @@ import pytest
 import sqlalchemy
 
 from autotune import cli
-from autotune.deliver import deliver
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.question import FindOptions
+from autotune.report.deliver import deliver
 from autotune.search import find
 from autotune.store import stored_answers
 from autotune.store.recommendations import (

@@ -134,8 +134,8 @@ def find(
     **typed: Any,
 ) -> None:
     """Find the fastest configuration that fits, and write it as files that a trainer loads."""
-    from autotune.deliver import deliver
     from autotune.report import terminal
+    from autotune.report.deliver import deliver
     from autotune.report.progress import on_stderr
     from autotune.search import find as finding
 

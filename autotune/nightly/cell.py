@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.deliver import deliver
 from autotune.errors import AutotuneError, StorageError, WorkerError
 from autotune.nightly import drift, files, ledger, relatives
 from autotune.nightly.digest import Done
@@ -32,6 +31,7 @@ from autotune.nightly.plan import Planned, changes
 from autotune.nightly.repeats import Repeated, Repeater
 from autotune.records.answer import Counts
 from autotune.records.measurement import Measurement
+from autotune.report.deliver import deliver
 from autotune.search import find
 from autotune.search.listener import SILENT, Listener, Measuring
 from autotune.space.config import TrainConfig

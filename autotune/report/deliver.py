@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.answer_files import AnswerFiles
 from autotune.errors import AutotuneError, ConfigError, StorageError
 from autotune.report import html
+from autotune.report.answer_files import AnswerFiles
 from autotune.report.data import collect
 from autotune.report.files import write
 from autotune.search.find import Answer
