@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from autotune import cli, serving
+from autotune import cli
+from autotune.jobs import serving
 from autotune.nightly import run as nightly
 from autotune.predict import tracing
 from autotune.search import measure_best

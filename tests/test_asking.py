@@ -10,10 +10,10 @@ from typing import Any
 import answers
 import pytest
 
-from autotune import asking
 from autotune.catalogue import gpus
 from autotune.common.files import Disk
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, WorkerError
+from autotune.jobs import asking
 from autotune.records.answer import Summary
 from autotune.records.question import FindOptions
 from autotune.report.answer_files import AnswerFiles

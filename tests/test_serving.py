@@ -20,14 +20,15 @@ import sqlalchemy
 from here import Workers, command
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from autotune import asking, cli, serving
+from autotune import cli
 from autotune.catalogue import gpus
 from autotune.errors import HardwareError, NothingFitsError, StorageError
+from autotune.jobs import asking, serving
+from autotune.jobs.serving import Gone, Here, serve
 from autotune.probe import fingerprint
 from autotune.records.question import FindOptions
 from autotune.search import find as finding
 from autotune.search.find import Answer
-from autotune.serving import Gone, Here, serve
 from autotune.store import jobs as module
 from autotune.store import optuna_study, schema
 from autotune.store.jobs import JobTable, Machine, open_jobs

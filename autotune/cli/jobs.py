@@ -129,7 +129,7 @@ def enqueue(
     as_json: bool,
 ) -> None:
     """Put the question into the queue; `waits`: until it is answered, and write its files then."""
-    from autotune import asking
+    from autotune.jobs import asking
     from autotune.store.jobs import open_jobs
 
     question, wanted = asking.prepare(options, note=note)
@@ -171,8 +171,8 @@ def _ended(table: JobTable, number: int) -> Job:
 
 def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> None:
     """What `find` does with an answer of its own, but for the report, which it has no need of here."""
-    from autotune import asking
     from autotune.errors import ConfigError, StorageError
+    from autotune.jobs import asking
     from autotune.report import terminal
     from autotune.store import study_names
 

@@ -44,7 +44,7 @@ def worker(*, storage: str, backend: str, once: bool, max_minutes: float | None)
 
     Example: autotune worker --storage postgresql+psycopg://me@db/autotune
     """
-    from autotune import serving
+    from autotune.jobs import serving
     from autotune.store.jobs import open_jobs
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):

@@ -25,10 +25,10 @@ from types import FrameType
 
 import sqlalchemy
 
-from autotune import asking
 from autotune.catalogue import gpus
 from autotune.common.units import counted
 from autotune.errors import AutotuneError, HardwareError, StorageError
+from autotune.jobs import asking
 from autotune.probe import fingerprint as fingerprints
 from autotune.probe import owners
 from autotune.records.answer import Counts
