@@ -15,8 +15,8 @@ import pytest
 import torch
 from fake_nvml import fake_nvml
 
-from autotune import versions
 from autotune.common.units import GIB
+from autotune.doctor import versions
 
 ROOT = Path(__file__).parents[1]
 

@@ -110,7 +110,7 @@ def _print_version(context: click.Context, _option: click.Parameter, is_asked: b
         return
     click.echo(f"autotune, version {__version__}")
     if context.params["verbose"]:
-        from autotune import versions
+        from autotune.doctor import versions
 
         for line in versions.lines():
             click.echo(line)

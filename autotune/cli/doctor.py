@@ -22,8 +22,8 @@ def doctor(*, storage: str, as_json: bool) -> int:
     5 torch and libraries, 2 a setting or the Hub's token, 6 disks, folders or database.
     """
     from autotune import doctor as checks
+    from autotune.doctor import draw as drawn
     from autotune.doctor.machine import Machine
-    from autotune.report import doctor as drawn
 
     findings = []
     for found in checks.examine(Machine(storage)):

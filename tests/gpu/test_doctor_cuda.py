@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune import doctor, versions
+from autotune import doctor
 from autotune.catalogue.gpus import detect
+from autotune.doctor import versions
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import Status
 
