@@ -9,7 +9,7 @@ tape has tensors of few sizes, half of them over a page of 20 MiB, and empties t
 run under a memory fraction that is a little more than their tensors need. It ends at the first request that
 fails. Prints how many of autotune's replays say otherwise, and which; 1 is returned where one does.
 
---out: a JSON object per line {"sizes", "events", "cap_bytes"} (as autotune.memory.allocator.replay takes them) and
+--out: a JSON object per line {"sizes", "events", "cap_bytes"} (as memory.allocator.replay takes them) and
 {"peak_allocated_bytes", "peak_reserved_bytes", "num_alloc_retries", "failed_event",
 "failed_request_bytes", "final_allocated_bytes", "final_reserved_bytes"} as PyTorch said.
 """

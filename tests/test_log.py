@@ -254,7 +254,8 @@ def test_help_and_completion_leave_none(main: Main) -> None:
 
 def test_a_program_that_imports_us_is_left_alone(tmp_path: Path) -> None:
     code = (
-        "import autotune.worker.client.isolate, logging; log = logging.getLogger('autotune.worker.client.isolate');"
+        "import autotune.worker.client.isolate as isolate, logging;"
+        "log = logging.getLogger(isolate.__name__);"
         "log.warning('not on stderr'); logging.basicConfig(format='%(message)s');"
         "log.warning('where the program wants it')"
     )

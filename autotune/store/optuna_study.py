@@ -1,6 +1,6 @@
 """The database: one Optuna study per workload, at one SQLAlchemy URL, open to Optuna's own tools.
 
-A study holds what one workload and card are answered with: its trials are autotune.store.predicted_trials'. Nothing
+A study holds what one workload and card are answered with: its trials are those of predicted_trials. Nothing
 stored is ever changed or removed.
 """
 

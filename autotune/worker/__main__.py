@@ -1,4 +1,4 @@
-"""The worker: `python -m autotune.worker REQUEST.json RESULT.jsonl` (contract: autotune.worker.client.isolate).
+"""The worker: `python -m autotune.worker REQUEST.json RESULT.jsonl` (contract: worker.client.isolate).
 
 The request names a verb and its arguments; each answer is one JSON line. Verbs:
 

@@ -1,6 +1,6 @@
 """A fork server: imports what a probe needs once, then forks one process per job.
 
-`python -P -m autotune.worker.server`, started by autotune.worker.client.forkserver. It runs no operation of torch
+`python -P -m autotune.worker.server`, started by worker.client.forkserver. It runs no operation of torch
 and never touches CUDA, so that every job starts as a fresh process would, the imports aside.
 
 Control messages are JSON objects, one per line: the parent's on stdin, the server's on stdout.

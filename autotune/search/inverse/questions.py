@@ -6,8 +6,8 @@ free: a value fits when any configuration of the space does. The answer is exact
 value fits by a full replay, and at the next one no configuration does.
 
 What makes that cheap is two assumptions, which tests/test_inverse.py holds against a full search:
-- Fewer samples, more recomputation and a lower rank need no more memory (autotune.search.inverse.pricing.thrift). What
-  else may fit is tried at the answer's value alone, where the fastest configuration is looked for.
+- Fewer samples, more recomputation and a lower rank need no more memory (the pricing module's `thrift`).
+  What else may fit is tried at the answer's value alone, where the fastest configuration is looked for.
 - What does not fit does not fit at a larger value either.
 """
 

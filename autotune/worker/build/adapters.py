@@ -1,4 +1,4 @@
-"""PEFT's adapter on a model, by autotune.space.adapters' fields: on `meta` for a trace, for real in a probe."""
+"""PEFT's adapter on a model, by the fields of space.adapters: on `meta` for a trace, for real in a probe."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The model that the Trainer trains, on `meta`: architecture and checkpointing.
 
-autotune.worker.build.quantize and autotune.worker.build.adapters change it; autotune.worker.build.real_model gives it weights on
-a device.
+`quantize` and `adapters` beside it change it; `real_model` gives it weights on a device.
 
 Only a configuration is read. An architecture that Transformers does not know natively is refused, so
 remote code never runs.

@@ -1,6 +1,6 @@
 """Starts a worker's process: `python -m autotune.worker`, in a process group and an environment of its own.
 
-autotune.worker.client.forkserver has another Launch; autotune.worker.client.isolate follows what either has started.
+`forkserver` beside it has another Launch; `isolate` follows what either has started.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A probe: a few real optimizer steps of one configuration, and what they took.
 
 The real transformers.Trainer, or TRL's SFTTrainer, runs with the arguments that are exported
-(autotune.worker.probe.training), on token ids at random and weights at random, until it has been timed well
-enough (autotune.worker.probe.probe_callback). However many micro-batches the configuration accumulates, two are
-run: the others cost what the second does (autotune.worker.probe.steps). A confirmation (ProbeSpec.confirm_steps)
+(`training`), on token ids at random and weights at random, until it has been timed well
+enough (`probe_callback`). However many micro-batches the configuration accumulates, two are
+run: the others cost what the second does (`steps`). A confirmation (ProbeSpec.confirm_steps)
 runs all of them, and evaluates and saves a checkpoint.
 
 Not yet run on a GPU: everything that says CUDA.

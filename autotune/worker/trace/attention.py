@@ -51,7 +51,7 @@ KERNEL_NAMES = {
         "flash3", (_FORWARD, _VARLEN_FORWARD), (_BACKWARD, _VARLEN_BACKWARD)
     ),
 }
-"""What autotune.speed.roofline calls the kernels of an implementation, where the operation does not say it."""
+"""What speed.roofline calls the kernels of an implementation, where the operation does not say it."""
 
 
 def buffers_of(attention: str, default: HiddenBuffers) -> HiddenBuffers:
