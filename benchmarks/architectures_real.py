@@ -26,7 +26,9 @@ from typing import Any
 
 from architectures import STUDY, in_a_process, refused, replace_table
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / part) for part in ("", "contracts")]
+sys.path[:0] = [
+    str(Path(__file__).parents[1] / "tests" / part) for part in ("support", "contracts")
+]
 
 CASES: dict[str, dict[str, Any]] = {"plain": {}, "checkpointed": {"checkpointing": 1}}
 WIDTH, HEADS, LAYERS = 64, 4, 4

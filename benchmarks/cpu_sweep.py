@@ -5,7 +5,7 @@
 The model is studies/cpu-sweep/config.json. Writes studies/cpu-sweep/sweep.jsonl, an object per line:
 {"schema_version", "prediction": {Estimate}, "measurement": {Measurement}}. Bytes are counted by the
 tracker and the budget enforced by it, so some points run out of memory. A CPU says nothing about a
-GPU; what the table is for is holding the sampler against reality (tests/test_recorded_sweep.py).
+GPU; what the table is for is holding the sampler against reality (tests/probe/test_recorded_sweep.py).
 """
 
 from __future__ import annotations

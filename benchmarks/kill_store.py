@@ -110,7 +110,7 @@ def old_database(file: Path) -> None:
 def studies_file(folder: Path) -> str:
     """The lines of an export: studies of NUM_TRIALS trials each."""
     # Only trials are wanted: their figures are of no matter.
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     import answers
 
     url = f"sqlite:///{folder}/exported.db"

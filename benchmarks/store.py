@@ -153,7 +153,7 @@ def fill(url: str, num_probes: int) -> int:
 
 def made_up_answer() -> dict[str, Any]:
     """The object of `find --json`, as the tests have it."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     import answers
 
     return answers.summary().to_dict()

@@ -147,7 +147,7 @@ def test_the_study_holds_what_was_measured_only(folder: Path, answer: dict[str, 
     assert len(stepwise) >= len(study.trials) - 1
     for trial in stepwise:
         assert len(trial.intermediate_values) == trial.user_attrs["measurement"]["num_steps"]
-    # Which of them wins is tests/test_probing.py's: on a busy machine a confirmation may decide.
+    # Which of them wins is tests/probe/test_loop.py's: on a busy machine a confirmation may decide.
     best = answer["measured"]["best"]
     seen = [t.user_attrs["measurement"] for t in study.trials]
     assert [m["config"] for m in seen if m["micro_step_seconds"] == best["micro_step_seconds"]] == [

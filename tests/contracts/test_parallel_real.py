@@ -3,7 +3,7 @@
 Two and three processes share a tiny Llama over gloo on the CPU: torch's DistributedDataParallel, and
 fully_shard as accelerate wraps a model. Dimensions are odd, so that shards are padded. Bytes are those
 of real storages: weights, gradients, optimizer state, buckets. DeepSpeed does not run here: its sizes
-are compared with its own formulas in tests/test_parallel.py.
+are compared with its own formulas in tests/predict/test_rank_trace.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autotune.space.precisions import PRECISIONS
 pytestmark = pytest.mark.slow
 
 GPU = find_gpu("rtx-4070")
-CHILD = Path(__file__).with_name("parallel_child.py")
+CHILD = Path(__file__).parents[1] / "support" / "parallel_child.py"
 MODEL = {
     "model_type": "llama",
     "vocab_size": 67,

@@ -5,7 +5,7 @@ A question is a row of Cases, each a value with everything that goes with it; wh
 free: a value fits when any configuration of the space does. The answer is exact as predictions go: its
 value fits by a full replay, and at the next one no configuration does.
 
-What makes that cheap is two assumptions, which tests/test_inverse.py holds against a full search:
+What makes that cheap is two assumptions, which tests/search/test_inverse.py holds against a full search:
 - Fewer samples, more recomputation and a lower rank need no more memory (the pricing module's `thrift`).
   What else may fit is tried at the answer's value alone, where the fastest configuration is looked for.
 - What does not fit does not fit at a larger value either.

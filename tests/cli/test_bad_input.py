@@ -1,0 +1,606 @@
+"""Whatever is wrong: one clear message, its exit code, no traceback, and nothing stored is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import answers
+import optuna
+import pytest
+from fake_nvml import fake_nvml
+
+from autotune import cli
+from autotune.catalogue import gpus
+from autotune.common.units import GIB
+from autotune.search import predict_best
+
+ROOT = Path(__file__).parents[2]
+FIND = ("find", "--model", "qwen2.5-1.5b", "--gpu-mem", "12GB")
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+
+DETECT = gpus.detect
+
+Fail = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Fail:
+    """Run a command that must fail; return its exit code and its one message."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
+
+    def invoke(*arguments: str) -> tuple[int, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        err = capsys.readouterr().err
+        check_message(err)
+        return int(ended.value.code or 0), err
+
+    return invoke
+
+
+def check_message(err: str) -> None:
+    """One message and nothing that looks like a crash."""
+    assert "Traceback" not in err
+    assert "internal error" not in err
+    lines = err.splitlines()
+    # Progress may come before it. An option's error is click's, below a line of usage.
+    assert [line.lower().startswith("error: ") for line in lines].index(True) == len(lines) - 1
+    assert all(line.isprintable() for line in lines)
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search answers at once; what comes after it is on trial."""
+    monkeypatch.setattr(
+        predict_best,
+        "find",
+        lambda model, workload, space, gpu, **rest: answers.found(workload=workload, gpu=gpu.name),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "parts"),
+    [
+        (("--gpu-mem", "0GB"), 2, ("'0GB' is not positive", "12GB")),
+        (("--gpu-mem", "-3GB"), 2, ("'-3GB' is not positive",)),
+        (("--gpu-mem", "9999TB"), 2, ("more than 1 PB",)),
+        (("--gpu-mem", "900GB"), 2, ("No single GPU known here has",)),
+        (("--gpu-mem", "lots"), 2, ("'lots' is not a size", "Write a number and a unit")),
+        (("--gpu-mem", "12"), 2, ("has no unit",)),
+        (("--gpu-mem", "12G"), 2, ("unknown unit 'G'",)),
+        (("--gpu-mem", "nanGB"), 2, ("is not a size",)),
+        (("--gpu-mem", "12GB\n\x1b[31m"), 2, ("is not a size",)),
+        (("--gpu", "rtx-4071"), 2, ("Unknown GPU 'rtx-4071'", '"rtx-4070"', "autotune gpus")),
+        (("--gpu", "rtx-4070", "--gpu-mem", "24GB"), 2, ("22.35 GiB", "11.49 GiB")),
+        (("--gpu", "mi300x"), 3, ("does not run CUDA", "autotune gpus")),
+        (("--space", "defualt"), 2, ("no search space 'defualt'", '"default"')),
+        (("--method", "qlroa"), 2, ("--method", "'full', 'lora', 'qlora'")),
+        (("--allow", "all"), 2, ("--allow",)),
+        (("--seq-len", "0"), 2, ("--seq-len",)),
+        (("--seq-len", "1"), 2, ("one token trains nothing", "--seq-len 2 or more")),
+        (("--effective-batch", "-1"), 2, ("--effective-batch",)),
+        (("--num-gpus", "3"), 2, ("3 GPUs cannot share", "--effective-batch 33")),
+        (("--method", "vera"), 2, ("default has no section for vera", "Give --space adapters")),
+        (("--method", "peft"), 2, ("default has no section for peft", "Give --peft with a file")),
+        (("--method", "qlora", "--space", "full"), 2, ("It has full", "default or everything")),
+        (("--num-gpus", "2", "--backend", "cpu"), 2, ("Probes run on one GPU",)),
+        (("--effective-batch", "1e3"), 2, ("--effective-batch",)),
+        (("--base", "nowhere.yaml"), 2, ("nowhere.yaml cannot be read",)),
+        (("--base", "."), 2, ("cannot be read",)),
+        (("--speed", "high"), 2, ("--speed",)),
+    ],
+)
+def test_options_of_find(
+    fail: Fail, arguments: tuple[str, ...], code: int, parts: tuple[str, ...]
+) -> None:
+    ended, err = fail(*FIND, *arguments)
+    assert ended == code
+    for part in parts:
+        assert part in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--checkpointing", "every-0"), "none, full or every-N"),
+        (("--optimizer", "adamw_torh"), "adamw_torch"),
+        (("--optimizer", "adamw_torch_xla"), "runs on XLA devices"),
+        (("--precision", "bf16"), "bf16-true"),
+        (("--quantization", "nf4"), "they need an adapter, which is method qlora"),
+        (("--rank", "8"), "rank and targets have no meaning"),
+        (("--method", "lora", "--targets", "a;b"), "'a;b' must be all-linear, attention, or"),
+        (("--method", "lora", "--virtual-tokens", "8"), "its own method's settings and no others"),
+        (("--method", "peft"), "a --peft file"),
+        (("--lora-dropout", "0.1"), "rank and targets have no meaning"),
+        (("--method", "vera", "--lora-dropout", "0.1"), "its own method's settings and no others"),
+        (("--method", "lora", "--lora-dropout", "1"), "must be a number from 0 to below 1"),
+        (("--method", "lora", "--lora-dropout", "a"), "must be a number from 0"),
+        (("--peft", "absent.yaml"), "absent.yaml cannot be read. No such file"),
+        (("--peft", "."), ". cannot be read"),
+        (("--offload",), "the input of a checkpointed layer"),
+        (("--checkpointing", "every-99"), "fewer layers than the checkpointing interval"),
+        (("--gpu", "t4", "--precision", "bf16-true"), "need compute capability 8.0"),
+        (("--parallelism", "fsdp2"), "one GPU has nobody to share with"),
+        (("--num-gpus", "2", "--parallelism", "none"), "several GPUs share a run by one of"),
+        (("--num-gpus", "99"), "99 is not in the range"),
+    ],
+)
+def test_options_of_estimate(fail: Fail, arguments: tuple[str, ...], part: str) -> None:
+    ended, err = fail("estimate", "--model", "qwen2.5-1.5b", "--gpu", "rtx-4070", *arguments)
+    assert ended == 2
+    assert part in err
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("peft_type: [", "is not YAML"),
+        ("!!python/object/apply:os.system ['true']", "is not YAML"),
+        ("- 1", "must be a mapping with a peft_type"),
+        ("r: 8", "must be a mapping with a peft_type"),
+        ("{peft_type: LORA, r: .nan}", "must be made of text, numbers, lists and mappings"),
+        ("{peft_type: LORA, since: 2024-01-01}", "must be made of text, numbers"),
+        ("{peft_type: LORA, x: &a [*a]}", "must be made of text, numbers"),
+        (f"{{peft_type: LORA, x: {'y' * 30_000}}}", "must have 20,000 characters at most"),
+        ("{peft_type: LORA, megatron_config: {a: 1}}", "must do without megatron_config"),
+    ],
+)
+def test_files_of_peft(fail: Fail, content: str, part: str) -> None:
+    Path("adapter.yaml").write_text(content, encoding="utf-8")
+    where = ("--model", "qwen2.5-1.5b", "--gpu", "rtx-4070")
+    ended, err = fail("estimate", *where, "--peft", "adapter.yaml")
+    assert ended == 2
+    assert part in err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("{peft_type: LORRA}", 'PEFT has no type LORRA. Did you mean "LORA"'),
+        ("{peft_type: LORA, lora_dropuot: 1}", 'Did you mean "lora_dropout"'),
+        ("{peft_type: LORA, target_modules: [nowhere]}", "PEFT cannot add its LORA adapter"),
+        ("{peft_type: LORA, r: 0, target_modules: all-linear}", "LORA adapter (ValueError: `r`"),
+        ("{peft_type: LORA, task_type: SEQ_CLS}", "task_type is not that of causal-lm"),
+        ("{peft_type: SHIRA, r: 4, target_modules: [q_proj]}", "PEFT cannot add its SHIRA"),
+    ],
+)
+def test_what_peft_refuses(fail: Fail, content: str, part: str) -> None:
+    Path("adapter.yaml").write_text(content, encoding="utf-8")
+    Path("config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    where = ("--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "64")
+    ended, err = fail("estimate", *where, "--peft", "adapter.yaml")
+    assert ended == 2
+    assert part in err
+
+
+def test_no_model_and_no_budget(fail: Fail) -> None:
+    assert fail("find", "--gpu-mem", "12GB")[0] == 2
+    code, err = fail("find", "--model", "qwen2.5-1.5b")
+    assert code == 2
+    assert "There is no memory budget" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [
+        ("NVML Shared Library Not Found", "NVIDIA's driver is not installed"),
+        ("Driver Not Loaded", "installed, and not loaded"),
+        ("", "finds no card"),
+    ],
+)
+def test_probes_on_cuda_without_a_card(
+    fail: Fail, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str, part: str
+) -> None:
+    fake_nvml(monkeypatch, [], error=error)
+    code, err = fail(*FIND, "--backend", "cuda")
+    assert code == 3
+    assert part in err
+    assert "Leave --backend out" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_probes_on_a_card_that_others_use(
+    fail: Fail, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_nvml(
+        monkeypatch,
+        ["NVIDIA L4"],
+        total_bytes=24 * GIB,
+        used_bytes=20 * GIB,
+        compute=[(4711, 20 * GIB)],
+        programs={4711: "/usr/bin/python3"},
+    )
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", DETECT)
+    code, err = fail(*FIND, "--backend", "cuda")
+    assert code == 3
+    assert "--gpu-mem 12GB is not free" in err
+    assert "3.76 GiB of its 23.76 GiB are free" in err
+    assert "python3 (process 4711, 20.00 GiB)" in err
+    code, err = fail("find", "--model", "qwen2.5-1.5b", "--backend", "cuda", "--gpu-mem", "80GB")
+    assert code == 3
+    assert "more than the card has" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_model_gets_the_nearest_names(fail: Fail) -> None:
+    code, err = fail("find", "--model", "qwen2.5-1.6b", "--gpu-mem", "12GB")
+    assert code == 2
+    assert '"Qwen2.5-1.5B"' in err
+
+
+def test_a_name_cannot_imitate_other_output(fail: Fail) -> None:
+    code, err = fail("find", "--model", "x\nerror: fine\x1b[2J\u202e", "--gpu-mem", "12GB")
+    assert code == 2
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize("offline", ["1", ""])
+def test_no_network(tmp_path: Path, offline: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "autotune", *FIND[:2], "nobody/knows-this", "--gpu-mem", "12GB"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": offline,
+            # A port that nobody listens on: discard, and never the network.
+            "HF_ENDPOINT": "http://127.0.0.1:9",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 2
+    check_message(ran.stderr)
+    assert "could not be fetched" in ran.stderr
+    assert "give a folder or file that has its config.json" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b'{"model_type": "llama",', "Line 1"),
+        (b"", "is not a JSON object"),
+        (b"[1, 2]", "holds a list"),
+        (b"\xff\xfe\x00", "is not UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"{}", "no model_type"),
+        (b'{"model_type": 5}', "no model_type"),
+        (b'{"a": "' + b"x" * 2**21 + b'"}', "is larger than 1.0 MiB"),
+        (b'{"auto_map": {"AutoConfig": "evil.Config"}}', "never runs here"),
+        (b'{"model_type": "llama", "num_hidden_layers": 99999999}', "99,999,999 layers"),
+    ],
+)
+def test_a_configuration_that_is_none(
+    fail: Fail, tmp_path: Path, content: bytes, part: str
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    code, err = fail("find", "--model", str(tmp_path), "--gpu-mem", "12GB")
+    assert code == 2
+    assert part in err
+
+
+def test_remote_code_does_not_run(fail: Fail, tmp_path: Path) -> None:
+    """The trace's own process: it is the one that has Transformers."""
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code = "import pathlib; pathlib.Path(__file__).with_name('ran').touch()\nclass Config: pass\n"
+    for name in ("evil.py", "configuration_evil.py", "torch.py"):
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    ended, err = fail("estimate", "--model", str(tmp_path), "--gpu", "rtx-4070")
+    assert ended == 2
+    assert "its remote code is never run" in err
+    assert not (tmp_path / "ran").exists()
+
+
+SPACE = "methods:\n  full:\n    micro_batch_size: [1]\n    precision: [bf16-true]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (SPACE + "    optimiser: [sgd]\n", ("unknown key", '"optimizer"')),
+        (SPACE + "    optimizer: sgd\n", ("methods.full.optimizer: must be a list",)),
+        (SPACE + "    optimizer: [1]\n", ("must be a name, not 1",)),
+        (SPACE + "    optimizer: !!python/object/apply:os.system [id]\n", ("tag",)),
+        ("methods: {full: [", ("is not YAML", "line 1")),
+        ("\x00", ("is not YAML",)),
+        ("- 1", ("must be a mapping",)),
+    ],
+)
+def test_a_space_that_is_none(
+    fail: Fail, tmp_path: Path, text: str, parts: tuple[str, ...]
+) -> None:
+    (tmp_path / "space.yaml").write_text(text, encoding="utf-8")
+    code, err = fail(*FIND, "--space", "space.yaml")
+    assert code == 2
+    for part in parts:
+        assert part in err
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("version: 1\nconfig: {method: full, speed: 9}\n", "config.speed is unknown"),
+        ("version: 1\nconfig: {method: 3}\n", "config.method is of type int"),
+        ("version: 9\nconfig: {}\n", "A newer autotune wrote it"),
+        ("config: !!python/name:os.system x\n", "is not a YAML document"),
+    ],
+)
+def test_a_base_that_is_none(fail: Fail, tmp_path: Path, text: str, part: str) -> None:
+    (tmp_path / "base.yaml").write_text(text, encoding="utf-8")
+    code, err = fail(*FIND, "--base", "base.yaml")
+    assert code == 2
+    assert part in err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("base.py", b"x = (", "base.py is not a Python program. line 1"),
+        ("base.py", b"x = 1\0", "base.py is not a Python program"),
+        ("base.py", b"TrainingArguments(**options)", "what **options spreads is no literal"),
+        ("base.py", b"TrainingArguments(bf16=" + b"f" * 10_000 + b")", "bf16: ffff"),
+        ("base.py", b"# " + b"x" * 2**20, "base.py is larger than 1 MiB"),
+        ("base.json", b'{"peft_type": "LORA", "r": [8]}', "adapter r must be a whole number, not a list"),
+        ("base.json", b'{"load_in_4bit": "yes please"}', "load_in_4bit: yes please"),
+        ("base.json", b'{"zero_optimization": [3]}', "zero_optimization must be a mapping"),
+        ("base.yaml", b"num_processes: many\ndistributed_type: NO\n", "num_processes must be a whole"),
+        ("base.yaml", b"model: {_component_: torchtune.x}\nbatch_size: {}\n", "batch_size must be a"),
+        ("base.yaml", b"optim: &a [*a]\n", "is not a YAML document. It is nested too deeply"),
+        ("base.yaml", b"\xff\xfe", "base.yaml is not UTF-8 text"),
+    ],
+)  # fmt: skip
+def test_a_base_of_another_trainer_that_is_none(
+    fail: Fail, tmp_path: Path, name: str, content: bytes, part: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    code, err = fail(*FIND, "--base", name)
+    assert code == 2
+    assert part in " ".join(err.split())
+    assert len(err) < 3000
+
+
+def trials(path: Path) -> int:
+    storage = f"sqlite:///{path}"
+    (name,) = optuna.get_all_study_names(storage)
+    return len(optuna.load_study(study_name=name, storage=storage).trials)
+
+
+@pytest.mark.usefixtures("answered")
+def test_a_read_only_database(
+    fail: Fail, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Read-only by its address: permissions do not stop root.
+    path = tmp_path / "studies" / "autotune.db"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(FIND)
+    assert not ended.value.code
+    assert "4,096 tokens/s" in capsys.readouterr().out
+    before = trials(path)
+    address = f"sqlite:///file:{path}?mode=ro&uri=true"
+    code, err = fail(*FIND, "--storage", address, "--seq-len", "512")
+    assert code == 6
+    assert "It cannot be written to. Make it writable" in err
+    assert trials(path) == before > 0
+
+
+@pytest.mark.usefixtures("answered")
+@pytest.mark.parametrize(
+    ("storage", "part"),
+    [
+        ("sqlite:////proc/nowhere/x.db", "The folder of the database"),
+        ("nonsense", "cannot be read"),
+        ("nodriver://user:secret@host/db", "cannot be"),
+        ("postgres://user:secret@host/db", "Begin it with sqlite:/// or postgresql+psycopg://"),
+    ],
+)
+def test_a_database_that_cannot_be_opened(fail: Fail, storage: str, part: str) -> None:
+    code, err = fail(*FIND, "--storage", storage)
+    assert code == 6
+    assert part in err
+    assert "secret" not in err
+
+
+@pytest.mark.parametrize("command", ["worker", "nightly"])
+def test_no_number_of_minutes_is_no_limit(fail: Fail, command: str) -> None:
+    code, err = fail(command, "--max-minutes", "nan")
+    assert code == 2
+    assert "'nan' is no number of minutes" in err
+
+
+@pytest.mark.parametrize("storage", ["sqlite://", "sqlite:///:memory:"])
+@pytest.mark.parametrize("command", [("jobs", "list"), (*FIND, "--backend", "cpu"), FIND])
+@pytest.mark.usefixtures("answered")
+def test_a_database_in_memory_keeps_nothing(
+    fail: Fail, command: tuple[str, ...], storage: str
+) -> None:
+    code, err = fail(*command, "--storage", storage)
+    assert code == 6
+    assert "It is in memory, where nothing stays" in err
+
+
+@pytest.mark.usefixtures("answered")
+def test_a_corrupt_database_is_left_as_it_is(fail: Fail, tmp_path: Path) -> None:
+    path = tmp_path / "broken.db"
+    content = b"SQLite format 3\x00" + b"\x07" * 5000
+    path.write_bytes(content)
+    code, err = fail(*FIND, "--storage", f"sqlite:///{path}")
+    assert code == 6
+    assert "it was left as it is" in err
+    assert path.read_bytes() == content
+    # The answer's files do not need the database.
+    assert (tmp_path / "studies" / "qwen2.5-1.5b-12gb" / "train.py").is_file()
+
+
+@pytest.mark.usefixtures("answered")
+def test_a_folder_that_cannot_be_written(fail: Fail, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file", encoding="utf-8")
+    code, err = fail(*FIND, "--out", "taken")
+    assert code == 6
+    assert "The files cannot be written to taken" in err
+    assert (tmp_path / "taken").read_text(encoding="utf-8") == "a file"
+
+
+FULL_DISK = """
+import resource, sys
+import answers
+from autotune import cli, gpus, tune
+tune.find = lambda model, workload, space, gpu, **rest: answers.found(workload=workload)
+gpus.detect = list
+if len(sys.argv) > 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+cli.main(["find", "--model", "qwen2.5-1.5b", "--gpu-mem", "12GB"])
+"""
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """No file may grow beyond 2 KiB: to a program that is the same as a disk without room."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", FULL_DISK, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    assert run().returncode == 0
+    database = tmp_path / "studies" / "autotune.db"
+    folder = tmp_path / "studies" / "qwen2.5-1.5b-12gb"
+    before = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    num_trials = trials(database)
+
+    ran = run("full")
+    assert ran.returncode == 6
+    assert "4,096 tokens/s" in ran.stdout
+    assert "Traceback" not in ran.stderr
+    assert "The files cannot be written" in ran.stderr
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
+    assert trials(database) == num_trials
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_stdout(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "autotune", "models"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ran.returncode == 6
+    check_message(ran.stderr)
+    assert "The output cannot be written" in ran.stderr
+
+
+def test_interrupted_while_it_is_imported(tmp_path: Path) -> None:
+    """In the place of a library that is imported: Ctrl-C."""
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "autotune", "gpus"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "Interrupted.\n")
+
+
+def test_interrupted_half_way(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    database = tmp_path / "studies" / "autotune.db"
+    database.parent.mkdir()
+    with sqlite3.connect(database) as connection:
+        connection.execute("CREATE TABLE mine (x)")
+    connection.close()
+    before = database.read_bytes()
+    command = ("find", "--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "64")
+    with subprocess.Popen(
+        [sys.executable, "-m", "autotune", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        assert "are valid" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(timeout=20) == 130
+        assert process.stdout.read() == ""
+    assert rest.split() == [
+        "Interrupted.",
+        "What",
+        "was",
+        "stored",
+        "before",
+        "is",
+        "as",
+        "it",
+        "was.",
+    ]
+    assert database.read_bytes() == before
+    # The workers' private folder is gone, and so are the workers.
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "studies"}
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_nothing_fits_names_the_smallest_and_the_way_out(fail: Fail, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    text = SPACE + "    optimizer: [adamw_torch_fused]\n"
+    (tmp_path / "space.yaml").write_text(text, encoding="utf-8")
+    arguments = ("--model", "config.json", "--gpu-mem", "500MB", "--gpu", "rtx-4070")
+    code, err = fail("find", *arguments, "--space", "space.yaml", "--method", "full")
+    assert code == 4
+    assert "Nothing fits into 0.47 GiB" in err
+    assert "The smallest, full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 32" in err
+    assert "--method qlora" in err
+    assert not (tmp_path / "studies").exists()
+
+
+def test_a_worker_that_talks_nonsense_is_named(
+    fail: Fail, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    nonsense = "import sys; open(sys.argv[2], 'w').write('nonsense\\n')"
+    monkeypatch.setattr(
+        "autotune.worker.client.launching.worker_command", lambda: [sys.executable, "-c", nonsense]
+    )
+    code, err = fail("estimate", "--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "64")
+    assert code == 5
+    assert "that is no JSON object" in err

@@ -1,0 +1,116 @@
+"""`autotune max`: what is typed, what is said, and that `estimate` says the same of the answer."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune import cli
+from autotune.cli import maximum
+from autotune.search.inverse import questions
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
+TINY = str(Path(__file__).parents[2] / "examples" / "tiny-llama.json")
+ASK = ("max", "--gpu", "rtx-4070", "--gpu-mem", "1GB")
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
+
+    def invoke(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return invoke
+
+
+def test_the_questions_are_those_of_the_search() -> None:
+    assert tuple(questions.QUESTIONS) == maximum.WHATS
+
+
+def test_estimate_says_the_same_of_the_answer(main: Main) -> None:
+    code, out, err = main(
+        *(*ASK, "--what", "micro-batch", "--model", TINY, "--seq-len", "256"),
+        *("--method", "lora", "--checkpointing", "none", "--rank", "8", "--json"),
+    )
+    assert code == 0, err
+    answer: dict[str, Any] = json.loads(out)
+    assert answer["evidence"] == "predicted"
+    assert answer["value"] == answer["best"]["config"]["micro_batch_size"] > 8
+    assert answer["best"]["config"]["activation_checkpointing"] == 0
+    assert answer["beyond"]["value"] == answer["value"] + 1
+    assert answer["beyond"]["lacks_bytes"] > 0
+    assert answer["fixed"] == {"activation_checkpointing": 0, "lora_rank": 8}
+
+    autotune, *arguments = shlex.split(answer["check"])
+    assert autotune == "autotune"
+    assert arguments[arguments.index("--gpu-mem") + 1] == "1GB"
+    code, out, err = main(*arguments, "--json")
+    assert code == 0, err
+    checked = json.loads(out)
+    assert checked["fits"]
+    assert {name: answer["best"][name] for name in checked if name in answer["best"]} == {
+        name: value for name, value in checked.items() if name in answer["best"]
+    }
+
+
+def test_the_answer_is_drawn_first_and_all_of_it_is_predicted(main: Main) -> None:
+    code, out, err = main(
+        *(*ASK, "--what", "sequence-length", "--model", TINY, "--method", "full"),
+        *("--multiple-of", "32", "--checkpointing", "full", "--no-offload"),
+    )
+    assert code == 0, err
+    said = " ".join(out.split())  # where a line breaks depends on how long the model's path is
+    head, answer, _ = said.partition(
+        " answer 256 tokens: the longest sequence that fits, in steps of"
+    )
+    assert answer
+    assert "PREDICTED, not measured" in head
+    assert "Memory does not end it: the model's configuration has positions for no more." in said
+    assert "check autotune estimate --model" in said
+    assert "checkpoint every layer" in said
+
+
+def test_nothing_fits_is_exit_code_4(main: Main) -> None:
+    code, _, err = main(
+        *("max", "--gpu", "rtx-4070", "--gpu-mem", "730MB", "--what", "lora-rank"),
+        *("--model", TINY, "--seq-len", "64", "--method", "lora", "--micro-batch", "1"),
+    )
+    assert code == 4
+    assert "Nothing fits" in err
+    assert "is predicted to need" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--what", "sequence-length", "--model", TINY, "--seq-len", "8"), "--seq-len does not go"),
+        (("--what", "micro-batch", "--model", TINY, "--micro-batch", "8"), "--micro-batch does not"),
+        (("--what", "lora-rank", "--model", TINY, "--rank", "8"), "--rank does not go"),
+        (("--what", "model", "--model", TINY), "--model does not go"),
+        (("--what", "gpu", "--model", TINY), "--gpu does not go"),
+        (("--what", "micro-batch"), "needs a model"),
+        (("--what", "lora-rank", "--model", TINY, "--method", "full"), "has no rank"),
+        (("--what", "sequence-length", "--model", TINY, "--multiple-of", "512"), "No multiple of 512"),
+        (("--what", "model", "--seq-len", "99999", "--task", "masked-lm"), "No model of the catalogue"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_one_line_and_exit_code_2(
+    main: Main, arguments: tuple[str, ...], part: str
+) -> None:
+    code, out, err = main(*ASK, *arguments)
+    assert code == 2
+    assert not out
+    assert part in err
+    assert len(err.strip().splitlines()) == 1

@@ -1,0 +1,349 @@
+"""Programs that people train with: read without being run, and given back with their literals changed."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.errors import ConfigError
+from autotune.export import mapping_write
+from autotune.export.base import program, program_edit
+from autotune.export.base.edit import Change
+from autotune.export.base.read import BaseRun, changes, read_base
+from autotune.export.mapping import NotLiteral
+from autotune.space.config import TrainConfig
+
+BASES = Path(__file__).parents[1] / "data" / "bases"
+QLORA = TrainConfig(
+    method="qlora",
+    quantization="nf4",
+    lora_rank=16,
+    lora_targets="q_proj,v_proj",
+    sequence_length=2048,
+    micro_batch_size=2,
+    gradient_accumulation_steps=8,
+    optimizer="paged_adamw_8bit",
+    precision="bf16-autocast",
+    activation_checkpointing=1,
+    batching="padded",
+    trainer="trl-sft",
+)
+UNSLOTH = dataclasses.replace(
+    QLORA,
+    lora_alpha_ratio=1.0,
+    quantization="nf4-double",
+    lora_targets="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+    gradient_accumulation_steps=4,
+    optimizer="adamw_8bit",
+    activation_offloading=True,
+)
+SIZES = "per_device_train_batch_size=2, gradient_accumulation_steps=4"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "mine.py"
+    path.write_text(text, encoding="utf-8", newline="")
+    return path
+
+
+def theirs(folder: Path, name: str) -> Path:
+    return written(folder, (BASES / f"{name}.py.txt").read_text(encoding="utf-8"))
+
+
+def changed(run: BaseRun, **settings: Any) -> tuple[str, list[Change]]:
+    answer = dataclasses.replace(run.config, **settings)
+    text, _, left = run.parts[0].edited(changes(run, run.config, answer))
+    path = written(run.path.parent, text)
+    if not left:
+        assert read_base(path).config == answer
+    return text, left
+
+
+def diff(run: BaseRun, **settings: Any) -> list[str]:
+    text, left = changed(run, **settings)
+    assert left == []
+    lines = difflib.unified_diff(run.text.splitlines(), text.splitlines(), n=0, lineterm="")
+    return [f"{line[0]} {line[1:].strip()}" for line in list(lines)[2:] if line[0] in "+-"]
+
+
+def test_a_script_is_read(tmp_path: Path) -> None:
+    run = read_base(theirs(tmp_path, "qlora"))
+    assert run.config == QLORA
+    assert run.model == "Qwen/Qwen2.5-1.5B"
+    assert json.loads(run.extra_arguments) == {"output_dir": "out", "logging_steps": 10}
+    said = " ".join(run.notes)
+    assert "learning_rate: args.lr (line 40)" in said
+    assert "prepare_model_for_kbit_training (line 26)" in said
+
+
+def test_a_script_is_given_back(tmp_path: Path) -> None:
+    run = read_base(theirs(tmp_path, "qlora"))
+    assert diff(
+        run,
+        micro_batch_size=8,
+        gradient_accumulation_steps=2,
+        activation_checkpointing=2,
+        precision="fp16-autocast",
+        attention="flash_attention_2",
+        liger=True,
+    ) == [
+        "- BATCH = 2  # of 24 GB",
+        "+ BATCH = 8  # of 24 GB",
+        "- bnb_4bit_compute_dtype=torch.bfloat16)",
+        "+ bnb_4bit_compute_dtype=torch.float16)",
+        '- MODEL, quantization_config=bnb, torch_dtype=torch.bfloat16, device_map={"": 0}',
+        '+ MODEL, quantization_config=bnb, torch_dtype=torch.float16, device_map={"": 0}, '
+        'attn_implementation="flash_attention_2"',
+        "- gradient_accumulation_steps=8,",
+        "+ gradient_accumulation_steps=2,",
+        "- gradient_checkpointing_kwargs={'use_reentrant': False},",
+        "+ gradient_checkpointing_kwargs={'use_reentrant': False, 'every_n_layers': 2},",
+        "- bf16=True, logging_steps=10,",
+        "+ bf16=False, fp16=True, logging_steps=10,",
+        "- eval_batch_size=RANK)",
+        "+ eval_batch_size=RANK,",
+        "+ use_liger_kernel=True)",
+    ]
+
+
+def test_checkpointing_that_a_function_switches_on_is_not_switched_off(tmp_path: Path) -> None:
+    run = read_base(theirs(tmp_path, "qlora"))
+    assert run.target is not None
+    assert not mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
+    assert mapping_write.allows(run.target, "qlora", "activation_checkpointing", 2)
+    text = run.text.replace("training(model)", "training(model, use_gradient_checkpointing=False)")
+    run = read_base(written(tmp_path, text))
+    assert run.target is not None
+    assert mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
+
+
+def test_a_constant_with_two_uses_stays(tmp_path: Path) -> None:
+    """RANK says something else too."""
+    run = read_base(theirs(tmp_path, "qlora"))
+    assert diff(run, lora_rank=64, lora_dropout=0.1) == [
+        "- r=RANK,  # was 8",
+        "- lora_alpha=32,",
+        "+ r=64,  # was 8",
+        "+ lora_alpha=128,",
+        '- task_type="CAUSAL_LM"',
+        '+ task_type="CAUSAL_LM",',
+        "+ lora_dropout=0.1",
+    ]
+
+
+def test_unsloths_notebook(tmp_path: Path) -> None:
+    path = theirs(tmp_path, "unsloth")
+    run = read_base(path)
+    assert run.config == UNSLOTH
+    assert read_base(path, has_bf16=False).config.precision == "fp16-mixed"
+    assert diff(
+        run,
+        method="lora",
+        quantization="none",
+        activation_checkpointing=0,
+        activation_offloading=False,
+        batching="packed",
+    ) == [
+        "- load_in_4bit = True",
+        "+ load_in_4bit = False",
+        "+ use_gradient_checkpointing=False,",
+        '- use_gradient_checkpointing = "unsloth",',
+        "+ use_gradient_checkpointing = False,",
+        "- packing = False,",
+        "+ packing = True,",
+    ]
+
+
+def test_what_is_not_changed_stays_byte_for_byte(tmp_path: Path) -> None:
+    text = (BASES / "qlora.py.txt").read_text(encoding="utf-8")
+    for content in (text, text.replace("\n", "\r\n"), "\ufeff" + text):
+        run = read_base(written(tmp_path, content))
+        assert changed(run) == (content, [])
+        new, left = changed(run, micro_batch_size=4, liger=True)
+        assert left == []
+        assert new.count("\r\n") in (0, new.count("\n"))
+        assert new.replace("BATCH = 4", "BATCH = 2").startswith(content[:600])
+
+
+@pytest.mark.parametrize(
+    ("old", "change", "new"),
+    [
+        ("f()", Change(key="bf16", value=True), "f(bf16=True)"),
+        ("f('out')", Change(key="bf16", value=True), "f('out', bf16=True)"),
+        ("f(a=1, b=2)", Change(key="c", value="x", after=("a",)), 'f(a=1, c="x", b=2)'),
+        ("f(a=1, b=2,)", Change(key="c", value=[1]), "f(a=1, b=2, c=[1],)"),
+        ("f(a=1, b=2)", Change(key="a", value=None), "f(b=2)"),
+        ("f(a=1, b=2)", Change(key="b", value=None), "f(a=1)"),
+        ("f(\n    a=1,  # one\n    b=2,\n)", Change(key="c", value=3, after=("a",)),
+         "f(\n    a=1,  # one\n    c=3,\n    b=2,\n)"),
+        ("f(\n    a=1,\n    b=2  # two\n)", Change(key="c", value=3),
+         "f(\n    a=1,\n    b=2,  # two\n    c=3\n)"),
+        ("f(\n    a=1,  # one\n    b=2,\n)", Change(key="a", value=None), "f(\n    b=2,\n)"),
+        ("f(a={'x': 1})", Change(key="a.y", value=2), "f(a={'x': 1, 'y': 2})"),
+        ("f(a={'x': 1}, b=2)", Change(key="a.x", value=None), "f(b=2)"),
+        ("f(a=dict(x=1))", Change(key="a.x", value=2), "f(a=dict(x=2))"),
+        ("f(a=(1))", Change(key="a", value=2), "f(a=(2))"),
+        ("f(a=None)", Change(key="a.x", value=2), 'f(a={"x": 2})'),
+        ("f(**{'a': 1})", Change(key="a", value=2), "f(**{'a': 2})"),
+        ("f(é='ü', a=1)", Change(key="a", value="\"'\n\u2028"), "f(é='ü', a='\"\\'\\n\\u2028')"),
+        ("f(old=True)", Change(key="new", value="x", instead="old"), 'f(new="x")'),
+    ],
+)  # fmt: skip
+def test_one_change(old: str, change: Change, new: str) -> None:
+    old, new = (text.replace("f(", "TrainingArguments(", 1) for text in (old, new))
+    assert program_edit.edited(f"x = {old}  # end\n", [change]) == (f"x = {new}  # end\n", [])
+    ast.parse(new)
+
+
+def test_what_cannot_be_placed_is_named_and_nothing_else_is_touched() -> None:
+    text = "x = TrainingArguments(**{'a': (1)})\n"
+    change = Change(key="b", value=2)
+    assert program_edit.edited(text, [change, Change(key="a", value=3)]) == (
+        "x = TrainingArguments(**{'a': (3)}, b=2)\n",
+        [],
+    )
+    stray = Change(key="quantization:load_in_4bit", value=True)
+    assert program_edit.edited(text, [stray]) == (text, [stray])
+
+
+def test_a_program_is_never_run(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+        f"x = TrainingArguments({SIZES}, learning_rate=exec('1'))\n",
+    )
+    assert read_base(path).config.micro_batch_size == 2
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("TrainingArguments(per_device_train_batch_size=args.batch)",
+         "per_device_train_batch_size: args.batch (line 1) is no literal"),
+        ("TrainingArguments(bf16=torch.cuda.get_device_capability()[0] >= 8)", "is no literal"),
+        ("B = 2\nB += 2\nTrainingArguments(per_device_train_batch_size=B)", "B (line 3) is no literal"),
+        ("def f(B=2):\n  TrainingArguments(per_device_train_batch_size=B)", "is no literal"),
+        ("TrainingArguments(**options)", "line 1: what **options spreads is no literal"),
+        ("o = {'bf16': True}\no['bf16'] = x\nTrainingArguments(**o)", "**o spreads is no literal"),
+        ("TrainingArguments()\nTrainingArguments()", "lines 1, 2 each have one"),
+        ("TrainingArguments('out', False)", "TrainingArguments is given values without their names"),
+        ("a = TrainingArguments()\na_args = a\na_args.bf16 = True", "line 3: a_args.bf16 is set later"),
+        ("a = HfArgumentParser(TrainingArguments)\nTrainingArguments()", "HfArgumentParser"),
+        ("TrainingArguments(deepspeed='z.json')", "deepspeed: shares the run among GPUs"),
+        ("TrainingArguments()\nmodel.gradient_checkpointing_enable()",
+         "line 2: gradient_checkpointing_enable switches checkpointing on"),
+        ("TrainingArguments(optim='adamw_tortch')", "unknown optimizer 'adamw_tortch'. Did you mean"),
+        ("LoraConfig(r=8)", "adapter target_modules is missing"),
+        ("LoraConfig(r=8, target_modules='.*q_proj')", "is a pattern: name the modules in a list"),
+        ("AutoModelForCausalLM.from_pretrained('m', load_in_4bit=True)\nTrainingArguments()",
+         "BitsAndBytesConfig has it"),
+        ("model = FastLanguageModel.from_pretrained('m')\nSFTConfig()", "nothing trains"),
+        ("print('no training here')", "has no settings that can be read"),
+        ("x = (", "is not a Python program. line 1"),
+    ],
+)  # fmt: skip
+def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_base(written(tmp_path, f"{text}\n"))
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("1", 1),
+        ("-0.5", -0.5),
+        ("('a', 'b')", ["a", "b"]),
+        ("{'b', 'a'}", ["a", "b"]),
+        ("dict(x=1)", {"x": 1}),
+        ("torch.bfloat16", "bfloat16"),
+        ("torch.half", "float16"),
+        ("is_bfloat16_supported()", True),
+        ("not torch.cuda.is_bf16_supported()", False),
+        ("NAME", "m"),
+        ("other.bfloat16", NotLiteral("", 0)),
+        ("1 + 1", NotLiteral("", 0)),
+        ("b'x'", NotLiteral("", 0)),
+        ("'\\ud800'", NotLiteral("", 0)),
+        ("f'{x}'", NotLiteral("", 0)),
+        ("os.environ['X']", NotLiteral("", 0)),
+    ],
+)
+def test_values(source: str, value: object) -> None:
+    found = program.parsed(f"NAME = 'm'\nTrainingArguments(x={source})\n")
+    assert found.content["x"] == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x=1\0",
+        "x=" + "(" * 100_000,
+        "x=" + "-" * 100_000 + "1",
+        "x=" + "1+" * 60_000 + "1",
+        "x=a" + ".a" * 60_000,
+        "".join(" " * depth + "if 1:\n" for depth in range(200)),
+        "x=" + "9" * 5000,
+        "x" * 300_000,
+        "TrainingArguments(x=" + "[" * 150 + "]" * 150 + ", " + "y" * 10_000 + "=1)" + ")",
+    ],
+    ids=[
+        "nul",
+        "parentheses",
+        "minus",
+        "plus",
+        "attributes",
+        "indents",
+        "digits",
+        "large",
+        "broken",
+    ],
+)
+def test_hostile_programs_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ConfigError) as raised:
+        read_base(written(tmp_path, text))
+    assert "is not a Python program" in str(raised.value)
+    assert len(str(raised.value)) < 500
+    assert "\n" not in str(raised.value)
+    assert time.monotonic() - start < 10
+
+
+def test_hostile_names_in_a_program_are_cut(tmp_path: Path) -> None:
+    for value in ("f" * 10_000, "'" + "<script>\\n" * 1000 + "'", "x[" + "'y'" * 1000 + "]"):
+        with pytest.raises(ConfigError) as raised:
+            read_base(written(tmp_path, f"TrainingArguments(optim={value})\n"))
+        assert len(str(raised.value)) < 500
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"', True),
+        (
+            'os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", '
+            '"max_split_size_mb:64, expandable_segments:True")',
+            True,
+        ),
+        ('os.environ |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}', True),
+        ('os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:64"', False),
+        ('os.environ["OTHER"] = "expandable_segments:True"', False),
+    ],
+)
+def test_a_program_tells_torchs_allocator(tmp_path: Path, line: str, expected: bool) -> None:
+    text = (BASES / "qlora.py.txt").read_text(encoding="utf-8")
+    run = read_base(written(tmp_path, f"import os\n{line}\n{text}"))
+    assert run.config.expandable_segments is expected
+    assert mapping_write.allows(run.target, run.config.method, "expandable_segments", expected)
+    assert not mapping_write.allows(
+        run.target, run.config.method, "expandable_segments", not expected
+    )

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from autotune.export import EXPORTERS
+from autotune.export.base import own_run
+from autotune.export.base.read import BaseRun, read_base
+from autotune.export.mapping_write import unsaid
+from autotune.space import space_file
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.search_space import as_in_base, enumerate_configs
+
+FILES = Path(__file__).parents[1] / "data" / "bases"
+QUICK = Workload(model="m", memory_budget_bytes=1, sequence_length=2048, effective_batch_size=16)
+
+
+def read(name: str, **given: int) -> tuple[BaseRun, list[str]]:
+    notes: list[str] = []
+    options = {"seq_len": None, "num_gpus": 1, "effective_batch": 32, "has_bf16": True, **given}
+    run = own_run.read_run(FILES / name, **options, usual_length=1024, note=notes.append)  # type: ignore[arg-type]
+    return run, notes
+
+
+def test_gpus_are_those_that_were_named() -> None:
+    config = read("axolotl.yaml", num_gpus=4)[0].config
+    assert (config.num_gpus, config.parallelism) == (4, "ddp")
+    # Batches are per GPU in a file.
+    assert config.effective_batch_size == 2 * 8 * 4
+
+
+def test_what_is_left_to_the_card_is_float16_on_an_old_one() -> None:
+    assert read("axolotl.yaml")[0].config.precision == "bf16-autocast"
+    assert read("axolotl.yaml", has_bf16=False)[0].config.precision == "fp16-autocast"
+    # That file says bfloat16.
+    assert read("llama_factory.yaml", has_bf16=False)[0].config.precision == "bf16-autocast"
+
+
+def test_a_method_that_the_file_leaves_open_is_searched() -> None:
+    run, _ = read("training_arguments.yaml")
+    space, _ = own_run.searched(
+        space_file.load("default"), run, run.config, "causal-lm", has_lengths=False
+    )
+    assert [section.method for section in space.methods] == ["full", "lora", "qlora"]
+    # But attention is not, which the file says nothing of either.
+    assert {section.domains["attention"] for section in space.methods} == {("sdpa",)}
+
+
+def test_a_length_that_no_file_has_is_said() -> None:
+    run, notes = read("training_arguments.yaml")
+    assert run.config.sequence_length == 1024
+    assert any("--seq-len 1024 is taken" in note for note in notes)
+    run, notes = read("training_arguments.yaml", seq_len=4096)
+    assert run.config.sequence_length == 4096
+    assert not any("--seq-len" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "name", ["axolotl.yaml", "llama_factory.yaml", "sft.yaml", "training_arguments.yaml"]
+)
+@pytest.mark.parametrize("space", ["default", "everything"])
+def test_a_search_has_only_what_the_file_can_say_and_the_base_is_in_it(
+    name: str, space: str
+) -> None:
+    run, _ = read(name)
+    assert run.target is not None
+    searched, base = own_run.searched(
+        space_file.load(space), run, run.config, "causal-lm", has_lengths=False
+    )
+    assert base.batching == "packed"
+    workload = dataclasses.replace(
+        QUICK,
+        sequence_length=base.sequence_length,
+        effective_batch_size=base.effective_batch_size,
+        methods=(base.method,),
+    )
+    of_base = {
+        domain: getattr(base, domain)
+        for section in searched.methods
+        if section.method == base.method
+        for domain, values in section.domains.items()
+        if getattr(base, domain) not in values
+    }
+    assert of_base == {}
+    if space == "default":
+        points = enumerate_configs(searched, workload).configs
+        assert {unsaid(run.target, config) for config in points} == {()}
+        assert len(points) > 50
+
+
+def test_ours_is_searched_as_ever(tmp_path: Path) -> None:
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=1,
+        gradient_accumulation_steps=8,
+        sequence_length=512,
+        precision="fp32",
+        optimizer="sgd",
+    )
+    run = BaseRun(path=tmp_path / "train_config.yaml", config=config)
+    space = space_file.load("default")
+    assert own_run.searched(space, run, config, "causal-lm", has_lengths=False) == (space, config)
+    assert own_run.with_edited(EXPORTERS, tmp_path, run, config) == EXPORTERS
+    assert own_run.changed(run, config, config) == []
+
+
+@pytest.mark.parametrize("space", ["default", "everything", "lora"])
+def test_the_files_alpha_is_that_of_every_answer(space: str) -> None:
+    """Nothing is to be gained by another, so none is tried: a full run's has none."""
+    run, _ = read("axolotl.yaml")
+    loaded = space_file.load(space)
+    searched, _ = own_run.searched(
+        as_in_base(loaded, run.config), run, run.config, "causal-lm", has_lengths=False
+    )
+    alphas = {
+        section.method: section.domains["lora_alpha_ratio"]
+        for section in searched.methods
+        if "lora_alpha_ratio" in section.domains
+    }
+    assert alphas
+    assert set(alphas.values()) == {(0.5,)}
+    full, _ = read("training_arguments.yaml")
+    assert as_in_base(loaded, full.config) == loaded
+
+
+def test_a_space_that_names_alphas_keeps_them() -> None:
+    run, _ = read("axolotl.yaml")
+    space = space_file.load("lora")
+    (section,) = (section for section in space.methods if section.method == "lora")
+    named = dataclasses.replace(
+        section, domains={**section.domains, "lora_alpha_ratio": (1.0, 2.0)}
+    )
+    space = dataclasses.replace(space, methods=(named,))
+    assert as_in_base(space, run.config) == space
+
+
+def test_theirs_is_never_written_over(tmp_path: Path) -> None:
+    run, _ = read("axolotl.yaml")
+    (*_, copy) = own_run.with_edited(EXPORTERS, tmp_path, run, run.config)
+    assert copy.filename == "axolotl.yaml"
+    (*_, copy) = own_run.with_edited(EXPORTERS, FILES, run, run.config)
+    assert copy.filename == "axolotl.answer.yaml"
+
+
+def test_their_file_takes_the_place_of_ours_of_that_name(tmp_path: Path) -> None:
+    path = tmp_path / "train_config.yaml"
+    path.write_bytes((FILES / "axolotl.yaml").read_bytes())
+    run = read_base(path)
+    exporters = own_run.with_edited(EXPORTERS, tmp_path / "out", run, run.config)
+    names = [exporter.filename for exporter in exporters]
+    assert names.count("train_config.yaml") == 1
+    assert exporters[-1].filename == "train_config.yaml"
+
+
+def test_what_was_changed_is_said() -> None:
+    run, _ = read("axolotl.yaml")
+    answer = dataclasses.replace(
+        run.config, activation_checkpointing=2, precision="bf16-true", micro_batch_size=4
+    )
+    said = own_run.changed(run, run.config, answer)
+    assert said == [
+        "your axolotl.yaml is written beside the other files, with micro_batch_size: 4.",
+        "not put into it: precision: bf16-true.",
+        "not put into it: activation_checkpointing: checkpoint every 2nd layer.",
+    ]

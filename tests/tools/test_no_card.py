@@ -1,0 +1,144 @@
+"""The card that is not there (benchmarks/no_card.py) is like one, where that can be seen without torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.catalogue.gpus import find_gpu
+from autotune.common.units import GIB, MIB
+
+ROOT = Path(__file__).parents[2]
+CUDA = Path("/usr/local/cuda")
+CARD = find_gpu("t4")
+CONTEXT = 300 * MIB
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+needs_toolkit = pytest.mark.skipif(
+    not (CUDA / "include/cuda_runtime_api.h").exists(), reason="no headers of the CUDA toolkit"
+)
+
+OUT_OF_MEMORY, INITIALIZATION = 2, 3
+"""Of cudaError and of CUresult."""
+
+DEFINITIONS = """
+import ctypes, json, os, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+def free():
+    left, total = ctypes.c_size_t(), ctypes.c_size_t()
+    cuda.cudaMemGetInfo(ctypes.byref(left), ctypes.byref(total))
+    return left.value
+def take(size):
+    return cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(size))
+"""
+
+
+@pytest.fixture(scope="module")
+def no_card() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import no_card
+
+        yield no_card
+
+
+def run(no_card: Any, folder: Path, script: str) -> Any:
+    """What the script prints, as JSON, in a process that finds the card."""
+    environment = no_card.environment(folder, CARD, CONTEXT)
+    if not (folder / "libcuda.so.1").exists():
+        del environment["LD_PRELOAD"]
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_nvml_tells_what_the_catalogue_does(no_card: Any, tmp_path: Path) -> None:
+    no_card.build(tmp_path, "libnvidia-ml.so.1", CUDA)
+    script = """
+import json
+from autotune import gpus, nvml
+state, (card,) = nvml.card_state(), gpus.detect()
+said = nvml.occupancy().used_bytes
+print(json.dumps([card.slug, card.capacity_bytes, state.driver, state.compute_capability, said]))
+"""
+    found = run(no_card, tmp_path, script)
+    assert found == [CARD.slug, CARD.capacity_bytes, no_card.DRIVER, [7, 5], 0]
+
+
+def test_nvml_tells_that_there_is_no_fabric(no_card: Any, tmp_path: Path) -> None:
+    """PyTorch asks before it makes expandable segments: nvmlGpuFabricInfo_v2_t, NOT_SUPPORTED is 0."""
+    no_card.build(tmp_path, "libnvidia-ml.so.1", CUDA)
+    script = """
+import ctypes, json
+info = (ctypes.c_ubyte * 36)(*[255] * 36)
+said = ctypes.CDLL("libnvidia-ml.so.1").nvmlDeviceGetGpuFabricInfoV(None, info)
+print(json.dumps([said, info[28]]))
+"""
+    assert run(no_card, tmp_path, script) == [0, 0]
+
+
+@needs_toolkit
+def test_memory_is_counted_and_comes_back(no_card: Any, tmp_path: Path) -> None:
+    no_card.build(tmp_path, "libcuda.so.1", CUDA)
+    script = (
+        DEFINITIONS
+        + f"""
+before = free()
+took = take({GIB} + 1), take({CARD.capacity_bytes})
+print(json.dumps([before, took, before - free()]))
+"""
+    )
+    for _ in range(2):  # The second finds what the first has left.
+        before, took, held = run(no_card, tmp_path, script)
+        assert before == CARD.capacity_bytes - CONTEXT
+        assert (took, held) == ([0, OUT_OF_MEMORY], GIB + 2 * MIB)
+
+
+@needs_toolkit
+def test_mapped_pages_are_counted_and_come_back(no_card: Any, tmp_path: Path) -> None:
+    """As expandable segments are made: addresses are free, pages are not."""
+    no_card.build(tmp_path, "libcuda.so.1", CUDA)
+    script = (
+        DEFINITIONS
+        + f"""
+page, address, handle = ctypes.c_size_t({20 * MIB}), ctypes.c_uint64(), ctypes.c_uint64()
+before, zero = free(), ctypes.c_uint64()
+cuda.cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t({GIB}), zero, zero, zero)
+reserved = before - free()
+took = [
+    cuda.cuMemCreate(ctypes.byref(handle), page, None, zero),
+    cuda.cuMemCreate(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(before), None, zero),
+    cuda.cuMemMap(address, page, zero, handle, zero),
+]
+held = before - free()
+ended = [cuda.cuMemUnmap(address, page), cuda.cuMemRelease(handle)]
+print(json.dumps([reserved, took, held, ended, before - free()]))
+"""
+    )
+    assert run(no_card, tmp_path, script) == [0, [0, OUT_OF_MEMORY, 0], 20 * MIB, [0, 0], 0]
+
+
+@needs_toolkit
+def test_the_driver_survives_no_fork(no_card: Any, tmp_path: Path) -> None:
+    no_card.build(tmp_path, "libcuda.so.1", CUDA)
+    script = (
+        DEFINITIONS
+        + """
+def in_child():
+    if not os.fork():
+        os._exit(take(1))
+    return os.waitstatus_to_exitcode(os.wait()[1])
+uninitialized, before = cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())), in_child()
+take(1)
+print(json.dumps([uninitialized, before, in_child()]))
+"""
+    )
+    assert run(no_card, tmp_path, script) == [INITIALIZATION, 0, INITIALIZATION]
