@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import answers  # of the tests: made-up Estimates
 from commands import environment
 
+from autotune.common import json_records
 from autotune.store import optuna_study, predicted_trials, stored_answers
 
 NAME = "large"
@@ -40,7 +41,7 @@ def make(url: str, num_trials: int) -> None:
     with optuna_study.open_study(url, NAME, workload=summary.workload, gpu=summary.gpu) as study:
         predicted_trials.record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
         study.set_user_attr(stored_answers.RESULT, {**summary.to_dict(), "files": []})
-        study.set_user_attr(stored_answers.DETAILS, answers.details().to_dict())
+        study.set_user_attr(stored_answers.DETAILS, json_records.plain(answers.details()))
 
 
 def main() -> None:

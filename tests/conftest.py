@@ -61,7 +61,7 @@ def _workers_that_know_no_test() -> Iterator[None]:
 def _log_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands that tests run leave their log with the tests, not with the user's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOTUNE_LOG", str(tmp_path_factory.mktemp("log") / "autotune.common.log"))
+        patch.setenv("AUTOTUNE_LOG", str(tmp_path_factory.mktemp("log") / "autotune.log"))
         yield
 
 

@@ -3,7 +3,7 @@
 Everything slow is imported inside the commands, so that `autotune --help` stays quick. Results go
 to stdout, progress, warnings and errors to stderr. Exit codes: autotune.errors; 2 as well for a
 wrong option, 1 for a mistake of our own, whose traceback is in the log; AUTOTUNE_DEBUG=1 shows it.
-Every command adds to the log (autotune.common.log): what was typed, how it went, how it ended.
+Every command adds to the log (autotune.log): what was typed, how it went, how it ended.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _print_version(context: click.Context, _option: click.Parameter, is_asked: b
     "--log-file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help=f"The log [default: {log.VARIABLE}, or autotune/autotune.common.log in XDG_STATE_HOME].",
+    help=f"The log [default: {log.VARIABLE}, or autotune/autotune.log in XDG_STATE_HOME].",
 )
 @click.option(
     "--version",

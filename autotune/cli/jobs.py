@@ -74,6 +74,7 @@ def list_jobs(*, storage: str, as_json: bool) -> None:
 )
 def show(*, number: int, storage: str, out: Path | None, as_json: bool) -> None:
     """Show a job, and its answer once it has one."""
+    from autotune.records.answer import summary_from_dict
     from autotune.report.jobs import draw_job
     from autotune.store.jobs import open_jobs
 
@@ -83,7 +84,8 @@ def show(*, number: int, storage: str, out: Path | None, as_json: bool) -> None:
     if out is not None:
         _deliver(job, folder=out, storage=storage, as_json=as_json)
     elif as_json:
-        print_json({**job.to_dict(), "result": job.result})
+        result = None if job.result is None else summary_from_dict(job.result).to_dict()
+        print_json({**job.to_dict(), "result": result})
     else:
         files = f"{command_on(str(number), 'jobs show', storage)} --out FOLDER"
         draw_job(job, sys.stdout, files=files if job.study else "")

@@ -1,71 +1,57 @@
-"""Flat dataclasses read from JSON: every field is there, known, and of its type."""
+"""Records as JSON and back: msgspec reads their annotations, so that no record is written out twice."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 
-def record(kind: type[Any], values: Any, what: str) -> Any:
-    """The dataclass of these fields. Raises ValueError, which names the field below `what`.
+def plain(record: object) -> Any:
+    """The record as objects, lists, texts and numbers: what `json` writes and `read` takes."""
+    return msgspec.to_builtins(record)
 
-    Types are read off annotations such as `int | None`; of `tuple[...]` the outermost counts. A whole
-    number may stand for a float, a bool never for a number. NaN and infinity are refused.
+
+def read(kind: type[T], values: Any, what: str = "it") -> T:
+    """The record of that kind from what `plain` gave, after JSON as well.
+
+    Every field without a default is there, known, and of its type; a whole number may stand for a float,
+    a bool never for a number; NaN and infinity are refused. Raises ValueError, which names the field
+    below `what`.
     """
-    prefix = f"{what}." if what else ""
-    fields = _fields(cast(Hashable, kind))
-    given = mapping(values, what)
-    for name in given:
-        if name not in fields:
-            raise ValueError(f"{prefix}{str(name)[:80]} is unknown")
-    for name, field in fields.items():
-        if name in given:
-            value = given[name]
-            if field.types is not None and type(value).__name__ not in field.types:
-                raise ValueError(
-                    f"{prefix}{name} is {shown(value)} and should be of type {field.in_words}"
-                )
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{prefix}{name} is {value}")
-        elif field.is_required:
-            raise ValueError(f"{prefix}{name} is missing")
-    return kind(**given)
+    mapping(values, what)
+    try:
+        record = msgspec.convert(values, kind, strict=True)
+    except msgspec.ValidationError as error:
+        said, _, place = str(error).partition(" - at `$")
+        raise ValueError(f"{what}{place.rstrip('`')}: {said.replace('`', '')}") from error
+    _check(values, plain(record), what)
+    return record
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Field:
-    types: frozenset[str] | None
-    """Names of the types that a value may have; None: any."""
-    in_words: str
-    is_required: bool
-
-
-@functools.cache
-def _fields(kind: Any) -> dict[str, _Field]:
-    return {field.name: _field(field) for field in dataclasses.fields(kind)}
-
-
-def _field(field: dataclasses.Field[Any]) -> _Field:
-    allowed = [part.partition("[")[0] for part in str(field.type).split(" | ")]
-    types = {"NoneType" if name == "None" else name for name in allowed}
-    if "float" in types:
-        types.add("int")
-    return _Field(
-        types=None if "object" in types else frozenset(types),
-        in_words=" or ".join(allowed),
-        is_required=field.default is dataclasses.MISSING,
-    )
+def _check(values: Any, known: Any, place: str) -> None:
+    if isinstance(values, dict):
+        for name, value in values.items():
+            if not isinstance(known, dict) or name not in known:
+                raise ValueError(f"{place}.{str(name)[:80]} is unknown")
+            _check(value, known[name], f"{place}.{name}")
+    elif isinstance(values, list | tuple):
+        for value, one in zip(values, known, strict=True):
+            _check(value, one, place)
+    elif isinstance(values, float) and not math.isfinite(values):
+        raise ValueError(f"{place} is {values}")
 
 
 def mapping(values: Any, what: str) -> dict[str, Any]:
+    """The values, where they are an object. Raises ValueError."""
     if not isinstance(values, dict):
         raise ValueError(f"{what} is {shown(values)} and should be an object")
     return values
 
 
 def shown(value: object) -> str:
+    """A value in a message: at most 80 characters of it."""
     return repr(value)[:80]

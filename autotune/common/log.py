@@ -1,6 +1,6 @@
 """The log: a file that every command adds to, so that what went wrong can be read afterwards.
 
-AUTOTUNE_LOG or --log-file names the file, else it is autotune/autotune.common.log in XDG_STATE_HOME. It is
+AUTOTUNE_LOG or --log-file names the file, else it is autotune/autotune.log in XDG_STATE_HOME. It is
 turned over at MAX_BYTES, and BACKUPS older ones stay. A log that cannot be written costs one warning and
 nothing else. Secrets are taken out of every line (autotune.common.secrets).
 

@@ -164,8 +164,7 @@ def _lengths(question: Mapping[str, Any]) -> Lengths | None:
         return None
     given = dict(question["lengths"])
     given["percentiles"] = tuple(given["percentiles"])
-    lengths: Lengths = json_records.record(Lengths, given, "lengths")
-    return lengths
+    return json_records.read(Lengths, given, "lengths")
 
 
 def _texts(question: Mapping[str, Any]) -> dict[Path, str]:

@@ -31,7 +31,7 @@ from autotune.errors import AutotuneError, HardwareError, StorageError
 from autotune.jobs import asking
 from autotune.probe import fingerprint as fingerprints
 from autotune.probe import owners
-from autotune.records.answer import Counts
+from autotune.records.answer import Counts, stored_record
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.report.deliver import deliver
 from autotune.search import budget, find
@@ -199,7 +199,7 @@ class _Work:
             self._job.number,
             self._at.machine.worker,
             study=delivered.study,
-            result=delivered.result,
+            result=stored_record(answer.summary),
             problem=problem,
         ):
             self._log(f"job {self._job.number}: done, study {delivered.study}")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from autotune.common import json_records
 from autotune.export import write_texts
 from autotune.nightly.history import Night, night_from_dict
 from autotune.store.study_names import slug
@@ -47,7 +48,7 @@ def write(
             "spread": latest.spread,
             "peak_device_bytes": latest.peak_device_bytes,
         },
-        "nights": [night.to_dict() for night in nights],
+        "nights": json_records.plain(nights),
     }
     text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
     write_texts({path: text + "\n"})

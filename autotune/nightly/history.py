@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import statistics
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from autotune.common import json_records
 from autotune.nightly import drift
-from autotune.records.fingerprint import Fingerprint, fingerprint_from_dict
+from autotune.records.fingerprint import Fingerprint
 from autotune.space.config import TrainConfig
 
 NEW = "new"
@@ -68,26 +67,16 @@ class Night:
     def at(self) -> datetime.datetime:
         return datetime.datetime.fromisoformat(self.made_at)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "tokens_per_second": list(self.tokens_per_second)}
-
 
 def night_from_dict(values: Any) -> Night:
-    """Read Night.to_dict back, from JSON as well. Raises ValueError, which names the field."""
-    fields = dict(json_records.mapping(values, "a night"))
-    fields["fingerprint"] = fingerprint_from_dict(fields.get("fingerprint"))
-    fields["config"] = json_records.record(TrainConfig, fields.get("config"), "config")
-    speeds = fields.get("tokens_per_second")
-    if not isinstance(speeds, list) or not speeds or not all(map(_is_speed, speeds)):
+    """Read a Night back from JSON. Raises ValueError, which names the field."""
+    night = json_records.read(Night, values, "a night")
+    if not night.tokens_per_second or not all(
+        0 < speed < 1e15 for speed in night.tokens_per_second
+    ):
         raise ValueError("tokens_per_second is no list of speeds")
-    fields["tokens_per_second"] = tuple(map(float, speeds))
-    night: Night = json_records.record(Night, fields, "")
     datetime.datetime.fromisoformat(night.made_at)
     return night
-
-
-def _is_speed(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
 
 
 def levels(nights: Sequence[Night]) -> tuple[drift.Level, list[list[tuple[float, ...]]]]:

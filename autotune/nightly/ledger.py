@@ -6,6 +6,7 @@ import contextlib
 import datetime
 from collections.abc import Sequence
 
+from autotune.common import json_records
 from autotune.nightly.history import MAX_NIGHTS, Night, night_from_dict
 from autotune.nightly.matrix import Cell
 from autotune.store.database import file_of, parse_url
@@ -53,7 +54,7 @@ def keep(storage: str, cell: Cell, night: Night, *, machine: str) -> None:
                 spread=night.spread,
                 peak_device_bytes=night.peak_device_bytes,
                 config=night.config.to_dict(),
-                result={NIGHT: night.to_dict()},
+                result={NIGHT: json_records.plain(night)},
                 reason=night.kind,
             )
         )

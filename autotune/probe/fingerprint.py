@@ -12,9 +12,10 @@ from pathlib import Path
 
 from autotune.catalogue import nvml
 from autotune.catalogue.installed import cpu_name, versions
+from autotune.common import json_records
 from autotune.errors import HardwareError, WorkerError
 from autotune.memory import alloc_conf
-from autotune.records.fingerprint import Fingerprint, fingerprint_from_dict
+from autotune.records.fingerprint import Fingerprint
 from autotune.worker.client.forkserver import ForkServer
 
 DEADLINE_SECONDS = 120.0
@@ -30,7 +31,7 @@ def fingerprint_here(server: ForkServer, backend: str) -> Fingerprint:
     if "unusable" in answer:
         raise _unusable(str(answer["unusable"]))
     try:
-        return fingerprint_from_dict(answer.get("fingerprint"))
+        return json_records.read(Fingerprint, answer.get("fingerprint"), "fingerprint")
     except ValueError as error:
         raise WorkerError("The fingerprint process talked nonsense", why=str(error)) from error
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from autotune.common import json_records
-from autotune.records.estimate import SCHEMA_VERSION, Estimate, estimate_from_dict
-from autotune.records.loader_times import LoaderTimes, loader_times_from_dict
-from autotune.records.measurement import Measurement, measurement_from_dict
-from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload, workload_from_dict
+from autotune.records.estimate import SCHEMA_VERSION, Estimate
+from autotune.records.loader_times import LoaderTimes
+from autotune.records.measurement import Measurement
+from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
 
 MORE_MEMORY = "memory_budget_bytes"
 """The `setting` of the Change that is no field of TrainConfig."""
@@ -281,91 +280,18 @@ class Summary:
         }
 
 
-_SUMS = ("schema_version", "evidence", "memory_budget_bytes", "speedup", "files")
-"""What Summary.to_dict and the writing of files add, and reading does not need."""
-_MEASURED_SUMS = (
-    "speedup",
-    "predicted_tokens_per_second",
-    "predicted_peak_device_bytes",
-    "confirmed",
-    "tokens_per_second_over_run",
-    "compile_pays_after_steps",
-)
-_MEASUREMENT_SUMS = ("peak_device_bytes", "step_seconds", "tokens_per_second", "fits", "problem")
+def stored_record(summary: Summary) -> dict[str, Any]:
+    """The answer as it is kept: its own fields alone, which `summary_from_dict` reads back."""
+    return {"schema_version": SCHEMA_VERSION, **json_records.plain(summary)}
 
 
 def summary_from_dict(values: Any) -> Summary:
-    """Read Summary.to_dict back, from JSON as well. Raises ValueError, which names the field."""
-    given = json_records.mapping(values, "it")
+    """Read `stored_record` back, from JSON as well. Raises ValueError, which names the field."""
     try:
+        given = json_records.mapping(values, "it")
         if given.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {json_records.shown(given.get('schema_version'))}")
-        fields = {name: value for name, value in given.items() if name not in _SUMS}
-        best = dict(json_records.mapping(fields.get("best"), "best"))
-        fields["best_class"] = best.pop("class", None)
-        fields["best"] = estimate_from_dict(best)
-        # Answers of before there were any have none.
-        extra = json_records.mapping(fields.pop("extra_arguments", {}), "extra_arguments")
-        fields["workload"] = dataclasses.replace(
-            workload_from_dict(fields.get("workload")), extra_arguments=json.dumps(extra)
-        )
-        fields["base"] = json_records.record(TrainConfig, fields.get("base"), "base")
-        fields["counts"] = json_records.record(Counts, fields.get("counts"), "counts")
-        if fields.get("baseline") is not None:
-            fields["baseline"] = estimate_from_dict(fields["baseline"])
-        by_class = json_records.mapping(fields.get("best_by_class"), "best_by_class")
-        fields["best_by_class"] = {k: estimate_from_dict(v) for k, v in by_class.items()}
-        fields["tied"] = tuple(map(estimate_from_dict, _list(fields, "tied")))
-        fields["left_out"] = tuple(_list(fields, "left_out"))
-        # Older answers did not tell them from those of which nothing fits.
-        if "classes_outside" in fields:
-            fields["classes_outside"] = tuple(_list(fields, "classes_outside"))
-        changes = [_change(values) for values in _list(fields, "changes")]
-        fields["changes"] = tuple(c for c in changes if c.setting != MORE_MEMORY)
-        fields["more_memory"] = next((c for c in changes if c.setting == MORE_MEMORY), None)
-        if fields.get("loader") is not None:
-            fields["loader"] = loader_times_from_dict(fields["loader"])
-        if fields.get("measured") is not None:
-            fields["measured"] = _measured(fields["measured"], fields["best"])
-        summary: Summary = json_records.record(Summary, fields, "")
+        fields = {name: value for name, value in given.items() if name != "schema_version"}
+        return json_records.read(Summary, fields)
     except ValueError as error:
         raise ValueError(f"this is no answer of autotune: {error}") from error
-    return summary
-
-
-def _list(fields: dict[str, Any], name: str) -> list[Any]:
-    values = fields.get(name)
-    if not isinstance(values, list):
-        raise ValueError(f"{name} is {json_records.shown(values)} and should be a list")
-    return values
-
-
-def _change(values: Any) -> Change:
-    given = json_records.mapping(values, "changes")
-    own = ("setting", "value", "fits")
-    estimate = estimate_from_dict({k: v for k, v in given.items() if k not in own})
-    fields = {k: v for k, v in given.items() if k in own} | {"estimate": estimate}
-    change: Change = json_records.record(Change, fields, "changes")
-    return change
-
-
-def _measured(values: Any, predicted: Estimate) -> Measured:
-    fields = {
-        name: value
-        for name, value in json_records.mapping(values, "measured").items()
-        if name not in _MEASURED_SUMS
-    }
-    for name in ("best", "baseline", "confirmation", "eager", "compiled"):
-        if fields.get(name) is not None:
-            fields[name] = _measurement(fields[name])
-    fields["rejected"] = tuple(map(_measurement, _list(fields, "rejected")))
-    if "near_versions" in fields:
-        fields["near_versions"] = tuple(map(str, _list(fields, "near_versions")))
-    fields["predicted"] = predicted
-    measured: Measured = json_records.record(Measured, fields, "measured")
-    return measured
-
-
-def _measurement(values: Any) -> Measurement:
-    given = json_records.mapping(values, "a measurement")
-    return measurement_from_dict({k: v for k, v in given.items() if k not in _MEASUREMENT_SUMS})

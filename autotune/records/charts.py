@@ -5,11 +5,7 @@ All of it is predicted. Computed once, by the search that has the traces, and ke
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
-
-from autotune.common import json_records
 
 MAX_POINTS = 200
 """Of a Timeline: more than a chart has room for, and few enough for a row of a database (64 KiB)."""
@@ -32,6 +28,11 @@ class Timeline:
     """allocator.CATEGORIES -> a figure per point."""
     peak_point: int
     """Where allocated memory peaks."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(figures) for figures in self.bytes_by_category.values()}
+        if len(lengths) != 1 or not 0 <= self.peak_point < min(lengths):
+            raise ValueError("its figures are not of the same points")
 
     @property
     def num_points(self) -> int:
@@ -62,33 +63,3 @@ class Details:
     or where the base is the answer."""
     priced: tuple[tuple[float, int], ...]
     """(tokens per second, device bytes at least) of points that were priced: a sample of all."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-def details_from_dict(values: Any) -> Details:
-    """Read Details.to_dict back, from JSON as well. Raises ValueError, which names the field."""
-    fields = dict(json_records.mapping(values, "details"))
-    fields["answer"] = _timeline(fields.get("answer"), "answer")
-    if fields.get("base") is not None:
-        fields["base"] = _timeline(fields["base"], "base")
-    fields["path"] = tuple(
-        json_records.record(Step, step, "path") for step in fields.get("path") or ()
-    )
-    fields["priced"] = tuple((float(x), int(y)) for x, y in fields.get("priced") or ())
-    details: Details = json_records.record(Details, fields, "details")
-    return details
-
-
-def _timeline(values: Any, what: str) -> Timeline:
-    fields = dict(json_records.mapping(values, what))
-    by_category = json_records.mapping(fields.get("bytes_by_category"), f"{what}.bytes_by_category")
-    fields["bytes_by_category"] = {
-        name: tuple(map(int, figures)) for name, figures in by_category.items()
-    }
-    timeline: Timeline = json_records.record(Timeline, fields, what)
-    lengths = {len(figures) for figures in timeline.bytes_by_category.values()}
-    if len(lengths) != 1 or not 0 <= timeline.peak_point < min(lengths):
-        raise ValueError(f"{what}: its figures are not of the same points")
-    return timeline

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from autotune.common import json_records
 from autotune.space.adapters import ADAPTERS
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
@@ -284,35 +283,3 @@ def tokens_per_second_of(timed: Timed) -> float | None:
     if seconds is None:
         return None
     return timed.useful_share * timed.config.tokens_per_step / seconds
-
-
-_SUMS = (
-    "memory_budget_bytes",
-    "fits",
-    "bounded_by_eager",
-    "peak_device_bytes",
-    "headroom_bytes",
-    "step_seconds",
-    "tokens_per_second",
-)
-"""What Estimate.to_dict works out, and reading does again."""
-
-
-def estimate_from_dict(values: Any) -> Estimate:
-    """Read Estimate.to_dict back. Raises ValueError, which names the field, for what is none."""
-    given = json_records.mapping(values, "it")
-    fields = {name: value for name, value in given.items() if name not in _SUMS}
-    fields["config"] = json_records.record(TrainConfig, fields.get("config"), "config")
-    for name, kind in (
-        ("breakdown", Breakdown),
-        ("state", StateBytes),
-        ("parameters", ParameterCount),
-    ):
-        fields[name] = json_records.record(kind, fields.get(name), name)
-    if fields.get("per_gpu") is not None:
-        per_gpu = json_records.mapping(fields["per_gpu"], "per_gpu")
-        fields["per_gpu"] = json_records.record(
-            PerGpu, {k: v for k, v in per_gpu.items() if k != "overlapped_step_seconds"}, "per_gpu"
-        )
-    estimate: Estimate = json_records.record(Estimate, fields, "")
-    return estimate

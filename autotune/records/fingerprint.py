@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from autotune.catalogue.installed import version
-from autotune.common import json_records
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
 
@@ -27,25 +25,6 @@ class Fingerprint:
     the measured configuration uses beyond (KNOBS); sorted."""
     allocator: str
     """PYTORCH_ALLOC_CONF, as set."""
-
-
-def fingerprint_from_dict(values: Any) -> Fingerprint:
-    """Read dataclasses.asdict(Fingerprint) back, from JSON as well. Raises ValueError."""
-    fields = json_records.mapping(values, "fingerprint")
-    versions = fields.get("versions")
-    if not isinstance(versions, list | tuple) or not all(map(_is_version, versions)):
-        raise ValueError("fingerprint.versions is no list of names and versions")
-    fields = fields | {"versions": tuple((name, version) for name, version in versions)}
-    fingerprint: Fingerprint = json_records.record(Fingerprint, fields, "fingerprint")
-    return fingerprint
-
-
-def _is_version(pair: Any) -> bool:
-    return (
-        isinstance(pair, list | tuple)
-        and len(pair) == 2
-        and all(isinstance(text, str) for text in pair)
-    )
 
 
 def fingerprint_for(config: TrainConfig, fingerprint: Fingerprint) -> Fingerprint:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.common import json_records
 from autotune.space.config import TrainConfig
 
 MAX_WAIT = 0.02
@@ -55,6 +54,10 @@ class LoaderTimes:
     """What the answer was measured to take, for a batch of average length."""
     times: tuple[LoaderTime, ...]
 
+    def __post_init__(self) -> None:
+        if not self.times:
+            raise ValueError("no setting of the loader was timed")
+
     @property
     def chosen(self) -> LoaderTime:
         """The first that keeps up with the step; where none does, the one that delays it least."""
@@ -80,18 +83,6 @@ class LoaderTimes:
             "chosen": dataclasses.asdict(chosen),
             "keeps_up": chosen.keeps_up(self.micro_step_seconds),
         }
-
-
-def loader_times_from_dict(values: Any) -> LoaderTimes:
-    """Read LoaderTimes.to_dict back. Raises ValueError."""
-    given = json_records.mapping(values, "loader")
-    times = given.get("times")
-    if not isinstance(times, list) or not times:
-        raise ValueError(f"loader.times is {json_records.shown(times)} and should be a list")
-    fields = {k: v for k, v in given.items() if k not in ("chosen", "keeps_up")}
-    fields["times"] = tuple(json_records.record(LoaderTime, time, "loader.times") for time in times)
-    read: LoaderTimes = json_records.record(LoaderTimes, fields, "loader")
-    return read
 
 
 def settings_to_time(

@@ -10,7 +10,7 @@ from typing import Any
 from autotune.common import json_records
 from autotune.common.units import counted, format_bytes
 from autotune.records.estimate import SCHEMA_VERSION, step_seconds_of, tokens_per_second_of
-from autotune.records.fingerprint import Fingerprint, fingerprint_from_dict
+from autotune.records.fingerprint import Fingerprint
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
 
@@ -221,7 +221,7 @@ class Measurement:
 
     def to_dict(self) -> dict[str, object]:
         """A JSON line of `studies/<device>/`; measurement_from_dict reads it back."""
-        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        return {"schema_version": SCHEMA_VERSION, **json_records.plain(self)}
 
 
 def measurement_from_dict(values: Any) -> Measurement:
@@ -230,26 +230,14 @@ def measurement_from_dict(values: Any) -> Measurement:
         fields = {
             k: v for k, v in json_records.mapping(values, "it").items() if k != "schema_version"
         }
-        fields["config"] = json_records.record(TrainConfig, fields.get("config"), "config")
-        fields["spec"] = spec_from_dict(fields.get("spec"))
-        fields["fingerprint"] = fingerprint_from_dict(fields.get("fingerprint"))
-        measurement: Measurement = json_records.record(Measurement, fields, "")
+        if isinstance(spec := fields.get("spec"), dict):
+            # Records before STOP_FILE have it: the speed at which a probe stopped itself.
+            fields["spec"] = {k: v for k, v in spec.items() if k != "stop_below_tokens_per_second"}
+        measurement = json_records.read(Measurement, fields)
         _check(measurement)
     except ValueError as error:
         raise ValueError(f"this is no measurement: {error}") from error
     return measurement
-
-
-def spec_from_dict(values: Any) -> ProbeSpec:
-    """Read dataclasses.asdict(ProbeSpec) back, from JSON as well. Raises ValueError."""
-    fields = dict(json_records.mapping(values, "spec"))
-    # Records before STOP_FILE have it: the speed at which a probe stopped itself.
-    fields.pop("stop_below_tokens_per_second", None)
-    lengths = fields.get("lengths", ())
-    if not isinstance(lengths, list | tuple) or any(type(length) is not int for length in lengths):
-        raise ValueError(f"spec.lengths is {json_records.shown(lengths)}")
-    spec: ProbeSpec = json_records.record(ProbeSpec, fields | {"lengths": tuple(lengths)}, "spec")
-    return spec
 
 
 def _check(measurement: Measurement) -> None:

@@ -78,7 +78,7 @@ class ReportData:
             "command": self.answer.command,
             "versions": self.answer.versions,
             "result": self.answer.result,
-            "details": None if details is None else details.to_dict(),
+            "details": None if details is None else json_records.plain(details),
             "trials": [dataclasses.asdict(row) for row in self.trials],
         }
 
@@ -104,7 +104,7 @@ def collect(answer: StoredAnswer, trials: Iterable[Trial]) -> ReportData:
 def _row(trial: Trial, answer: StoredAnswer) -> TrialRow:
     attributes, summary = trial.user_attrs, answer.summary
     try:
-        config: TrainConfig = json_records.record(TrainConfig, attributes.get("config"), "config")
+        config = json_records.read(TrainConfig, attributes.get("config"), "config")
         figures = (_measured if "measurement" in attributes else _predicted)(
             attributes, summary.workload.memory_budget_bytes
         )

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.common import json_records
 from autotune.errors import AutotuneError, ConfigError, StorageError
+from autotune.records.answer import stored_record
 from autotune.report import html
 from autotune.report.answer_files import AnswerFiles
 from autotune.report.data import collect
@@ -79,7 +81,7 @@ def deliver(
         try:
             page = _record(answer, result, storage=storage, command=command, draws=bool(files))
             study = answer.study
-            _recommend(answer, result, storage=storage, reason=reason)
+            _recommend(answer, storage=storage, reason=reason)
             if page is not None and folder is not None:
                 report = folder / REPORT
                 write(report, page)
@@ -117,8 +119,11 @@ def _record(
                 budget_bytes=summary.workload.memory_budget_bytes,
                 space=summary.space,
             )
-        opened.set_user_attr(stored_answers.RESULT, result)
-        opened.set_user_attr(stored_answers.DETAILS, answer.found.details(summary).to_dict())
+        opened.set_user_attr(stored_answers.RESULT, stored_record(summary))
+        opened.set_user_attr(stored_answers.FILES, result["files"])
+        opened.set_user_attr(
+            stored_answers.DETAILS, json_records.plain(answer.found.details(summary))
+        )
         # A study may have been begun by another command: its latest answer is this one's.
         opened.set_user_attr(stored_answers.COMMAND, command)
         opened.set_user_attr(stored_answers.VERSIONS, stored_answers.library_versions())
@@ -128,7 +133,7 @@ def _record(
         return html.draw(collect(stored_answers.answer_of(opened), trials))
 
 
-def _recommend(answer: Answer, result: dict[str, Any], *, storage: str, reason: str) -> None:
+def _recommend(answer: Answer, *, storage: str, reason: str) -> None:
     """Keep the answer beside those that were given to the question before."""
     summary, question = answer.summary, dict(answer.question)
     final = None if summary.measured is None else summary.measured.final
@@ -144,7 +149,7 @@ def _recommend(answer: Answer, result: dict[str, Any], *, storage: str, reason: 
         spread=None if final is None else final.spread,
         peak_device_bytes=summary.peak_device_bytes,
         config=summary.exported.to_dict(),
-        result=result,
+        result={},
         reason=reason,
     )
     with open_recommendations(storage) as table:

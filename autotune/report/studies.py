@@ -58,7 +58,7 @@ def draw_stored(
     rows += [(name, printable(said).replace(" ", words.GLUE)) for name, said in commands.items()]
     print(file=file)
     terminal.draw_rows(rows, file)
-    files = [Path(path) for path in answer.result.get("files", []) if Path(path).exists()]
+    files = [Path(path) for path in answer.files if Path(path).exists()]
     terminal.draw_outcome(files, place, file)
 
 

@@ -93,7 +93,7 @@ def time_loaders(
     if "problem" in end.answers[-1]:
         raise WorkerError("The loader cannot be timed", why=str(end.answers[-1]["problem"]))
     try:
-        times = tuple(json_records.record(LoaderTime, answer, "loader") for answer in end.answers)
+        times = tuple(json_records.read(LoaderTime, answer, "loader") for answer in end.answers)
     except ValueError as error:
         raise WorkerError("The loader process talked nonsense", why=str(error)) from error
     return LoaderTimes(micro_step_seconds=needed_seconds, times=times)

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.common import json_records
+from autotune.common.json_records import shown
 from autotune.space.adapters import ADAPTERS
 from autotune.space.lengths import Lengths, useful_share
 
@@ -73,6 +73,10 @@ class Workload:
     extra_arguments: str = "{}"
     """TrainingArguments that no setting decides, as export.extra_arguments reads them: a JSON object
     that exports carry. A step does not depend on it."""
+
+    def __post_init__(self) -> None:
+        if not set(self.methods) <= set(METHODS):
+            raise ValueError(f"methods is {shown(self.methods)}")
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -205,18 +209,3 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
-
-
-def workload_from_dict(values: Any) -> Workload:
-    """Read Workload.to_dict back, from JSON as well. Raises ValueError, which names the field."""
-    fields = dict(json_records.mapping(values, "workload"))
-    methods = fields.get("methods")
-    if not isinstance(methods, list | tuple) or not set(methods) <= set(METHODS):
-        raise ValueError(f"workload.methods is {json_records.shown(methods)}")
-    fields["methods"] = tuple(methods)
-    if fields.get("lengths") is not None:
-        lengths = dict(json_records.mapping(fields["lengths"], "workload.lengths"))
-        lengths["percentiles"] = tuple(lengths.get("percentiles") or ())
-        fields["lengths"] = json_records.record(Lengths, lengths, "workload.lengths")
-    workload: Workload = json_records.record(Workload, fields, "workload")
-    return workload

@@ -17,9 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune.common import json_records
 from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError
-from autotune.records.fingerprint import Fingerprint, fingerprint_from_dict
+from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import NOISE
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
 from autotune.store.upgrade import open_engine
@@ -57,7 +58,7 @@ class Recommendation:
     config: dict[str, Any]
     """The TrainConfig, as its to_dict gives it."""
     result: dict[str, Any]
-    """The object of `find --json`."""
+    """Of a night, what it saw (nightly.ledger); else empty, as the study holds the answer."""
     reason: str
     """What it is beside the last one: `first`, `improved`, `regression`, `retuned` (another
     configuration, as fast), `unchanged`; or what made it says."""
@@ -124,23 +125,20 @@ def row_of(recommendation: Recommendation) -> dict[str, Any]:
         field.name: getattr(recommendation, field.name)
         for field in dataclasses.fields(Recommendation)
     }
-    found = recommendation.fingerprint
-    row["fingerprint"] = None if found is None else dataclasses.asdict(found)
     for name in _AS_JSON:
-        row[name] = json.dumps(row[name])
+        row[name] = json.dumps(json_records.plain(row[name]))
     row["made_at"] = recommendation.made_at.astimezone(UTC).replace(tzinfo=None)
     return row
 
 
 def _recommendation(row: Row[Any]) -> Recommendation:
-    values = dict(row._mapping)
+    # The names are of SQLAlchemy's own kind of text.
+    values: dict[str, Any] = {str(name): value for name, value in row._mapping.items()}
     del values["id"]
     for name in _AS_JSON:
         values[name] = json.loads(values[name])
-    found = values["fingerprint"]
-    values["fingerprint"] = None if found is None else fingerprint_from_dict(found)
     values["made_at"] = values["made_at"].replace(tzinfo=UTC)
-    return Recommendation(**values)
+    return json_records.read(Recommendation, values, "a recommendation")
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from autotune.common import json_records
 from autotune.errors import ConfigError, StorageError
 from autotune.records.answer import Summary, summary_from_dict
-from autotune.records.charts import Details, details_from_dict
+from autotune.records.charts import Details
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.store.optuna_study import existing_storage, existing_study, is_ours
 
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
     from sqlalchemy.sql import FromClause
 
 RESULT = "result"
-"""User attribute of a study: the latest answer, the object of `find --json`."""
+"""User attribute of a study: the latest answer, as records.answer.stored_record gives it."""
+FILES = "files"
+"""User attribute of a study: the files that were written of it."""
 DETAILS = "details"
-"""User attribute of a study: what a report draws beside it, Details.to_dict."""
+"""User attribute of a study: what a report draws beside it, a Details."""
 
 COMMAND, VERSIONS = "command", "versions"
 """User attributes of a study: what made its latest answer; until there is one, what began it."""
@@ -40,14 +43,19 @@ class StoredAnswer:
 
     study: str
     summary: Summary
-    result: dict[str, Any]
-    """The object of `find --json`."""
+    files: tuple[str, ...]
+    """That were written of it."""
     command: str
     """That made the answer."""
     versions: dict[str, str]
     """Of the libraries that were installed then."""
     details: Details | None = None
     """None where an older autotune made the answer."""
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The object of `find --json`."""
+        return {**self.summary.to_dict(), "files": list(self.files)}
 
 
 def load(url: str, name: str) -> StoredAnswer:
@@ -69,7 +77,7 @@ def answer_of(study: optuna.Study) -> StoredAnswer:
     try:
         summary = summary_from_dict(result)
         stored = attributes.get(DETAILS)
-        details = None if stored is None else details_from_dict(stored)
+        details = None if stored is None else json_records.read(Details, stored, "details")
     except ValueError as error:
         raise StorageError(
             f'The answer of the study "{name}" cannot be read',
@@ -79,7 +87,7 @@ def answer_of(study: optuna.Study) -> StoredAnswer:
     return StoredAnswer(
         study=name,
         summary=summary,
-        result=result,
+        files=tuple(map(str, attributes.get(FILES, ()))),
         command=str(attributes.get(COMMAND, "")),
         versions=dict(attributes.get(VERSIONS, {})),
         details=details,

@@ -36,8 +36,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from autotune.common import json_records
 from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
-from autotune.records.measurement import STOP_FILE, spec_from_dict
+from autotune.records.measurement import STOP_FILE, ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.worker.client.orphans import die_with_parent
 
@@ -87,7 +88,10 @@ def _probe(request: dict[str, Any]) -> Answers:
 
     from autotune.worker.probe.run import probe
 
-    config, spec = TrainConfig(**request["train_config"]), spec_from_dict(request["spec"])
+    config, spec = (
+        TrainConfig(**request["train_config"]),
+        json_records.read(ProbeSpec, request["spec"]),
+    )
 
     folder = request.get("folder")
     stop_file = None if folder is None else Path(folder) / STOP_FILE

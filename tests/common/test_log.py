@@ -184,11 +184,11 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log.path() == Path("/some/where.log")
     monkeypatch.delenv("AUTOTUNE_LOG")
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert log.path() == Path("/state/autotune/autotune.common.log")
+    assert log.path() == Path("/state/autotune/autotune.log")
     monkeypatch.setenv("HOME", "/home/me")
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_STATE_HOME", ignored)
-        assert log.path() == Path("/home/me/.local/state/autotune/autotune.common.log")
+        assert log.path() == Path("/home/me/.local/state/autotune/autotune.log")
 
 
 def test_an_option_names_another_file(main: Main, tmp_path: Path) -> None:

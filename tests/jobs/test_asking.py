@@ -14,7 +14,7 @@ from autotune.catalogue import gpus
 from autotune.common.files import Disk
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, WorkerError
 from autotune.jobs import asking
-from autotune.records.answer import Summary
+from autotune.records.answer import Summary, stored_record
 from autotune.records.question import FindOptions
 from autotune.report.answer_files import AnswerFiles
 from autotune.search import budget, resolve
@@ -230,7 +230,7 @@ def answer_to(base: TrainConfig) -> Summary:
 
 
 def answered_job(question: dict[str, Any], summary: Summary, folder: Path) -> Job:
-    result = {**summary.to_dict(), "files": []}
+    result = stored_record(summary)
     with open_jobs(f"sqlite:///{folder}/jobs.db") as jobs:
         number = jobs.add(question, Wanted(card=CARD, budget_bytes=None), command="", asked_by="")
         assert jobs.claim(MACHINE) is not None

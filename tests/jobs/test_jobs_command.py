@@ -14,6 +14,7 @@ import pytest
 
 from autotune import cli
 from autotune.cli import jobs as command
+from autotune.records.answer import stored_record
 from autotune.store.jobs import JobTable, Machine, open_jobs
 
 ASKED = ("find", "--model", "openai-community/gpt2", "--gpu", "rtx-4090", "--enqueue")
@@ -59,7 +60,7 @@ def jobs(main: Main) -> Iterator[JobTable]:  # in its folder
 def finish(jobs: JobTable, study: str = "on-4090") -> None:
     job = jobs.claim(MACHINE)
     assert job is not None
-    result = {**answers.summary().to_dict(), "files": []}
+    result = stored_record(answers.summary())
     assert jobs.finish(job.number, MACHINE.worker, study=study, result=result, problem="")
 
 

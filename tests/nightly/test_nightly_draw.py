@@ -17,6 +17,7 @@ import pytest
 from nights_of import CONFIG, HERE, NOW, cell, night
 
 from autotune.cli import main
+from autotune.common import json_records
 from autotune.errors import StorageError
 from autotune.nightly import draw, drift, files, relatives, run
 from autotune.nightly.digest import Digest, Done
@@ -180,7 +181,7 @@ def test_files_of_machines_merge_by_copying(tmp_path: Path) -> None:
 
 def test_a_night_is_read_back_as_it_was() -> None:
     seen = night(change=0.1, low=0.05, high=0.15)
-    assert night_from_dict(json.loads(json.dumps(seen.to_dict()))) == seen
+    assert night_from_dict(json.loads(json.dumps(json_records.plain(seen)))) == seen
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_a_night_is_read_back_as_it_was() -> None:
 )
 def test_what_is_no_night_is_refused(field: str, value: object) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
-        night_from_dict({**night().to_dict(), field: value})
+        night_from_dict({**json_records.plain(night()), field: value})
 
 
 def test_the_journal_keeps_measurements_for_one_night(tmp_path: Path) -> None:

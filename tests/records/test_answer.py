@@ -11,7 +11,7 @@ import answers
 import pytest
 
 from autotune.errors import ConfigError, StorageError
-from autotune.records.answer import summary_from_dict
+from autotune.records.answer import stored_record, summary_from_dict
 from autotune.records.estimate import PerGpu
 from autotune.records.loader_times import LoaderTime, LoaderTimes
 from autotune.space.lengths import Lengths
@@ -90,7 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_read_back_is_equal(name: str) -> None:
     summary = answers.summary(**CASES[name])
-    text = json.dumps(summary.to_dict() | {"files": ["train.py"]}, allow_nan=False)
+    text = json.dumps(stored_record(summary), allow_nan=False)
     assert summary_from_dict(json.loads(text)) == summary
 
 
@@ -109,17 +109,17 @@ def test_a_winner_that_was_stopped_and_then_confirmed_fits() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (("best", "config", "micro_batch_size"), "4", "config.micro_batch_size is '4'"),
-        (("best", "breakdown"), None, "breakdown is None"),
-        (("workload", "methods"), ["magic"], "workload.methods is ['magic']"),
-        (("counts", "replayed"), float("nan"), "counts.replayed is nan"),
-        (("tied",), {}, "tied is {}"),
+        (("best", "config", "micro_batch_size"), "4", "best.config.micro_batch_size: Expected int"),
+        (("best", "breakdown"), None, "best.breakdown: Expected object, got null"),
+        (("workload", "methods"), ["magic"], "workload: methods is ('magic',)"),
+        (("elapsed_seconds",), float("nan"), "elapsed_seconds is nan"),
+        (("tied",), {}, "tied: Expected array, got object"),
         (("schema_version",), 2, "schema_version is 2"),
         (("surprise",), 1, "surprise is unknown"),
     ],
 )
 def test_garbage_is_named(place: tuple[str, ...], value: object, said: str) -> None:
-    values: Any = answers.summary().to_dict()
+    values: Any = stored_record(answers.summary())
     inner = values
     for key in place[:-1]:
         inner = inner[key]
@@ -142,7 +142,7 @@ def test_a_study_keeps_its_answer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no answer.*autotune find --model X"):
         stored_answers.load(url, "one")
     with existing_study(url, "one") as study:
-        study.set_user_attr(stored_answers.RESULT, summary.to_dict())
+        study.set_user_attr(stored_answers.RESULT, stored_record(summary))
     stored = stored_answers.load(url, "one")
     assert stored.summary == summary
     assert stored.command == "autotune find --model X"

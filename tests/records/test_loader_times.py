@@ -10,6 +10,7 @@ import answers
 import pytest
 import yaml
 
+from autotune.common import json_records
 from autotune.export import axolotl, llama_factory
 from autotune.export.base.read import changes, read_base
 from autotune.export.train_config import from_yaml
@@ -18,7 +19,6 @@ from autotune.export.training_args import training_arguments
 from autotune.records.loader_times import (
     LoaderTime,
     LoaderTimes,
-    loader_times_from_dict,
     settings_to_time,
 )
 from autotune.report import words
@@ -102,11 +102,13 @@ def test_the_trainers_own_settings_are_left_out() -> None:
 
 def test_times_are_read_back() -> None:
     found = LoaderTimes(micro_step_seconds=1.0, times=(timed(0, 0.5), timed(1, 0.5)))
-    assert loader_times_from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    with pytest.raises(ValueError, match="should be a list"):
-        loader_times_from_dict({"micro_step_seconds": 1.0, "times": []})
-    with pytest.raises(ValueError, match=r"loader.times.prefetch_factor is missing"):
-        loader_times_from_dict({"micro_step_seconds": 1.0, "times": [{"num_workers": 1}]})
+    assert (
+        json_records.read(LoaderTimes, json.loads(json.dumps(json_records.plain(found)))) == found
+    )
+    with pytest.raises(ValueError, match="no setting of the loader was timed"):
+        json_records.read(LoaderTimes, {"micro_step_seconds": 1.0, "times": []})
+    with pytest.raises(ValueError, match=r"Object missing required field prefetch_factor"):
+        json_records.read(LoaderTimes, {"micro_step_seconds": 1.0, "times": [{"num_workers": 1}]})
 
 
 def test_an_answer_exports_what_was_timed_else_what_its_base_has() -> None:

@@ -17,10 +17,11 @@ from click.testing import CliRunner
 
 from autotune.cli import cli
 from autotune.cli.report import FORMATS
+from autotune.common import json_records
 from autotune.common.units import GIB
 from autotune.errors import ConfigError, StorageError
 from autotune.probe.tell_optuna import tell
-from autotune.records.answer import Summary
+from autotune.records.answer import Summary, stored_record
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.report import data, facts, files, markdown
@@ -56,7 +57,7 @@ def answer(**changed: Any) -> stored_answers.StoredAnswer:
     values: dict[str, Any] = {
         "study": "qwen-12gb",
         "summary": summary,
-        "result": {**summary.to_dict(), "files": []},
+        "files": (),
         "command": "autotune find --model Qwen/Qwen2.5-1.5B --gpu-mem 12GB",
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
         "details": answers.details(),
@@ -166,7 +167,7 @@ def test_trials_that_cannot_be_read_are_rows_all_the_same() -> None:
     unfinished, unreadable = data.collect(answer(), study.get_trials(deepcopy=False)).trials
     assert unfinished.outcome == "not finished"
     assert unreadable.outcome == "unreadable"
-    assert "config.micro_batch_size is missing" in unreadable.reason
+    assert "config: Object missing required field micro_batch_size" in unreadable.reason
     assert page.draw(data.collect(answer(), study.get_trials(deepcopy=False)))
 
 
@@ -359,8 +360,8 @@ def stored(tmp_path: Path) -> str:
         predicted_trials.record_estimates(
             study, [answers.estimate()], budget_bytes=answers.BUDGET_BYTES
         )
-        study.set_user_attr(stored_answers.RESULT, found.result)
-        study.set_user_attr(stored_answers.DETAILS, answers.details().to_dict())
+        study.set_user_attr(stored_answers.RESULT, stored_record(found.summary))
+        study.set_user_attr(stored_answers.DETAILS, json_records.plain(answers.details()))
     return url
 
 
@@ -398,7 +399,7 @@ def test_json_is_the_whole_record(stored: str) -> None:
     assert set(record) == {"study", "command", "versions", "result", "details", "trials"}
     assert record["trials"][0]["tokens_per_second"] == 4096.0
     assert record["result"]["best"]["tokens_per_second"] == 4096.0
-    assert record["details"] == json.loads(json.dumps(answers.details().to_dict()))
+    assert record["details"] == json.loads(json.dumps(json_records.plain(answers.details())))
 
 
 def test_a_study_that_is_not_there_or_holds_no_answer_is_refused(

@@ -73,7 +73,7 @@ def record(name: str = NAME) -> ReportData:
     found = StoredAnswer(
         study=name,
         summary=summary,
-        result={},
+        files=(),
         command=f"autotune find --model {name}",
         versions={},
         details=answers.details(base=answers.details().answer),

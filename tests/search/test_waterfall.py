@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import tiny_model
 
+from autotune.common import json_records
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
-from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline, details_from_dict
+from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Details, Timeline
 from autotune.records.estimate import TraceSpec
 from autotune.search import waterfall
 from autotune.space.config import TrainConfig
@@ -156,8 +157,8 @@ def test_there_is_no_way_to_oneself_nor_from_nowhere() -> None:
 def test_details_are_read_back_from_json() -> None:
     priced = [(float(speed), 10**9 + speed) for speed in range(5000, 0, -1)]
     details = waterfall.details(estimator(), BASE, FASTER, CONTEXT, priced)
-    text = json.dumps(details.to_dict())
-    assert details_from_dict(json.loads(text)) == details
+    text = json.dumps(json_records.plain(details))
+    assert json_records.read(Details, json.loads(text)) == details
     # A row of MySQL's TEXT holds no more.
     assert len(text) < 65_535
     # A sample from the fastest to the slowest.
@@ -181,4 +182,4 @@ def test_a_timeline_that_is_none_is_refused(broken: dict[str, Any]) -> None:
     )
     fields = {"answer": dataclasses.asdict(timeline) | broken, "base": None}
     with pytest.raises(ValueError, match=r"answer|figures|phases"):
-        details_from_dict({**fields, "path": [], "priced": []})
+        json_records.read(Details, {**fields, "path": [], "priced": []})

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from autotune.catalogue.installed import is_installed, version
+from autotune.common import json_records
 from autotune.records import fingerprint as fingerprints
-from autotune.records.fingerprint import Fingerprint, fingerprint_for, fingerprint_from_dict
+from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.space import requirements
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
@@ -129,7 +130,9 @@ def test_a_fingerprint_has_the_versions_of_what_was_used(
     assert found.versions == tuple(
         sorted([*BARE.versions, *((name, f"{name}'s") for name in more)])
     )
-    assert fingerprint_from_dict(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+    assert (
+        json_records.read(Fingerprint, json.loads(json.dumps(json_records.plain(found)))) == found
+    )
     assert (found == BARE) == (not more)
 
 

@@ -160,7 +160,9 @@ def test_every_answer_that_is_delivered_is_kept(url: str) -> None:
         history = [one for one in history if one.evidence == summary.evidence]
         assert [one.reason for one in history] == ["first", "unchanged", "because"]
         assert history[0].tokens_per_second == summary.tokens_per_second
-        assert history[0].result["best"]["config"] == history[0].config
+        assert history[0].config == summary.exported.to_dict()
+        assert history[0].result == {}
+        assert stored_answers.load(url, summary.evidence).summary == summary
 
 
 def test_a_study_says_what_made_its_latest_answer(url: str) -> None:

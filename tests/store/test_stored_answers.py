@@ -14,7 +14,7 @@ import pytest
 
 from autotune import cli
 from autotune.probe.tell_optuna import tell
-from autotune.records.answer import Summary
+from autotune.records.answer import Summary, stored_record
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.config import Workload
@@ -72,7 +72,7 @@ def store(
             study.enqueue_trial({n: v for n, v in fixed.items() if v is not None})
             tell(study, study.ask(), measurement)
         if summary is not None:
-            study.set_user_attr(stored_answers.RESULT, {**summary.to_dict(), "files": []})
+            study.set_user_attr(stored_answers.RESULT, stored_record(summary))
 
 
 def store_some(url: str) -> None:

@@ -16,6 +16,7 @@ from test_recommendations import recommendation
 
 from autotune import cli
 from autotune.errors import ConfigError, StorageError
+from autotune.records.answer import stored_record
 from autotune.space.config import TrainConfig
 from autotune.store import optuna_study, stored_answers
 from autotune.store.optuna_study import open_study
@@ -43,7 +44,7 @@ def fill(url: str) -> None:
         ) as study:
             estimates = (answers.estimate(), answers.estimate(answers.BASE, device_gib=13.0))
             record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
-            study.set_user_attr(stored_answers.RESULT, answers.summary().to_dict())
+            study.set_user_attr(stored_answers.RESULT, stored_record(answers.summary()))
     with open_study(url, "one", workload=answers.WORKLOAD, gpu="g") as study:
         trial = study.ask()
         trial.report(3.5, 1)
@@ -199,9 +200,10 @@ DAMAGES: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("probe", put("outcome", value="oom"), "not its record's"),
     ("probe", put("record", "peak_reserved_bytes", value="much"), "peak_reserved_bytes"),
     ("probe", put("record", value=[]), "no measurement"),
-    ("recommendation", put("device", value=3), "device is 3"),
+    ("recommendation", put("device", value=3), "device: Expected str, got int"),
     ("recommendation", put("surprise", value=3), "surprise is unknown"),
-    ("recommendation", put("made_at", value="2026-01-01"), "time zone"),
+    ("recommendation", put("made_at", value="2026-01-01"), "made_at"),
+    ("recommendation", put("made_at", value="2026-01-01T00:00:00"), "time zone"),
     ("recommendation", put("fingerprint", value={}), "fingerprint"),
     ("study", put("user_attrs", value={}), "not made by autotune"),
     ("study", put("num_trials", value=1), "a trial more"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import math
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from autotune.common import json_records
 from autotune.common.version import __version__
 from autotune.errors import ConfigError
-from autotune.records.fingerprint import fingerprint_from_dict
 from autotune.records.measurement import measurement_from_dict
 from autotune.store.optuna_study import is_ours
 from autotune.store.probe_key import columns_of
@@ -78,11 +76,7 @@ def of_probe(row: RowMapping) -> Values | None:
 
 
 def of_recommendation(one: Recommendation) -> Values:
-    return {
-        "kind": "recommendation",
-        **dataclasses.asdict(one),
-        "made_at": one.made_at.isoformat(),
-    }
+    return {"kind": "recommendation", **json_records.plain(one)}
 
 
 def of_trial(trial: FrozenTrial) -> Values:
@@ -210,22 +204,16 @@ def _probe(values: Values) -> Values:
 
 
 def _recommendation(values: Values) -> Recommendation:
-    made_at = _time(values, "made_at")
-    if made_at is None or made_at.tzinfo is None:
-        raise ValueError(
-            f"made_at is {json_records.shown(values.get('made_at'))}, without a time zone"
-        )
-    found = values.get("fingerprint")
-    fingerprint = None if found is None else fingerprint_from_dict(found)
-    plain = {**values, "fingerprint": None, "made_at": made_at}
-    recommendation: Recommendation = json_records.record(Recommendation, plain, "")
+    recommendation = json_records.read(Recommendation, values)
+    if recommendation.made_at.tzinfo is None:
+        raise ValueError(f"made_at is {recommendation.made_at}, without a time zone")
     if not _DIGEST.fullmatch(recommendation.question_key):
         raise ValueError(f"question_key is {json_records.shown(recommendation.question_key)}")
-    return dataclasses.replace(recommendation, fingerprint=fingerprint)
+    return recommendation
 
 
 def _study(values: Values) -> StudyLine:
-    study: StudyLine = json_records.record(StudyLine, values, "")
+    study = json_records.read(StudyLine, values)
     if not is_ours(study.user_attrs):
         raise ValueError("the study was not made by autotune")
     if study.num_trials < 0 or not study.name.strip() or not study.name.isprintable():
