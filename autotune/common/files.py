@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,12 +91,12 @@ class Carried:
 def write_all(texts: Mapping[Path, Iterable[str]], *, what: str, to: Path, kind: str) -> None:
     """Write all of the files, each in pieces, or none; their folders are created.
 
-    Moving starts when all are written: a full disk leaves the earlier files as they were. Raises
-    StorageError: "`what` cannot be written to `to`", and the remedy to name another `kind` with --out.
+    Moving starts when all are written: a full disk leaves the earlier files as they were. So does a file
+    that cannot be moved, and an interrupt: what was moved before it is undone. A cut of the power while
+    files are moved may leave some of each. Raises StorageError: "`what` cannot be written to `to`", and
+    the remedy to name another `kind` with --out.
     """
-    places = {
-        path: path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp") for path in texts
-    }
+    places, earlier = _beside(texts), _beside(texts)
     try:
         for path, place in places.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,8 +104,7 @@ def write_all(texts: Mapping[Path, Iterable[str]], *, what: str, to: Path, kind:
                 file.writelines(texts[path])
                 file.flush()
                 os.fsync(file.fileno())
-        for path, place in places.items():
-            place.replace(path)
+        _move(places, earlier)
     except (OSError, ValueError) as error:
         raise StorageError(
             f"{what} cannot be written to {str(to)[:200]}",
@@ -112,9 +112,44 @@ def write_all(texts: Mapping[Path, Iterable[str]], *, what: str, to: Path, kind:
             remedy=f"Free some space, check the permissions, or name another {kind} with --out",
         ) from error
     finally:
-        for place in places.values():
+        for place in (*places.values(), *earlier.values()):
             with contextlib.suppress(OSError, ValueError):
                 place.unlink()
+
+
+def _beside(paths: Iterable[Path]) -> dict[Path, Path]:
+    """A new hidden name beside each of the files."""
+    return {path: path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp") for path in paths}
+
+
+def _move(places: Mapping[Path, Path], earlier: Mapping[Path, Path]) -> None:
+    """Move every file from its place to its path; if one fails, put back what was at the others' paths,
+    which is kept under its name in `earlier` meanwhile."""
+    is_new = {path: not os.path.lexists(path) for path in places}
+    for path, kept in earlier.items():
+        if not is_new[path]:
+            _keep(path, kept)
+    moved = list[Path]()
+    try:
+        for path, place in places.items():
+            place.replace(path)
+            moved.append(path)
+    except BaseException:
+        for path in moved:
+            with contextlib.suppress(OSError):
+                if is_new[path]:
+                    path.unlink()
+                else:
+                    earlier[path].replace(path)
+        raise
+
+
+def _keep(path: Path, name: Path) -> None:
+    """Give a file a second name, or a copy where the file system has no such thing."""
+    try:
+        os.link(path, name, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(path, name, follow_symlinks=False)
 
 
 def make_folder(folder: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import answers
 import pytest
 
-from autotune.common.files import Disk
+from autotune.common.files import Disk, write_all
+from autotune.errors import StorageError
 from autotune.export.base import own_run
 from autotune.report.answer_files import AnswerFiles
 from autotune.space.config import TrainConfig
@@ -88,3 +89,58 @@ def test_a_result_that_lists_nothing_takes_nothing_away(tmp_path: Path, content:
     written = write(answers.CONFIG, tmp_path)
     assert present(tmp_path) == {*written, theirs}
     assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["files"]
+
+
+def test_when_one_file_cannot_be_moved_all_are_as_they_were(tmp_path: Path) -> None:
+    """A folder has the name of the third file: neither of the first two changes or stays."""
+    old, new, taken = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "c.txt"
+    old.write_text("before", encoding="utf-8")
+    os.utime(old, (1e9, 1e9))
+    taken.mkdir()
+    with pytest.raises(StorageError, match="Is a directory"):
+        write_texts(old, new, taken)
+    assert present(tmp_path) == {old}
+    assert (old.read_text(encoding="utf-8"), old.stat().st_mtime) == ("before", 1e9)
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_move_that_fails_half_way_undoes_those_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, links: bool
+) -> None:
+    """So on file systems that know no second name for a file, too."""
+    first, new, last = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "c.txt"
+    for file in (first, last):
+        file.write_text(f"{file.name} before", encoding="utf-8")
+    move = os.replace
+
+    def fail_at_the_last(source: Path, target: Path) -> None:
+        if Path(target) == last:
+            raise error
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", fail_at_the_last)
+    if not links:
+        monkeypatch.setattr(os, "link", refused)
+    with pytest.raises(StorageError if isinstance(error, OSError) else KeyboardInterrupt):
+        write_texts(first, new, last)
+    assert present(tmp_path) == {first, last}
+    for file in (first, last):
+        assert file.read_text(encoding="utf-8") == f"{file.name} before"
+
+
+def test_files_replace_earlier_ones_and_leave_nothing_else(tmp_path: Path) -> None:
+    first, new = tmp_path / "a.txt", tmp_path / "further" / "b.txt"
+    first.write_text("before", encoding="utf-8")
+    write_texts(first, new)
+    assert present(tmp_path) == {first, new}
+    assert {file.read_text(encoding="utf-8") for file in (first, new)} == {"after"}
+
+
+def write_texts(*paths: Path) -> None:
+    texts = {path: ["af", "ter"] for path in paths}
+    write_all(texts, what="The files", to=paths[0].parent, kind="folder")
+
+
+def refused(*_: object, **__: object) -> None:
+    raise PermissionError(1, "Operation not permitted")
