@@ -11,18 +11,16 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """(module or class, name, value): set, and set back afterwards."""
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in attributes]
-    for owner, name, value in attributes:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            if value is None:
-                delattr(owner, name)
+    """Set attributes, each given as (module or class, name, value), and set them back afterwards."""
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in attributes:
+            is_there, before = name in vars(owner), vars(owner).get(name)
+            setattr(owner, name, value)
+            if is_there:
+                undo.callback(setattr, owner, name, before)
             else:
-                setattr(owner, name, value)
+                undo.callback(delattr, owner, name)
+        yield
 
 
 @contextlib.contextmanager
