@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
+from autotune.memory.allocator import Replay
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
 from autotune.predict.expandable_segments import grown
@@ -231,11 +232,7 @@ class Estimator:
         steps = self._steps(config)
         sizes, categories, events = steps.sizes, steps.categories, steps.events()
         outside = self._outside_bytes(spec)
-        result = (
-            grown(steps, self.memory_budget_bytes - outside)
-            if config.expandable_segments
-            else steps.replay()
-        )
+        result = self._replay(config, steps)
         resident = result.peak_reserved_bytes + outside
         managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)
         seconds = self.seconds(config, resident)
@@ -316,7 +313,15 @@ class Estimator:
 
     def timeline(self, config: TrainConfig) -> Timeline:
         """Memory over the optimizer step in which the replay of `estimate` peaks."""
-        return timeline_of(self._steps(config))
+        steps = self._steps(config)
+        return timeline_of(steps, self._replay(config, steps).peak_allocated_event)
+
+    def _replay(self, config: TrainConfig, steps: Steps) -> Replay:
+        """The steps through the allocator with the configuration's kind of segments."""
+        if not config.expandable_segments:
+            return steps.replay()
+        outside = self._outside_bytes(TraceSpec.of(config))
+        return grown(steps, self.memory_budget_bytes - outside)
 
     def _steps(self, config: TrainConfig) -> Steps:
         spec = TraceSpec.of(config)

@@ -13,9 +13,9 @@ from autotune.predict.steps import Steps
 from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
 
 
-def timeline_of(steps: Steps) -> Timeline:
+def timeline_of(steps: Steps, peak_event: int) -> Timeline:
+    """The step with the event at which allocated memory peaks, as a replay of the steps says."""
     parts, events = steps.parts, steps.events()
-    peak_event = steps.replay().peak_allocated_event
     order = np.asarray(events, dtype=np.int64)
     deltas = changes(order, np.maximum(in_blocks(steps.sizes), 0))
     category_of = np.asarray(steps.categories)[numbers_of(order)]

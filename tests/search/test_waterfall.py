@@ -86,6 +86,20 @@ def test_a_timeline_peaks_where_the_estimate_does(changed: dict[str, Any]) -> No
     )
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor"])
+def test_a_timeline_peaks_where_segments_that_grow_do(optimizer: str) -> None:
+    """That is at another event than with segments of fixed size. Every remainder is split off: the peak
+    is the sum of what is alive, to the byte."""
+    config = dataclasses.replace(BASE, optimizer=optimizer, expandable_segments=True)
+    timeline, estimate = estimator().timeline(config), estimator().estimate(config)
+    assert timeline.at(timeline.peak_point) == estimate.peak_allocated_bytes
+    parts = estimate.breakdown
+    exact = parts.optimizer_state_bytes + parts.temporaries_bytes
+    alive = timeline.bytes_by_category
+    drawn = alive["optimizer_state"][timeline.peak_point] + alive["temporary"][timeline.peak_point]
+    assert 0 <= drawn - exact <= parts.rounding_bytes
+
+
 def test_a_timeline_has_the_phases_of_a_step() -> None:
     timeline = estimator().timeline(BASE)
     assert list(timeline.phases) == [
