@@ -95,6 +95,29 @@ def test_no_password_is_in_it(main: Main) -> None:
     assert "ERROR autotune.cli.output: error: " in ran.log
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GET https://host/x?token=hunter2 failed",
+        "https://me:hunter2@host/x",
+        "WANDB_API_KEY=hunter2 autotune find",
+        "the worker wrote {'api_key': 'hunter2', 'r': 4}",
+        'the server sent {"api_key": "hunter2"}',
+    ],
+)
+def test_no_secret_of_a_message_or_traceback_is_in_it(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "the.log"
+    log.set_up(file, verbosity=0, warn=pytest.fail)
+    try:
+        raise RuntimeError(text)
+    except RuntimeError:
+        log.logger("autotune.test").exception("%s", text)
+    log.tear_down()
+    written = file.read_text(encoding="utf-8")
+    assert written.count("***") >= 2
+    assert "hunter2" not in written
+
+
 def test_a_mistake_of_ours_leaves_its_traceback(main: Main, boom: None) -> None:
     ran = main(*FIND)
     assert ran.code == 1

@@ -18,7 +18,27 @@ from autotune.common.secrets import command_line, file_without_secrets, redacted
         ("postgresql://host/db?user=me&password=hunter2&x=1", "...db?user=me&password=***&x=1"),
         ("host=h sslpassword=hunter2 port=1", "host=h sslpassword=*** port=1"),
         ("token hf_ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefgh ends", "token hf_*** ends"),
+        ("GET https://host/x?token=hunter2 failed", "GET https://host/x?token=*** failed"),
+        (
+            "GET https://host/x?a=b&access_token=hunter2&c=d",
+            "GET https://host/x?a=b&access_token=***&c=d",
+        ),
+        ("WANDB_API_KEY=hunter2 autotune find", "WANDB_API_KEY=*** autotune find"),
+        ("AWS_SECRET_ACCESS_KEY=hunter2", "AWS_SECRET_ACCESS_KEY=***"),
+        ("MY_BOT_TOKEN=hunter2", "MY_BOT_TOKEN=***"),
+        ("WANDB_API_KEY='hunter2 and 3' x", "WANDB_API_KEY='***' x"),
+        ('{"api_key": "hunter2", "r": 4}', '{"api_key": "***", "r": 4}'),
+        ("{'hub-token': 'hunter2 \\'\"', 'r': 4}", "{'hub-token': '***', 'r': 4}"),
+        (r'"{\"api_key\": \"hunter2\", \"r\": 4}"', r'"{\"api_key\": \"***\", \"r\": 4}"'),
+        ('line 3: api_key: "hunter2', 'line 3: api_key: "***'),
+        ("line 3: wandb_api_key: hunter2", "line 3: wandb_api_key: ***"),
+        ("hub_token: it would be written into files", "hub_token: it would be written into files"),
         ("sqlite:///studies/autotune.db", "sqlite:///studies/autotune.db"),
+        ("12,345 tokens/s of 3 tokens: 4", "12,345 tokens/s of 3 tokens: 4"),
+        (
+            "unknown key: 'rank'; keyed=x; max_tokens=5",
+            "unknown key: 'rank'; keyed=x; max_tokens=5",
+        ),
         ("mail me@example.org about https://example.org", "mail me@example.org about https://..."),
         ("hf_hub_download of hf_home", "hf_hub_download of hf_home"),
     ],
@@ -40,6 +60,8 @@ def test_a_long_line_takes_no_longer_than_it_is() -> None:
     """What is quadratic in the length would take hours."""
     text = "x" * 2_000_000 + "://" * 20_000
     assert redacted(text) == text
+    for long in ("secret" * 60_000, "api_key: " * 60_000 + "''", "?token" * 60_000):
+        assert redacted(long) == long
     for long in (text, " " * 300_000, "api_key: x" + " " * 300_000 + "y", "token" * 60_000):
         assert file_without_secrets("run.yaml", long) == long
 
@@ -53,6 +75,9 @@ def test_a_long_line_takes_no_longer_than_it_is() -> None:
         ('{"hub_token": "hunter2", "r": 4}', '{"hub_token": "***", "r": 4}'),
         ("logging: https://me:hunter2@host/x", "logging: https://***@host/x"),
         ("x: hf_hunter2ABCDEFGHIJKLMNOP", "x: hf_***"),
+        ("logging: https://host/x?token=hunter2&run=1", "logging: https://host/x?token=***&run=1"),
+        ("start: WANDB_API_KEY=hunter2 python x.py", "start: WANDB_API_KEY=*** python x.py"),
+        ('{"env": ["WANDB_API_KEY=hunter2"], "r": 4}', '{"env": ["WANDB_API_KEY=***"], "r": 4}'),
         # What is none is needed.
         ("hub_token: null", ""),
         ("use_auth_token: true  # as ever", ""),
@@ -74,7 +99,9 @@ def test_a_file_without_secrets_is_still_yaml(line: str, expected: str) -> None:
         ("login(token='hf_hunter2ABCDEFGHIJKLMNOP')", "login(token='***')"),
         ("who('hf_hunter2ABCDEFGHIJKLMNOP')", "who('hf_***')"),
         ('os.environ["WANDB_API_KEY"] = "hunter2"', 'os.environ["WANDB_API_KEY"] = "***"'),
+        ("log('https://host/x?token=hunter2&a=b')", "log('https://host/x?token=***&a=b')"),
         ("f(pad_token=tokenizer.eos_token, hub_token=token)", ""),
+        ("same = mine &hub_token==x", ""),
         ("def f(api_key: str, n: int): pass", ""),
     ],
 )
