@@ -186,7 +186,14 @@ def find(
             written = [*written, delivered.report]
         elif study:
             report = command_on(study, "report", storage)
-        terminal.draw_outcome(written, place, sys.stdout, report=report, unsaid=delivered.unsaid)
+        terminal.draw_outcome(
+            written,
+            place,
+            sys.stdout,
+            model=answer.summary.workload.model,
+            report=report,
+            unsaid=delivered.unsaid,
+        )
     for note in delivered.notes:
         say(f"note: {note}")
     for problem in delivered.problems[:-1]:

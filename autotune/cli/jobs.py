@@ -203,7 +203,14 @@ def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> N
     else:
         place = f"{job.study} in {database.shown_url(storage)}"
         report = command_on(job.study, "report", storage)
-        terminal.draw_outcome(files, place, sys.stdout, report=report, unsaid=answered.unsaid)
+        terminal.draw_outcome(
+            files,
+            place,
+            sys.stdout,
+            model=answered.summary.workload.model,
+            report=report,
+            unsaid=answered.unsaid,
+        )
     for words in (*notes, *answered.notes):
         note(words)
     if problem is not None:

@@ -6,8 +6,11 @@ import os
 
 
 def model_reference(model: str) -> str:
-    """What `from_pretrained` takes: a Hub id, or a folder from wherever the file is used."""
+    """What `from_pretrained` takes: a Hub id, or a folder from wherever the file is used.
+
+    A configuration of another name than config.json is named itself: its folder is no model.
+    """
     if not os.path.exists(model):
         return model
-    folder = os.path.dirname(model) if os.path.isfile(model) else model
-    return os.path.abspath(folder)
+    is_in_its_folder = os.path.isfile(model) and os.path.basename(model) == "config.json"
+    return os.path.abspath(os.path.dirname(model) if is_in_its_folder else model)

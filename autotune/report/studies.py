@@ -59,7 +59,7 @@ def draw_stored(
     print(file=file)
     terminal.draw_rows(rows, file)
     files = [Path(path) for path in answer.files if Path(path).exists()]
-    terminal.draw_outcome(files, place, file)
+    terminal.draw_outcome(files, place, file, model=answer.summary.workload.model)
 
 
 def trials_in_words(evidence: str, outcomes: Mapping[str, int]) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.units import GIB, format_bytes, format_count, format_seconds, unit_for
+from autotune.export.references import model_reference
 from autotune.records.answer import Measured, Summary
 from autotune.records.estimate import Estimate
 from autotune.report import words
@@ -117,15 +118,19 @@ def draw_outcome(
     study: str,
     file: TextIO,
     *,
+    model: str = "",
     report: str = "",
     unsaid: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
     """What was written where, what to do next, and what a prediction leaves out.
 
-    No files, or an empty study: they could not be written. `report`: the command that draws one.
-    `unsaid`: settings that some files
-    do not carry, and which.
+    No files, or an empty study: they could not be written. `model`: what was asked about; a configuration
+    alone cannot be trained. `report`: the command that draws one. `unsaid`: settings that some files do
+    not carry, and which.
     """
+    options = "--dataset FILE.jsonl"
+    if os.path.isfile(model_reference(model)):
+        options += " --model FOLDER"
     rows: list[Row] = []
     if files:
         rows.append(("written", _places(files)))
@@ -138,11 +143,11 @@ def draw_outcome(
         rows.append(("report", printable(report).replace(" ", words.GLUE)))
     for path in files:
         if path.name == "train.py":
-            command = f"python {printable(shlex.quote(str(path)))} --dataset FILE.jsonl"
+            command = f"python {printable(shlex.quote(str(path)))} {options}"
             if any(other.name == "accelerate_config.yaml" for other in files):
                 command = (
                     f"cd {printable(shlex.quote(str(path.parent)))} && accelerate launch "
-                    f"--config_file accelerate_config.yaml {path.name} --dataset FILE.jsonl"
+                    f"--config_file accelerate_config.yaml {path.name} {options}"
                 )
             rows.append(("next", command.replace(" ", words.GLUE), "bold"))
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))

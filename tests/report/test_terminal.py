@@ -287,6 +287,28 @@ def test_further_files_are_counted_and_what_they_lack_is_said() -> None:
     assert text.count("--dataset") == 1
 
 
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("tiny.json", "--dataset FILE.jsonl --model FOLDER"),
+        # Its folder may have weights and a tokenizer.
+        ("tiny/config.json", "--dataset FILE.jsonl"),
+        ("tiny", "--dataset FILE.jsonl"),
+        ("Qwen/Qwen2.5-1.5B", "--dataset FILE.jsonl"),
+    ],
+)
+def test_what_is_next_needs_a_model_where_there_is_a_configuration_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").mkdir()
+    for name in ("tiny.json", "tiny/config.json"):
+        Path(name).touch()
+    file = io.StringIO()
+    terminal.draw_outcome([Path("out/train.py")], "", file, model=model)
+    assert f"python out/train.py {options} limits" in one_line(file.getvalue())
+
+
 def test_nothing_written_promises_nothing() -> None:
     file = io.StringIO()
     terminal.draw_outcome([], "", file)
