@@ -158,6 +158,23 @@ def test_heads_that_are_broadcast_keep_every_fused_kernel_away(capability: tuple
         assert any("scaled_dot_product" in name for name in names) != multi_query
 
 
+@pytest.mark.parametrize("batching", ["packed", "padded"])
+def test_falcon_calls_flash_attention_itself(batching: str) -> None:
+    """Its module imports the function only where the library is installed (modeling_falcon.py)."""
+    falcon = {
+        "model_type": "falcon",
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 3,
+        "vocab_size": 1000,
+    }
+    names = kernel_names(trace("flash_attention_2", falcon, batching=batching))
+    assert {name for name in names if "attention" in name} == {
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+    }
+
+
 def test_each_layer_keeps_a_mask_of_its_own() -> None:
     """Added in bfloat16, for all heads; and grouped heads are repeated before it (use_gqa_in_sdpa)."""
     whole, padded = (trace("sdpa", LLAMA, batching=name) for name in ("packed", "padded"))

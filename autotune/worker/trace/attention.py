@@ -17,6 +17,7 @@ flash_api.cpp and csrc/flash_attn/flash_api.cpp (mha_bwd, mha_varlen_bwd).
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,8 @@ from autotune.worker.trace.stand_ins import replaced
 from autotune.worker.trace.tracker import Buffer, HiddenBuffers
 
 aten = torch.ops.aten
+
+_CALL = "_flash_attention_forward"
 
 LARGEST_HEAD = 256
 """Elements. Both versions refuse more."""
@@ -142,8 +145,12 @@ def without_library(attention: str) -> Iterator[None]:
         (utils._lazy_define_process_function(varlen), dict),
     )
     is_packed = utils._is_packed_sequence
+    falcon = sys.modules.get("transformers.models.falcon.modeling_falcon")
+    # It imports the function where the library is installed, and calls it itself (transformers 5.23).
+    called = [] if falcon is None else [(falcon, _CALL, getattr(utils, _CALL))]
     with replaced(
         [
+            *called,
             (utils, "lazy_import_flash_attention", lambda *_, **__: functions),
             (modeling_utils, "lazy_import_flash_attention", lambda *_, **__: functions),
             # Else its own kernels would be fetched from the Hub.
