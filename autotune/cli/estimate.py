@@ -85,7 +85,7 @@ def estimate(
         num_gpus=num_gpus,
     )
     config = dataclasses.replace(
-        default_base(workload, card, source),
+        default_base(workload, card, source, parallelism=given.get("parallelism")),
         gradient_accumulation_steps=accumulation,
         **given,
     )

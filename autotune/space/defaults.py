@@ -8,6 +8,7 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS, REQUIRED
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.search_space import usual_batching
 
 OPTIMIZER = "adamw_torch_fused"
@@ -23,12 +24,26 @@ FLOAT32_PRECISION = "fp32"
 """Of a float32 checkpoint, whose weights keep that on every card; quantised ones are no longer float32."""
 
 
-def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfig:
+def usual_precision(method: str, parallelism: str, *, has_bfloat16: bool) -> str:
+    """PRECISION_OF, where the library that shares the run can have it.
+
+    DeepSpeed takes bfloat16 weights for float32 ones unless it keeps float32 ones beside them.
+    """
+    precision = PRECISION_OF[has_bfloat16, method == "full"]
+    is_deepspeed = PARALLELISMS[parallelism].library == "deepspeed"
+    return "bf16-mixed" if is_deepspeed and precision == "bf16-true" else precision
+
+
+def default_base(
+    workload: Workload, gpu: Gpu, model: ModelSource, *, parallelism: str | None = None
+) -> TrainConfig:
     """TrainingArguments' defaults (transformers 5.23), micro-batch 1: what a search improves on.
 
-    An adapter has what KNOBS says of its method.
+    An adapter has what KNOBS says of its method. `parallelism` None: ddp on several GPUs.
     """
     method = workload.methods[0]
+    if parallelism is None:
+        parallelism = "ddp" if workload.num_gpus > 1 else "none"
     is_float32 = model.is_float32 and KNOBS["quantization"].default_for(method) == "none"
     return TrainConfig(
         method=method,
@@ -37,11 +52,11 @@ def default_base(workload: Workload, gpu: Gpu, model: ModelSource) -> TrainConfi
         sequence_length=workload.sequence_length,
         precision=FLOAT32_PRECISION
         if is_float32
-        else PRECISION_OF[gpu.has_bfloat16, method == "full"],
+        else usual_precision(method, parallelism, has_bfloat16=gpu.has_bfloat16),
         optimizer=OPTIMIZER,
         attention="sdpa" if "sdpa" in model.attentions else model.attentions[0],
         batching=usual_batching(workload.task),
-        parallelism="ddp" if workload.num_gpus > 1 else "none",
+        parallelism=parallelism,
         num_gpus=workload.num_gpus,
         **{
             knob.name: default

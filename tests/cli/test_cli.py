@@ -458,6 +458,17 @@ def test_estimate_prices_the_answer_alike(
     assert sum(result["breakdown"].values()) == result["peak_allocated_bytes"]
 
 
+@pytest.mark.usefixtures("forked_workers")
+def test_estimate_takes_a_precision_that_the_parallelism_has(tiny: Path) -> None:
+    ran = here.command(
+        *("estimate", "--model", "model/config.json", "--gpu", "a100", "--seq-len", "64"),
+        *("--num-gpus", "4", "--parallelism", "zero3", "--json"),
+        cwd=tiny,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["config"]["precision"] == "bf16-mixed"
+
+
 def test_the_answer_goes_to_stdout_and_the_files_to_out(
     main: Main, asked: list[dict[str, Any]], tmp_path: Path
 ) -> None:

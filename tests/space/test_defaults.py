@@ -9,6 +9,8 @@ import tiny_model
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.space.defaults import default_base
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.rules import Context, broken_rules
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,23 @@ def test_the_default_base(card: str, method: str, precision: str) -> None:
     assert base.effective_batch_size == tiny_model.EFFECTIVE_BATCH_SIZE
     assert (base.lora_rank is None) == (method == "full")
     assert (base.quantization == "none") == (method != "qlora")
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("card", ["a100", "t4"])
+@pytest.mark.parametrize("parallelism", sorted(set(PARALLELISMS) - {"none"}))
+def test_the_default_base_works_however_gpus_share_it(
+    parallelism: str, card: str, method: str
+) -> None:
+    """DeepSpeed has no training in bfloat16 alone: bf16-mixed is its precision of an A100."""
+    gpu = find_gpu(card)
+    workload = dataclasses.replace(tiny_model.workload(1, (method,)), num_gpus=4)
+    base = default_base(workload, gpu, tiny_model.MODEL, parallelism=parallelism)
+    context = Context(
+        effective_batch_size=workload.effective_batch_size,
+        compute_capability=gpu.compute_capability,
+    )
+    assert [rule.name for rule in broken_rules(base, context)] == []
+    if (card, method) == ("a100", "full"):
+        is_deepspeed = parallelism.startswith("zero")
+        assert base.precision == ("bf16-mixed" if is_deepspeed else "bf16-true")

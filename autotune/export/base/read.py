@@ -26,9 +26,8 @@ from autotune.export.text import caveats_of
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import METHODS, TrainConfig, Workload
-from autotune.space.defaults import OPTIMIZER, PRECISION_OF
+from autotune.space.defaults import OPTIMIZER, usual_precision
 from autotune.space.knobs import KNOBS, REQUIRED
-from autotune.space.parallelisms import PARALLELISMS
 
 _OPEN = ("micro_batch_size", "gradient_accumulation_steps", "precision", "optimizer")
 """Settings that every run has, whatever its files say."""
@@ -165,10 +164,8 @@ def _says_same(target: Target, key: str, left: Mapping[str, Any], right: Mapping
 
 def _defaults(values: Mapping[str, Any], method: str, has_bf16: bool, steps: int) -> dict[str, Any]:
     """As a search without a base has them."""
-    library = PARALLELISMS[values.get("parallelism", "none")].library
-    precision = PRECISION_OF[has_bf16, method == "full"]
-    if library == "deepspeed" and precision == "bf16-true":
-        precision = "bf16-mixed"  # DeepSpeed keeps float32 weights beside
+    parallelism = values.get("parallelism", "none")
+    precision = usual_precision(method, parallelism, has_bfloat16=has_bf16)
     return dict(zip(_OPEN, (1, steps, precision, OPTIMIZER), strict=True))
 
 
