@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from autotune.common.units import counted, format_bytes, format_count, format_seconds, unit_for
 from autotune.records.answer import MORE_MEMORY_BYTES, Change, Measured, Summary
 from autotune.records.estimate import Estimate
@@ -226,13 +228,25 @@ def carried(workload: Workload) -> str:
 
 
 def epoch(summary: Summary) -> str:
-    """Predicted time for all of the dataset, and how much of it goes into padding."""
+    """Predicted time for all of the dataset, and how much of it goes into padding.
+
+    The last step of an epoch has the micro-batches that are left (transformers 5.23 Trainer._run_epoch).
+    """
     lengths, best = summary.workload.lengths, summary.best
     assert lengths is not None
-    assert best.tokens_per_second is not None
-    seconds = lengths.tokens_per_epoch(best.config.batching) / best.tokens_per_second
+    assert best.micro_step_seconds is not None
+    assert best.optimizer_step_seconds is not None
+    num_tokens = lengths.tokens_per_epoch(best.config.batching)
+    accumulation = best.config.gradient_accumulation_steps
+    useful_tokens = best.useful_share * best.config.tokens_per_step / accumulation
+    num_micro_batches = math.ceil(num_tokens / useful_tokens)
+    num_steps = math.ceil(num_micro_batches / accumulation)
+    seconds = num_micro_batches * best.micro_step_seconds + num_steps * best.optimizer_step_seconds
+    part = ""
+    if num_micro_batches < accumulation:
+        part = f", which fill {num_micro_batches} of a step's {accumulation} micro-batches"
     padding = 100 * (1 - best.useful_share)
-    return f"{format_seconds(seconds)} for all samples; {padding:.0f} % of a batch is padding"
+    return f"{format_seconds(seconds)} for all samples{part}; {padding:.0f} % of a batch is padding"
 
 
 def step(estimate: Estimate) -> str:

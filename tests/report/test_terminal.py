@@ -20,6 +20,7 @@ from autotune.records.answer import USERS_BASE, Summary
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
+from autotune.space.lengths import Lengths
 
 
 @pytest.fixture(autouse=True)
@@ -285,6 +286,43 @@ def test_further_files_are_counted_and_what_they_lack_is_said() -> None:
     assert "out/ train.py exports/ (2 more)" in text
     assert "unsaid precision in torchtune.yaml; trainer in a.yaml, \\x1bb.yaml: see the top" in text
     assert text.count("--dataset") == 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "useful_share", "said"),
+    [
+        # 32,000 tokens fill a step of 8 micro-batches: 8 x 2 s and 4 s for the optimizer.
+        (320_000, 1.0, "3 min 20 s for all samples; 0 % of a batch is padding"),
+        # The last step has what is left: 5 micro-batches and an optimizer step.
+        (340_000, 1.0, "3 min 34 s for all samples; 0 % of a batch is padding"),
+        (170_000, 0.5, "3 min 34 s for all samples; 50 % of a batch is padding"),
+        (32_000, 1.0, "20.0 s for all samples; 0 % of a batch is padding"),
+        # Not a tenth of a step's time: a whole micro-batch and an optimizer step.
+        (3_200, 1.0, "6.00 s for all samples, which fill 1 of a step's 8 micro-batches; 0 % of"),
+        (9_000, 1.0, "10.0 s for all samples, which fill 3 of a step's 8 micro-batches; 0 % of"),
+    ],
+)
+def test_an_epoch_has_whole_micro_batches_and_steps(
+    num_tokens: int, useful_share: float, said: str
+) -> None:
+    lengths = Lengths(
+        num_samples=100, num_tokens=num_tokens, num_kept_tokens=1, percentiles=(90,) * 101
+    )
+    config = dataclasses.replace(
+        answers.CONFIG,
+        micro_batch_size=4,
+        gradient_accumulation_steps=8,
+        sequence_length=1000,
+        batching="packed",
+    )
+    best = dataclasses.replace(
+        answers.estimate(config),
+        micro_step_seconds=2.0,
+        optimizer_step_seconds=4.0,
+        useful_share=useful_share,
+    )
+    workload = dataclasses.replace(answers.WORKLOAD, lengths=lengths)
+    assert words.epoch(answers.summary(workload=workload, best=best)).startswith(said)
 
 
 @pytest.mark.parametrize(
