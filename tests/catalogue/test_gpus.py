@@ -69,8 +69,13 @@ def test_units_of_a_row() -> None:
     assert find_gpu("4060 ti").pcie_bandwidth_bytes_per_second == pytest.approx(15.754e9, rel=1e-4)
 
 
+def test_every_card_has_a_bandwidth() -> None:
+    assert [card.name for card in catalogue() if not card.memory_bandwidth_bytes_per_second] == []
+    # 384 bit of GDDR6 at 14.5 Gbit/s
+    assert find_gpu("a40").memory_bandwidth_bytes_per_second == 384 * 14.5e9 / 8
+
+
 def test_what_the_table_left_open_stays_unknown() -> None:
-    assert find_gpu("a40").memory_bandwidth_bytes_per_second is None
     assert "float32" not in find_gpu("rtx-pro-6000").peak_flop_per_second
 
 
