@@ -17,12 +17,13 @@ import pytest
 import autotune
 from autotune import api, cli
 from autotune.api import Result
+from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.cli.report import FORMATS
 from autotune.errors import ConfigError, NothingFitsError, StorageError
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
 from autotune.report import files
-from autotune.search import predict_best
+from autotune.search import budget, predict_best
 from autotune.search.predict_best import Found
 from autotune.space.config import METHODS
 
@@ -203,6 +204,24 @@ def test_what_cannot_be_used_is_said_as_on_the_command_line(
 ) -> None:
     with pytest.raises(ConfigError, match=part):
         autotune.find(**{**ASK, **options})
+    assert asked == []
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_a_base_that_several_gpus_train_is_not_measured_on_one(
+    asked: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+) -> None:
+    """The base says how many GPUs there are where no option does."""
+    base = dataclasses.replace(answers.CONFIG, parallelism="ddp", num_gpus=2)
+    path = tmp_path / "train_config.yaml"
+    path.write_text(json.dumps({"version": 1, "config": base.to_dict()}), encoding="utf-8")
+    here = find_gpu("rtx-4070"), f"{budget.FOUND}; 1 GB is in use", 10**10
+    monkeypatch.setitem(budget.CHOOSERS, backend, lambda *_: here)
+    with pytest.raises(ConfigError, match=f"A run on 2 GPUs does not go with --backend {backend}"):
+        autotune.find(ASK["model"], base=path, backend=backend)
     assert asked == []
 
 

@@ -17,6 +17,7 @@ from autotune.common import files
 from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError
 from autotune.memory.kv_cache import KvCache, kv_cache
+from autotune.records.measurement import BACKENDS
 from autotune.search import dataset as datasets
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.lengths import Lengths
@@ -96,6 +97,16 @@ def agreed(option: str, value: int | None, of_base: int) -> int:
             remedy=f"Leave {option} out, or change the base",
         )
     return of_base
+
+
+def check_backend(backend: str, num_gpus: int) -> None:
+    """Raise ConfigError where the backend would measure on one GPU what several are to run."""
+    if num_gpus > 1 and backend in BACKENDS:
+        raise ConfigError(
+            f"A run on {num_gpus} GPUs does not go with --backend {backend}",
+            why="Probes run on one GPU",
+            remedy="Leave --backend out, for a prediction",
+        )
 
 
 def shared_batch(effective_batch_size: int, num_gpus: int) -> int:

@@ -71,12 +71,6 @@ def find(
     another machine. `server` runs the probes; None: one of their own. Raises NotMeasuredError where the
     database fails what is to be measured.
     """
-    if (options.num_gpus or 1) > 1 and options.backend in BACKENDS:
-        raise ConfigError(
-            f"--num-gpus {options.num_gpus} does not go with --backend {options.backend}",
-            why="Probes run on one GPU",
-            remedy="Leave --backend out, for a prediction",
-        )
     choose = budget.CHOOSERS.get(options.backend, budget.choose_card)
     card, gpu_reason, budget_bytes = choose(options.gpu, options.gpu_mem)
     if gpu_reason.startswith(f"{budget.FOUND};"):

@@ -75,6 +75,7 @@ def read(
         length = budget.agreed("--seq-len", length, base.sequence_length)
         batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
     num_gpus = num_gpus or 1
+    budget.check_backend(options.backend, num_gpus)
     task = options.task or source.task
     length = _possible_length(source, length, note)
     budget.check_length(task, length)
