@@ -61,10 +61,7 @@ def trace_all(
         "config": model.config,
         "task": task,
         "sequence_length": sequence_length,
-        "compute_capability": list(gpu.compute_capability),
-        "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
-        "num_sms": gpu.num_sms,
-        "backend": gpu.backend,
+        **of_card(gpu),
     }
     run = run_many if server is None else functools.partial(_run_forked, server)
     specs = set(specs)
@@ -108,6 +105,16 @@ def trace_all(
                 hidden_size=hidden_size if isinstance(hidden_size, int) else 0,
             )
     return found
+
+
+def of_card(gpu: Gpu) -> dict[str, Any]:
+    """What a trace depends on of a card: cards that agree in it share their traces."""
+    return {
+        "compute_capability": gpu.compute_capability,
+        "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
+        "num_sms": gpu.num_sms,
+        "backend": gpu.backend,
+    }
 
 
 def _of_one_gpu(spec: TraceSpec) -> TraceSpec:

@@ -19,7 +19,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
-from autotune.predict.tracing import trace_all
+from autotune.predict.tracing import of_card, trace_all
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.report import limits
 from autotune.search.inverse import pricing, questions
@@ -41,7 +41,7 @@ def traced(
     server: ForkServer,
 ) -> dict[TraceSpec, Any]:
     """What trace_all makes, once for all tests of this file: a trace follows from these alone."""
-    kernels = card.compute_capability, card.cublas_workspace_bytes, card.num_sms
+    kernels = tuple(of_card(card).items())
     step = source.name, json.dumps(source.config), task, sequence_length, kernels
     wanted = set(specs)
     missing = {spec for spec in wanted if (step, spec) not in _TRACED}
@@ -245,16 +245,13 @@ def test_the_smallest_card_is_that_of_a_full_search(server: ForkServer) -> None:
     found = questions.answer("gpu", asked(source=source, methods=methods), server)
     configs = every_config(length, methods)
     specs = {TraceSpec.of(config) for config in configs}
-    made: dict[object, Mapping[TraceSpec, Trace]] = {}
     for card in sorted(catalogue(), key=lambda card: card.capacity_bytes):
         if card.compute_capability is None or card.compute_capability < (8, 0):
             continue
         if card.capacity_bytes < 2 * 8_030_261_248:  # its weights
             continue
-        key = card.compute_capability, card.cublas_workspace_bytes
-        if key not in made:
-            made[key] = traced(source, "causal-lm", length, card, specs, server=server)
-        estimator = Estimator(made[key], card, memory_budget_bytes=card.capacity_bytes)
+        traces = traced(source, "causal-lm", length, card, specs, server=server)
+        estimator = Estimator(traces, card, memory_budget_bytes=card.capacity_bytes)
         peak = min(estimator.estimate(config).peak_device_bytes for config in configs)
         if peak <= card.capacity_bytes:
             break
@@ -310,6 +307,48 @@ def test_a_model_that_recomputes_nothing_is_searched_without(
         )
     ]
     assert found.value == max(plain) < 2048
+
+
+@pytest.mark.parametrize(
+    ("changed", "num_asked"),
+    [
+        ({"capacity_bytes": 24 * GB, "context_bytes": GB}, 1),
+        ({"num_sms": 92}, 2),
+        ({"vendor": "cpu"}, 2),
+        ({"compute_capability": (9, 0)}, 2),
+        ({"cublas_workspace_bytes": 32 * 2**20}, 2),
+    ],
+)
+def test_a_card_is_priced_with_the_traces_of_its_own_kernels(
+    server: ForkServer,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    num_asked: int,
+) -> None:
+    cards: list[Gpu] = []
+
+    def asked_for(
+        source: ModelSource, task: str, length: int, card: Gpu, *_: Any, **__: Any
+    ) -> dict[TraceSpec, Trace]:
+        cards.append(card)
+        return traced(source, task, length, tiny_model.gpu(), *_, **__)
+
+    monkeypatch.setattr(pricing, "trace_all", asked_for)
+    first = tiny_model.gpu()
+    other = dataclasses.replace(first, name="another card", **changed)
+    pricer = pricing.Pricer(asked(), server, lambda *_: None)
+    config = every_config(methods=("lora",))[0]
+    for card in (first, other):
+        case = pricing.Case(
+            value=card.slug,
+            source=tiny_model.MODEL,
+            gpu=card,
+            budget_bytes=card.capacity_bytes,
+            sequence_length=512,
+            fixed={},
+        )
+        pricer.peak_bytes(case, config)
+    assert cards == [first, other][:num_asked]
 
 
 def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(

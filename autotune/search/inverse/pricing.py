@@ -18,7 +18,7 @@ from autotune.errors import ConfigError, HardwareError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator, least_bytes
 from autotune.predict.sharding.rank_trace import RankTrace
-from autotune.predict.tracing import trace_all
+from autotune.predict.tracing import of_card, trace_all
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.search.candidates import Candidates
 from autotune.search.predict_best import Progress
@@ -248,13 +248,7 @@ class Pricer:
         return least_bytes(config, count) > case.budget_bytes
 
     def _key(self, case: Case) -> tuple[object, ...]:
-        gpu = case.gpu
-        return (
-            case.source.name,
-            case.sequence_length,
-            gpu.compute_capability,
-            gpu.cublas_workspace_bytes,
-        )
+        return case.source.name, case.sequence_length, *of_card(case.gpu).values()
 
     def _estimator(self, case: Case, configs: Iterable[TrainConfig]) -> Estimator:
         """Prices these configurations, as far as the model supports them, and those before."""
