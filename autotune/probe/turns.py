@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -115,10 +116,11 @@ def take_turn(
 
         try:
             study.optimize(objective, n_trials=1, catch=(Failed,))
-        except (ValueError, AssertionError, optuna.exceptions.UpdateFinishedTrialError):
-            # Optuna's own, of a trial that somebody else has told (optuna 5.0, study/_optimize.py).
+        except (ValueError, AssertionError, optuna.exceptions.UpdateFinishedTrialError) as error:
             if raised is not None:
                 raise raised from raised.__cause__
+            if not _says_told_by_others(error):
+                raise
         except UnboundLocalError as error:
             # Optuna's, of a database that fails when the trial is told (the same place): what it said.
             said = raised or error.__context__ or error
@@ -131,6 +133,17 @@ def take_turn(
 def runs_on(trial: FrozenTrial, fingerprint: str) -> bool:
     """Whether its owner is a machine of that fingerprint; True for a trial that has none."""
     return bool(trial.user_attrs.get(OWNER, {}).get("fingerprint", fingerprint) == fingerprint)
+
+
+def _says_told_by_others(error: Exception) -> bool:
+    """Whether this is what Optuna raises of a trial that somebody else has told (optuna 5.0, study/).
+
+    Its loop raises such a ValueError or AssertionError itself; those of a sampler have passed through it.
+    """
+    if isinstance(error, optuna.exceptions.UpdateFinishedTrialError):
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals["__name__"]).startswith("optuna.study.")
 
 
 def give_back_abandoned(study: optuna.Study) -> None:

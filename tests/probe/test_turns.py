@@ -149,6 +149,28 @@ def test_a_trial_that_others_took_for_dead_is_theirs(study: optuna.Study, tells:
     assert state_of(study) == (TrialState.FAIL, None)
 
 
+class Broken(optuna.samplers.RandomSampler):
+    """A sampler with a mistake in one of the places where Optuna asks it."""
+
+    def __init__(self, where: str, error: type[Exception]) -> None:
+        super().__init__(seed=0)
+        setattr(self, where, self._fail)
+        self._error = error
+
+    def _fail(self, *_: object) -> Any:
+        raise self._error("the sampler's own")
+
+
+@pytest.mark.parametrize("error", [AssertionError, ValueError])
+@pytest.mark.parametrize("where", ["before_trial", "after_trial"])
+def test_a_mistake_of_the_sampler_is_not_taken_for_a_trial_of_others(
+    study: optuna.Study, where: str, error: type[Exception]
+) -> None:
+    study.sampler = Broken(where, error)
+    with pytest.raises(error, match="the sampler's own"):
+        turn(study, lambda *_: 1.0)
+
+
 def test_an_interrupt_while_the_first_heartbeat_starts_leaves_none(
     study: optuna.Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
