@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
+from autotune.common import log
 from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.memory.traces import BrokenTrace, Trace
 from autotune.predict.sharding.rank_trace import RankTrace
@@ -22,6 +24,8 @@ from autotune.records.estimate import TraceSpec
 from autotune.store.trace_table import TraceTable
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd, run_many
+
+_log = log.logger(__name__)
 
 DEADLINE_SECONDS = 600.0
 
@@ -83,6 +87,7 @@ def trace_all(
                 jobs.blame(share, end)
     if table is not None:
         jobs.keep_new(table, shared)
+    jobs.log_refused()
     if jobs.crash is not None and (jobs.shares() or not jobs.traces):
         raise jobs.crash
     if not jobs.traces:
@@ -140,6 +145,8 @@ class _Jobs:
         self.traces: dict[TraceSpec, Trace] = {}
         self.refused: dict[int, str] = {}
         self.crash: WorkerError | None = None
+        self._tracebacks: dict[str, str] = {}
+        """One per reason."""
         self._new: dict[int, dict[str, Any]] = {}
 
     def take_known(self, table: TraceTable, shared: Mapping[str, Any]) -> None:
@@ -154,6 +161,15 @@ class _Jobs:
     def keep_new(self, table: TraceTable, shared: Mapping[str, Any]) -> None:
         if self._new:
             table.add({self._request(n, shared): said for n, said in self._new.items()})
+
+    def log_refused(self) -> None:
+        """What cannot be traced, counted by the reason."""
+        for reason, count in Counter(self.refused.values()).most_common():
+            _log.info(
+                "%d of %d training steps cannot be traced: %s", count, len(self._specs), reason
+            )
+            for line in self._tracebacks.get(reason, "").splitlines():
+                _log.debug("%s", line)
 
     def _request(self, number: int, shared: Mapping[str, Any]) -> str:
         return json.dumps([shared, _plain(self._specs[number])], sort_keys=True)
@@ -178,6 +194,9 @@ class _Jobs:
         if "unsupported" in answer:
             self.refused[number] = answer["unsupported"]
             self._new[number] = answer
+        elif "crashed" in answer:  # Perhaps a mistake, so it is not kept.
+            self.refused[number] = answer["crashed"]
+            self._tracebacks[answer["crashed"]] = answer["traceback"]
         else:
             try:
                 self.traces[self._specs[number]] = Trace(answer["trace"])

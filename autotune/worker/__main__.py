@@ -5,7 +5,8 @@ The request names a verb and its arguments; each answer is one JSON line. Verbs:
 trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capability": [major, minor],
          "cublas_workspace_bytes": int, "num_sms": int or null, "backend": "cuda" or "cpu",
          "traces": [{"id": int, "spec": {...}, "whole": bool}]}
-        one line per trace: {"id": int, "trace": {...}}, or {"id": int, "unsupported": reason}
+        one line per trace: {"id": int, "trace": {...}}; {"id": int, "unsupported": reason}, which will
+        never be another; or {"id": int, "crashed": reason, "traceback": text}
 probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}, "folder": str (may lack)}
         its temporary files go into the folder; as soon as a file STOP_FILE is in it, whose text says why,
         it times no further step
@@ -31,6 +32,7 @@ import gc
 import json
 import queue
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,11 +47,14 @@ from autotune.worker.client.orphans import die_with_parent
 Answers = Iterator[dict[str, Any]]
 Verb = Callable[[dict[str, Any]], Answers]
 
+_OF_THE_MACHINE = (MemoryError, OSError)
+"""No fault of the model: what it does not support is remembered."""
+
 
 def _trace(request: dict[str, Any]) -> Answers:
     import_adapters()
 
-    from autotune.worker.build.model import UnsupportedModel, load_config, reason_of
+    from autotune.worker.build.model import CrashedStep, UnsupportedModel, load_config, reason_of
     from autotune.worker.trace.cuda import Device
     from autotune.worker.trace.step import trace_step
 
@@ -72,15 +77,25 @@ def _trace(request: dict[str, Any]) -> Answers:
                 device=device,
                 whole=wanted["whole"],
             )
+        except CrashedStep as error:
+            yield _crashed(wanted["id"], str(error))
         except UnsupportedModel as error:
-            yield {"id": wanted["id"], "unsupported": str(error)}
-        except (MemoryError, OSError):  # The machine's, not the model's: refusals are remembered.
+            if isinstance(error.__cause__, _OF_THE_MACHINE):
+                yield _crashed(wanted["id"], str(error))
+            else:
+                yield {"id": wanted["id"], "unsupported": str(error)}
+        except _OF_THE_MACHINE:
             raise
         except Exception as error:  # of a family that nobody has tried: the others go on
-            yield {"id": wanted["id"], "unsupported": f"tracing it failed ({reason_of(error)})"}
+            yield _crashed(wanted["id"], f"tracing it failed ({reason_of(error)})")
         else:
             yield {"id": wanted["id"], "trace": trace}
         gc.collect()
+
+
+def _crashed(number: int, reason: str) -> dict[str, Any]:
+    """The answer about what is being handled."""
+    return {"id": number, "crashed": reason, "traceback": traceback.format_exc()}
 
 
 def _probe(request: dict[str, Any]) -> Answers:

@@ -147,12 +147,59 @@ def _asked(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[dict[str, 
     return list(worker.VERBS["trace"](request))
 
 
-def test_what_nobody_has_tried_is_refused_and_the_others_go_on(
+def test_what_nobody_has_foreseen_is_a_crash_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refused, answered = _asked(monkeypatch, AssertionError("two towers"))
-    assert refused == {"id": 0, "unsupported": "tracing it failed (AssertionError: two towers)"}
+    crashed, answered = _asked(monkeypatch, AssertionError("two towers"))
+    assert "raise errors.pop()" in crashed.pop("traceback")
+    assert crashed == {"id": 0, "crashed": "tracing it failed (AssertionError: two towers)"}
     assert answered == {"id": 1, "trace": {}}
+
+
+def test_what_a_model_cannot_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, _ = _asked(monkeypatch, models.UnsupportedModel("it has no layers"))
+    assert refused == {"id": 0, "unsupported": "it has no layers"}
+
+
+def test_what_the_machine_did_to_a_library_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = models.UnsupportedModel("Cannot allocate memory")
+    error.__cause__ = MemoryError()
+    crashed, _ = _asked(monkeypatch, error)
+    assert crashed["crashed"] == "Cannot allocate memory"
+
+
+def _answer_of_a_step_that_raises(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> dict[str, Any]:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(trace_module.MetaStep, "forward_backward", fail)
+    request = {
+        "config": {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64},
+        "task": "causal-lm",
+        "sequence_length": 64,
+        "compute_capability": (9, 0),
+        "cublas_workspace_bytes": 1,
+        "num_sms": None,
+        "backend": "cuda",
+        "traces": [{"id": 0, "spec": dataclasses.asdict(FULL), "whole": False}],
+    }
+    (answer,) = worker.VERBS["trace"](request)
+    return answer
+
+
+def test_a_mistake_within_the_step_is_a_crash_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = _answer_of_a_step_that_raises(monkeypatch, KeyError("chunk"))
+    assert answer["crashed"] == "its training step cannot be run without data (KeyError: 'chunk')"
+    assert "KeyError" in answer["traceback"]
+
+
+def test_a_step_that_looks_at_values_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = _answer_of_a_step_that_raises(
+        monkeypatch, RuntimeError("Tensor.item() cannot be called on meta tensors")
+    )
+    assert "it looks at values of weights" in answer["unsupported"]
 
 
 def test_a_machine_without_memory_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

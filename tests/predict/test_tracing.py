@@ -192,6 +192,46 @@ def test_what_a_worker_answered_is_not_asked_for_again(
     assert asked == [1, 0, 1]
 
 
+def test_a_crash_is_told_by_its_reason_and_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mistake may be of a moment, or mended: only what a model does not support is remembered."""
+    crash = {"crashed": "tracing it failed (KeyError: 7)", "traceback": "File x\nKeyError: 7"}
+    worker = Rounds(*2 * [{"eager": {"unsupported": "has no layers"}, "sdpa": crash}])
+    monkeypatch.setattr(tracing, "run_many", worker)
+    caplog.set_level("INFO", "autotune")
+    for _ in range(2):
+        caplog.clear()
+        with pytest.raises(ConfigError, match="tiny-llama cannot be traced"):
+            trace_all(
+                tiny_model.MODEL,
+                "causal-lm",
+                512,
+                find_gpu("t4"),
+                {EAGER, SDPA},
+                table=TraceTable(f"sqlite:///{tmp_path}/autotune.db"),
+            )
+        assert sorted(caplog.messages) == [
+            "1 of 2 training steps cannot be traced: has no layers",
+            "1 of 2 training steps cannot be traced: tracing it failed (KeyError: 7)",
+        ]
+    assert worker.asked == [[("eager", False), ("sdpa", False)], [("sdpa", False)]]
+
+
+def test_the_traceback_of_a_crash_is_in_a_detailed_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    crash = {"crashed": "tracing it failed (KeyError: 7)", "traceback": "File x\nKeyError: 7"}
+    caplog.set_level("DEBUG", "autotune")
+    good = {"trace": some_trace()}
+    assert trace_both(monkeypatch, Rounds({"eager": good, "sdpa": crash})) == {EAGER}
+    assert caplog.messages[-3:] == [
+        "1 of 2 training steps cannot be traced: tracing it failed (KeyError: 7)",
+        "File x",
+        "KeyError: 7",
+    ]
+
+
 def test_a_database_that_refuses_costs_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,10 @@ class UnsupportedModel(Exception):
     """The configuration cannot be built or traced; the message is for the user."""
 
 
+class CrashedStep(UnsupportedModel):
+    """Its training step ended in an error that nobody has foreseen, perhaps a mistake of the tracer."""
+
+
 def load_config(config: dict[str, Any]) -> PretrainedConfig:
     """Transformers' configuration object. UnsupportedModel for an architecture that needs remote code."""
     model_type = str(config.get("model_type"))
@@ -153,9 +157,14 @@ _ASKS_FOR_VALUES = (
 """What torch 2.13 says where a tensor on `meta` would have to know its values."""
 
 
+def asks_for_values(error: Exception) -> bool:
+    """Whether a prediction can never have what was asked for."""
+    return any(part in str(error) for part in _ASKS_FOR_VALUES)
+
+
 def reason_of(error: Exception) -> str:
     """Why a library could not do it without data, short enough for a message."""
-    if any(part in str(error) for part in _ASKS_FOR_VALUES):
+    if asks_for_values(error):
         return (
             "it looks at values of weights or of what they make, and a prediction has shapes alone"
         )

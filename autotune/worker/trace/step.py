@@ -30,7 +30,7 @@ from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import fp8, layers, quantize
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
-from autotune.worker.build.model import UnsupportedModel
+from autotune.worker.build.model import CrashedStep, UnsupportedModel
 from autotune.worker.trace import attention, flex, liger, sft
 from autotune.worker.trace.chunks import Chunks
 from autotune.worker.trace.cuda import Device, Workspaces, device_choices
@@ -57,7 +57,8 @@ def trace_step(
 ) -> dict[str, Any]:
     """Trace one micro-step. `whole`: every layer, nothing extrapolated.
 
-    Raises UnsupportedModel where the model cannot be built or run on `meta`.
+    Raises UnsupportedModel where the model cannot be built or run on `meta`: CrashedStep where that
+    may be a mistake.
     """
     # Checkpointed layers of T5 hand the gradient of their common position bias around.
     whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
@@ -96,7 +97,8 @@ def trace_step(
         except (
             AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
         ) as error:  # fmt: skip
-            raise UnsupportedModel(
+            kind = UnsupportedModel if models.asks_for_values(error) else CrashedStep
+            raise kind(
                 f"its training step cannot be run without data ({models.reason_of(error)})"
             ) from error
     if not step.gradients:
