@@ -58,3 +58,11 @@ WITHOUT_FLEX = frozenset({
     "xlnet", "xlstm", "yoso", "zamba",
 })  # fmt: skip
 """`_supports_flex_attn`."""
+
+WITHOUT = {
+    "sdpa": WITHOUT_SDPA,
+    "flash_attention_2": WITHOUT_FLASH,
+    "flash_attention_3": WITHOUT_FLASH,
+    "flex_attention": WITHOUT_FLEX,
+}
+"""Families that have none, by the name of the attention; every family has eager."""

@@ -16,13 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.catalogue.attention import (
-    ATTENTIONS,
-    FLASH_ATTENTIONS,
-    WITHOUT_FLASH,
-    WITHOUT_FLEX,
-    WITHOUT_SDPA,
-)
+from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS, WITHOUT
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, nearest
 
@@ -142,14 +136,10 @@ class ModelSource:
     def attentions(self) -> tuple[str, ...]:
         """Transformers' attention implementations that the model has, of config.ATTENTIONS."""
         kind = self.config["model_type"]
-        lacks: set[str] = set()
-        if kind in WITHOUT_SDPA:
+        lacks = {name for name, families in WITHOUT.items() if kind in families}
+        if "sdpa" in lacks:
             # What else they have is FlashAttention with soft caps, or sinks, which no trace has seen.
-            lacks |= {"sdpa", *FLASH_ATTENTIONS}
-        if kind in WITHOUT_FLASH:
             lacks |= set(FLASH_ATTENTIONS)
-        if kind in WITHOUT_FLEX:
-            lacks.add("flex_attention")
         return tuple(name for name in ATTENTIONS if name not in lacks)
 
     @property

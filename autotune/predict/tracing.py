@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from autotune.catalogue.attention import WITHOUT
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import log
@@ -91,11 +92,7 @@ def trace_all(
     if jobs.crash is not None and (jobs.shares() or not jobs.traces):
         raise jobs.crash
     if not jobs.traces:
-        raise ConfigError(
-            f"{model.name} cannot be traced",
-            why=next(iter(jobs.refused.values())),
-            remedy="Name another model, method or precision",
-        )
+        raise _refusal(model, specs, next(iter(jobs.refused.values())))
     hidden_size = model.text_config.get("hidden_size")
     found: dict[TraceSpec, Trace | RankTrace] = {}
     for spec in specs:
@@ -110,6 +107,17 @@ def trace_all(
                 hidden_size=hidden_size if isinstance(hidden_size, int) else 0,
             )
     return found
+
+
+def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> ConfigError:
+    """None of the specs could be traced; `reason` is a worker's."""
+    family = model.config["model_type"]
+    attentions = sorted({spec.attention for spec in specs})
+    remedy = "Name another model, method or precision"
+    if all(family in WITHOUT.get(name, ()) for name in attentions):
+        reason = f"Transformers has no {' and no '.join(attentions)} attention for {family}"
+        remedy = "Give --attention eager"
+    return ConfigError(f"{model.name} cannot be traced", why=reason, remedy=remedy)
 
 
 def of_card(gpu: Gpu) -> dict[str, Any]:

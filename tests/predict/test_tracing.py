@@ -67,6 +67,27 @@ def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason(
     assert "has no layers" in str(caught.value)
 
 
+def test_an_attention_that_the_model_lacks_is_an_error_with_one_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Transformers 5.23's Gemma2PreTrainedModel has _supports_sdpa = False."""
+    monkeypatch.setattr(tracing, "run_many", Worker({"unsupported": "Please request the support"}))
+    gemma = dataclasses.replace(tiny_model.MODEL, name="gemma", config={"model_type": "gemma2"})
+    with pytest.raises(ConfigError) as caught:
+        trace_all(gemma, "causal-lm", 512, find_gpu("t4"), {SDPA})
+    assert str(caught.value) == (
+        "gemma cannot be traced. Transformers has no sdpa attention for gemma2. "
+        "Give --attention eager."
+    )
+
+
+def test_another_reason_is_not_taken_for_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "run_many", Worker({"unsupported": "has no layers"}))
+    gemma = dataclasses.replace(tiny_model.MODEL, name="gemma", config={"model_type": "gemma2"})
+    with pytest.raises(ConfigError, match="has no layers"):
+        trace_all(gemma, "causal-lm", 512, find_gpu("t4"), {SDPA, EAGER})
+
+
 def test_a_worker_that_times_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker({"unsupported": "late"}, how="timeout")
     monkeypatch.setattr(tracing, "run_many", worker)

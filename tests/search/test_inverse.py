@@ -351,6 +351,13 @@ def test_a_card_is_priced_with_the_traces_of_its_own_kernels(
     assert cards == [first, other][:num_asked]
 
 
+def test_an_attention_that_was_given_stays_though_the_model_lacks_it(server: ForkServer) -> None:
+    gemma = models.resolve("gemma-2-2b")
+    ask = asked(source=gemma, fixed={"attention": "sdpa"}, methods=("lora",), budget_bytes=12 * GB)
+    with pytest.raises(ConfigError, match=r"no sdpa attention for gemma2\. Give --attention eager"):
+        questions.answer("micro-batch", ask, server)
+
+
 def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(
     server: ForkServer,
 ) -> None:

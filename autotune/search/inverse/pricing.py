@@ -210,8 +210,9 @@ class Pricer:
 
     def _enumerate(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
         """Valid configurations, and how many break which rule."""
-        space = with_attentions(
-            narrowed(self._asked.space, {**self._asked.fixed, **case.fixed}), case.source.attentions
+        space = narrowed(
+            with_attentions(self._asked.space, case.source.attentions),
+            {**self._asked.fixed, **case.fixed},
         )
         configs: list[TrainConfig] = []
         invalid: dict[str, int] = {}
