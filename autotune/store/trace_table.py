@@ -1,30 +1,34 @@
 """Traces that were made before, in table `autotune_traces`: a search that was made once needs no torch.
 
-A trace depends on what was asked for, the libraries' versions and autotune's own code, all of which are
-in its key. It is a cache: where the database refuses, traces are made again.
+A trace depends on what was asked for, the libraries' versions and the code that traces, all of which are
+in its key. That code is one module and all that it imports of this package. It is a cache: where the
+database refuses, traces are made again.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
+import itertools
 import json
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from autotune.catalogue import installed
+import autotune
 from autotune.errors import StorageError
 from autotune.space.knobs import KNOBS
 from autotune.store.database import file_of, parse_url
 from autotune.store.probe_table import ROWS_AT_ONCE
 from autotune.store.upgrade import open_engine
 
-_ELSEWHERE = ("cli", "export", "migrations", "nightly", "report")
-"""Folders of the package that no trace depends on."""
+_PACKAGE = Path(autotune.__file__).parent
+_TRACER = "autotune.worker.trace.step"
 
 
 class TraceTable:
@@ -93,8 +97,41 @@ def _made_by() -> str:
         digest.update(repr(error.name).encode())
     libraries = sorted({name for knob in KNOBS.values() for name in knob.needs.values() if name})
     digest.update(repr([(name, installed.version(name)) for name in libraries]).encode())
-    package = Path(__file__).parents[1]
-    for file in sorted(package.rglob("*.py")):
-        if file.relative_to(package).parts[0] not in _ELSEWHERE:
-            digest.update(file.read_bytes())
+    for _, file in sorted(_sources(_TRACER).items()):
+        digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def _sources(module: str) -> dict[str, Path]:
+    """The files of a module and of all that it imports of this package, however deep, by module."""
+    found: dict[str, Path] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        file = None if name in found else _file_of(name)
+        if file is not None:
+            found[name] = file
+            waiting += _imported_by(file)
+    return found
+
+
+def _file_of(module: str) -> Path | None:
+    """None where it is no module of this package. The package itself imports all, and only when asked."""
+    package, *names = module.split(".")
+    if package != autotune.__name__ or not names:
+        return None
+    path = _PACKAGE.joinpath(*names)
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
+
+
+def _imported_by(file: Path) -> Iterator[str]:
+    """Modules that it may import, with the packages around them; what is no module is among them."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            yield from itertools.accumulate(name.split("."), "{}.{}".format)
