@@ -28,18 +28,16 @@ loader  {"program": text of train.py, "dataset": path, "text_field": str, "token
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import queue
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from autotune.common import json_records
-from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
+from autotune.records.estimate import SCHEMA_VERSION
 from autotune.records.measurement import STOP_FILE, ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.worker.client.orphans import die_with_parent
@@ -47,55 +45,13 @@ from autotune.worker.client.orphans import die_with_parent
 Answers = Iterator[dict[str, Any]]
 Verb = Callable[[dict[str, Any]], Answers]
 
-_OF_THE_MACHINE = (MemoryError, OSError)
-"""No fault of the model: what it does not support is remembered."""
-
 
 def _trace(request: dict[str, Any]) -> Answers:
     import_adapters()
 
-    from autotune.worker.build.model import CrashedStep, UnsupportedModel, load_config, reason_of
-    from autotune.worker.trace.cuda import Device
-    from autotune.worker.trace.step import trace_step
+    from autotune.worker.trace.step import traces
 
-    device = Device(
-        compute_capability=tuple(request["compute_capability"]),
-        cublas_workspace_bytes=request["cublas_workspace_bytes"],
-        backend=request["backend"],
-        **({"num_sms": request["num_sms"]} if request["num_sms"] else {}),
-    )
-    # What is imported stays: without it, collecting a traced model takes a millisecond.
-    gc.collect()
-    gc.freeze()
-    for wanted in request["traces"]:
-        try:
-            trace = trace_step(
-                load_config(request["config"]),
-                request["task"],
-                TraceSpec(**wanted["spec"]),
-                sequence_length=request["sequence_length"],
-                device=device,
-                whole=wanted["whole"],
-            )
-        except CrashedStep as error:
-            yield _crashed(wanted["id"], str(error))
-        except UnsupportedModel as error:
-            if isinstance(error.__cause__, _OF_THE_MACHINE):
-                yield _crashed(wanted["id"], str(error))
-            else:
-                yield {"id": wanted["id"], "unsupported": str(error)}
-        except _OF_THE_MACHINE:
-            raise
-        except Exception as error:  # of a family that nobody has tried: the others go on
-            yield _crashed(wanted["id"], f"tracing it failed ({reason_of(error)})")
-        else:
-            yield {"id": wanted["id"], "trace": trace}
-        gc.collect()
-
-
-def _crashed(number: int, reason: str) -> dict[str, Any]:
-    """The answer about what is being handled."""
-    return {"id": number, "crashed": reason, "traceback": traceback.format_exc()}
+    return traces(request)
 
 
 def _probe(request: dict[str, Any]) -> Answers:

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +45,52 @@ _OF_LABELS = {torch.ops.aten.nonzero.default: labelled_rows}
 
 MICRO_BATCH = 1_000_003
 """Micro-batch of a trace that stands for 2 and more: a prime that divides no model dimension."""
+
+
+_OF_THE_MACHINE = (MemoryError, OSError)
+"""No fault of the model: what it does not support is remembered."""
+
+
+def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The answers of the worker's verb `trace` (autotune.worker.__main__)."""
+    device = Device(
+        compute_capability=tuple(request["compute_capability"]),
+        cublas_workspace_bytes=request["cublas_workspace_bytes"],
+        backend=request["backend"],
+        **({"num_sms": request["num_sms"]} if request["num_sms"] else {}),
+    )
+    # What is imported stays: without it, collecting a traced model takes a millisecond.
+    gc.collect()
+    gc.freeze()
+    for wanted in request["traces"]:
+        try:
+            trace = trace_step(
+                models.load_config(request["config"]),
+                request["task"],
+                TraceSpec(**wanted["spec"]),
+                sequence_length=request["sequence_length"],
+                device=device,
+                whole=wanted["whole"],
+            )
+        except CrashedStep as error:
+            yield _crashed(wanted["id"], str(error))
+        except UnsupportedModel as error:
+            if isinstance(error.__cause__, _OF_THE_MACHINE):
+                yield _crashed(wanted["id"], str(error))
+            else:
+                yield {"id": wanted["id"], "unsupported": str(error)}
+        except _OF_THE_MACHINE:
+            raise
+        except Exception as error:  # of a family that nobody has tried: the others go on
+            yield _crashed(wanted["id"], f"tracing it failed ({models.reason_of(error)})")
+        else:
+            yield {"id": wanted["id"], "trace": trace}
+        gc.collect()
+
+
+def _crashed(number: int, reason: str) -> dict[str, Any]:
+    """The answer about what is being handled."""
+    return {"id": number, "crashed": reason, "traceback": traceback.format_exc()}
 
 
 def trace_step(
