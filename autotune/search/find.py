@@ -25,7 +25,7 @@ from autotune.search.resolve import Brought
 from autotune.space import search_space
 from autotune.store import optuna_study, stored_answers, study_names
 from autotune.store.recommendations import question_of
-from autotune.store.trace_table import TraceTable
+from autotune.store.trace_table import TraceTable, table_of_prediction
 from autotune.worker.client.forkserver import ForkServer
 
 
@@ -66,10 +66,10 @@ def find(
 ) -> Answer:
     """Answer what was asked; whatever it cannot answer is an AutotuneError.
 
-    Probes are kept in the database `storage`, where later searches find them; a prediction leaves it
-    alone. `command` is what the study keeps of how it was made. `brought` has come with the question from
-    another machine. `server` runs the probes; None: one of their own. Raises NotMeasuredError where the
-    database fails what is to be measured.
+    Probes and traces are kept in the database `storage`, where later searches find them; a prediction
+    keeps traces alone, where that database is there. `command` is what the study keeps of how it was
+    made. `brought` has come with the question from another machine. `server` runs the probes; None: one
+    of their own. Raises NotMeasuredError where the database fails what is to be measured.
     """
     choose = budget.CHOOSERS.get(options.backend, budget.choose_card)
     card, gpu_reason, budget_bytes = choose(options.gpu, options.gpu_mem)
@@ -103,8 +103,9 @@ def find(
             has=base if trains_elsewhere else None,
             effort=options.effort,
             progress=progress,
-            # A prediction leaves the database alone.
-            traces_table=None if measure_on is None else TraceTable(storage),
+            traces_table=table_of_prediction(storage)
+            if measure_on is None
+            else TraceTable(storage),
         )
     # Only a planned card follows from the budget; another one needs a study of its own.
     is_planned = not gpu_reason.startswith((budget.NAMED, budget.FOUND, budget.ON_CPU))

@@ -83,6 +83,16 @@ class TraceTable:
                 connection.execute(module.insert(traces).on_conflict_do_nothing(), rows)
 
 
+def table_of_prediction(url: str) -> TraceTable | None:
+    """The table of a file that is there; None elsewhere: a prediction makes no database, and waits for no
+    server."""
+    with suppress(StorageError, OSError):
+        file = file_of(parse_url(url))
+        if file is not None and file.exists():
+            return TraceTable(url)
+    return None
+
+
 def _key(request: str) -> str:
     return hashlib.sha256(f"{_made_by()} {request}".encode()).hexdigest()
 

@@ -64,6 +64,17 @@ def first(
     return url, find.find(options, storage=url)
 
 
+@pytest.fixture(scope="module")
+def predicted(
+    options: FindOptions, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[FindOptions, str, find.Answer]:
+    """A prediction that was made beside a database."""
+    file = tmp_path_factory.mktemp("predicted") / "autotune.db"
+    ask = dataclasses.replace(options, backend="predict", gpu="rtx-4070", gpu_mem=None)
+    file.touch()  # SQLite takes an empty file for a database without tables.
+    return ask, f"sqlite:///{file}", find.find(ask, storage=f"sqlite:///{file}")
+
+
 @pytest.fixture
 def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -111,3 +122,32 @@ def test_traces_are_asked_for_once(first: tuple[str, find.Answer]) -> None:
         ((num_traces,),) = database.execute("SELECT count(*) FROM autotune_traces")
     # Micro-batch 1 and the others; the base without a space of its own has their structure.
     assert num_traces >= 2
+
+
+@pytest.mark.usefixtures("_no_process")
+@pytest.mark.parametrize("size", [None, "1GB"])
+def test_a_second_prediction_needs_no_process(
+    size: str | None, predicted: tuple[FindOptions, str, find.Answer]
+) -> None:
+    options, url, before = predicted
+    answer = find.find(dataclasses.replace(options, gpu_mem=size), storage=url)
+    assert answer.summary.measured is None
+    assert answer.summary.best == before.summary.best
+
+
+def test_a_prediction_makes_no_database(
+    predicted: tuple[FindOptions, str, find.Answer], tmp_path: Path
+) -> None:
+    options, _, before = predicted
+    answer = find.find(options, storage=f"sqlite:///{tmp_path}/autotune.db")
+    assert answer.summary.best == before.summary.best
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["no url at all", f"sqlite:///{'x' * 300}.db"])
+def test_an_address_that_cannot_be_used_costs_no_prediction(
+    name: str, predicted: tuple[FindOptions, str, find.Answer]
+) -> None:
+    """Nor does it come before the answer: what it says is said when the answer is kept."""
+    options, _, before = predicted
+    assert find.find(options, storage=name).summary.best == before.summary.best
