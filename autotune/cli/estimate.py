@@ -57,6 +57,8 @@ def estimate(
     from autotune.report.textbook import draw_textbook, textbook
     from autotune.search import budget
     from autotune.space.defaults import default_base
+    from autotune.store.database import DEFAULT_URL
+    from autotune.store.trace_table import table_of_prediction
 
     typed = click.get_current_context()
     given = {name: value for name, value in settings.items() if value is not None}
@@ -105,6 +107,7 @@ def estimate(
             [spec],
             num_gpus=num_gpus,
             on_trace=functools.partial(progress, "trace"),
+            table=table_of_prediction(DEFAULT_URL),
         )
     estimator = Estimator(
         traces, card, memory_budget_bytes=budget_bytes, useful_share=workload.useful_share

@@ -7,12 +7,14 @@ import json
 import sqlite3
 from pathlib import Path
 
+import here
 import pytest
 
 from autotune.errors import NothingFitsError
 from autotune.probe import fingerprint
 from autotune.records.question import FindOptions
 from autotune.search import find
+from autotune.store.database import DEFAULT_URL
 from autotune.worker.client import forkserver, isolate, launching
 
 MODEL = {
@@ -133,6 +135,20 @@ def test_a_second_prediction_needs_no_process(
     answer = find.find(dataclasses.replace(options, gpu_mem=size), storage=url)
     assert answer.summary.measured is None
     assert answer.summary.best == before.summary.best
+
+
+def test_a_second_estimate_needs_no_process(
+    options: FindOptions, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """It has no --storage: the usual database is where it is called, or is not."""
+    ask = ("estimate", "--model", str(options.model), "--gpu", "rtx-4070", "--seq-len", "64")
+    file = tmp_path / DEFAULT_URL.removeprefix("sqlite:///")
+    file.parent.mkdir()
+    file.touch()
+    first = here.command(*ask, "--json", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    request.getfixturevalue("_no_process")
+    assert here.command(*ask, "--json", cwd=tmp_path).stdout == first.stdout
 
 
 def test_a_prediction_makes_no_database(
