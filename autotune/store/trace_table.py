@@ -15,19 +15,18 @@ import json
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
 from autotune.catalogue import installed
-import autotune
 from autotune.errors import StorageError
 from autotune.space.knobs import KNOBS
 from autotune.store.database import file_of, parse_url
 from autotune.store.probe_table import ROWS_AT_ONCE
 from autotune.store.upgrade import open_engine
 
-_PACKAGE = Path(autotune.__file__).parent
+_PACKAGE = "autotune"
 _TRACER = "autotune.worker.trace.step"
 
 
@@ -128,9 +127,9 @@ def _sources(module: str) -> dict[str, Path]:
 def _file_of(module: str) -> Path | None:
     """None where it is no module of this package. The package itself imports all, and only when asked."""
     package, *names = module.split(".")
-    if package != autotune.__name__ or not names:
+    if package != _PACKAGE or not names:
         return None
-    path = _PACKAGE.joinpath(*names)
+    path = Path(str(resources.files(_PACKAGE)), *names)
     files = (path.with_suffix(".py"), path / "__init__.py")
     return next((file for file in files if file.is_file()), None)
 
