@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import yaml
@@ -52,7 +53,53 @@ def test_one_change(change: Change, old: str, new: str, newline: str) -> None:
     assert FILE.count(old) == 1 or not old
     text = FILE.replace("\n", newline)
     wanted = FILE.replace(old, new, 1).replace("\n", newline)
-    assert edited(text, [change]) == (wanted, True)
+    new, keeps_comments = edited(text, [change])
+    assert keeps_comments
+    assert re.sub(" +#", " #", new) == re.sub(" +#", " #", wanted)
+
+
+INDENTED = """\
+# top
+---
+f:   # on f
+    # about g
+    g: 1
+    # about h
+    h:
+      - x  # x
+      # about y
+      - y
+
+# about i
+i: "1e-4"
+# end
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "gone", "new"),
+    [
+        (Change(key="f.g", value=None), "    g: 1\n", ""),
+        (Change(key="f.h", value=None), "    h:\n      - x  # x\n      # about y\n      - y\n", ""),
+        (Change(key="f.k", value=2, after=("g",)), "    g: 1\n", "    g: 1\n    k: 2\n"),
+        (Change(key="f.k", value=2), "      - y\n", "      - y\n    k: 2\n"),
+        (Change(key="i", value="1e-5"), '"1e-4"', "1e-5"),
+        (Change(key="k", value=2, instead="i"), 'i: "1e-4"', "k: 2"),
+        (Change(key="f", value=None), INDENTED[10 : INDENTED.index("\n# about i")], ""),
+    ],
+)
+def test_a_comment_stays_with_the_key_below_it_and_indentation_as_it_was(
+    change: Change, gone: str, new: str
+) -> None:
+    assert INDENTED.count(gone) == 1
+    found, keeps_comments = edited(INDENTED, [change])
+    assert keeps_comments
+    assert re.sub(" +#", " #", found) == re.sub(" +#", " #", INDENTED.replace(gone, new))
+
+
+def test_new_keys_stand_in_the_order_in_which_they_are_given() -> None:
+    changes = [Change(key=key, value=1, after=("a",)) for key in "xyz"]
+    assert edited("a: 1\nb: 2\n", changes)[0] == "a: 1\nx: 1\ny: 1\nz: 1\nb: 2\n"
 
 
 def test_a_file_without_a_last_line_break() -> None:
@@ -82,9 +129,15 @@ def test_what_cannot_be_edited_in_place_is_still_right(text: str) -> None:
     assert yaml.safe_load(new) == content
 
 
-def test_an_anchored_value_loses_its_comments_and_says_so() -> None:
+def test_an_anchored_value_leaves_its_alias_what_it_was() -> None:
     new, keeps_comments = edited("a: &x 1 # one\nb: *x\n", [Change(key="a", value=2)])
     assert yaml.safe_load(new) == {"a": 2, "b": 1}
+    assert keeps_comments == ("# one" in new)
+
+
+def test_a_key_that_is_there_twice_costs_the_comments_and_that_is_said() -> None:
+    new, keeps_comments = edited("a: 1 # one\na: 2\nb: 3\n", [Change(key="b", value=4)])
+    assert yaml.safe_load(new) == {"a": 2, "b": 4}
     assert not keeps_comments
 
 
@@ -93,8 +146,9 @@ def test_an_anchored_value_loses_its_comments_and_says_so() -> None:
     [
         ('{"a": 1, "b": 2}', Change(key="b", value=None), '{"a": 1}'),
         ('{"a": 1, "b": 2}', Change(key="a", value="x"), '{"a": "x", "b": 2}'),
-        ('{\n\t"a": 1\n}\n', Change(key="b", value=True), '{\n  "a": 1,\n  "b": true\n}\n'),
-        ('{"a": 1}', Change(key="a", value=None), "{}\n"),
+        ('{\n\t"a": 1\n}\n', Change(key="b", value=True), '{\n\t"a": 1,\n\t"b": true\n}\n'),
+        ('{\r\n   "a": "ü"\r\n}', Change(key="a", value=1), '{\r\n   "a": 1\r\n}'),
+        ('{"a": 1}\n', Change(key="a", value=None), "{}\n"),
     ],
 )
 def test_json(text: str, change: Change, wanted: str) -> None:

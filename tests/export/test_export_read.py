@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,9 @@ def diff(name: str, **changed: Any) -> list[str]:
     edited = EditedBase(run=run, base=run.config, filename=name)
     text = edited.write(workload=WORKLOAD, config=answer, result={})
     assert again(text, name) == answer
-    lines = difflib.unified_diff(run.text.splitlines(), text.splitlines(), n=0, lineterm="")
+    # How far a list is indented, and where a comment starts on its line, is not compared.
+    old, new = (re.sub("(?m)^ +- ", "- ", re.sub(" +#", "   #", each)) for each in (run.text, text))
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm="")
     return [f"{line[0]} {line[1:]}" for line in list(lines)[2:] if line[0] in "+-"]
 
 

@@ -1,15 +1,17 @@
-"""A user's own YAML or JSON file with some keys changed, and nothing else: comments, order and spacing
-stay as they are.
+"""A user's own YAML or JSON file with some keys changed: comments, order and indentation stay.
 
-Values are replaced where PyYAML's marks say they stand. What comes out is read back; where it does not
-say what it should (an alias, a merged mapping), the file is written anew and its comments are lost.
+ruamel.yaml writes the YAML; PyYAML reads it, as trainers do: to YAML 1.1 `1e-4` is a text. What comes out
+is read back; where it does not say what it should (a key that is there twice), the file is written anew
+and its comments are lost.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,20 @@ class Change:
     """A key of the file whose place it takes."""
 
 
+_HEAD = re.compile(r"(?:[ \t]*(?:[#%].*)?\n)*---[ \t]*(?:#.*)?\n|")
+"""What stands before the content, and that line: ruamel.yaml does not keep it."""
+_NULL = re.compile(r": +(null|~)[ \t]*(?:#.*)?$", re.MULTILINE)
+_NESTED = re.compile(
+    r"^( *)[^\s#-].*:[ \t]*(?:#.*)?\n(?:[ \t]*(?:#.*)?\n)*\1( +)[^\s#-]", re.MULTILINE
+)
+_LISTED = re.compile(
+    r"^( *)[^\s#-].*:[ \t]*(?:#.*)?\n(?:[ \t]*(?:#.*)?\n)*\1( *)(- +)", re.MULTILINE
+)
+
+_NONE = (None, None, None, None)
+"""No comments of a key: on its line, above it, after its value, within that."""
+
+
 def edited(text: str, changes: Sequence[Change]) -> tuple[str, bool]:
     """The text with the changes, and whether all of its comments are still there."""
     import yaml
@@ -40,31 +56,17 @@ def edited(text: str, changes: Sequence[Change]) -> tuple[str, bool]:
         applied(wanted, change)
     if wanted == content:
         return text, True
-    is_json = _is_json(text)
+    newline = "\r\n" if "\r\n" in text else "\n"
+    text = text.replace("\r\n", "\n")
+    if _is_json(text):
+        return _as_json(wanted, text).replace("\n", newline), True
     try:
-        new = _spliced(text, _joined(content, changes), is_json)
+        new = _round_trip(text, changes)
         if parsed(new) == wanted:
-            return new, True
-    except (yaml.YAMLError, ValueError, _NotHereError):
+            return new.replace("\n", newline), True
+    except Exception:  # what ruamel.yaml stumbles over is written anew
         pass
-    if is_json:
-        return json.dumps(wanted, indent=2) + "\n", True
     return yaml.safe_dump(wanted, sort_keys=False), "#" not in text
-
-
-def _joined(content: dict[str, Any], changes: Sequence[Change]) -> list[Change]:
-    """The changes, with those below a mapping that is not there yet in one."""
-    made: dict[str, Change] = {}
-    for change in changes:
-        folder, _, rest = change.key.partition(".")
-        if not rest or change.value is None or isinstance(content.get(folder), dict):
-            made[change.key] = change
-            continue
-        joined = made.get(folder, Change(key=folder, value={}, after=change.after))
-        value = copy.deepcopy(joined.value)
-        applied(value, Change(key=rest, value=change.value))
-        made[folder] = Change(key=folder, value=value, after=joined.after)
-    return list(made.values())
 
 
 def parsed(text: str) -> Any:
@@ -92,16 +94,20 @@ def _num_values(content: Any, known: dict[int, int]) -> int:
     return known[id(content)]
 
 
-class _NotHereError(Exception):
-    """The change cannot be made in place."""
-
-
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _as_json(content: Any, text: str) -> str:
+    """As the text is: on one line or indented, with a line break at its end or without."""
+    indent = re.match(r"\s*\{\s*\n([ \t]+)", text)
+    spread = indent[1] if indent else None
+    end = "\n" if text.endswith("\n") else ""
+    return json.dumps(content, indent=spread, ensure_ascii=text.isascii()) + end
 
 
 def applied(content: dict[str, Any], change: Change) -> None:
@@ -126,150 +132,129 @@ def applied(content: dict[str, Any], change: Change) -> None:
             del parent[folder]
 
 
-class _Text:
-    """The nodes of a text, and the pieces of it that are to be replaced."""
+def _round_trip(text: str, changes: Sequence[Change]) -> str:
+    """The YAML with the changes."""
+    import yaml
+    from ruamel.yaml import YAML
+    from ruamel.yaml.representer import RoundTripRepresenter
 
-    def __init__(self, text: str, *, is_json: bool) -> None:
-        import yaml
+    head = _HEAD.match(text)
+    assert head is not None
+    body = text[head.end() :]
+    null = _NULL.search(body)
 
-        self.text = text
-        self.is_json = is_json
-        self.root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if not isinstance(self.root, yaml.MappingNode) or not self.root.value:
-            raise _NotHereError
-        if self.root.flow_style and not is_json:
-            raise _NotHereError
-        self.pieces: list[tuple[int, int, str]] = []
-        self.gone: set[int] = set()
+    class Representer(RoundTripRepresenter):
+        """Nothing is an empty place, or what the text has for it."""
 
-    def entry(self, mapping: Any, name: str) -> Any:
-        """(key node, value node); of a key that is there twice the last counts."""
-        found = None
-        for key, value in mapping.value:
-            if key.value == name:
-                found = (key, value)
-        return found
+        def represent_none(self, _: None) -> Any:
+            return self.represent_scalar("tag:yaml.org,2002:null", null[1] if null else "")
 
-    def set_value(self, key: Any, value: Any, new: Any) -> None:
-        colon = self.text.index(":", key.end_mark.index) + 1
-        if not colon <= value.start_mark.index:
-            raise _NotHereError  # an alias: it stands elsewhere
-        same_line = value.start_mark.line == key.end_mark.line
-        start = value.start_mark.index if same_line else colon
-        space = "" if same_line and start > colon else " "
-        self.pieces.append((start, max(start, _end(value, self.text)), space + self.said(new)))
+    Representer.add_representer(type(None), Representer.represent_none)
+    writer = YAML()
+    writer.Representer = Representer
+    writer.preserve_quotes = True
+    writer.width = 100_000
+    nested, listed = _NESTED.search(body), _LISTED.search(body)
+    offset = len(listed[2]) if listed else 0
+    dash = len(listed[3]) if listed else 2
+    writer.indent(mapping=len(nested[2]) if nested else 2, sequence=offset + dash, offset=offset)
 
-    def rename(self, key: Any, value: Any, name: str, new: Any) -> None:
-        text = f"{name}: {self.said(new)}"
-        self.pieces.append((key.start_mark.index, _end(value, self.text), text))
+    def spelled(value: Any) -> Any:
+        """As PyYAML has it: in quotes where YAML 1.1 would read something else."""
+        flow: str = yaml.safe_dump(value, default_flow_style=True, width=100_000, sort_keys=False)
+        return writer.load(flow)
 
-    def remove(self, mapping: Any, key: Any, value: Any) -> None:
-        self.gone.add(id(key))
-        place = [id(each) for each, _ in mapping.value].index(id(key))
-        if mapping.flow_style:
-            if place + 1 < len(mapping.value):
-                span = key.start_mark.index, mapping.value[place + 1][0].start_mark.index
-            elif place:
-                span = _end(mapping.value[place - 1][1], self.text), _end(value, self.text)
-            else:
-                raise _NotHereError
-        else:
-            start = key.start_mark.index - key.start_mark.column
-            span = start, self.line_end(_end(value, self.text))
-        self.pieces.append((*span, ""))
-
-    def add(self, mapping: Any, name: str, new: Any, after: Sequence[str]) -> None:
-        left = [(key, value) for key, value in mapping.value if id(key) not in self.gone]
-        if not left:
-            raise _NotHereError
-        named = [entry for entry in left if entry[0].value in after]
-        key, value = (named or left)[-1]
-        end = _end(value, self.text)
-        if self.is_json:
-            first = left[0][0]
-            before = self.text[: first.start_mark.index]
-            gap = before[len(before.rstrip(" \t\r\n")) :]
-            entry = f"{json.dumps(name)}: {self.said(new)}"
-            self.pieces.append((end, end, f",{gap or ' '}{entry}"))
-            return
-        if mapping.flow_style:
-            self.pieces.append((end, end, f", {name}: {self.said(new)}"))
-            return
-        line_end = self.line_end(end)
-        newline = "\r\n" if "\r\n" in self.text else "\n"
-        indent = " " * key.start_mark.column
-        line = f"{indent}{name}: {self.said(new)}{newline}"
-        if not self.text[:line_end].endswith("\n"):
-            line = newline + line.removesuffix(newline)
-        self.pieces.append((line_end, line_end, line))
-
-    def said(self, value: Any) -> str:
-        if self.is_json:
-            return json.dumps(value)
-        import yaml
-
-        text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
-        return text.removesuffix("\n").removesuffix("\n...")
-
-    def line_end(self, index: int) -> int:
-        end = self.text.find("\n", index)
-        return len(self.text) if end < 0 else end + 1
-
-    def result(self) -> str:
-        text = self.text
-        # From the back; what is put in where something goes comes before it, in its own order.
-        order = sorted(self.pieces, key=lambda piece: (piece[0], piece[1] > piece[0]))
-        for start, end, new in reversed(order):
-            text = text[:start] + new + text[end:]
-        return text
-
-
-def _spliced(text: str, changes: Sequence[Change], is_json: bool) -> str:
-    place = _Text(text, is_json=is_json)
+    root = writer.load(body)
+    added: set[tuple[int, str]] = set()
     # First what goes, so that nothing is put beside it.
     for change in sorted(changes, key=lambda change: change.value is not None):
-        _splice(place, change)
-    return place.result()
+        _make(root, change, spelled, added)
+    out = io.StringIO()
+    writer.dump(root, out)
+    new = head[0] + out.getvalue()
+    return new if text.endswith("\n") else new.removesuffix("\n")
 
 
-def _splice(place: _Text, change: Change) -> None:
-    mapping = place.root
-    *folders, last = change.key.split(".")
-    if change.instead and not folders and place.entry(mapping, last) is None:
-        key, value = place.entry(mapping, change.instead)
-        place.rename(key, value, last, change.value)
+def _make(
+    root: Any, change: Change, spelled: Callable[[Any], Any], added: set[tuple[int, str]]
+) -> None:
+    mapping, names = root, change.key.split(".")
+    while len(names) > 1 and isinstance(mapping.get(names[0]), dict):
+        if change.value is None and [*mapping[names[0]]] == names[1:]:
+            break  # nothing would be left in it
+        mapping, names = mapping[names[0]], names[1:]
+    name, value = names[0], change.value
+    if value is None:
+        if name in mapping and (len(names) == 1 or isinstance(mapping[name], dict)):
+            _remove(mapping, name)
         return
-    if change.instead:
-        place.remove(mapping, *place.entry(mapping, change.instead))
-    for depth, folder in enumerate(folders):
-        found = place.entry(mapping, folder)
-        if found is None or not hasattr(found[1], "flow_style") or not found[1].value:
-            rest = change.value
-            for name in reversed([*folders[depth + 1 :], last]):
-                rest = {name: rest}
-            if change.value is None:
-                return
-            if found is None:
-                place.add(mapping, folder, rest, change.after)
-            else:
-                place.set_value(found[0], found[1], rest)
-            return
-        mapping = found[1]
-    found = place.entry(mapping, last)
-    if change.value is None:
-        if found is not None:
-            place.remove(mapping, *found)
-    elif found is None:
-        place.add(mapping, last, change.value, change.after)
+    for below in reversed(names[1:]):
+        value = {below: value}
+    old = change.instead if change.instead in root and name not in mapping else name
+    if old in mapping:
+        comment, place = _swapped(mapping, old, None), [*mapping].index(old)
+        above = mapping.ca.items.pop(old, _NONE)[1]
+        del mapping[old]
+        mapping.insert(place, name, spelled(value))
+        mapping.ca.items[name] = [None, above, comment, None]
     else:
-        place.set_value(found[0], found[1], change.value)
+        keys = [*mapping]
+        place = max(
+            (keys.index(key) for key in change.after if key in mapping), default=len(keys) - 1
+        )
+        while place + 1 < len(keys) and (id(mapping), keys[place + 1]) in added:
+            place += 1
+        added.add((id(mapping), name))
+        comment, below = _split(_swapped(mapping, keys[place], None))
+        _swapped(mapping, keys[place], comment)
+        mapping.insert(place + 1, name, spelled(value))
+        if below:
+            _swapped(mapping, name, _token("\n" + below))
+    if change.instead in root:
+        _remove(root, change.instead)
 
 
-def _end(node: Any, text: str) -> int:
-    """Index after a node's own text: marks of block collections reach to whatever comes next."""
-    if isinstance(node.value, list) and not node.flow_style and node.value:
-        last = node.value[-1]
-        return _end(last[1] if isinstance(last, tuple) else last, text)
-    end: int = node.end_mark.index
-    start: int = node.start_mark.index
-    return start + len(text[start:end].rstrip())
+def _remove(mapping: Any, name: str) -> None:
+    """A comment on lines of its own below the value stays: it is about the next key."""
+    _, below = _split(_swapped(mapping, name, None))
+    above = mapping.ca.items.pop(name, _NONE)[1] or ()
+    below = "".join(token.value for token in above) + below
+    names = [*mapping]
+    place = names.index(name)
+    del mapping[name]
+    if below and place:
+        before = _swapped(mapping, names[place - 1], None)
+        text = (before.value if before else "\n") + below
+        _swapped(mapping, names[place - 1], _token(text, before))
+    elif below and len(names) > 1:
+        mapping.ca.items.setdefault(names[1], [*_NONE])[1] = [_token(below)]
+
+
+def _swapped(mapping: Any, key: Any, new: Any) -> Any:
+    """Put the comment token after a key's value, and return the one that was there: ruamel.yaml keeps what
+    stands up to the next key with the innermost last value."""
+    from ruamel.yaml.comments import CommentedMap, CommentedSeq
+
+    value = mapping[key]
+    while isinstance(value, (CommentedMap, CommentedSeq)) and value and not value.fa.flow_style():
+        mapping, key = value, [*value][-1] if isinstance(value, dict) else len(value) - 1
+        value = mapping[key]
+    slots = mapping.ca.items.setdefault(key, [*_NONE])
+    place = 2 if isinstance(mapping, dict) else 0
+    old, slots[place] = slots[place], new
+    return old
+
+
+def _split(token: Any) -> tuple[Any, str]:
+    """The comment on the value's own line, and what stands on the lines below."""
+    if token is None:
+        return None, ""
+    own, _, below = token.value.partition("\n")
+    return (_token(own + "\n", token) if own else None), below
+
+
+def _token(text: str, like: Any = None) -> Any:
+    from ruamel.yaml.error import CommentMark
+    from ruamel.yaml.tokens import CommentToken
+
+    return CommentToken(text, CommentMark(0) if like is None else like.start_mark)
