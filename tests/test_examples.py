@@ -101,7 +101,7 @@ def test_my_axolotl_file_comes_back_faster(tmp_path: Path) -> None:
         ("gradient_accumulation_steps: 16", "gradient_accumulation_steps: 4"),
         (
             'gradient_checkpointing: true  # "saves memory"',
-            'gradient_checkpointing: false  # "saves memory"',
+            'gradient_checkpointing: false # "saves memory"',
         ),
     ]
     assert "with micro_batch_size: 4" in " ".join(found.stderr.split())

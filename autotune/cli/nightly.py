@@ -16,8 +16,6 @@ from autotune.store import database
 
 MATRIX = Path("studies") / "nightly.yaml"
 STUDIES = Path("studies")
-PLATFORMS = ("systemd", "cron", "github")
-"""The keys of autotune.nightly.install.TEXTS, whose import is slow."""
 
 
 @click.command()
@@ -54,11 +52,6 @@ PLATFORMS = ("systemd", "cron", "github")
 @click.option(
     "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
 )
-@click.option(
-    "--install",
-    type=click.Choice(PLATFORMS),
-    help="Print what runs this command every night: a unit and its timer, a line, a workflow.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.pass_context
 def nightly(
@@ -72,7 +65,6 @@ def nightly(
     out: Path,
     machine: str | None,
     storage: str,
-    install: str | None,
     as_json: bool,
 ) -> int:
     """Tune again what is new or has changed in a matrix of workloads, and tell drift from noise.
@@ -81,28 +73,14 @@ def nightly(
 
     FILE is the matrix [default: studies/nightly.yaml, which explains itself].
 
-    Exit codes: 0 nothing changed, 7 a regression, 8 an improvement, others as ever.
+    Exit codes: 0 nothing changed, 7 a regression, 8 an improvement, others as ever. What runs it every
+    night, and tells others, is in examples/nightly.
     """
     from autotune.nightly import draw, matrix, run
     from autotune.nightly.cell import Place
     from autotune.report.progress import on_stderr
     from autotune.search.listener import SILENT
 
-    if install is not None:
-        from autotune.nightly import install as installing
-
-        texts = installing.TEXTS[install](
-            installing.Wanted(
-                file=file,
-                storage=storage,
-                out=out,
-                machine=machine,
-                backend=backend,
-                max_minutes=max_minutes,
-            )
-        )
-        print(texts, end="")
-        return 0
     asked = matrix.read(file)
     budget_seconds = asked.time_budget_seconds if max_minutes is None else 60 * max_minutes
     place = Place(

@@ -10,11 +10,12 @@ from autotune.common.units import counted
 from autotune.errors import EXIT_IMPROVED, EXIT_INTERRUPTED, EXIT_REGRESSION, StorageError
 from autotune.nightly import drift
 from autotune.nightly.history import NEW, Night
-from autotune.nightly.hooks import EVENTS
 from autotune.nightly.plan import Planned
 from autotune.records.fingerprint import Fingerprint
 from autotune.space.knobs import describe
 
+EVENTS = ("regression", "improved", "failure")
+"""What a night may have several of; `failure` is a cell without an answer."""
 FAILED = "failed"
 """A cell without an answer; its other kinds are a Night's."""
 
@@ -90,7 +91,7 @@ class Digest:
 
     @property
     def events(self) -> list[str]:
-        """Of hooks.EVENTS, those that there were."""
+        """Those of EVENTS that there were."""
         happened = (
             bool(self.of_kind(drift.REGRESSION)),
             bool(self.of_kind(drift.IMPROVEMENT)),
@@ -125,7 +126,7 @@ class Digest:
         return f"{words} (interrupted)" if self.is_interrupted else words
 
     def to_dict(self) -> dict[str, Any]:
-        """The object of `nightly --json` and what a webhook gets."""
+        """The object of `nightly --json`."""
         return {
             "schema_version": 1,
             "made_at": self.made_at,

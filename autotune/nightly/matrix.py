@@ -13,7 +13,6 @@ studies/nightly.yaml explains each line; in short:
     probes: 3                               of the standing winner, at least; default 3
     max_probes: 12                          and at most; default 12
     cells: [{where: {model: ..., budget: ..., length: ..., methods: ...}, priority: 2, skip: true, ...}]
-    hooks: [{on: [regression], webhook: https://..., command: [...]}]
 
 A cell is a model under a budget at a length by methods: one question to `find`.
 """
@@ -30,7 +29,6 @@ from typing import Any
 
 from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError, nearest
-from autotune.nightly.hooks import EVENTS, Hook, check_url
 from autotune.records.question import SEQUENCE_LENGTH, FindOptions
 from autotune.search import budget as inputs
 from autotune.space.config import METHODS
@@ -102,7 +100,6 @@ class Matrix:
     measure_again_after_seconds: float = 12 * 3600.0
     probes: int = 3
     max_probes: int = 12
-    hooks: tuple[Hook, ...] = ()
 
 
 def read(path: Path) -> Matrix:
@@ -142,17 +139,16 @@ class _Problems(Exception):
 
 _DURATIONS = ("time_budget", "retune_after", "measure_again_after")
 _COUNTS = ("probes", "max_probes")
-_LISTS = ("models", "budgets", "lengths", "methods", "cells", "hooks")
+_LISTS = ("models", "budgets", "lengths", "methods", "cells")
 _TOP = (*_LISTS, *OPTIONS, *_DURATIONS, *_COUNTS)
 _OF_A_CELL = ("where", "priority", "skip", *OPTIONS)
-_OF_A_HOOK = tuple(field.name for field in dataclasses.fields(Hook))
 
 
 def _matrix(document: Mapping[Any, Any]) -> Matrix:
     problems = [*_unknown(document, _TOP, "")]
     lists = {name: document[name] for name in _LISTS if name in document}
     for name, values in lists.items():
-        if not isinstance(values, list) or (not values and name not in ("cells", "hooks")):
+        if not isinstance(values, list) or (not values and name != "cells"):
             problems.append(f"{name}: should be a list with something in it")
             lists[name] = []
     if not lists.get("models") and "models" not in document:
@@ -170,7 +166,6 @@ def _matrix(document: Mapping[Any, Any]) -> Matrix:
             if type(document[name]) is not int or not 2 <= document[name] <= 1000:
                 problems.append(f"{name}: is {_shown(document[name])} and should be 2 to 1000")
     overrides = [*_overrides(lists.get("cells", []), problems)]
-    hooks = tuple(_hooks(lists.get("hooks", []), problems))
     axes = {
         "model": _axis(lists.get("models", []), _check_model, "models", problems),
         "budget": _axis(
@@ -203,9 +198,7 @@ def _matrix(document: Mapping[Any, Any]) -> Matrix:
         problems.append("cells: every cell is skipped")
     if problems:
         raise _Problems([*dict.fromkeys(problems)])
-    return Matrix(
-        cells=tuple(_named(cells)), num_skipped=len(points) - len(cells), hooks=hooks, **settings
-    )
+    return Matrix(cells=tuple(_named(cells)), num_skipped=len(points) - len(cells), **settings)
 
 
 def _cells(
@@ -284,48 +277,6 @@ def _overrides(values: Sequence[Any], problems: list[str]) -> Iterator[dict[str,
             if name in AXES
         }
         yield {"where": read} | {k: v for k, v in value.items() if k in _OF_A_CELL[1:]}
-
-
-def _hooks(values: Sequence[Any], problems: list[str]) -> Iterator[Hook]:
-    for number, value in enumerate(values):
-        place = f"hooks, item {number + 1}"
-        if not isinstance(value, dict):
-            problems.append(f"{place}: should be a mapping, not {_kind(value)}")
-            continue
-        problems += (unknown := [*_unknown(value, _OF_A_HOOK, f"{place}.")])
-        # PyYAML reads the key `on` as true, as YAML 1.1 has it.
-        given = {("on" if key is True else key): each for key, each in value.items()}
-        events = given.get("on", [*EVENTS])
-        if events == []:
-            problems.append(f"{place}.on: names no event, so that nobody is ever told")
-        for event in events if isinstance(events, list) else [events]:
-            if event not in EVENTS:
-                problems.append(f"{place}.on: {_shown(event)}. {nearest(str(event), EVENTS)}")
-        command = given.get("command", [])
-        words = isinstance(command, list) and all(isinstance(word, str) for word in command)
-        if not words:
-            problems.append(f"{place}.command: should be a list of words; no shell reads it")
-        elif command and not command[0].strip():
-            problems.append(f"{place}.command: its first word, the program, is empty")
-        webhook = given.get("webhook", "")
-        if bool(webhook) == bool(command):
-            problems.append(f"{place}: needs a webhook or a command, one of the two")
-        elif webhook and (problem := check_url(webhook)):
-            problems.append(f"{place}.webhook: {problem}")
-        timeout = given.get("timeout_seconds", 10)
-        if type(timeout) not in (int, float) or not 0 < timeout <= 3600:
-            problems.append(f"{place}.timeout_seconds: should be more than 0 and at most 3600")
-        tries = given.get("tries", 3)
-        if type(tries) is not int or not 1 <= tries <= 10:
-            problems.append(f"{place}.tries: should be 1 to 10")
-        if not unknown and words and not problems:
-            yield Hook(
-                on=tuple(events if isinstance(events, list) else [events]),
-                webhook=webhook,
-                command=tuple(command),
-                timeout_seconds=float(timeout),
-                tries=tries,
-            )
 
 
 def _axis(values: Sequence[Any], check: Any, place: str, problems: list[str]) -> list[Any]:

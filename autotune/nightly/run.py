@@ -1,4 +1,4 @@
-"""A night: the lock, the plan, each chosen cell in its turn, the digest, the hooks.
+"""A night: the lock, the plan, each chosen cell in its turn, the digest.
 
 Killed at any moment: probes are in the database, repeated measurements in the journal, and a cell that
 was begun goes on the next night. When the time is over a search ends after its current probe, and goes
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from autotune.catalogue import gpus, models, nvml
 from autotune.errors import AutotuneError, HardwareError, StorageError
-from autotune.nightly import draw, drift, hooks, ledger
+from autotune.nightly import draw, drift, ledger
 from autotune.nightly.cell import CellNight, Place, TimeIsUp
 from autotune.nightly.digest import Digest, Done
 from autotune.nightly.history import levels
@@ -92,33 +92,10 @@ def night(
     Raises StorageError where another one runs here, HardwareError where nothing can be measured.
     """
     with locked(place.storage, place.out):
-        try:
-            digest = _run(
-                matrix, place, budget_seconds=budget_seconds, on_plan=on_plan, on_done=on_done
-            )
-        except AutotuneError as error:
-            # A driver that is gone, say: whoever waits for digests hears of it.
-            problem = {"headline": str(error), "events": ["failure"], "exit_code": error.exit_code}
-            hooks.tell(matrix.hooks, ["failure"], {"schema_version": 1, **problem})
-            raise
-        folder = place.out / digest.machine
-        # A hook may read the digest, and the digest says which hook failed: it is written twice then.
-        digest, written = _written(folder, digest)
-        # Of an interrupted night as well: what it found is the level that the next one starts from.
-        told = hooks.tell(
-            matrix.hooks,
-            digest.events,
-            digest.to_dict(),
-            environment={
-                # Not an older one, where this one cannot be written.
-                "AUTOTUNE_DIGEST": str((folder / "digest.md").absolute()) if written else "",
-                "AUTOTUNE_CODE": str(digest.exit_code),
-            },
+        digest = _run(
+            matrix, place, budget_seconds=budget_seconds, on_plan=on_plan, on_done=on_done
         )
-        if told:
-            digest, written = _written(
-                folder, dataclasses.replace(digest, notes=(*digest.notes, *told))
-            )
+        digest, written = _written(place.out / digest.machine, digest)
         return Delivered(digest=digest, files=written)
 
 

@@ -175,7 +175,6 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--out": None,
         "--machine": None,
         "--storage": "sqlite:///studies/autotune.db",
-        "--install": None,
         "--json": False,
     },
     "gpus": {},

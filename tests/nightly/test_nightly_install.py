@@ -1,15 +1,13 @@
-"""What runs a night every night: each printed text, and each file of examples/nightly, is what it claims."""
+"""What runs a night every night: each file of examples/nightly is what it claims."""
 
 from __future__ import annotations
 
 import configparser
-import dataclasses
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +16,8 @@ import pytest
 import yaml
 
 from autotune import cli
-from autotune.errors import ConfigError
-from autotune.nightly.install import TEXTS, Wanted
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "nightly"
-NAME = "my 'matrix' 50% $x.yaml"
-DEFAULTS = Wanted(
-    file=Path(NAME),
-    storage="sqlite:///studies/autotune.db",
-    out=Path("studies"),
-    machine=None,
-    backend="auto",
-    max_minutes=90.0,
-)
 
 
 def understood(words: list[str]) -> dict[str, Any]:
@@ -47,7 +34,7 @@ def commands_in(script: str) -> list[list[str]]:
         match = re.search(r"(?:^|[\s/=])autotune (nightly\b.*)", line.partition("#")[0])
         if match:
             words = shlex.split(re.sub(r'"?\$\{?([A-Z]+)\}?"?', r"sqlite:///\1.db", match[1]))
-            operators = [n for n, word in enumerate(words) if word in ("||", "&", "&&", ";")]
+            operators = [n for n, word in enumerate(words) if word in ("||", "&", "&&", ";", ">")]
             found.append(words[: operators[0] if operators else None])
     return found
 
@@ -65,103 +52,57 @@ def units(text: str) -> dict[str, configparser.ConfigParser]:
     return found
 
 
-def checked_by_systemd(folder: Path, text: str) -> str:
-    """What systemd-analyze says against the units of a text."""
+def test_the_units_are_systemds(tmp_path: Path) -> None:
     program = shutil.which("systemd-analyze")
     if program is None:
         pytest.skip("there is no systemd-analyze")
     paths = []
-    for part in re.split(r"(?m)^(?=# ~/\.config)", text):
-        if part.strip():
-            name = Path(re.split(r"[,;\s]", part.removeprefix("# "))[0]).name
-            paths.append(folder / name)
-            paths[-1].write_text(part, encoding="utf-8")
+    for name in ("autotune-nightly.service", "autotune-nightly.timer"):
+        text = (EXAMPLES / name).read_text("utf-8")
+        paths.append(tmp_path / name)
+        # The program that a unit names must be there.
+        paths[-1].write_text(re.sub("ExecStart=[^ ]*", "ExecStart=/bin/true", text), "utf-8")
     done = subprocess.run(
         [program, "verify", "--user", *map(str, paths)],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
     )
-    return done.stderr if done.returncode or "nightly" in done.stderr else ""
+    assert not done.returncode
+    assert "nightly" not in done.stderr
 
 
-def test_the_units_are_systemds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "a folder 100%"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    text = TEXTS["systemd"](dataclasses.replace(DEFAULTS, machine="rack 1"))
-    assert checked_by_systemd(tmp_path, text) == ""
-    found = units(text)
-    service, timer = found["autotune-nightly.service"], found["autotune-nightly.timer"]
-    # systemd's own escapes: %% for %, $$ for $.
-    assert service["Service"]["WorkingDirectory"] == str(folder).replace("%", "%%")
-    line = service["Service"]["ExecStart"].replace("%%", "%").replace("$$", "$")
-    program, _, module, *words = shlex.split(line)
-    assert (program, module) == (sys.executable, "autotune")
-    assert understood(words)["file"] == Path(NAME)
-    assert understood(words)["max_minutes"] == 90
-    assert understood(words)["machine"] == "rack 1"
-    assert timer["Timer"]["OnCalendar"] == "*-*-* 02:17:00"
+def stub(folder: Path, name: str, script: str) -> dict[str, str]:
+    """An environment whose program of that name is the script."""
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
-def test_the_cron_line_runs_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "a folder 100%"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    text = TEXTS["cron"](DEFAULTS)
-    (line,) = [each for each in text.splitlines() if not each.startswith("#")]
-    minute, hour, *rest = line.split(" ", 5)
-    assert (minute, hour, rest[:3]) == ("17", "2", ["*", "*", "*"])
-    # crontab(5): a % that is not escaped ends the command.
-    assert not re.search(r"(?<!\\)%", rest[3])
-    script = rest[3].replace(r"\%", "%").replace(shlex.quote(sys.executable), "echo")
-    ran = subprocess.run(["sh", "-c", f"pwd; {script}"], capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines()[-1] == f"-m autotune nightly {NAME} --max-minutes 90"
-
-
-def test_the_workflow_is_yaml_and_its_scripts_are_shell(tmp_path: Path) -> None:
-    workflow = yaml.safe_load(TEXTS["github"](DEFAULTS))
+def steps_of_the_workflow() -> list[dict[str, Any]]:
+    workflow = yaml.safe_load((EXAMPLES / "github.yml").read_text("utf-8"))
     # In YAML 1.2, which GitHub reads, `on` is a text; PyYAML's 1.1 needs it quoted.
     assert workflow["on"]["schedule"] == [{"cron": "17 2 * * *"}]
-    job = workflow["jobs"]["nightly"]
-    assert job["timeout-minutes"] == 150
-    scripts = [step["run"] for step in job["steps"] if "run" in step]
-    for script in scripts:
-        subprocess.run(["bash", "-n", "-c", script], check=True)
-    stub = tmp_path / "autotune"
-    stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit "$CODE"\n', encoding="utf-8")
-    stub.chmod(0o755)
-    for code, expected in ((0, 0), (7, 7), (8, 0), (5, 5)):
-        ran = subprocess.run(
-            ["bash", "-e", "-c", scripts[0]],
-            cwd=tmp_path,
-            env={
-                "PATH": f"{tmp_path}:/usr/bin:/bin",
-                "CODE": str(code),
-                "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"),
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == expected
-        assert ran.stdout.splitlines() == ["nightly", NAME, "--max-minutes", "90"]
+    steps: list[dict[str, Any]] = workflow["jobs"]["nightly"]["steps"]
+    return steps
 
 
-@pytest.mark.parametrize(
-    ("text", "minutes"),
-    [("time_budget: 90 min", 90 + 60), ("time_budget: 10h", 660), ("", 8 * 60 + 60), (None, 540)],
-)
-def test_the_workflow_waits_as_long_as_the_matrix_takes(
-    tmp_path: Path, text: str | None, minutes: int
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (7, 7), (8, 0), (5, 5)])
+def test_the_workflow_fails_where_something_got_worse(
+    tmp_path: Path, code: int, expected: int
 ) -> None:
-    file = tmp_path / "matrix.yaml"
-    if text is not None:
-        file.write_text(f"models: [Qwen/Qwen2.5-1.5B]\n{text}\n", encoding="utf-8")
-    wanted = dataclasses.replace(DEFAULTS, file=file, max_minutes=None)
-    job = yaml.safe_load(TEXTS["github"](wanted))["jobs"]["nightly"]
-    assert job["timeout-minutes"] == minutes
+    (script,) = [step["run"] for step in steps_of_the_workflow() if step.get("name") == "Tune"]
+    env = stub(tmp_path, "autotune", f"exit {code}")
+    ran = subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=tmp_path,
+        env={**env, "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")},
+        capture_output=True,
+        check=False,
+    )
+    assert ran.returncode == expected
 
 
 def test_the_workflow_keeps_what_there_is(tmp_path: Path) -> None:
@@ -172,8 +113,7 @@ def test_the_workflow_keeps_what_there_is(tmp_path: Path) -> None:
         ).stdout
 
     git("init", "-q")
-    workflow = yaml.safe_load(TEXTS["github"](DEFAULTS))
-    save = workflow["jobs"]["nightly"]["steps"][-1]["run"].replace("git push", "true")
+    save = steps_of_the_workflow()[-1]["run"].replace("git push", "true")
 
     def keep() -> str:
         subprocess.run(["bash", "-e", "-c", save], cwd=tmp_path, check=True, capture_output=True)
@@ -188,22 +128,28 @@ def test_the_workflow_keeps_what_there_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "storage",
-    ["postgresql://me:s3cret@db/autotune", "postgresql://db/autotune?user=me&password=s3cret"],
+    ("code", "printed", "posted"),
+    [
+        (0, '{"exit_code": 0}', None),
+        (7, '{"exit_code": 7}', '{"exit_code": 7}'),
+        (3, "", '{"exit_code": 3}'),
+    ],
 )
-@pytest.mark.parametrize("platform", TEXTS)
-def test_no_password_is_written_anywhere(platform: str, storage: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        TEXTS[platform](dataclasses.replace(DEFAULTS, storage=storage))
-    assert "s3cret" not in str(caught.value)
-    assert "db/autotune" in TEXTS[platform](
-        dataclasses.replace(DEFAULTS, storage="postgresql://me@db/autotune")
+def test_a_webhook_hears_of_changes_and_failures(
+    tmp_path: Path, code: int, printed: str, posted: str | None
+) -> None:
+    stub(tmp_path, "curl", 'for word; do case "$word" in @*) cat "${word#@}";; esac; done > posted')
+    env = stub(tmp_path, "autotune", f"printf '%s' '{printed}'; exit {code}")
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "notify.sh")],
+        cwd=tmp_path,
+        env={**env, "NIGHTLY_WEBHOOK": "https://example.com/x"},
+        check=False,
+        timeout=20,
     )
-
-
-def test_a_name_with_a_line_break_is_refused() -> None:
-    with pytest.raises(ConfigError, match="line break"):
-        TEXTS["systemd"](dataclasses.replace(DEFAULTS, file=Path("a\nExecStart=/bin/sh")))
+    assert done.returncode == code
+    said = tmp_path / "posted"
+    assert (said.read_text("utf-8").strip() if said.exists() else None) == posted
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
@@ -237,26 +183,14 @@ def test_a_job_fails_where_a_night_does_and_a_change_is_no_failure(
     if name.endswith(".yaml"):
         pod = yaml.safe_load(script)["spec"]["jobTemplate"]["spec"]["template"]["spec"]
         (script,) = pod["containers"][0]["args"]
-    stub = tmp_path / "autotune"
-    stub.write_text(f"#!/bin/sh\nexit {code}\n", encoding="utf-8")
-    stub.chmod(0o755)
+    env = stub(tmp_path, "autotune", f"exit {code}")
     done = subprocess.run(
         ["bash", "-c", script],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "STORAGE": "x"},
+        env={**env, "STORAGE": "x"},
         check=False,
         timeout=20,
     )
     assert done.returncode == expected
-
-
-def test_the_command_prints_and_exits_with_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["nightly", "--install", "cron"])
-    assert ended.value.code == 0
-    assert "-m autotune nightly studies/nightly.yaml\n" in capsys.readouterr().out
 
 
 def test_click_refuses_what_examples_must_not_hold() -> None:
