@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -169,11 +169,6 @@ class CardState:
     driver: str
     cuda: tuple[int, int] | None
     """The newest CUDA version that the driver runs, (major, minor)."""
-    clock_reasons: int | None
-    """Bits of nvmlDeviceGetCurrentClocksEventReasons."""
-    power_limit_watts: float | None
-    """In force now, whoever set it."""
-    default_power_limit_watts: float | None
 
 
 def card_state() -> CardState:
@@ -181,32 +176,17 @@ def card_state() -> CardState:
     with opened() as pynvml:
         handles = visible(pynvml)
         handle = handles[0]
-
-        def told(ask: Callable[..., int], *arguments: Any) -> int | None:
-            try:
-                return int(ask(*arguments))
-            except pynvml.NVMLError:
-                return None
-
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-        cuda = told(pynvml.nvmlSystemGetCudaDriverVersion_v2)
-        limit, default = (
-            told(ask, handle)
-            for ask in (
-                pynvml.nvmlDeviceGetEnforcedPowerLimit,
-                pynvml.nvmlDeviceGetPowerManagementDefaultLimit,
-            )
-        )
+        cuda = None
+        with contextlib.suppress(pynvml.NVMLError):
+            cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
         return CardState(
             name=text(pynvml.nvmlDeviceGetName(handle)),
             num_visible=len(handles),
             compute_capability=(int(major), int(minor)),
             driver=text(pynvml.nvmlSystemGetDriverVersion()),
-            # nvml.h: 1000 x major + 10 x minor, and milliwatts
+            # nvml.h: 1000 x major + 10 x minor
             cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
-            clock_reasons=told(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
-            power_limit_watts=None if limit is None else limit / 1000,
-            default_power_limit_watts=None if default is None else default / 1000,
         )
 
 
@@ -226,7 +206,6 @@ _SLOWED = {
     0x08: "the hardware slows it down",
     0x04: "at its power limit",
 }
-_BY_HARDWARE = 0x40 | 0x80 | 0x08
 
 
 def slowed_down() -> str:
@@ -236,17 +215,7 @@ def slowed_down() -> str:
             reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(visible(pynvml)[0])
     except NoCard:
         return ""
-    return slowed_in_words(reasons)
-
-
-def slowed_in_words(clock_reasons: int) -> str:
-    """Empty where nothing slows the card down."""
-    return next((words for bit, words in _SLOWED.items() if clock_reasons & bit), "")
-
-
-def is_slowed_by_hardware(clock_reasons: int) -> bool:
-    """The card protects itself: its cooling or its supply is not up to it."""
-    return bool(clock_reasons & _BY_HARDWARE)
+    return next((words for bit, words in _SLOWED.items() if reasons & bit), "")
 
 
 def memory_of(pynvml: Any, handle: Any) -> Any:

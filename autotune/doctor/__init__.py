@@ -1,5 +1,8 @@
 """What a machine has for autotune, and what is in the way: a table of checks, each one line.
 
+Only what makes autotune fail, and no other program says: `nvidia-smi` tells who holds the card and what
+slows it, `pip check` what is missing, `free` the host's memory.
+
 The exit code is that of the first check that failed, in the order of the table; warnings cost nothing.
 No check changes anything but files that it makes and removes.
 """
@@ -31,19 +34,11 @@ class Check:
 CHECKS = (
     Check(name="driver", ask=card.driver, error=HardwareError),
     Check(name="cuda", ask=card.cuda, error=HardwareError),
-    Check(name="card memory", ask=card.memory, error=HardwareError),
-    Check(name="clocks", ask=card.clocks, error=HardwareError),
-    Check(name="power", ask=card.power, error=HardwareError),
     Check(name="torch", ask=libraries.torch, error=WorkerError),
     Check(name="kernels", ask=libraries.kernels, error=HardwareError),
-    Check(name="compiler", ask=libraries.compiler, error=WorkerError),
     Check(name="bitsandbytes", ask=libraries.bitsandbytes, error=WorkerError),
     Check(name="flash-attn", ask=libraries.flash_attention, error=WorkerError),
-    Check(name="allocator", ask=libraries.allocator, error=ConfigError),
-    Check(name="libraries", ask=libraries.libraries, error=WorkerError),
-    Check(name="host memory", ask=host.memory, error=HardwareError),
     Check(name="disk", ask=host.disk, error=StorageError),
-    Check(name="folders", ask=host.folders, error=StorageError),
     Check(name="database", ask=reach.database, error=StorageError),
     Check(name="hub", ask=reach.hub, error=ConfigError),
 )

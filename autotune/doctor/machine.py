@@ -1,10 +1,9 @@
-"""What the checks look at, each asked for once: the card, the worker's answers, files of the system."""
+"""What the checks look at, each asked for once: the card and the worker's answers."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from autotune.catalogue import nvml
@@ -33,13 +32,11 @@ class Machine:
         self,
         storage: str,
         *,
-        root: Path = Path("/"),
         command: Sequence[str] | None = None,
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
-        """`root` has proc/ and sys/; `command` takes the place of `python -m autotune.worker`."""
+        """`command` takes the place of `python -m autotune.worker`."""
         self.storage = storage
-        self.root = root
         self._command = command
         self._deadline_seconds = deadline_seconds
 
@@ -71,5 +68,5 @@ class Machine:
         return {name: part for answer in self._end.answers for name, part in answer.items()}
 
 
-PARTS = ("torch", "allocator", "card", "bitsandbytes", "flash_attention")
+PARTS = ("torch", "card", "bitsandbytes", "flash_attention")
 """In the order in which autotune.worker.examine answers."""

@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune.memory import alloc_conf
 from autotune.worker.uncompiled import uncompiled
 
 Part = dict[str, Any]
@@ -39,15 +38,6 @@ def _torch() -> Part:
         "hip": torch.version.hip,
         "architectures": torch.cuda.get_arch_list(),
     }
-
-
-def _allocator() -> Part:
-    """Whether torch understands what is set: it would say so at its first allocation only."""
-    import torch
-
-    if settings := alloc_conf.here():
-        torch._C._accelerator_setAllocatorSettings(settings)
-    return {}
 
 
 def _card() -> Part:
@@ -111,7 +101,6 @@ def _first_line(text: str) -> str:
 
 _PARTS: dict[str, Callable[[], Part]] = {
     "torch": _torch,
-    "allocator": _allocator,
     "card": _card,
     "bitsandbytes": _bitsandbytes,
     "flash_attention": _flash_attention,

@@ -34,12 +34,8 @@ def fake_nvml(
     compute_capability: tuple[int, int] = (8, 9),
     driver: str = "580.65.06",
     cuda: int = 13000,
-    power_limits: tuple[int, int] | None = (72_000, 72_000),
 ) -> list[str]:
-    """Install the stand-in; return the list that records nvmlShutdown. `error` is what init says.
-
-    `power_limits` in force and by default, in milliwatts; None where the card has none.
-    """
+    """Install the stand-in; return the list that records nvmlShutdown. `error` is what init says."""
     calls: list[str] = []
 
     def init() -> None:
@@ -63,11 +59,6 @@ def fake_nvml(
             raise NvmlError("Not Found")
         return programs[pid]
 
-    def power(which: int) -> int:
-        if power_limits is None:
-            raise NvmlError("Not Supported")
-        return power_limits[which]
-
     def running(processes: Sequence[Process]) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in processes]
 
@@ -84,8 +75,6 @@ def fake_nvml(
     nvml.nvmlDeviceGetCudaComputeCapability = lambda _handle: compute_capability
     nvml.nvmlSystemGetDriverVersion = lambda: driver
     nvml.nvmlSystemGetCudaDriverVersion_v2 = lambda: cuda
-    nvml.nvmlDeviceGetEnforcedPowerLimit = lambda _handle: power(0)
-    nvml.nvmlDeviceGetPowerManagementDefaultLimit = lambda _handle: power(1)
     nvml.nvmlDeviceGetComputeRunningProcesses = lambda _handle: running(compute)
     nvml.nvmlDeviceGetGraphicsRunningProcesses = lambda _handle: running(graphics)
     nvml.nvmlDeviceGetCurrentClocksEventReasons = lambda _handle: clock_reasons
