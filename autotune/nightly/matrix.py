@@ -20,9 +20,11 @@ A cell is a model under a budget at a length by methods: one question to `find`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -31,9 +33,12 @@ from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError, nearest
 from autotune.records.question import SEQUENCE_LENGTH, FindOptions
 from autotune.search import budget as inputs
+from autotune.space import values as readers
 from autotune.space.config import METHODS
+from autotune.space.values import kind
 from autotune.store.recommendations import question_key, question_of
 from autotune.store.study_names import slug
+from autotune.yaml_schema import a_list, a_mapping, joined, validated
 
 ALL_OF_THE_CARD = "all"
 MAX_CELLS = 10_000
@@ -60,7 +65,6 @@ _PATHS = ("base", "dataset")
 _REMEDY = "Copy studies/nightly.yaml and edit it; it explains each line"
 _DURATION = re.compile(r"\s*([0-9]{1,6}(?:\.[0-9]{1,3})?)\s*([a-z]+)\s*")
 _SECONDS_PER_UNIT = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
-_MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,111 +113,117 @@ def read(path: Path) -> Matrix:
             f"There is no matrix {path}",
             remedy="Name a file, whose smallest is one line: models: [Qwen/Qwen2.5-1.5B]",
         )
-    document = inputs.read_yaml(path)
-    try:
-        if not isinstance(document, dict):
-            raise _Problems([f"the file must be a mapping with `models`, not {_kind(document)}"])
-        return _matrix(document)
-    except _Problems as error:
-        shown = [*error.problems[:_MAX_PROBLEMS]]
-        if more := len(error.problems) - _MAX_PROBLEMS:
-            shown += [f"and {more} more"] if more > 0 else []
-        raise ConfigError(
-            f"The matrix {path} cannot be used", why="; ".join(shown), remedy=_REMEDY
-        ) from None
+    read, problems = validated(_schema(), inputs.read_yaml(path), _KNOWN_KEYS, "models")
+    matrix = None if problems else _matrix(read, problems)
+    if matrix is None or problems:
+        why = joined([*dict.fromkeys(problems)])
+        raise ConfigError(f"The matrix {path} cannot be used", why=why, remedy=_REMEDY)
+    return matrix
 
 
 def parse_seconds(value: object) -> float:
     """Read a duration such as `6h`, `90 min`, `30d`. Raises ValueError."""
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2] not in _SECONDS_PER_UNIT:
-        raise ValueError("should be a duration: a number and s, min, h or d, such as 6h")
+        raise ValueError(
+            f"must be a duration, a number and s, min, h or d, such as 6h, not {kind(value)}"
+        )
     return float(match[1]) * _SECONDS_PER_UNIT[match[2]]
-
-
-class _Problems(Exception):
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
-        super().__init__(*problems)
 
 
 _DURATIONS = ("time_budget", "retune_after", "measure_again_after")
 _COUNTS = ("probes", "max_probes")
-_LISTS = ("models", "budgets", "lengths", "methods", "cells")
-_TOP = (*_LISTS, *OPTIONS, *_DURATIONS, *_COUNTS)
 _OF_A_CELL = ("where", "priority", "skip", *OPTIONS)
+_KNOWN_KEYS = {
+    (): ("models", "budgets", "lengths", "methods", "cells", *OPTIONS, *_DURATIONS, *_COUNTS),
+    ("cells",): _OF_A_CELL,
+    ("cells", "where"): AXES,
+}
 
 
-def _matrix(document: Mapping[Any, Any]) -> Matrix:
-    problems = [*_unknown(document, _TOP, "")]
-    lists = {name: document[name] for name in _LISTS if name in document}
-    for name, values in lists.items():
-        if not isinstance(values, list) or (not values and name != "cells"):
-            problems.append(f"{name}: should be a list with something in it")
-            lists[name] = []
-    if not lists.get("models") and "models" not in document:
-        problems.append("models: is missing")
-    settings: dict[str, Any] = {}
-    for name in _DURATIONS:
-        if name in document:
-            try:
-                settings[f"{name}_seconds"] = parse_seconds(document[name])
-            except ValueError as error:
-                problems.append(f"{name}: is {_shown(document[name])} and {error}")
-    for name in _COUNTS:
-        if name in document:
-            settings[name] = document[name]
-            if type(document[name]) is not int or not 2 <= document[name] <= 1000:
-                problems.append(f"{name}: is {_shown(document[name])} and should be 2 to 1000")
-    overrides = [*_overrides(lists.get("cells", []), problems)]
-    axes = {
-        "model": _axis(lists.get("models", []), _check_model, "models", problems),
-        "budget": _axis(
-            lists.get("budgets", [ALL_OF_THE_CARD]), _check_budget, "budgets", problems
-        ),
-        "length": _axis(
-            lists.get("lengths", [SEQUENCE_LENGTH]), _check_length, "lengths", problems
-        ),
-        "methods": _axis(lists.get("methods", [[]]), _check_methods, "methods", problems),
-    }
-    if problems:
-        raise _Problems(problems)
-    for number, override in enumerate(overrides):
-        for name, values in override["where"].items():
+@functools.cache
+def _schema() -> Any:
+    """The file's pydantic model. FindOptions checks its own fields, once a cell is made."""
+    from typing import Annotated
+
+    from pydantic import AfterValidator, BeforeValidator
+
+    def value(read: Callable[[Any], Any]) -> Any:
+        return (Annotated[Any, AfterValidator(read)], None)
+
+    def some_of(axis: str) -> Any:
+        one_is = tuple if axis == "methods" else list
+        listed = BeforeValidator(lambda each: each if isinstance(each, one_is) else [each])
+        return (Annotated[a_list(_CHECKS[axis]), listed], None)
+
+    options = dict.fromkeys(OPTIONS, (Any, None))
+    where = a_mapping("where", **{axis: some_of(axis) for axis in AXES})
+    cell = a_mapping(
+        "cell",
+        where=(where, where()),
+        priority=value(readers.above_zero),
+        skip=value(readers.flag),
+        **options,
+    )
+    return a_mapping(
+        "matrix",
+        models=(a_list(_check_model), ...),
+        budgets=(a_list(_check_budget), (ALL_OF_THE_CARD,)),
+        lengths=(a_list(_check_length), (SEQUENCE_LENGTH,)),
+        methods=(a_list(_check_methods), ((),)),
+        cells=(list[cell], ()),  # type: ignore[valid-type]
+        **dict.fromkeys(_DURATIONS, value(parse_seconds)),
+        **dict.fromkeys(_COUNTS, value(_check_count)),
+        **options,
+    )
+
+
+def _given(read: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Those of the fields that the file has."""
+    return {name: getattr(read, name) for name in names if name in read.model_fields_set}
+
+
+def _matrix(read: Any, problems: list[str]) -> Matrix:
+    """Adds to the problems what no field shows by itself."""
+    axes = dict(zip(AXES, (read.models, read.budgets, read.lengths, read.methods), strict=True))
+    overrides = [(_given(cell.where, AXES), _given(cell, _OF_A_CELL[1:])) for cell in read.cells]
+    for number, (where, _) in enumerate(overrides):
+        for name, values in where.items():
             if not set(values) & set(axes[name]):
                 known = ", ".join(map(str, axes[name]))
                 problems.append(
                     f"cells, item {number + 1}.where.{name}: matches nothing of {known}"
                 )
-    if settings.get("probes", 3) > settings.get("max_probes", 12):
+    seconds = {f"{name}_seconds": value for name, value in _given(read, _DURATIONS).items()}
+    made = Matrix(cells=(), **seconds, **_given(read, _COUNTS))
+    if made.probes > made.max_probes:
         problems.append("probes: is more than max_probes")
-    points = [*itertools.product(*axes.values())]
-    if len(points) > MAX_CELLS:
-        problems.append(f"{len(points):,} cells are more than {MAX_CELLS:,}")
+    num_points = math.prod(map(len, axes.values()))
+    if num_points > MAX_CELLS:
+        problems.append(f"{num_points:,} cells are more than {MAX_CELLS:,}")
     if problems:
-        raise _Problems(problems)
-    common = {name: document[name] for name in OPTIONS if name in document}
-    cells = [*_cells(points, common, overrides, problems)]
-    if not problems and not cells:
+        return made
+    points = itertools.product(*axes.values())
+    cells = [*_cells(points, _given(read, OPTIONS), overrides, problems)]
+    if not cells:
         problems.append("cells: every cell is skipped")
-    if problems:
-        raise _Problems([*dict.fromkeys(problems)])
-    return Matrix(cells=tuple(_named(cells)), num_skipped=len(points) - len(cells), **settings)
+    return dataclasses.replace(
+        made, cells=tuple(_named(cells)), num_skipped=num_points - len(cells)
+    )
 
 
 def _cells(
-    points: Sequence[tuple[Any, ...]],
+    points: Iterable[tuple[Any, ...]],
     common: Mapping[str, Any],
-    overrides: Sequence[Mapping[str, Any]],
+    overrides: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
     problems: list[str],
 ) -> Iterator[Cell]:
     for point in points:
         model, budget, length, methods = point
         own: dict[str, Any] = {}
-        for override in overrides:
-            where = override["where"].items()
-            if all(point[AXES.index(name)] in values for name, values in where):
-                own |= {name: value for name, value in override.items() if name != "where"}
+        for where, override in overrides:
+            if all(point[AXES.index(name)] in values for name, values in where.items()):
+                own |= override
         if own.pop("skip", False):
             continue
         priority = own.pop("priority", 1.0)
@@ -249,53 +259,9 @@ def _name(options: FindOptions) -> str:
     return "-".join([slug(model), budget, f"seq{options.seq_len}", *(options.methods or ("any",))])
 
 
-def _overrides(values: Sequence[Any], problems: list[str]) -> Iterator[dict[str, Any]]:
-    for number, value in enumerate(values):
-        place = f"cells, item {number + 1}"
-        if not isinstance(value, dict):
-            problems.append(f"{place}: should be a mapping, not {_kind(value)}")
-            continue
-        problems += _unknown(value, _OF_A_CELL, f"{place}.")
-        where = value.get("where", {})
-        if not isinstance(where, dict):
-            problems.append(f"{place}.where: should be a mapping, not {_kind(where)}")
-            continue
-        problems += _unknown(where, AXES, f"{place}.where.")
-        if type(value.get("skip", False)) is not bool:
-            problems.append(f"{place}.skip: should be true or false")
-        priority = value.get("priority", 1)
-        if type(priority) not in (int, float) or not 0 < priority <= 1e6:
-            problems.append(f"{place}.priority: is {_shown(priority)} and should be more than 0")
-        read = {
-            name: _axis(
-                each if isinstance(each, list) and name != "methods" else [each],
-                _CHECKS[name],
-                f"{place}.where.{name}",
-                problems,
-            )
-            for name, each in where.items()
-            if name in AXES
-        }
-        yield {"where": read} | {k: v for k, v in value.items() if k in _OF_A_CELL[1:]}
-
-
-def _axis(values: Sequence[Any], check: Any, place: str, problems: list[str]) -> list[Any]:
-    read = []
-    for value in values:
-        try:
-            read.append(check(value))
-        except ValueError as error:
-            problems.append(f"{place}: {_shown(value)} {error}")
-    repeated = [
-        value for value in dict.fromkeys(map(str, read)) if [*map(str, read)].count(value) > 1
-    ]
-    problems += [f"{place}: {value} is given twice" for value in repeated]
-    return read
-
-
 def _check_model(value: object) -> str:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ValueError("is no name of a model")
+        raise ValueError(f"must be the name of a model, not {kind(value)}")
     return value
 
 
@@ -303,17 +269,23 @@ def _check_budget(value: object) -> str:
     if value == ALL_OF_THE_CARD:
         return ALL_OF_THE_CARD
     if not isinstance(value, str):
-        raise ValueError(f"should be {ALL_OF_THE_CARD} or a size such as 12GB")
+        raise ValueError(f"must be {ALL_OF_THE_CARD} or a size such as 12GB, not {kind(value)}")
     try:
         parse_bytes(value)
     except ConfigError as error:
-        raise ValueError(f"should be {ALL_OF_THE_CARD} or a size: {error}".rstrip(".")) from error
+        raise ValueError(f"must be {ALL_OF_THE_CARD} or a size: {error}".rstrip(".")) from error
     return value
 
 
 def _check_length(value: object) -> int:
     if type(value) is not int or not 1 <= value <= 10_000_000:
-        raise ValueError("should be a whole number of tokens")
+        raise ValueError(f"must be a whole number of tokens, not {kind(value)}")
+    return value
+
+
+def _check_count(value: object) -> int:
+    if type(value) is not int or not 2 <= value <= 1000:
+        raise ValueError(f"must be 2 to 1000, not {kind(value)}")
     return value
 
 
@@ -321,7 +293,8 @@ def _check_methods(value: object) -> tuple[str, ...]:
     names = value if isinstance(value, list) else [value]
     for name in names:
         if name not in METHODS or name == "peft":
-            raise ValueError(f"is no method. {nearest(str(name)[:40], set(METHODS) - {'peft'})}")
+            shown = str(name)[:40]
+            raise ValueError(f"{shown!r} is no method. {nearest(shown, set(METHODS) - {'peft'})}")
     return tuple(dict.fromkeys(names))
 
 
@@ -333,14 +306,6 @@ _CHECKS = {
 }
 
 
-def _unknown(given: Mapping[Any, Any], known: Sequence[str], place: str) -> Iterator[str]:
-    for key in given:
-        name = "on" if key is True and "on" in known else key
-        if name not in known:
-            shown = str(name)[:40]
-            yield f"{place}{shown}: unknown key. {nearest(shown, known)}".rstrip(".")
-
-
 def _portable(value: object) -> Any:
     """As JSON has it; of an absolute path its last part."""
     if isinstance(value, PurePath):
@@ -349,11 +314,3 @@ def _portable(value: object) -> Any:
         path = PurePath(value)
         return path.parent.name if path.name == "config.json" else path.name
     return list(value) if isinstance(value, tuple) else value
-
-
-def _kind(value: object) -> str:
-    return "nothing" if value is None else type(value).__name__
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:60]

@@ -23,7 +23,8 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS
 from autotune.space.rules import Context, broken_rules
-from autotune.space.space_file import MAX_FILE_BYTES, parse_yaml
+from autotune.space.space_file import MAX_FILE_BYTES
+from autotune.yaml_schema import parse_yaml, why_not_yaml
 
 NAMED = "named"
 FOUND = "found here"
@@ -169,10 +170,7 @@ def read_yaml(path: Path) -> object:
     try:
         return parse_yaml(files.read_text(path, MAX_FILE_BYTES), takes_merges=True)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        why = getattr(error, "problem", None) or str(error)
-        mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}: " if mark else ""
-        raise ConfigError(f"{path} is not YAML", why=f"{place}{why}"[:300]) from error
+        raise ConfigError(f"{path} is not YAML", why=why_not_yaml(error)) from error
 
 
 def generation(

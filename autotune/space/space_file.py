@@ -32,7 +32,6 @@ and what the method's row of adapters.ADAPTERS has:
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,13 +40,12 @@ from autotune.errors import ConfigError, nearest
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS, REQUIRED, Knob
 from autotune.space.search_space import MethodSpace, SearchSpace
-from autotune.space.values import kind
+from autotune.yaml_schema import a_list, a_mapping, joined, parse_yaml, validated, why_not_yaml
 
 MAX_FILE_BYTES = 256 * 1024
 MAX_POINTS = 1_000_000
 """Of one file: a larger space is a slip, and would not be searched in minutes."""
 
-_MAX_PROBLEMS = 20
 _REMEDY = "Copy a file of search_spaces/ and edit it; search_spaces/default.yaml explains each line"
 
 
@@ -77,7 +75,7 @@ def load(name_or_path: str | Path) -> SearchSpace:
             return space
         problems = [f"{num_points:,} points are more than {MAX_POINTS:,}"]
     raise ConfigError(
-        f"The search space {shown!r} cannot be used", why="; ".join(problems), remedy=_REMEDY
+        f"The search space {shown!r} cannot be used", why=joined(problems), remedy=_REMEDY
     )
 
 
@@ -135,47 +133,15 @@ def _read(path: Path, shown: str, names: Iterable[str]) -> str:
         raise ConfigError(f"The search space {shown!r} cannot be read", why=why) from error
 
 
-def parse_yaml(text: str, *, takes_merges: bool = False) -> object:
-    """What the text says. A key that is given twice is an error: PyYAML would lose the first.
-
-    Raises yaml.YAMLError, ValueError and RecursionError.
-    """
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Safe: a tag that names a Python object is an error. So are two more things here."""
-
-        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-            node: yaml.MappingNode = super().compose_mapping_node(anchor)
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            for key, count in Counter(keys).items():
-                problem = f"the key {key[:40]!r} is given {count} times" if count > 1 else ""
-                if key == "<<" and not takes_merges:  # A merge of merges grows without bound.
-                    problem = "merge keys (<<) are not supported"
-                if problem:
-                    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-            return node
-
-    def whole(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-        return loader.construct_mapping(node, deep=True)
-
-    if not takes_merges:  # A mapping within itself cannot be made whole, and is refused so.
-        Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, whole)
-    return yaml.load(text, Loader=Loader)
-
-
 def _parse(text: str, shown: str) -> object:
     import yaml
 
     try:
         return parse_yaml(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"line {mark.line + 1}: " if mark else ""
-        why = f"{place}{error.problem or error.context}"
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        why = "It nests too deep" if isinstance(error, RecursionError) else str(error)
-    raise ConfigError(f"The search space {shown!r} is not YAML", why=why[:300], remedy=_REMEDY)
+        raise ConfigError(
+            f"The search space {shown!r} is not YAML", why=why_not_yaml(error), remedy=_REMEDY
+        ) from error
 
 
 def _knobs_of(method: str) -> list[Knob]:
@@ -187,35 +153,22 @@ def _schema() -> Any:
     """The file's pydantic model; its import is paid by whoever reads a file."""
     from typing import Annotated
 
-    from pydantic import AfterValidator, ConfigDict, Field, create_model
-
-    strict = ConfigDict(extra="forbid", strict=True)
-
-    def distinct(values: list[object]) -> tuple[object, ...]:
-        if repeated := [str(value) for value, count in Counter(values).items() if count > 1]:
-            raise ValueError(f"given twice: {', '.join(repeated)}")
-        return tuple(values)
-
-    def domain(knob: Knob) -> Any:
-        items = list[Annotated[Any, AfterValidator(knob.read)]]
-        return Annotated[items, Field(min_length=1), AfterValidator(distinct)]
+    from pydantic import AfterValidator, Field
 
     sections: dict[str, Any] = {}
     for method in METHODS:
         domains: dict[str, Any] = {
-            knob.name: (domain(knob), ... if default is REQUIRED else (default,))
+            knob.name: (a_list(knob.read), ... if default is REQUIRED else (default,))
             for knob in _knobs_of(method)
             for default in [knob.default_for(method)]
         }
-        section = create_model(method, __config__=strict, **domains)
-        sections[method] = (section, None)
-    methods = create_model("methods", __config__=strict, **sections)
-    top: dict[str, Any] = {
-        "name": (Annotated[str, Field(pattern=r"^[\w .+-]{1,60}$")], ""),
-        "description": (Annotated[str, Field(max_length=200), AfterValidator(_printable)], ""),
-        "methods": (methods, ...),
-    }
-    return create_model("space", __config__=strict, **top)
+        sections[method] = (a_mapping(method, **domains), None)
+    return a_mapping(
+        "space",
+        name=(Annotated[str, Field(pattern=r"^[\w .+-]{1,60}$")], ""),
+        description=(Annotated[str, Field(max_length=200), AfterValidator(_printable)], ""),
+        methods=(a_mapping("methods", **sections), ...),
+    )
 
 
 def _printable(text: str) -> str:
@@ -226,17 +179,9 @@ def _printable(text: str) -> str:
 
 def _validated(document: object, file_name: str) -> tuple[SearchSpace | None, list[str]]:
     """Return the space, or everything that is wrong with the document."""
-    from pydantic import ValidationError
-
-    if not isinstance(document, dict):
-        return None, [f"the file must be a mapping with `methods`, not {kind(document)}"]
-    try:
-        read = _schema().model_validate(document)
-    except ValidationError as error:
-        entries = error.errors(include_url=False)
-        more = len(entries) - _MAX_PROBLEMS
-        problems = [_problem(entry) for entry in entries[:_MAX_PROBLEMS]]
-        return None, [*problems, f"and {more} more"] if more > 0 else problems
+    read, problems = validated(_schema(), document, _KNOWN_KEYS, "methods")
+    if problems:
+        return None, problems
     sections = tuple(
         MethodSpace(method=method, domains=dict(section))
         for method in METHODS
@@ -253,28 +198,3 @@ _KNOWN_KEYS: dict[tuple[str, ...], Sequence[str]] = {
     ("methods",): METHODS,
     **{("methods", method): [knob.name for knob in _knobs_of(method)] for method in METHODS},
 }
-
-_MESSAGES = {
-    "missing": "is missing",
-    "too_short": "must not be empty",
-    "list_type": "must be a list",
-    "model_type": "must be a mapping",
-    "model_attributes_type": "must be a mapping",
-    "string_type": "must be text",
-    "string_too_long": "is too long",
-    "string_pattern_mismatch": "must be 1 to 60 letters, digits, spaces or . + -",
-}
-"""Pydantic's error types in the words of a YAML file."""
-
-
-def _problem(entry: Any) -> str:
-    """One of pydantic's errors as `methods.full.precision, item 2: what is wrong`."""
-    location = entry["loc"]
-    parts = (f", item {part + 1}" if isinstance(part, int) else f".{part}" for part in location)
-    place = "".join(parts).removeprefix(".")[:120]
-    if entry["type"] == "extra_forbidden":
-        known = _KNOWN_KEYS.get(location[:-1], ())
-        message = f"unknown key. {nearest(str(location[-1])[:40], known)}"
-    else:
-        message = _MESSAGES.get(entry["type"]) or entry["msg"].removeprefix("Value error, ")
-    return f"{place}: {message.removesuffix('.')}"
