@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autotune import user_text
 from autotune.errors import nearest
 from autotune.space.values import kind
 
@@ -32,7 +33,7 @@ def parse_yaml(text: str, *, takes_merges: bool = False) -> object:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(user_text.yaml_loader()):  # type: ignore[misc]
         """Safe: a tag that names a Python object is an error. So are two more things here."""
 
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -46,12 +47,12 @@ def parse_yaml(text: str, *, takes_merges: bool = False) -> object:
                     raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
             return node
 
-    def whole(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    def whole(loader: Any, node: yaml.MappingNode) -> Any:
         return loader.construct_mapping(node, deep=True)
 
     if not takes_merges:  # A mapping within itself cannot be made whole, and is refused so.
         Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, whole)
-    return yaml.load(text, Loader=Loader)
+    return user_text.load_yaml(text, Loader)
 
 
 def why_not_yaml(error: Exception) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from autotune import user_text
 from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS, WITHOUT
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, nearest
@@ -321,14 +322,14 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise _too_large(shown)
     try:
         # utf-8-sig: editors on Windows put a byte order mark in front.
-        config = json.loads(content.decode("utf-8-sig"))
+        config = user_text.load_json(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         why = f"Byte {error.start} is not UTF-8"
     except json.JSONDecodeError as error:
         why = f"Line {error.lineno}, column {error.colno}: {error.msg}"
     except RecursionError:
         why = "It is nested too deeply"
-    except ValueError as error:  # an integer of more digits than Python converts
+    except ValueError as error:  # a number that is too long
         why = str(error)
     else:
         if isinstance(config, dict):

@@ -180,7 +180,7 @@ def of_alpha(
             raise ValueError("has no lora_alpha beside it")
         try:
             return alpha if isinstance(alpha, bool) else float(alpha) / positive(rank)
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             return alpha  # the rank's own row says what is wrong with the rank
 
     scaled = whole_alpha if is_whole else lora_alpha

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune import user_text
 from autotune.common.files import Disk, Files
 from autotune.common.units import MIB
 from autotune.errors import ConfigError, nearest
@@ -26,6 +27,8 @@ _KEYS = ("version", "evidence", "workload", "config", "extra_arguments")
 _SMALLEST = {
     "gradient_accumulation_steps": 1,
     "sequence_length": 1,
+    "num_gpus": 1,
+    "dataloader_prefetch_factor": 1,
     **{knob.name: knob.smallest for knob in KNOBS.values() if knob.smallest is not None},
 }
 
@@ -70,7 +73,7 @@ def from_yaml(text: str, *, source: str = filename) -> BaseRun:
     import yaml
 
     try:
-        content = yaml.safe_load(text)
+        content = user_text.load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = getattr(error, "problem", None) or str(error)
         mark = getattr(error, "problem_mark", None)
@@ -131,8 +134,9 @@ def _problem(key: str, value: object, annotation: str) -> str | None:
             knob.read(value)
         except ValueError as error:
             return str(error)
-    if isinstance(value, int) and value < _SMALLEST.get(key, 0):
-        return f"is {value} and should be at least {_SMALLEST[key]}"
+    least = _SMALLEST.get(key, 0)
+    if isinstance(value, int) and value < least:
+        return f"is {str(value)[:40]} and should be at least {least}"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "train_steps": (1, 1_000_000),
 }
 _TEXTS = ("model", "gpu", "gpu_mem", "text_field", "tokenizer", "peft", "space", "study")
+_PATHS = ("dataset", "base")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +76,11 @@ class FindOptions:
     """None: named by the workload."""
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is None and field.default is not None:
+                raise ConfigError(
+                    f"{field.name} is nothing", remedy="Give it a value, or leave it out"
+                )
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             for each in value if isinstance(value, tuple) else (value,):
@@ -87,10 +94,11 @@ class FindOptions:
                     f"{name} is {str(value)[:40]}",
                     why=f"It should be a whole number from {least:,} to {most:,}",
                 )
-        for name in _TEXTS:
-            value = getattr(self, name)
-            if not isinstance(value, str) and value is not None:
-                raise ConfigError(
-                    f"{name} is {str(value)[:40]}",
-                    why=f"It should be a text, not {type(value).__name__}",
-                )
+        for names, kind in ((_TEXTS, str), (_PATHS, Path)):
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kind) and value is not None:
+                    raise ConfigError(
+                        f"{name} is {str(value)[:40]}",
+                        why=f"It should be a text, not {type(value).__name__}",
+                    )

@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from autotune import user_text
+
 ATTENTION_PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj",
     "query", "key", "value", "q", "k", "v", "o", "dense",
@@ -246,7 +248,7 @@ def read_peft(value: object) -> str:
     """
     if isinstance(value, str) and value.startswith("{"):
         try:
-            value = json.loads(value)
+            value = user_text.load_json(value)
         except (ValueError, RecursionError) as error:
             raise ValueError("must be a mapping with a peft_type") from error
     if not isinstance(value, dict) or not isinstance(value.get("peft_type"), str):

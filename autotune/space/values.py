@@ -57,7 +57,7 @@ def from_zero(value: object) -> int:
 def strength(value: object) -> float:
     try:
         number = float(value) if isinstance(value, (int, float, str)) else -1.0
-    except ValueError:
+    except (OverflowError, ValueError):
         number = -1.0
     if isinstance(value, bool) or not 0 <= number <= MAX_NUMBER:
         raise ValueError(f"must be a number from 0 to {MAX_NUMBER:,}")

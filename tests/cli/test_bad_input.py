@@ -384,6 +384,55 @@ def test_a_base_of_another_trainer_that_is_none(
     assert len(err) < 3000
 
 
+@pytest.mark.parametrize(
+    "value", ["!!timestamp x", "!!bool x", '!!int ""', "2024-99-99", f"0x{'f' * 400}"]
+)
+@pytest.mark.parametrize("option", ["--space", "--base", "--peft", "nightly"])
+def test_a_value_that_is_not_what_its_tag_says(
+    fail: Fail, tmp_path: Path, option: str, value: str
+) -> None:
+    (tmp_path / "file.yaml").write_text(f"a: 1\nb: [{value}]\n", encoding="utf-8")
+    start = ("nightly",) if option == "nightly" else (*FIND, option)
+    code, err = fail(*start, "file.yaml")
+    assert code == 2
+    assert "cannot be read as" in err
+
+
+def test_a_number_of_400_digits(fail: Fail, tmp_path: Path) -> None:
+    text = f'{{"peft_type": "LORA", "r": 8, "lora_alpha": {"9" * 400}}}'
+    (tmp_path / "base.json").write_text(text, encoding="utf-8")
+    code, err = fail(*FIND, "--base", "base.json")
+    assert code == 2
+    assert "is a number of 400 digits" in err
+
+
+@pytest.mark.parametrize("name", ["num_gpus", "dataloader_prefetch_factor"])
+def test_a_base_with_less_than_there_can_be(fail: Fail, tmp_path: Path, name: str) -> None:
+    text = (
+        "version: 1\nconfig: {method: full, micro_batch_size: 1, gradient_accumulation_steps: 1, "
+        f"sequence_length: 64, precision: bf16-true, optimizer: sgd, {name}: -1}}\n"
+    )
+    (tmp_path / "base.yaml").write_text(text, encoding="utf-8")
+    code, err = fail(*FIND, "--base", "base.yaml")
+    assert code == 2
+    assert f"config.{name} is -1 and should be at least 1" in err
+
+
+@pytest.mark.parametrize("name", ["effort", "space", "text_field"])
+def test_a_night_with_a_setting_that_is_nothing(fail: Fail, tmp_path: Path, name: str) -> None:
+    (tmp_path / "night.yaml").write_text(f"models: [gpt2]\n{name}: null\n", encoding="utf-8")
+    code, err = fail("nightly", "night.yaml", "--dry-run", "--backend", "cpu")
+    assert code == 2
+    assert f"{name} is nothing" in err
+
+
+def test_a_night_with_a_base_that_is_no_path(fail: Fail, tmp_path: Path) -> None:
+    (tmp_path / "night.yaml").write_text("models: [gpt2]\nbase: [1]\n", encoding="utf-8")
+    code, err = fail("nightly", "night.yaml", "--dry-run", "--backend", "cpu")
+    assert code == 2
+    assert "base is [1]. It should be a text, not list" in err
+
+
 def trials(path: Path) -> int:
     storage = f"sqlite:///{path}"
     (name,) = optuna.get_all_study_names(storage)

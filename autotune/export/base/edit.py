@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autotune import user_text
+
 MAX_VALUES = 1_000_000
 """A few aliases in YAML can stand for more than memory holds."""
 
@@ -71,14 +73,12 @@ def edited(text: str, changes: Sequence[Change]) -> tuple[str, bool]:
 
 def parsed(text: str) -> Any:
     """JSON, which may have what YAML has not (tabs), or YAML. Raises yaml.YAMLError or ValueError."""
-    import yaml
-
     if text.lstrip()[:1] == "{":
         try:
-            return json.loads(text)
+            return user_text.load_json(text)
         except json.JSONDecodeError:
             pass
-    content = yaml.safe_load(text)
+    content = user_text.load_yaml(text)
     if _num_values(content, {}) > MAX_VALUES:
         raise ValueError("its aliases stand for more than anybody has written")
     return content

@@ -1,0 +1,57 @@
+"""YAML and JSON that a user wrote: what they say, or one kind of error that says what is wrong.
+
+A whole number that no float can hold is refused in both: nothing that is set has such a value, and half of
+what computes with numbers would stumble over it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MAX_DIGITS = 300
+"""Of a whole number; the largest float has 309."""
+
+
+def load_json(text: str) -> Any:
+    """What the text says. Raises ValueError (json.JSONDecodeError where it is no JSON), RecursionError."""
+    return json.loads(text, parse_int=_whole)
+
+
+def load_yaml(text: str, loader: type[Any] | None = None) -> Any:
+    """What the text says. Raises yaml.YAMLError, ValueError, RecursionError."""
+    import yaml
+
+    return yaml.load(text, loader or yaml_loader())
+
+
+def yaml_loader() -> type[Any]:
+    """PyYAML's safe loader. A value that is not what its tag says is an error with its place.
+
+    PyYAML 6.0 lets some of them through as whatever Python raised: `!!timestamp x` is an AttributeError,
+    `!!bool x` a KeyError, `!!int ""` an IndexError.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            try:
+                value = super().construct_object(node, deep)
+                if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+                    raise ValueError
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                kind = node.tag.rpartition(":")[2]
+                shown = repr(node.value[:40]) if isinstance(node.value, str) else "this"
+                problem = f"{shown} cannot be read as {kind}"
+                raise yaml.constructor.ConstructorError(
+                    None, None, problem, node.start_mark
+                ) from error
+            return value
+
+    return Loader
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"{digits[:20]}... is a number of {len(digits):,} digits")
+    return int(digits)
