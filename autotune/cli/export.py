@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,14 +122,16 @@ def _text(exporter: Exporter, answer: StoredAnswer) -> str:
 
 def _places(out: Path, exporters: list[Exporter], *, is_folder: bool) -> dict[Exporter, Path]:
     """All in one folder: what is called by its name finds each other there."""
-    if is_folder or out.is_dir():
+    if is_folder or os.path.isdir(out):
         return {exporter: out / exporter.filename for exporter in exporters}
     return dict.fromkeys(exporters, out)
 
 
 def _refuse_to_replace(files: dict[Path, str], *, force: bool) -> None:
     """A file may be the user's, or edited since: nothing in it says so for sure, so that all count."""
-    others = [path for path, text in files.items() if path.exists() and not _says(path, text)]
+    others = [
+        path for path, text in files.items() if os.path.exists(path) and not _says(path, text)
+    ]
     if others and not force:
         raise ConfigError(
             f"{others[0]} is there already and says something else",

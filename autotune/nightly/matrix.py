@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ class Matrix:
 
 def read(path: Path) -> Matrix:
     """Read a matrix. Raises ConfigError, with every problem of the file and its place."""
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise ConfigError(
             f"There is no matrix {path}",
             remedy="Name a file, whose smallest is one line: models: [Qwen/Qwen2.5-1.5B]",

@@ -23,9 +23,13 @@ from autotune.search.listener import SILENT, Listener
 from autotune.search.predict_best import Found
 from autotune.search.resolve import Brought
 from autotune.space import search_space
-from autotune.store import optuna_study, stored_answers, study_names
+from autotune.store import optuna_study
+from autotune.store import stored_answers
+from autotune.store import study_names
 from autotune.store.recommendations import question_of
-from autotune.store.trace_table import TraceTable, table_of_prediction
+from autotune.store.trace_table import TraceTable
+from autotune.store.trace_table import table_of_prediction
+from autotune.store.database import parse_url
 from autotune.worker.client.forkserver import ForkServer
 
 
@@ -71,6 +75,7 @@ def find(
     made. `brought` has come with the question from another machine. `server` runs the probes; None: one
     of their own. Raises NotMeasuredError where the database fails what is to be measured.
     """
+    parse_url(storage)  # an address that cannot be used is said before a search, not after it
     choose = budget.CHOOSERS.get(options.backend, budget.choose_card)
     card, gpu_reason, budget_bytes = choose(options.gpu, options.gpu_mem)
     if gpu_reason.startswith(f"{budget.FOUND};"):

@@ -7,6 +7,8 @@ repeated: not in a message, not in a name.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sqlite3
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -90,16 +92,36 @@ def _secrets(url: URL) -> Iterator[str]:
 
 
 def parse_url(url: str) -> URL:
+    """Raises StorageError for an address that no database can have; whether there is one is not asked."""
     import sqlalchemy
 
+    # What follows the scheme may hold a password, so it is not repeated.
+    what = f'The database address "{url.partition(":")[0][:80]}..."'
     try:
-        return sqlalchemy.make_url(url)
+        url.encode()
+        parsed = sqlalchemy.make_url(url)
+        file = file_of(parsed)
+        if file is not None:
+            _check_file_name(file)
+    except UnicodeEncodeError:
+        raise StorageError(f"{what} cannot be read", why="It is not UTF-8 text") from None
+    except OSError as error:
+        raise StorageError(f"{what} cannot be used", why=error.strerror or "") from None
     except (sqlalchemy.exc.ArgumentError, ValueError):
-        # What follows the scheme may hold a password, so it is not repeated.
         raise StorageError(
-            f'The database address "{url.partition(":")[0][:80]}..." cannot be read',
+            f"{what} cannot be read",
             remedy="Write it as SQLAlchemy does, such as sqlite:///studies/autotune.db",
         ) from None
+    return parsed
+
+
+def _check_file_name(file: Path) -> None:
+    """Raises OSError where no file can be called that, and ValueError for a zero byte in it."""
+    try:
+        os.lstat(file)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise
 
 
 def file_of(url: URL) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def _texts(path: Path, text_field: str) -> Iterator[str]:
     as_jsonl = (
         "Write it as .jsonl, with the text in a field (datasets: load_dataset(...).to_json(FILE))"
     )
-    if path.suffix in _NOT_TEXT and path.exists():
+    if path.suffix in _NOT_TEXT and os.path.exists(path):
         raise UnreadableDataset(f"A {path.suffix} is neither .jsonl nor a text per line", as_jsonl)
     try:
         with path.open(encoding="utf-8") as file:
@@ -90,7 +91,7 @@ def _texts(path: Path, text_field: str) -> Iterator[str]:
                 if line.strip():
                     yield _text(line, text_field, number) if path.suffix == ".jsonl" else line
     except OSError as error:
-        remedy = "Name a file" if path.is_dir() else ""
+        remedy = "Name a file" if os.path.isdir(path) else ""
         raise UnreadableDataset(error.strerror or str(error), remedy) from error
     except UnicodeDecodeError as error:
         raise UnreadableDataset("It is not UTF-8 text", as_jsonl) from error

@@ -20,6 +20,7 @@ from autotune import cli
 from autotune.catalogue import gpus
 from autotune.common.units import GIB
 from autotune.search import predict_best
+from autotune.worker.lengths import UnreadableDataset, count_lengths
 
 ROOT = Path(__file__).parents[2]
 FIND = ("find", "--model", "qwen2.5-1.5b", "--gpu-mem", "12GB")
@@ -431,6 +432,57 @@ def test_a_night_with_a_base_that_is_no_path(fail: Fail, tmp_path: Path) -> None
     code, err = fail("nightly", "night.yaml", "--dry-run", "--backend", "cpu")
     assert code == 2
     assert "base is [1]. It should be a text, not list" in err
+
+
+LONG = "n" * 300
+"""No file can be called that."""
+
+
+@pytest.mark.parametrize(
+    ("storage", "part"),
+    [
+        (f"sqlite:///{LONG}.db", "File name too long"),
+        (f"sqlite:///{LONG}/x.db", "File name too long"),
+        ("sqlite:///\udcff.db", "It is not UTF-8 text"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        FIND,
+        ("studies", "list"),
+        ("report", "x"),
+        ("jobs", "list"),
+        ("studies", "show", "x"),
+    ],
+)
+def test_a_database_that_no_file_can_be(
+    fail: Fail,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    storage: str,
+    part: str,
+) -> None:
+    """`find` says it before the search."""
+    monkeypatch.setattr(predict_best, "find", lambda *_, **__: pytest.fail("searched"))
+    code, err = fail(*command, "--storage", storage)
+    assert code == 6
+    assert part in err
+
+
+def test_a_night_that_no_file_can_be(fail: Fail) -> None:
+    code, err = fail("nightly", LONG, "--dry-run")
+    assert code == 2
+    assert "There is no matrix" in err
+    with pytest.raises(SystemExit) as ended:  # One that is not written yet may be installed.
+        cli.main(("nightly", LONG, "--install", "cron"))
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("name", [LONG, f"{LONG}.json"])
+def test_a_dataset_that_no_file_can_be(name: str) -> None:
+    with pytest.raises(UnreadableDataset, match="File name too long"):
+        count_lengths(name, "text", "")
 
 
 def trials(path: Path) -> int:
