@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.common import json_records
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.errors import ConfigError
 
@@ -112,7 +113,7 @@ def _big_code(config: Config) -> tuple[int, str]:
 
 def _latent(config: Config) -> tuple[int, str]:
     """The compressed keys and values, and the rotated part of the key, for all heads together."""
-    latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    latent, rotated = _count(config, "kv_lora_rank"), _count(config, "qk_rope_head_dim")
     return latent + rotated, f"(latent {latent} + rotated {rotated})"
 
 
@@ -129,7 +130,7 @@ def _head_size(config: Config, heads: int) -> int:
 
 
 def _from_layer(config: Config, layer: int) -> bool:
-    return bool(config.get("use_sliding_window")) and layer >= config["max_window_layers"]
+    return bool(config.get("use_sliding_window")) and layer >= (config["max_window_layers"] or 0)
 
 
 def _every(period: int) -> Callable[[Config, int], bool]:
@@ -221,6 +222,7 @@ def kv_cache(config: Config, *, batch_size: int, context: int, dtype: str) -> Kv
             remedy="Leave --kv-cache out",
         )
     known = {**family.defaults, **config}
+    _check(known)
     elements, what = family.elements(known)
     num_layers = _count(known, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     windows = [_window(known, family, layer) for layer in range(num_layers)]
@@ -258,10 +260,33 @@ def _window(config: Config, family: Family, layer: int) -> int | None:
     return window if kind == "sliding_attention" else None
 
 
+_WHOLE = (
+    "head_dim", "max_window_layers", "num_key_value_heads", "num_kv_heads", "sliding_window",
+    "sliding_window_pattern",
+)  # fmt: skip
+"""Keys of whole numbers, each of which may be left out or say nothing."""
+
+
+def _check(config: Config) -> None:
+    """ConfigError for a value that the model's class could not work with either."""
+    for name in (*_WHOLE, "layer_types"):
+        value = config.get(name)
+        if name == "layer_types":
+            is_good, words = isinstance(value, list), "a list"
+        else:
+            is_good = value is False or (type(value) is int and value >= 0)
+            words = "a whole number, not negative"
+        if value is not None and not is_good:
+            raise ConfigError(
+                f"{name} of the configuration is {json_records.shown(value)}",
+                why=f"It should be {words}: the size of the cache follows from it",
+            )
+
+
 def _count(config: Config, *names: str) -> int:
     for name in names:
         value = config.get(name)
-        if isinstance(value, int) and value > 0:
+        if type(value) is int and value > 0:
             return value
     raise ConfigError(
         f"The configuration has no {names[0]}", why="The size of the cache follows from it"

@@ -485,6 +485,41 @@ def test_a_dataset_that_no_file_can_be(name: str) -> None:
         count_lengths(name, "text", "")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("layer_types", 5),
+        ("layer_types", {"a": 1}),
+        ("sliding_window", [1]),
+        ("sliding_window", -5),
+        ("sliding_window", True),
+        ("num_key_value_heads", "2"),
+        ("num_key_value_heads", 1.5),
+        ("head_dim", {}),
+        ("max_window_layers", "x"),
+    ],
+)
+def test_a_cache_of_a_configuration_with_wrong_types(
+    fail: Fail, tmp_path: Path, key: str, value: object
+) -> None:
+    config = {**TINY, "model_type": "qwen2", "use_sliding_window": True, key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code, err = fail("estimate", "--model", "config.json", "--gpu", "rtx-4070", "--kv-cache")
+    assert code == 2
+    assert f"{key} of the configuration is {value!r}" in err
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+def test_a_latent_cache_of_a_configuration_with_wrong_types(
+    fail: Fail, tmp_path: Path, model_type: str
+) -> None:
+    config = {**TINY, "model_type": model_type, "kv_lora_rank": None, "qk_rope_head_dim": "x"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code, err = fail("estimate", "--model", "config.json", "--gpu", "rtx-4070", "--kv-cache")
+    assert code == 2
+    assert "The configuration has no kv_lora_rank" in err
+
+
 def trials(path: Path) -> int:
     storage = f"sqlite:///{path}"
     (name,) = optuna.get_all_study_names(storage)
