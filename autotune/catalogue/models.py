@@ -25,8 +25,11 @@ CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = MIB
 """Configurations are a few KiB; the largest of the Hub, with label maps, some hundreds."""
 
-MAX_LAYERS = 10_000
-"""The deepest models of the Hub have some hundreds; every layer is replayed."""
+MAX_LAYERS = 1_000
+"""The deepest models of the Hub have some hundreds. Every layer is replayed, and ten times as many take
+sixty times as long."""
+MAX_WIDTH = 10_000_000
+"""Of a vocabulary, a hidden size, a number of heads: the largest of the Hub are below a million."""
 
 HUB_TIMEOUT_SECONDS = 5.0
 
@@ -34,7 +37,14 @@ _DATA = Path(__file__).with_name("data")
 # huggingface_hub's own rule (utils/_validators.py), with the organisation made obligatory.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
+_LAYER_KEYS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",
+    "decoder_layers",
+)  # fmt: skip
+_WIDTH = re.compile(
+    r"(\w+_)?(size|dim|embd|inner|heads?|experts|rank|d_model|d_ff|d_kv|hidden)", re.ASCII
+)
+"""Keys that say how wide a layer is."""
 _ENCODERS = frozenset(
     {
         "albert",
@@ -299,16 +309,23 @@ def _source(
         requires_remote_code=requires_remote_code,
         notes=notes,
     )
-    for key in _LAYER_KEYS:
-        for part in (source.config, source.text_config):
-            num_layers = part.get(key)
-            if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+    _refuse_giants(source)
+    return source
+
+
+def _refuse_giants(source: ModelSource) -> None:
+    """ConfigError for more layers, or wider ones, than any model has."""
+    for part in (source.config, source.text_config):
+        for key, value in part.items():
+            most = MAX_LAYERS if key in _LAYER_KEYS else MAX_WIDTH
+            is_size = key in _LAYER_KEYS or _WIDTH.fullmatch(key)
+            if is_size and isinstance(value, int) and value > most:
+                said = f"{value:,} layers ({key})" if key in _LAYER_KEYS else f"{key} {value:,}"
                 raise ConfigError(
-                    f"The configuration {_shown(str(path))} has {num_layers:,} layers ({key})",
-                    why=f"More than {MAX_LAYERS:,} are taken for a slip",
+                    f"The configuration {_shown(str(source.path))} has {said[:80]}",
+                    why=f"More than {most:,} is taken for a slip",
                     remedy="Correct it, or fetch it again",
                 )
-    return source
 
 
 def _read_config(path: Path) -> dict[str, Any]:

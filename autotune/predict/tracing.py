@@ -31,6 +31,8 @@ _log = log.logger(__name__)
 DEADLINE_SECONDS = 600.0
 
 # One round for all, one for traces that need every layer, one each for two crashes.
+MAX_PARAMETERS = 10**13
+"""Sixteen cards of 288 GB hold less, at half a byte each."""
 _MAX_ROUNDS = 4
 # Importing torch, transformers and peft takes a worker about 3 s, a trace 0.1 s (2 cores).
 _WORTH_A_SECOND_CHILD = 24
@@ -207,8 +209,15 @@ class _Jobs:
             self._tracebacks[answer["crashed"]] = answer["traceback"]
         else:
             try:
-                self.traces[self._specs[number]] = Trace(answer["trace"])
-                self._new[number] = answer
+                trace = Trace(answer["trace"])
+                total, _ = trace.num_parameters(1)
+                if total > MAX_PARAMETERS:
+                    self.refused[number] = f"{total:,} parameters are more than any machine holds"
+                else:
+                    self.traces[self._specs[number]] = trace
+                    self._new[number] = answer
+            except OverflowError:
+                self.refused[number] = "its training step is too large to be counted"
             except BrokenTrace as error:
                 if number in self._whole:
                     self.refused[number] = f"the trace does not add up: {error}"

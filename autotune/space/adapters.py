@@ -228,6 +228,9 @@ def _target_modules(targets: str) -> str | list[str]:
 
 
 MAX_PEFT_LENGTH = 20_000
+MAX_RANKS = {"HRA": 64}
+"""By type: peft 0.21 tuners/hra applies each of its `r` reflections as operations of its own, so that a
+step takes as many times as long. [judgement] PEFT's default is 8."""
 _OF_A_FILE = (
     "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
     "revision", "runtime_config",
@@ -260,6 +263,11 @@ def read_peft(value: object) -> str:
             f"must do without {', '.join(refused)}: a prediction loads no weights, tokenizers or data"
         )
     fields["peft_type"] = value["peft_type"].upper()
+    most, rank = MAX_RANKS.get(fields["peft_type"]), fields.get("r")
+    if most is not None and isinstance(rank, int) and rank > most:
+        raise ValueError(
+            f"must have an r of {most} at most: {fields['peft_type']} runs r times a layer"
+        )
     try:
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

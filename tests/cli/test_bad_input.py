@@ -293,6 +293,15 @@ def test_no_network(tmp_path: Path, offline: str) -> None:
         (b'{"a": "' + b"x" * 2**21 + b'"}', "is larger than 1.0 MiB"),
         (b'{"auto_map": {"AutoConfig": "evil.Config"}}', "never runs here"),
         (b'{"model_type": "llama", "num_hidden_layers": 99999999}', "99,999,999 layers"),
+        (b'{"model_type": "llama", "num_hidden_layers": 9999}', "9,999 layers"),
+        (b'{"model_type": "mpt", "n_layers": 9999}', "9,999 layers"),
+        (b'{"model_type": "llama", "hidden_size": 1000000000}', "has hidden_size 1,000,000,000"),
+        (b'{"model_type": "llama", "hidden_size": 100000000}', "has hidden_size 100,000,000"),
+        (b'{"model_type": "gpt2", "n_embd": 100000000}', "has n_embd 100,000,000"),
+        (
+            b'{"model_type": "x", "text_config": {"vocab_size": 100000000}}',
+            "has vocab_size 100,000,000",
+        ),
     ],
 )
 def test_a_configuration_that_is_none(
@@ -518,6 +527,22 @@ def test_a_latent_cache_of_a_configuration_with_wrong_types(
     code, err = fail("estimate", "--model", "config.json", "--gpu", "rtx-4070", "--kv-cache")
     assert code == 2
     assert "The configuration has no kv_lora_rank" in err
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_model_that_no_machine_holds(fail: Fail, tmp_path: Path) -> None:
+    config = {**TINY, "hidden_size": 2_000_000}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code, err = fail("estimate", "--model", str(tmp_path), "--gpu", "rtx-4070", "--seq-len", "64")
+    assert code == 2
+    assert "parameters are more than any machine holds" in err
+
+
+def test_a_peft_file_that_would_take_minutes(fail: Fail, tmp_path: Path) -> None:
+    (tmp_path / "peft.yaml").write_text("peft_type: hra\nr: 2000\n", encoding="utf-8")
+    code, err = fail("estimate", "--model", "gpt2", "--gpu", "rtx-4070", "--peft", "peft.yaml")
+    assert code == 2
+    assert "must have an r of 64 at most: HRA runs r times a layer" in err
 
 
 def trials(path: Path) -> int:
