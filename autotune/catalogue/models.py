@@ -35,7 +35,8 @@ HUB_TIMEOUT_SECONDS = 5.0
 
 _DATA = Path(__file__).with_name("data")
 # huggingface_hub's own rule (utils/_validators.py), with the organisation made obligatory.
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_PART = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
+_HUB_ID = re.compile(rf"(?!.*(?:--|\.\.|\.git$)){_PART}/{_PART}", re.ASCII)
 
 _LAYER_KEYS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",

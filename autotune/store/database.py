@@ -204,6 +204,20 @@ def explained(url: URL) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def damage_explained(url: URL) -> Iterator[None]:
+    """Turn what a damaged value makes whoever reads it raise into a StorageError; around nothing but
+    reading."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"The database {named(url)} cannot be read",
+            why=f"Something in it is damaged, and was left as it is ({str(error)[:200]})",
+            remedy=f"Restore it from a copy, {ELSEWHERE}",
+        ) from error
+
+
 def _driver_message(error: BaseException) -> str:
     """The first line of what the driver said, from under the wrappings of the libraries."""
     cause: BaseException | None = error

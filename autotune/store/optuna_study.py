@@ -18,6 +18,7 @@ from autotune.space.config import Workload
 from autotune.store import locks, study_names
 from autotune.store.database import (
     ELSEWHERE,
+    damage_explained,
     engine_options,
     explained,
     file_of,
@@ -64,12 +65,14 @@ def open_study(
     identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
     with explained(parsed):
-        storage = open_storage(parsed, has_heartbeats=has_heartbeats)
+        with damage_explained(parsed):
+            storage = open_storage(parsed, has_heartbeats=has_heartbeats)
         try:
             details = {"command": command, "versions": dict(versions or {})}
             attributes = {"schema_version": SCHEMA_VERSION, **details, **identity}
-            study = _load_or_create(storage, name, attributes)
-            _check_identity(study, identity)
+            with damage_explained(parsed):
+                study = _load_or_create(storage, name, attributes)
+                _check_identity(study, identity)
             yield study
         finally:
             storage.remove_session()
@@ -109,7 +112,7 @@ def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
             f"There is no database {named(parsed)}",
             remedy="Run `autotune find` first, or name another with --storage",
         )
-    with explained(parsed):
+    with explained(parsed), damage_explained(parsed):
         storage = open_storage(parsed)
         try:
             yield storage

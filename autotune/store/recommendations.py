@@ -23,6 +23,7 @@ from autotune.errors import ConfigError
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import NOISE
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
+from autotune.store.database import damage_explained
 from autotune.store.upgrade import open_engine
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class RecommendationTable:
         return self._read(self._table.select().order_by(self._table.c.made_at, self._table.c.id))
 
     def _read(self, query: Select[Any]) -> list[Recommendation]:
-        with self._engine.connect() as connection:
+        with damage_explained(self._engine.url), self._engine.connect() as connection:
             return [_recommendation(row) for row in connection.execute(query)]
 
 

@@ -19,6 +19,7 @@ from autotune.common.files import sync_names
 from autotune.errors import StorageError
 from autotune.store.database import (
     ELSEWHERE,
+    damage_explained,
     engine_options,
     explained,
     file_of,
@@ -54,7 +55,8 @@ def open_engine(url: str) -> Iterator[Engine]:
         make_folder(parsed)
         engine = sqlalchemy.create_engine(parsed, **engine_options(parsed, durable=True))
         try:
-            bring_up_to_date(engine)
+            with damage_explained(parsed):
+                bring_up_to_date(engine)
             yield engine
         finally:
             engine.dispose()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,13 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import answers
+import here
 import optuna
 import pytest
 from fake_nvml import fake_nvml
 
 from autotune import cli
-from autotune.catalogue import gpus
+from autotune.catalogue import gpus, models
 from autotune.common.units import GIB
+from autotune.errors import ConfigError
 from autotune.search import predict_best
 from autotune.worker.lengths import UnreadableDataset, count_lengths
 
@@ -248,6 +251,13 @@ def test_an_unknown_model_gets_the_nearest_names(fail: Fail) -> None:
     code, err = fail("find", "--model", "qwen2.5-1.6b", "--gpu-mem", "12GB")
     assert code == 2
     assert '"Qwen2.5-1.5B"' in err
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-", "a/b--c", "a/b..c", "a./b", "a/b.git"])
+@pytest.mark.parametrize("asks_hub", [True, False])
+def test_a_name_that_the_hub_does_not_allow(name: str, asks_hub: bool) -> None:
+    with pytest.raises(ConfigError, match="no Hub id"):
+        models.resolve(name, asks_hub=asks_hub)
 
 
 def test_a_name_cannot_imitate_other_output(fail: Fail) -> None:
@@ -545,6 +555,67 @@ def test_a_peft_file_that_would_take_minutes(fail: Fail, tmp_path: Path) -> None
     assert "must have an r of 64 at most: HRA runs r times a layer" in err
 
 
+def _cut_value(connection: sqlite3.Connection) -> None:
+    table = "study_user_attributes"
+    query = f"UPDATE {table} SET value_json = substr(value_json, 1, length(value_json) / 2)"
+    connection.execute(query)
+
+
+def _wrong_type(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE study_directions SET direction = x'ff'")
+
+
+def _wrong_byte(connection: sqlite3.Connection) -> None:
+    connection.execute("PRAGMA writable_schema = ON")
+    wrong = "CAST(replace(sql, 'PRIMARY', x'27ff') AS TEXT)"
+    connection.execute(f"UPDATE sqlite_master SET sql = {wrong} WHERE name = 'studies'")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A database with a study that has an answer."""
+    folder = tmp_path_factory.mktemp("stored")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.catalogue.gpus.detect", list)
+        patch.setattr(
+            predict_best, "find", lambda model, workload, *_, **__: answers.found(workload=workload)
+        )
+        assert here.command(*FIND, "--study", "one", cwd=folder).returncode == 0
+    path = folder / "studies" / "autotune.db"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("damage", [_cut_value, _wrong_type, _wrong_byte])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("studies", "list"),
+        ("studies", "show", "one"),
+        ("report", "one"),
+        ("studies", "rm", "one", "--yes"),
+    ],
+)
+def test_a_damaged_database(
+    fail: Fail,
+    tmp_path: Path,
+    stored: bytes,
+    command: tuple[str, ...],
+    damage: Callable[[sqlite3.Connection], None],
+) -> None:
+    path = tmp_path / "damaged.db"
+    path.write_bytes(stored)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        damage(connection)
+        connection.commit()
+    content = path.read_bytes()
+    code, err = fail(*command, "--storage", f"sqlite:///{path}")
+    assert code == 6
+    assert "was left as it is" in err
+    assert path.read_bytes()[100:] == content[100:]
+
+
 def trials(path: Path) -> int:
     storage = f"sqlite:///{path}"
     (name,) = optuna.get_all_study_names(storage)
@@ -629,7 +700,8 @@ def test_a_folder_that_cannot_be_written(fail: Fail, tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, sys
 import answers
-from autotune import cli, gpus, tune
+from autotune import cli, gpus, models, tune
+from autotune.errors import ConfigError
 tune.find = lambda model, workload, space, gpu, **rest: answers.found(workload=workload)
 gpus.detect = list
 if len(sys.argv) > 1:
