@@ -25,8 +25,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from autotune.common import json_records
 from autotune.errors import ConfigError
 from autotune.store import optuna_study
+from autotune.store.database import damage_explained
 from autotune.store.upgrade import open_engine
 
 if TYPE_CHECKING:
@@ -137,17 +139,17 @@ class JobTable:
 
     def get(self, number: int) -> Job:
         """Raises ConfigError for a number that no job has."""
-        with self._engine.connect() as connection:
+        with damage_explained(self._engine.url), self._engine.connect() as connection:
             row = connection.execute(
                 self._table.select().where(self._table.c.id == number)
             ).one_or_none()
-        if row is None:
-            raise ConfigError(f"There is no job {number}", remedy="See `autotune jobs list`")
-        return _job(row)
+            if row is None:
+                raise ConfigError(f"There is no job {number}", remedy="See `autotune jobs list`")
+            return _job(row)
 
     def listed(self) -> list[Job]:
         """All, the oldest first."""
-        with self._engine.connect() as connection:
+        with damage_explained(self._engine.url), self._engine.connect() as connection:
             return [
                 _job(row)
                 for row in connection.execute(self._table.select().order_by(self._table.c.id))
@@ -323,8 +325,11 @@ def _job(row: Row[Any]) -> Job:
     values = dict(row._mapping)
     values["number"] = values.pop("id")
     del values["fingerprint"]
-    values["question"] = json.loads(values["question"])
-    values["result"] = None if values["result"] is None else json.loads(values["result"])
+    values["question"] = json_records.mapping(
+        json.loads(values["question"]), "the question of a job"
+    )
+    if values["result"] is not None:
+        values["result"] = json_records.mapping(json.loads(values["result"]), "the result of a job")
     for name in _TIMES:
         at = values[name]
         values[name] = None if at is None else at.replace(tzinfo=datetime.UTC)

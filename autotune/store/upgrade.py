@@ -110,6 +110,7 @@ def _revision(connection: Connection) -> str | None:
 def _upgrade(connection: Connection, revision: str | None) -> None:
     from alembic import command
     from alembic.config import Config
+    from alembic.util.exc import CommandError
 
     from autotune.store import migrations
     from autotune.store.schema import HEAD
@@ -125,10 +126,12 @@ def _upgrade(connection: Connection, revision: str | None) -> None:
             command.stamp(config, revision)
         command.upgrade(config, HEAD)
         connection.commit()
-    except BaseException:
+    except BaseException as error:
         # Nothing was changed, so the copy says nothing.
         if kept is not None:
             kept.unlink(missing_ok=True)
+        if isinstance(error, CommandError):  # no revision of ours: damage_explained says it
+            raise ValueError(str(error)) from error
         raise
 
 

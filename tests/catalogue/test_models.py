@@ -279,7 +279,7 @@ def test_a_slip_in_the_number_of_layers(tmp_path: Path, text_only: bool) -> None
     layers = {"num_hidden_layers": models.MAX_LAYERS + 1}
     config = {"model_type": "gemma3", **(layers if text_only else {"text_config": layers})}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="has 10,001 layers"):
+    with pytest.raises(ConfigError, match="has 1,001 layers"):
         resolve(str(tmp_path))
 
 

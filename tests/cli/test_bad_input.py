@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -571,6 +572,14 @@ def _wrong_byte(connection: sqlite3.Connection) -> None:
     connection.execute(f"UPDATE sqlite_master SET sql = {wrong} WHERE name = 'studies'")
 
 
+def _wrong_question(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE autotune_jobs SET question = '[]'")
+
+
+def _wrong_revision(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE autotune_schema SET version_num = '00'")
+
+
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A database with a study that has an answer."""
@@ -580,21 +589,28 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         patch.setattr(
             predict_best, "find", lambda model, workload, *_, **__: answers.found(workload=workload)
         )
-        assert here.command(*FIND, "--study", "one", cwd=folder).returncode == 0
+        for more in (("--study", "one"), ("--enqueue", "--gpu", "rtx-4070")):
+            assert here.command(*FIND, *more, cwd=folder).returncode == 0
     path = folder / "studies" / "autotune.db"
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("damage", [_cut_value, _wrong_type, _wrong_byte])
+_READ = (
+    ("studies", "list"),
+    ("studies", "show", "one"),
+    ("report", "one"),
+    ("studies", "rm", "one", "--yes"),
+)
+_JOBS = (("jobs", "list"), ("jobs", "show", "1"))
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("command", "damage"),
     [
-        ("studies", "list"),
-        ("studies", "show", "one"),
-        ("report", "one"),
-        ("studies", "rm", "one", "--yes"),
+        *itertools.product(_READ, (_cut_value, _wrong_type, _wrong_byte)),
+        *itertools.product(_JOBS, (_wrong_question, _wrong_revision)),
     ],
 )
 def test_a_damaged_database(
