@@ -18,6 +18,7 @@ from autotune.report.data import collect
 from autotune.report.files import write
 from autotune.search.find import Answer
 from autotune.store import optuna_study, predicted_trials, stored_answers
+from autotune.store.database import damage_explained, parse_url
 from autotune.store.recommendations import (
     Recommendation,
     open_recommendations,
@@ -103,14 +104,17 @@ def _record(
 ) -> str | None:
     """Keep the answer in its study. The page of its report, where that is wanted and quick."""
     summary = answer.summary
-    with optuna_study.open_study(
-        storage,
-        answer.study,
-        workload=summary.workload,
-        gpu=summary.gpu,
-        command=command,
-        versions=stored_answers.library_versions(),
-    ) as opened:
+    with (
+        optuna_study.open_study(
+            storage,
+            answer.study,
+            workload=summary.workload,
+            gpu=summary.gpu,
+            command=command,
+            versions=stored_answers.library_versions(),
+        ) as opened,
+        damage_explained(parse_url(storage)),
+    ):
         # A study of measurements holds nothing else.
         if summary.measured is None:
             predicted_trials.record_estimates(

@@ -632,6 +632,18 @@ def test_a_damaged_database(
     assert path.read_bytes()[100:] == content[100:]
 
 
+@pytest.mark.usefixtures("answered")
+def test_an_answer_for_a_study_that_is_damaged(fail: Fail, tmp_path: Path, stored: bytes) -> None:
+    path = tmp_path / "damaged.db"
+    path.write_bytes(stored)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE trials SET datetime_complete = '2026--91-22'")
+        connection.commit()
+    code, err = fail(*FIND, "--study", "one", "--storage", f"sqlite:///{path}")
+    assert code == 6
+    assert "Something in it is damaged" in err
+
+
 def trials(path: Path) -> int:
     storage = f"sqlite:///{path}"
     (name,) = optuna.get_all_study_names(storage)
