@@ -328,6 +328,10 @@ def _job(row: Row[Any]) -> Job:
     values["question"] = json_records.mapping(
         json.loads(values["question"]), "the question of a job"
     )
+    for part in ("model", "options"):
+        json_records.mapping(values["question"].get(part), f"the {part} of a job's question")
+    if "name" not in values["question"]["model"]:
+        raise ValueError("the model of a job's question has no name")
     if values["result"] is not None:
         values["result"] = json_records.mapping(json.loads(values["result"]), "the result of a job")
     for name in _TIMES:

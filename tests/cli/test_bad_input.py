@@ -576,6 +576,11 @@ def _wrong_question(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE autotune_jobs SET question = '[]'")
 
 
+def _wrong_model(connection: sqlite3.Connection) -> None:
+    wrong = "json_set(question, '$.model', json_array(1))"
+    connection.execute(f"UPDATE autotune_jobs SET question = {wrong}")
+
+
 def _wrong_revision(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE autotune_schema SET version_num = '00'")
 
@@ -610,7 +615,7 @@ _JOBS = (("jobs", "list"), ("jobs", "show", "1"))
     ("command", "damage"),
     [
         *itertools.product(_READ, (_cut_value, _wrong_type, _wrong_byte)),
-        *itertools.product(_JOBS, (_wrong_question, _wrong_revision)),
+        *itertools.product(_JOBS, (_wrong_question, _wrong_model, _wrong_revision)),
     ],
 )
 def test_a_damaged_database(
