@@ -7,15 +7,23 @@ fits.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from autotune.errors import HardwareError
 from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import NOISE
 from autotune.space.config import TrainConfig
+from autotune.space.lengths import vary
 from autotune.space.tradeoffs import LEVEL, gives_up, tradeoff_class
+
+_SAVES_MEMORY = ("expandable_segments", "activation_offloading")
+"""Settings that are switched on for memory alone, and with which PyTorch's allocator may reserve more
+(studies/no-card/README.md)."""
 
 
 class Candidates:
@@ -123,8 +131,35 @@ class Candidates:
             ]
             if fitting:
                 winner = min(fitting, key=lambda e: (e.peak_device_bytes, -speed_of(e)))
+                winner = self._better_without(winner) or winner
                 return winner, *self._tied(winner, threshold)
         raise AssertionError("the fastest is in one of the groups")
+
+    def _better_without(self, estimate: Estimate) -> Estimate | None:
+        """The same configuration without a setting that costs the memory which it should save.
+
+        None where there is no such setting, and where batches vary in length: what is predicted is full
+        length, and growing segments keep those in one piece.
+        """
+        if vary(estimate.config.batching):
+            return None
+        for name in _SAVES_MEMORY:
+            off: dict[str, Any] = {name: False}
+            without = dataclasses.replace(estimate.config, **off)
+            if without == estimate.config or without not in self._possible:
+                continue
+            other = self.estimate(without)
+            if (
+                other.peak_device_bytes < estimate.peak_device_bytes
+                and speed_of(other) >= speed_of(estimate)
+                and self.fits(other)
+            ):
+                return other
+        return None
+
+    @functools.cached_property
+    def _possible(self) -> frozenset[TrainConfig]:
+        return frozenset(config for _, config in self._ranked)
 
     def _tied(self, winner: Estimate, threshold: float) -> list[Estimate]:
         """Others known to fit at the winner's speed, fastest first."""
@@ -143,11 +178,16 @@ class Candidates:
     ) -> tuple[Estimate, ...]:
         """The fastest whose live tensors fit, estimated in full, whether they fit or not.
 
-        `always`: is among them, however slow, where it is one of those that are wanted.
+        What is better without one of its settings is left out. `always`: is among them, however slow,
+        where it is one of those that are wanted.
         """
         configs = [config for _, config in self._ranked if wanted(config)]
         late = [config for config in configs[limit:] if config == always]
-        return tuple(map(self.estimate, configs[:limit] + late))
+        return tuple(
+            estimate
+            for estimate in map(self.estimate, configs[:limit] + late)
+            if estimate.config == always or self._better_without(estimate) is None
+        )
 
     def considered(self, limit: int) -> tuple[Estimate, ...]:
         """What was replayed, what fits first, fastest first."""

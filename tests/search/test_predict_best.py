@@ -239,10 +239,12 @@ def variants() -> list[TrainConfig]:
 
 
 def candidates(
-    prices: Mapping[TrainConfig, tuple[int, int, float, float]], budget_bytes: int
+    prices: Mapping[TrainConfig, tuple[int, int, float, float]],
+    budget_bytes: int,
+    base: TrainConfig = BASE,
 ) -> tuple[Candidates, FakeEstimator]:
     estimator = FakeEstimator(prices, budget_bytes)
-    return Candidates(estimator, prices, BASE), estimator  # type: ignore[arg-type]
+    return Candidates(estimator, prices, base), estimator  # type: ignore[arg-type]
 
 
 PRICE = st.tuples(
@@ -324,6 +326,71 @@ def test_the_base_is_among_the_candidates_for_probes_however_slow() -> None:
     assert [e.config for e in search.pool(of_class, 1, always=exact[0])] == [exact[0]]
     # What the space has not, or is not wanted, is no candidate.
     assert [e.config for e in search.pool(of_class, 1, always=LORA)] == [exact[0]]
+
+
+GROWING = dataclasses.replace(BASE, expandable_segments=True)
+
+
+@pytest.mark.parametrize(
+    ("growing", "fixed", "expected"),
+    [
+        # (peak, speed) of each, under a budget of 100. Growing costs memory: never, the user's or not.
+        ((60, 1000.0), (50, 1000.0), [BASE, BASE]),
+        ((60, 990.0), (50, 1000.0), [BASE, BASE]),
+        # It saves memory: fixed ones still where they fit, but for a user who has them grow.
+        ((50, 1000.0), (60, 1000.0), [BASE, GROWING]),
+        ((50, 1000.0), (50, 1000.0), [BASE, GROWING]),
+        # It makes room, for the run or for speed.
+        ((90, 1000.0), (101, 1000.0), [GROWING, GROWING]),
+        ((60, 1000.0), (50, 970.0), [GROWING, GROWING]),
+    ],
+)
+def test_segments_grow_where_that_gains_something(
+    growing: tuple[int, float], fixed: tuple[int, float], expected: list[TrainConfig]
+) -> None:
+    table = {
+        config: (0, peak, 1000.0, fast)
+        for config, (peak, fast) in ((GROWING, growing), (BASE, fixed))
+    }
+    found = []
+    for base in (BASE, GROWING):
+        search, _ = candidates(table, 100, base)
+        best = search.best(search.at_most("exact"))
+        assert best is not None
+        found.append(best[0].config)
+    assert found == expected
+
+
+def test_a_setting_that_costs_what_it_should_save_is_not_probed() -> None:
+    """Segments that grow, and offloading, which took 4 GiB more: studies/no-card/README.md."""
+    checkpointed = dataclasses.replace(BASE, activation_checkpointing=1)
+    offloaded = dataclasses.replace(checkpointed, activation_offloading=True)
+    saves = dataclasses.replace(GROWING, activation_checkpointing=2)
+    table = {
+        BASE: (0, 50, 1000.0, 1000.0),
+        GROWING: (0, 60, 1000.0, 1000.0),
+        checkpointed: (0, 40, 900.0, 900.0),
+        offloaded: (0, 50, 890.0, 890.0),
+        dataclasses.replace(saves, expandable_segments=False): (0, 101, 800.0, 800.0),
+        saves: (0, 90, 800.0, 800.0),
+    }
+    search, _ = candidates(table, 100)
+    kept = {e.config for e in search.pool(search.at_most("exact"), 10, always=None)}
+    assert kept == table.keys() - {GROWING, offloaded}
+    # What the user trains with is measured all the same.
+    kept = {e.config for e in search.pool(search.at_most("exact"), 10, always=GROWING)}
+    assert kept == table.keys() - {offloaded}
+
+
+def test_what_varied_lengths_leave_in_pieces_is_not_predicted() -> None:
+    """Segments may grow there although they cost memory at full length."""
+    padded = [dataclasses.replace(config, batching="padded") for config in (BASE, GROWING)]
+    peaks = dict(zip(padded, (50, 60), strict=True))
+    search, _ = candidates({c: (0, peaks[c], 1000.0, 1000.0) for c in padded}, 100, padded[1])
+    assert len(search.pool(search.at_most("exact"), 10, always=None)) == 2
+    best = search.best(search.at_most("exact"))
+    assert best is not None
+    assert best[0].config == padded[1]
 
 
 def test_what_was_considered_puts_what_fits_first() -> None:
