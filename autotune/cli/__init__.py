@@ -22,6 +22,7 @@ import click
 
 from autotune.cli import (
     completion,
+    debug,
     doctor,
     estimate,
     export,
@@ -166,6 +167,7 @@ for command in (
     nightly.nightly,
     completion.completion,
     doctor.doctor,
+    debug.debug,
     tables.gpus,
     tables.models,
     tables.spaces,

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from autotune.catalogue import nvml
-from autotune.catalogue.installed import version
 from autotune.doctor.machine import Machine
 from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
 from autotune.memory.out_of_memory import says_out_of_memory

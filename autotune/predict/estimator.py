@@ -229,10 +229,9 @@ class Estimator:
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         trace, precision = self._traces[spec], PRECISIONS[config.precision]
         optimizer = self._update(spec, rank, config.optimizer)
-        steps = self._steps(config)
+        steps, result = self.replayed(config)
         sizes, categories, events = steps.sizes, steps.categories, steps.events()
         outside = self._outside_bytes(spec)
-        result = self._replay(config, steps)
         resident = result.peak_reserved_bytes + outside
         managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)
         seconds = self.seconds(config, resident)
@@ -311,17 +310,29 @@ class Estimator:
         trace = self._traces[spec]
         return trace.exchange(rank) if isinstance(trace, RankTrace) else None
 
+    def replayed(self, config: TrainConfig) -> tuple[Steps, Replay]:
+        """The events of the first steps, and what the allocator says of them within the budget."""
+        steps = self._steps(config)
+        if not config.expandable_segments:
+            return steps, steps.replay()
+        outside = self._outside_bytes(TraceSpec.of(config))
+        return steps, grown(steps, self.memory_budget_bytes - outside)
+
+    def trace_of(self, config: TrainConfig) -> Trace | RankTrace:
+        """What the configuration is priced by."""
+        return self._traces[TraceSpec.of(config)]
+
+    def kernels(self, config: TrainConfig) -> list[roofline.Kernel]:
+        """The kernels of a micro-step, then those of an optimizer step in which nothing is paged."""
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        micro = self._kernels(spec, config.micro_batch_size, rank, config.precision)
+        update = self._update(spec, rank, config.optimizer)
+        return [*micro, *kernels_of(update.cost, 0)]
+
     def timeline(self, config: TrainConfig) -> Timeline:
         """Memory over the optimizer step in which the replay of `estimate` peaks."""
-        steps = self._steps(config)
-        return timeline_of(steps, self._replay(config, steps).peak_allocated_event)
-
-    def _replay(self, config: TrainConfig, steps: Steps) -> Replay:
-        """The steps through the allocator with the configuration's kind of segments."""
-        if not config.expandable_segments:
-            return steps.replay()
-        outside = self._outside_bytes(TraceSpec.of(config))
-        return grown(steps, self.memory_budget_bytes - outside)
+        steps, result = self.replayed(config)
+        return timeline_of(steps, result.peak_allocated_event)
 
     def _steps(self, config: TrainConfig) -> Steps:
         spec = TraceSpec.of(config)
@@ -367,6 +378,11 @@ class Estimator:
     def _price_forward_backward(
         self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
     ) -> roofline.StepTime | None:
+        return roofline.seconds(self._kernels(spec, micro_batch, rank, precision), self._machine)
+
+    def _kernels(
+        self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
+    ) -> list[roofline.Kernel]:
         tf32 = PRECISIONS[precision].tf32
         kernels = []
         for launch in self._traces[spec].launches(micro_batch, rank):
@@ -383,7 +399,7 @@ class Estimator:
                     phase=k.phase,
                 )
             )
-        return roofline.seconds(kernels, self._machine)
+        return kernels
 
     def _price_accumulation(self, trainable: _Trainable) -> roofline.StepTime | None:
         """Adding each gradient to the one that is there: two reads and a write."""

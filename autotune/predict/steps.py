@@ -37,6 +37,11 @@ class Part:
     phase: str
     events: list[int]
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether it stands for all micro-batches of its step but the first."""
+        return self.phase.endswith(_AGAIN)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
@@ -48,6 +53,8 @@ class Steps:
     parts: list[Part]
     sure_step: int
     """Steps up to it run in any case, those behind it until one reserves no more."""
+    of_update: range = range(0)
+    """Numbers of the tensors that clipping and the optimizer make."""
 
     def events(self) -> list[int]:
         return _events_of(self.parts)
@@ -86,6 +93,7 @@ def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -
     return Steps(
         sizes=[*sizes, EMPTY_CACHE_BYTES, *tape.sizes, *kept.tape.sizes],
         categories=[*trace.categories, "temporary", *tape.categories, *kept.tape.categories],
+        of_update=range(marker + 1, marker + 1 + len(tape.sizes)),
         parts=parts,
         sure_step=_sure_step(config),
     )

@@ -49,11 +49,13 @@ def trace_all(
     on_trace: Callable[[int, int], None] | None = None,
     server: ForkServer | None = None,
     table: TraceTable | None = None,
+    operations: bool = False,
 ) -> dict[TraceSpec, Trace | RankTrace]:
     """Trace a step per spec; `on_trace(done, all)` as they arrive.
 
     `server`: whose forks trace, for who asks again and again: the imports are then paid once.
     `table`: what was traced before is taken from it, and what is new is kept there.
+    `operations`: with what made each tensor, which is kept in no table.
     One GPU's step is traced; what several make of it follows from that. A spec that the model does
     not support is left out of the result. Raises ConfigError when it supports none, WorkerError when
     a worker failed, HardwareError for a card without CUDA.
@@ -71,8 +73,9 @@ def trace_all(
         **of_card(gpu),
     }
     run = run_many if server is None else functools.partial(_run_forked, server)
+    assert table is None or not operations
     specs = set(specs)
-    jobs = _Jobs({_of_one_gpu(spec) for spec in specs}, on_trace)
+    jobs = _Jobs({_of_one_gpu(spec) for spec in specs}, on_trace, operations=operations)
     if table is not None:
         jobs.take_known(table, shared)
     for _ in range(_MAX_ROUNDS):
@@ -146,8 +149,13 @@ class _Jobs:
     """Which traces are wanted, which are here, and which never will be."""
 
     def __init__(
-        self, specs: Iterable[TraceSpec], on_trace: Callable[[int, int], None] | None
+        self,
+        specs: Iterable[TraceSpec],
+        on_trace: Callable[[int, int], None] | None,
+        *,
+        operations: bool,
     ) -> None:
+        self._operations = operations
         self._specs = sorted(specs, key=repr)
         self._whole: set[int] = set()
         self._answered: set[int] = set()
@@ -188,7 +196,12 @@ class _Jobs:
         """What is left to ask for, divided among the processes of a round."""
         self._answered.clear()
         left = [
-            {"id": number, "spec": _plain(spec), "whole": number in self._whole}
+            {
+                "id": number,
+                "spec": _plain(spec),
+                "whole": number in self._whole,
+                "operations": self._operations,
+            }
             for number, spec in enumerate(self._specs)
             if number not in self.refused and spec not in self.traces
         ]

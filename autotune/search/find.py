@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
+from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.export.base.read import BaseRun
 from autotune.records.answer import Summary
 from autotune.records.measurement import BACKENDS
@@ -23,13 +23,10 @@ from autotune.search.listener import SILENT, Listener
 from autotune.search.predict_best import Found
 from autotune.search.resolve import Brought
 from autotune.space import search_space
-from autotune.store import optuna_study
-from autotune.store import stored_answers
-from autotune.store import study_names
-from autotune.store.recommendations import question_of
-from autotune.store.trace_table import TraceTable
-from autotune.store.trace_table import table_of_prediction
+from autotune.store import optuna_study, stored_answers, study_names
 from autotune.store.database import parse_url
+from autotune.store.recommendations import question_of
+from autotune.store.trace_table import TraceTable, table_of_prediction
 from autotune.worker.client.forkserver import ForkServer
 
 

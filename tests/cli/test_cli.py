@@ -180,6 +180,7 @@ FROZEN: dict[str, dict[str, Any]] = {
     "gpus": {},
     "models": {},
     "spaces": {},
+    "debug": {},
     "doctor": {"--storage": "sqlite:///studies/autotune.db", "--json": False},
     "studies": {},
     "jobs": {},

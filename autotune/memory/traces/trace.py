@@ -136,6 +136,23 @@ class Trace:
         """Of allocator.CATEGORIES, per tensor."""
         return list(self._categories)
 
+    @property
+    def operations(self) -> list[str]:
+        """What made each tensor: an operation, or a weight's name; empty where that was not traced."""
+        made_by = [tensor.get("operation", "") for tensor in self._tensors]
+        return [made_by[number] for number in self.template]
+
+    @property
+    def layers(self) -> dict[int, int]:
+        """Layer of each tensor that a layer makes in its first micro-step."""
+        blocks = (*cut(self.setup, self._setup_starts), *self.blocks())
+        return {
+            number: layer
+            for _, (_, layer), events in blocks
+            for number in events
+            if number >= 0 <= layer
+        }
+
     @functools.cached_property
     def setup(self) -> list[int]:
         return listed(self._setup)

@@ -109,6 +109,17 @@ class RankTrace:
         """Of allocator.CATEGORIES, per tensor."""
         return [*self._trace.categories, *self._extra.categories]
 
+    @property
+    def operations(self) -> list[str]:
+        """As Trace.operations; of what sharing adds, what does it."""
+        extra = [self._shares.row.name] * len(self._extra.categories)
+        return [*self._trace.operations, *extra]
+
+    @property
+    def layers(self) -> dict[int, int]:
+        """As Trace.layers."""
+        return self._trace.layers
+
     def sizes(self, micro_batch: int, rank: int) -> list[int]:
         """Bytes of each tensor."""
         listed: list[int] = self._all_sizes(micro_batch, rank).tolist()

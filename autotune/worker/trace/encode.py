@@ -6,6 +6,7 @@ with primes that no model dimension contains (one more or less than that is told
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -83,8 +84,9 @@ def encode(
     chunks: Chunks,
     symbols: Symbols,
     layers: dict[str, int],
+    made_by: Mapping[int, str],
 ) -> dict[str, Any]:
-    """What autotune.memory.traces.Trace reads."""
+    """What autotune.memory.traces.Trace reads. `made_by`: what made each tensor, where that was asked for."""
     recording = step.tracker.recording
     blocks = _blocks(recording, step, chunks, symbols)
     model: Any = step.model
@@ -103,6 +105,8 @@ def encode(
             entry["rule"] = rule
         if per_row:
             entry["chunked"] = True
+        if index in made_by:
+            entry["operation"] = made_by[index]
         if index in step.parameters:
             entry["category"] = "parameter"
             parameter = step.parameters[index]

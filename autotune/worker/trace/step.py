@@ -32,6 +32,7 @@ from autotune.worker.build import fp8, layers, quantize
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
+from autotune.worker.naming import NamingTracker, with_weights
 from autotune.worker.trace import attention, flex, liger, sft
 from autotune.worker.trace.chunks import Chunks
 from autotune.worker.trace.cuda import Device, Workspaces, device_choices
@@ -71,6 +72,7 @@ def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 sequence_length=request["sequence_length"],
                 device=device,
                 whole=wanted["whole"],
+                operations=wanted.get("operations", False),
             )
         except CrashedStep as error:
             yield _crashed(wanted["id"], str(error))
@@ -101,8 +103,10 @@ def trace_step(
     sequence_length: int,
     device: Device,
     whole: bool = False,
+    operations: bool = False,
 ) -> dict[str, Any]:
-    """Trace one micro-step. `whole`: every layer, nothing extrapolated.
+    """Trace one micro-step. `whole`: every layer, nothing extrapolated. `operations`: with what made
+    each tensor.
 
     Raises UnsupportedModel where the model cannot be built or run on `meta`: CrashedStep where that
     may be a mistake.
@@ -114,7 +118,7 @@ def trace_step(
         model, traced_layers = _whole(config, task, spec) if whole else _few(config, task, spec)
     micro_batch = 1 if spec.single else MICRO_BATCH
     workspaces = Workspaces(device.cublas_workspace_bytes)
-    tracker = Tracker(
+    tracker = (NamingTracker if operations else Tracker)(
         "meta",
         # A CPU's kernels make theirs out of sight.
         hidden_buffers=attention.buffers_of(
@@ -151,7 +155,10 @@ def trace_step(
     if not step.gradients:
         raise UnsupportedModel("nothing that trains gets a gradient")
     symbols = Symbols(spec, micro_batch=micro_batch, rank=RANK, sequence_length=sequence_length)
-    return encode(step, workspaces, chunks, symbols, traced_layers)
+    made_by = {}
+    if isinstance(tracker, NamingTracker):
+        made_by = with_weights(tracker.operations, step.model, step.parameters)
+    return encode(step, workspaces, chunks, symbols, traced_layers, made_by)
 
 
 def _whole(
