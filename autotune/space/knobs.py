@@ -163,7 +163,7 @@ KNOBS: dict[str, Knob] = {
             choices=(False, True),
             words=lambda on: "offloading" if on else "no offloading",
             flag="--offload",
-            summary="Checkpointed activations wait in host memory.",
+            summary="Checkpointed activations wait in host memory; torch may reserve more all the same.",
         ),
         Knob(
             name="attention",
@@ -364,7 +364,8 @@ KNOBS: dict[str, Knob] = {
             choices=(False, True),
             words=lambda on: "expandable segments" if on else "segments of fixed size",
             flag="--expandable-segments",
-            summary="torch's allocator grows its segments instead of adding others (PYTORCH_ALLOC_CONF).",
+            summary="torch's allocator grows its segments instead of adding others (PYTORCH_ALLOC_CONF): "
+            "mostly less memory where the budget binds, sometimes more where it does not.",
         ),
         Knob(
             name="neftune_noise_alpha",
