@@ -33,6 +33,10 @@ from autotune.common.secrets import command_line, file_without_secrets, redacted
         ('line 3: api_key: "hunter2', 'line 3: api_key: "***'),
         ("line 3: wandb_api_key: hunter2", "line 3: wandb_api_key: ***"),
         ("hub_token: it would be written into files", "hub_token: it would be written into files"),
+        ("GET https://host/x?token=hunter2 HTTP/1.1", "GET https://host/x?token=*** HTTP/1.1"),
+        ("https://host/x?a=1&access_token=hunter2&b=2", "https://host/x?a=1&access_token=***&b=2"),
+        ("https://host/x?client_secret=hunter2", "https://host/x?client_secret=***"),
+        ("psql 'dbname=d pwd=hunter2'", "psql 'dbname=d pwd=***'"),
         ("sqlite:///studies/autotune.db", "sqlite:///studies/autotune.db"),
         ("12,345 tokens/s of 3 tokens: 4", "12,345 tokens/s of 3 tokens: 4"),
         (

@@ -315,7 +315,10 @@ def test_files_of_gpus_that_share(parallelism: str, names: set[str]) -> None:
 def test_fsdp2_is_told_to_reduce_in_every_micro_step() -> None:
     key = "accelerator_config"
     told = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    assert training_args.training_arguments(SHARED)[key] == told
+    # Gradients wait from the first of two micro-steps on.
+    for steps in (2, 3, 4):
+        accumulating = dataclasses.replace(SHARED, gradient_accumulation_steps=steps)
+        assert training_args.training_arguments(accumulating)[key] == told
     once = dataclasses.replace(SHARED, gradient_accumulation_steps=1)
     for other in (once, *(dataclasses.replace(SHARED, parallelism=p) for p in ("ddp", "zero3"))):
         assert key not in training_args.training_arguments(other)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.export import EXPORTERS
+from autotune.export import EXPORTERS, export_paths
 from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun, read_base
 from autotune.export.mapping_write import unsaid
@@ -142,6 +142,28 @@ def test_theirs_is_never_written_over(tmp_path: Path) -> None:
     assert copy.filename == "axolotl.yaml"
     (*_, copy) = own_run.with_edited(EXPORTERS, FILES, run, run.config)
     assert copy.filename == "axolotl.answer.yaml"
+
+
+@pytest.mark.parametrize("path", ["axolotl.yaml", "./axolotl.yaml", "{folder}/axolotl.yaml"])
+@pytest.mark.parametrize("out", [".", "../theirs", "{folder}"])
+def test_theirs_is_not_written_over_however_file_and_folder_are_named(
+    path: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    theirs = (FILES / "axolotl.yaml").read_bytes()
+    (folder / "axolotl.yaml").write_bytes(theirs)
+    monkeypatch.chdir(folder)
+    run = read_base(Path(path.format(folder=folder)))
+    into = Path(out.format(folder=folder))
+    written = own_run.with_edited(EXPORTERS, into, run, run.config)
+    places = [path.resolve() for path in export_paths(into, written)]
+    assert (folder / "axolotl.yaml").resolve() not in places
+    assert (folder / "axolotl.answer.yaml").resolve() in places
+    # And a link to the folder is the folder.
+    (tmp_path / "link").symlink_to(folder)
+    written = own_run.with_edited(EXPORTERS, Path("../link"), run, run.config)
+    assert written[-1].filename == "axolotl.answer.yaml"
 
 
 def test_their_file_takes_the_place_of_ours_of_that_name(tmp_path: Path) -> None:

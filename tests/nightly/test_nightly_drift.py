@@ -79,6 +79,71 @@ def test_the_standard_error_is_the_formula_of_the_docstring() -> None:
     assert math.log1p(verdict.low) == pytest.approx(-4.0 * se)
 
 
+# No spread in what is measured: the standard errors are those of the docstring's formula, with 0.5 %
+# between nights and 1 % between processes, diluted by what is measured as above.
+FLAT = ((1000.0, 1000.0, 1000.0),) * 4
+FLAT_PRIOR = Noise(
+    process_sd=math.sqrt(0.01**2 * (4 + 10) / 4),
+    night_sd=math.sqrt((0.005**2 * (4 + 3) + 3 * 0.01**2 / 3) / 4),
+)
+SE_OF_ONE = math.sqrt(0.005**2 * (1 + 1 / 4) + 0.01**2 * (1 / 3 + 1 / 12))
+SE_OF_TWO = math.sqrt(0.005**2 * (1 / 2 + 1 / 4) + 0.01**2 * (1 / 6 + 1 / 12))
+
+
+def changed_by(log_change: float) -> tuple[float, ...]:
+    return (1000.0 * math.exp(log_change),) * 3
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize(("num_se", "kind"), [(2.4, UNCHANGED), (2.6, SUSPECT), (40.0, SUSPECT)])
+def test_a_night_is_a_suspect_from_two_and_a_half_standard_errors_on(
+    num_se: float, kind: str, sign: int
+) -> None:
+    """studies/nights has the thresholds."""
+    verdict = drift.judge(
+        changed_by(sign * num_se * SE_OF_ONE), Level(baseline=FLAT), prior=FLAT_PRIOR
+    )
+    assert verdict.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("num_se", "kind"), [(3.9, SUSPECT), (4.1, REGRESSION), (-4.1, IMPROVEMENT)]
+)
+def test_two_nights_are_called_from_four_standard_errors_on(num_se: float, kind: str) -> None:
+    tonight = changed_by(-num_se * SE_OF_TWO)
+    level = Level(baseline=FLAT, suspects=(tonight,))
+    assert drift.judge(tonight, level, prior=FLAT_PRIOR).kind == kind
+
+
+@pytest.mark.parametrize(("before", "tonight"), [(-0.03, 0.30), (0.03, -0.30)])
+def test_a_suspect_of_the_other_sign_confirms_nothing_however_large_the_change(
+    before: float, tonight: float
+) -> None:
+    """Both together are far beyond four standard errors, and still the first night said the opposite."""
+    level = Level(baseline=FLAT, suspects=(changed_by(before),))
+    verdict = drift.judge(changed_by(tonight), level, prior=FLAT_PRIOR)
+    assert (verdict.kind, verdict.num_nights) == (SUSPECT, 1)
+
+
+@pytest.mark.parametrize(("log_change", "kind"), [(0.0095, UNCHANGED), (0.0105, SUSPECT)])
+def test_a_sure_change_is_of_interest_from_one_percent_on(log_change: float, kind: str) -> None:
+    sharp = Noise(process_sd=1e-5, night_sd=0.0)
+    verdict = drift.judge(changed_by(-log_change), Level(baseline=FLAT), prior=sharp)
+    assert verdict.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("num_se", "kind"), [(3.4, UNCHANGED), (3.6, IMPROVEMENT), (-3.6, REGRESSION)]
+)
+def test_a_challenger_takes_the_place_from_three_and_a_half_standard_errors_on(
+    num_se: float, kind: str
+) -> None:
+    """Three processes of each on one night, which both share: that it is another night counts nothing."""
+    noise = Noise(process_sd=0.01, night_sd=0.5)
+    se = 0.01 * math.sqrt(1 / 3 + 1 / 3)
+    assert drift.gain(changed_by(num_se * se), changed_by(0.0), noise).kind == kind
+
+
 def test_both_deviations_are_found_in_what_they_made() -> None:
     rng = random.Random(7)
     history = [

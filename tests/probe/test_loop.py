@@ -1129,3 +1129,65 @@ def test_every_run_is_in_the_log(
     assert sum(line.startswith("confirmation: ok") for _, line in lines) == len(server.confirmed)
     assert any(line.startswith("known probe: ok, ") for _, line in lines)
     assert all("micro-batch" in line for _, line in lines)
+
+
+@pytest.mark.usefixtures("all_probed")
+@pytest.mark.parametrize(("share_of_best", "is_probed"), [(0.985, True), (0.975, False)])
+def test_what_was_stopped_as_slow_and_may_be_tied_is_measured_to_its_end(
+    url: str, table: ProbeTable, share_of_best: float, is_probed: bool
+) -> None:
+    """Within the noise of the best it may be the answer; what is slower than that cannot be."""
+    best_seconds = 0.2 * 8**0.5 + 0.1
+    stopped = measured(
+        with_size(4),
+        outcome="slow",
+        message="stopped after 2 steps",
+        num_steps=2,
+        micro_step_seconds=0.0,
+        optimizer_step_seconds=best_seconds / share_of_best,
+        spread=0.0001,
+    )
+    Prober(Server(lambda _: stopped), table, MODEL, SPEC).measure(with_size(4))  # type: ignore[arg-type]
+    server = Server(measured)
+    found = run(url, table, server, sizes=(4, 8))
+    assert found.best.config == with_size(8)
+    assert server.probed == ([8, 4] if is_probed else [8])
+
+
+# The base's probe has 16 x 0.11 + 0.1 s for what a step of all the others has, too.
+BASE_SECONDS = 16 * 0.11 + 0.1
+
+
+@pytest.mark.usefixtures("all_probed")
+@pytest.mark.parametrize(
+    ("of_8", "of_base", "confirmed", "best"),
+    [
+        # The base's probe was faster by 1 %: that is noise, and no reason to confirm it.
+        (1.01, None, [8, 4, 2], 8),
+        # By 3 %, and it is faster by as much when it is confirmed.
+        (1.03, 1.0, [8, 4, 2, 1], 1),
+        # But by 1 % only when it is confirmed: noise again.
+        (1.03, 1.02, [8, 4, 2, 1], 8),
+    ],
+)
+def test_the_base_takes_over_where_it_is_faster_by_more_than_the_noise(
+    url: str,
+    table: ProbeTable,
+    of_8: float,
+    of_base: float | None,
+    confirmed: list[int],
+    best: int,
+) -> None:
+    """Three that disappoint have used up what may be confirmed."""
+
+    def confirm(config: TrainConfig) -> Measurement:
+        slower = {8: of_8, 4: 1.5, 2: 1.5, 1: of_base}[config.micro_batch_size]
+        assert slower is not None
+        return measured(
+            config, micro_step_seconds=0.0, optimizer_step_seconds=slower * BASE_SECONDS
+        )
+
+    server = Server(slow_sizes, confirm)
+    found = run(url, table, server, baseline=True, confirm_steps=7)
+    assert server.confirmed == confirmed
+    assert found.best.config == with_size(best)

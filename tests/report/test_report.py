@@ -195,6 +195,14 @@ def test_a_base_that_fits_nowhere_or_is_the_answer_has_no_ratio() -> None:
     assert facts.tiles(summary_of(measured=crashed))[2].figure == "did not run"
 
 
+def test_the_size_of_a_model_leaves_its_adapter_out() -> None:
+    """1.55 billion with the adapter's 50 million, 1.5 without."""
+    assert facts.size_words(summary_of()) == "1.50 B parameters"
+    adapted = answers.estimate(answers.ADAPTER)
+    assert adapted.parameters.total == 1_550_000_000
+    assert facts.size_words(summary_of(best=adapted)) == "1.50 B parameters"
+
+
 def test_the_parts_of_a_bar_add_up_to_its_total() -> None:
     bars = facts.bars(predicted())
     assert [bar.label for bar in bars] == ["The answer", "The Trainer's defaults"]

@@ -115,6 +115,8 @@ def test_an_adapter_is_taught_with_two_counts() -> None:
     assert book.num_parameters == priced.parameters.total - priced.parameters.trainable
     assert book.weight_bits == 4
     assert book.gradients_bytes == 2 * priced.parameters.trainable
+    # 4 bits each for the model's own, 16 for the adapter's beside them.
+    assert book.weights_bytes == book.num_parameters // 2 + 2 * priced.parameters.trainable
     assert book.stated_weights_bytes < book.num_parameters
     file = io.StringIO()
     draw_textbook(book, file)

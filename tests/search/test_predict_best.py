@@ -214,6 +214,9 @@ class FakeEstimator:
         self.memory_budget_bytes = budget_bytes
         self.replayed: list[TrainConfig] = []
 
+    def with_budget(self, budget_bytes: int) -> FakeEstimator:
+        return FakeEstimator(self.prices, budget_bytes)
+
     def floor_bytes(self, config: TrainConfig) -> int:
         return self.prices[config][0]
 
@@ -315,6 +318,91 @@ def test_headroom_decides_between_equals_and_the_order_of_the_space_does_not() -
         assert best is not None
         assert best[0].config == exact[1]
         assert {e.config for e in best[1:]} == {exact[0], exact[2]}
+
+
+def test_what_is_tied_is_of_the_winners_class() -> None:
+    """What is shown beside the answer as just as good gives up no more."""
+    exact, other = variants()[:2]
+    numerics, recipe = variants()[3], variants()[8]
+    table = dict.fromkeys((exact, other, numerics, recipe), (0, 10, 1000.0, 1000.0))
+    search, _ = candidates(table, 100)
+    for name in TRADEOFF_CLASSES:
+        assert search.best(search.exactly(name)) is not None
+    best = search.best(search.at_most("recipe"))
+    assert best is not None
+    assert {e.config for e in best} == {exact, other}
+
+
+def test_what_is_tied_fits_and_is_as_fast() -> None:
+    winner, tied, slower, too_large = (
+        dataclasses.replace(BASE, activation_checkpointing=n) for n in range(4)
+    )
+    table = {
+        winner: (0, 10, 1000.0, 1000.0),
+        tied: (0, 20, 1000.0, 981.0),
+        slower: (0, 20, 1000.0, 979.0),
+        too_large: (0, 101, 1000.0, 1000.0),
+    }
+    search, _ = candidates(table, 100)
+    best = search.best(search.at_most("exact"))
+    assert best is not None
+    assert [e.config for e in best] == [winner, tied]
+
+
+def more_memory(of_more: TrainConfig, speed_of_more: float, allow: str) -> Any:
+    """What 2 GB more are said to bring where they make room for one more configuration."""
+    exact = variants()[0]
+    table = {exact: (0, 10, 1000.0, 1000.0), of_more: (10**9, 10**9, speed_of_more, speed_of_more)}
+    search, estimator = candidates(table, 100)
+    best = search.best(search.at_most(allow))
+    assert best is not None
+    assert best[0].config == exact
+    return predict_best._more_memory(
+        estimator,  # type: ignore[arg-type]
+        list(table),
+        BASE,
+        best[0],
+        search.at_most(allow),
+    )
+
+
+@pytest.mark.parametrize(("speed_of_more", "is_offered"), [(1019.0, False), (1021.0, True)])
+def test_more_memory_is_offered_where_it_is_faster_by_more_than_the_noise(
+    speed_of_more: float, is_offered: bool
+) -> None:
+    offered = more_memory(variants()[1], speed_of_more, "exact")
+    if not is_offered:
+        assert offered is None
+        return
+    assert (offered.setting, offered.value) == ("memory_budget_bytes", 100 + 2 * 10**9)
+    assert offered.estimate.config == variants()[1]
+    assert offered.fits
+
+
+def test_more_memory_is_not_offered_for_what_gives_up_more_than_allowed() -> None:
+    numerics = variants()[3]
+    assert more_memory(numerics, 2000.0, "exact") is None
+    assert more_memory(numerics, 2000.0, "numerics") is not None
+
+
+@pytest.mark.usefixtures("traced")
+def test_the_base_is_measured_with_the_candidates_however_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(predict_best, "POOL_SIZE", 1)
+    found = find(
+        tiny_model.MODEL,
+        tiny_model.workload(12_000 * MB),
+        tiny_model.SPACE,
+        tiny_model.gpu(),
+        base=dataclasses.replace(BASE, activation_checkpointing=1),
+        allow="recipe",
+    )
+    baseline = found.summary.baseline
+    assert baseline is not None
+    fastest, base = found.pool()
+    assert base.config == baseline.config
+    assert speed(fastest) > speed(base)
 
 
 def test_the_base_is_among_the_candidates_for_probes_however_slow() -> None:

@@ -230,6 +230,27 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "fp8-mixed"},
+        {"liger": True},
+        {"trainer": "trl-sft"},
+        {"neftune_noise_alpha": 5.0},
+        {"torch_empty_cache_steps": 4},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_is_not_modelled_on_several_gpus_is_refused_there_alone(
+    changes: dict[str, object],
+) -> None:
+    """Each of those that the rule's reason names."""
+    shared = dataclasses.replace(ON_TWO, **changes)  # type: ignore[arg-type]
+    assert [rule.name for rule in broken_rules(shared, ADA)] == ["one-gpu-only"]
+    alone = dataclasses.replace(FULL, **changes)  # type: ignore[arg-type]
+    assert broken_rules(alone, ADA) == []
+
+
+@pytest.mark.parametrize(
     ("config", "context"),
     [
         (dataclasses.replace(FULL, activation_checkpointing=16), ADA),

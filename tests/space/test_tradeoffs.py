@@ -110,3 +110,13 @@ def test_of_one_class_fewer_settings_give_up_less() -> None:
     # A higher rank comes before either.
     small, large = (dataclasses.replace(LORA, lora_rank=rank) for rank in (16, 32))
     assert gives_up(dataclasses.replace(large, lora_dropout=0.1), FULL) < gives_up(small, FULL)
+
+
+def test_of_the_highest_class_the_number_of_changes_is_counted_first() -> None:
+    """One change of the recipe and two of rounding give up less than two changes of the recipe."""
+    one = dataclasses.replace(
+        LORA, lora_dropout=0.1, precision="bf16-true", optimizer="adamw_bnb_8bit"
+    )
+    two = dataclasses.replace(LORA, lora_dropout=0.1, lora_variant="rslora")
+    assert tradeoff_class(one, LORA) == tradeoff_class(two, LORA) == "recipe"
+    assert gives_up(one, LORA) < gives_up(two, LORA)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sqlite3
 import time
@@ -422,6 +423,44 @@ def test_braces_in_a_path(tmp_path: Path) -> None:
 def test_problems_inside_the_block_are_translated(url: str) -> None:
     with refused(StorageError, "boom"), opened(url):
         raise optuna.exceptions.StorageInternalError("boom")
+
+
+def _chain(*errors: BaseException) -> BaseException:
+    """The last of them, each caused by the one before."""
+    for cause, error in itertools.pairwise(errors):
+        error.__cause__ = cause
+    return errors[-1]
+
+
+def test_of_a_chain_of_errors_the_drivers_own_is_shown(url: str) -> None:
+    """Optuna says that something failed, SQLAlchemy prints its statement, the driver knows why."""
+    import sqlalchemy
+
+    driver = sqlite3.OperationalError("disk I/O error\nmore")
+    wrapped = sqlalchemy.exc.OperationalError("INSERT INTO trials", {}, driver)
+    failed = _chain(driver, wrapped, optuna.exceptions.StorageInternalError("Optuna's words"))
+    with pytest.raises(StorageError) as caught, opened(url):
+        raise failed
+    assert caught.value.why == "disk I/O error"
+
+
+def test_of_a_chain_without_a_driver_the_first_cause_is_shown(url: str) -> None:
+    failed = _chain(
+        ValueError("what went wrong\nand more"),
+        RuntimeError("a step failed"),
+        optuna.exceptions.StorageInternalError("Optuna's words"),
+    )
+    with pytest.raises(StorageError) as caught, opened(url):
+        raise failed
+    assert caught.value.why == "what went wrong"
+
+
+def test_what_happened_while_an_error_was_handled_is_not_its_cause(url: str) -> None:
+    failed = optuna.exceptions.StorageInternalError("the problem")
+    failed.__context__ = KeyError("something that was dealt with")
+    with pytest.raises(StorageError) as caught, opened(url):
+        raise failed
+    assert caught.value.why == "the problem"
 
 
 # Names
