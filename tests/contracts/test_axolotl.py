@@ -13,16 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import loaders
 import pytest
 import yaml
 
 from autotune.export import axolotl
 from autotune.export.base.mapping_read import read
 from autotune.export.base.read import EditedBase, read_base
+from autotune.export.mapping import same
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, loaders.needs("axolotl")]
 
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
 RESULT: dict[str, object] = {"evidence": "predicted"}
@@ -203,16 +205,24 @@ def test_weights_are_loaded_in_the_predicted_dtype(name: str, asked: dict[str, A
     assert asked["dtype"][name] == precision.parameter_dtype
 
 
-def test_the_defaults_are_its_own(asked: dict[str, Any]) -> None:
-    table = {key: value for key, value in axolotl.TARGET.defaults.items() if "." not in key}
-    # None in the schema, which leaves them to Transformers and torch.
-    left = {"attn_implementation": "sdpa", "torch_compile_mode": "default"}
-    left["dataloader_pin_memory"] = True
-    assert {key: table.pop(key) for key in left} == left
-    assert not any(asked["defaults"][key] for key in left)
-    assert table == {key: asked["defaults"][key] for key in table}
-    keys = {key for row in axolotl.TARGET.rows for key in row.keys if "." not in key}
-    left_out = {key: asked["defaults"][key] for key in keys - set(axolotl.TARGET.defaults)}
+LEFT_OPEN = {
+    # None in the schema, which leaves them to Transformers and torch (test_defaults_real.py).
+    "attn_implementation": "sdpa",
+    "torch_compile_mode": "default",
+    "dataloader_pin_memory": True,
     # A schedule is nothing of ours but for optimizers that have none.
-    assert left_out.pop("lr_scheduler") == "cosine"
-    assert not any(left_out.values())
+    "lr_scheduler": "cosine",
+}
+KEYS = {key for row in axolotl.TARGET.rows for key in row.keys} | set(axolotl.TARGET.defaults)
+
+
+@pytest.mark.parametrize("key", sorted(key for key in KEYS - set(LEFT_OPEN) if "." not in key))
+def test_the_default_is_its_own(key: str, asked: dict[str, Any]) -> None:
+    assert same(axolotl.TARGET.defaults.get(key), asked["defaults"][key])
+
+
+def test_what_its_schema_leaves_open_is_open(asked: dict[str, Any]) -> None:
+    assert asked["defaults"]["lr_scheduler"] == LEFT_OPEN["lr_scheduler"]
+    for key in ("attn_implementation", "torch_compile_mode", "dataloader_pin_memory"):
+        assert asked["defaults"][key] is None
+        assert axolotl.TARGET.defaults[key] == LEFT_OPEN[key]
