@@ -19,7 +19,7 @@ test: setup  ## Lint, check types, run every test that needs no GPU
 	@$(MAKE) --no-print-directory --jobs 3 lint types pytest
 
 pytest: setup
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	AUTOTUNE_TEST_LOADERS=required $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 gpu-check: setup  ## Measure this machine's CUDA card against predictions: six pieces of 9 minutes; again goes on
 	$(BIN)/python benchmarks/gpu_check.py processes predict techniques find sweep speedups
