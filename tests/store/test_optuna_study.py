@@ -438,7 +438,10 @@ def test_of_a_chain_of_errors_the_drivers_own_is_shown(url: str) -> None:
 
     driver = sqlite3.OperationalError("disk I/O error\nmore")
     wrapped = sqlalchemy.exc.OperationalError("INSERT INTO trials", {}, driver)
-    failed = _chain(driver, wrapped, optuna.exceptions.StorageInternalError("Optuna's words"))
+    system = OSError("what the driver was told")
+    failed = _chain(
+        system, driver, wrapped, optuna.exceptions.StorageInternalError("Optuna's words")
+    )
     with pytest.raises(StorageError) as caught, opened(url):
         raise failed
     assert caught.value.why == "disk I/O error"
