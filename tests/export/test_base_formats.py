@@ -457,11 +457,11 @@ def test_broken_files_are_one_line(tmp_path: Path, content: bytes) -> None:
         path = tmp_path / name
         path.write_bytes(content)
         for base in (path, tmp_path):
-            start = time.monotonic()
+            start = time.process_time()
             with pytest.raises(ConfigError) as raised:
                 read_base(base)
             assert len(str(raised.value)) < 1000
-            assert time.monotonic() - start < 10
+            assert time.process_time() - start < 10
         path.unlink()
 
 

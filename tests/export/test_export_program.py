@@ -308,13 +308,13 @@ def test_values(source: str, value: object) -> None:
     ],
 )
 def test_hostile_programs_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ConfigError) as raised:
         read_base(written(tmp_path, text))
     assert "is not a Python program" in str(raised.value)
     assert len(str(raised.value)) < 500
     assert "\n" not in str(raised.value)
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_hostile_names_in_a_program_are_cut(tmp_path: Path) -> None:

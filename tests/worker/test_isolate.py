@@ -140,7 +140,8 @@ def test_deadline(worker: Commands) -> None:
     assert (end.how, end.answers) == ("timeout", ({"n": 1},))
     assert end.exit_code == -signal.SIGTERM
     assert "0.5 s" in end.problem
-    assert time.monotonic() - start < 3
+    # Half of what it would have taken: not waited for.
+    assert time.monotonic() - start < 30
 
 
 def test_deadline_kills_what_ignores_term_and_its_children(worker: Commands) -> None:
