@@ -37,6 +37,7 @@ from autotune.common.secrets import command_line, file_without_secrets, redacted
         ("https://host/x?a=1&access_token=hunter2&b=2", "https://host/x?a=1&access_token=***&b=2"),
         ("https://host/x?client_secret=hunter2", "https://host/x?client_secret=***"),
         ("psql 'dbname=d pwd=hunter2'", "psql 'dbname=d pwd=***'"),
+        ("HF_TOKEN=hunter2 PASSWORD=hunter2 make", "HF_TOKEN=*** PASSWORD=*** make"),
         ("sqlite:///studies/autotune.db", "sqlite:///studies/autotune.db"),
         ("12,345 tokens/s of 3 tokens: 4", "12,345 tokens/s of 3 tokens: 4"),
         (
@@ -58,6 +59,8 @@ def test_secrets_are_hidden(text: str, expected: str) -> None:
 def test_a_command_line_is_quoted_and_its_passwords_hidden() -> None:
     words = ("autotune", "find", "--storage", "postgresql://me:two words@h/db", "--model", "a b")
     assert command_line(words) == "autotune find --storage 'postgresql://***@h/db' --model 'a b'"
+    words = ("autotune", "find", "--storage", "postgresql://me:two\nlines@h/db")
+    assert command_line(words) == "autotune find --storage 'postgresql://***@h/db'"
 
 
 def test_a_long_line_takes_no_longer_than_it_is() -> None:
@@ -74,6 +77,11 @@ def test_a_long_line_takes_no_longer_than_it_is() -> None:
     ("line", "expected"),
     [
         ("hub_token: hunter2", "hub_token: '***'"),
+        ("aws_secret_access_key: hunter2", "aws_secret_access_key: '***'"),
+        ("secret_key: hunter2", "secret_key: '***'"),
+        ("db_passwd: hunter2", "db_passwd: '***'"),
+        ("password: hunter2", "password: '***'"),
+        ("client_secret: hunter2", "client_secret: '***'"),
         ("- wandb_api_key: hunter2 x # mine", "- wandb_api_key: '***' # mine"),
         ("hf_hub_token: 'hunter2' # mine", "hf_hub_token: '***' # mine"),
         ('{"hub_token": "hunter2", "r": 4}', '{"hub_token": "***", "r": 4}'),
@@ -107,6 +115,8 @@ def test_a_file_without_secrets_is_still_yaml(line: str, expected: str) -> None:
         ("f(pad_token=tokenizer.eos_token, hub_token=token)", ""),
         ("same = mine &hub_token==x", ""),
         ("def f(api_key: str, n: int): pass", ""),
+        # A type, and no value as it would be in YAML.
+        ("api_key: str", ""),
     ],
 )
 def test_a_program_without_secrets_is_still_one(line: str, expected: str) -> None:

@@ -320,6 +320,42 @@ def test_headroom_decides_between_equals_and_the_order_of_the_space_does_not() -
         assert {e.config for e in best[1:]} == {exact[0], exact[2]}
 
 
+def test_among_equals_the_order_of_the_space_decides_nothing() -> None:
+    exact = variants()[:3]
+    found = set()
+    for order in itertools.permutations(exact):
+        search, _ = candidates(dict.fromkeys(order, (0, 10, 1000.0, 1000.0)), 100)
+        best = search.best(search.at_most("exact"))
+        assert best is not None
+        pool = search.pool(search.at_most("exact"), 2, always=None)
+        found.add((*(e.config for e in best), *(e.config for e in pool)))
+    assert len(found) == 1
+
+
+def test_what_takes_all_of_the_budget_fits() -> None:
+    all_of_it, a_byte_more, too_much_alive = variants()[:3]
+    table = {
+        all_of_it: (100, 100, 900.0, 900.0),
+        a_byte_more: (100, 101, 950.0, 950.0),
+        too_much_alive: (101, 101, 1000.0, 1000.0),
+    }
+    search, estimator = candidates(table, 100)
+    best = search.best(search.at_most("exact"))
+    assert best is not None
+    assert best[0].config == all_of_it
+    # What is alive at least is known before anything is replayed; fastest first.
+    assert search.priced() == [(950.0, 100), (900.0, 100)]
+    assert estimator.replayed == [a_byte_more, all_of_it]
+    assert (search.num_possible, search.num_replayed, search.num_replayed_oom) == (2, 2, 1)
+
+
+def test_the_pool_is_of_the_wanted_class_and_fastest_first() -> None:
+    table = {c: (0, 10, 1000.0 + n, 1000.0 + n) for n, c in enumerate(variants())}
+    search, _ = candidates(table, 100)
+    pool = search.pool(search.exactly("numerics"), 2, always=None)
+    assert [e.config for e in pool] == [variants()[5], variants()[4]]
+
+
 def test_what_is_tied_is_of_the_winners_class() -> None:
     """What is shown beside the answer as just as good gives up no more."""
     exact, other = variants()[:2]
