@@ -190,6 +190,32 @@ def test_a_rival_that_fails_its_confirmation_leaves_the_first() -> None:
     assert [m.config for m in rejected] == [BASE]
 
 
+def test_a_disk_without_room_for_the_checkpoint_is_not_held_against_the_winner() -> None:
+    """It stays, not confirmed; nobody else would find more room."""
+    rejected: list[Measurement] = []
+    asked: list[TrainConfig] = []
+
+    def confirm(best: Measurement) -> Measurement:
+        asked.append(best.config)
+        return dataclasses.replace(best, outcome="full_disk", message="1 GiB is free")
+
+    found = confirmed(confirm, [probe(HALVED, 1100.0), probe(BASE, 1000.0)], rejected)
+    assert found is not None
+    assert found.confirmation is not None
+    assert (found.best.config, found.confirmation.fits) == (HALVED, False)
+    assert (asked, rejected) == ([HALVED], [])
+
+
+def test_what_would_help_memory_in_pieces_is_named_where_that_was_the_last_problem() -> None:
+    """The first that failed may have been too large for another reason."""
+    in_pieces = dataclasses.replace(out_of_memory(BASE), num_varied_steps=2)
+    plain = out_of_memory(HALVED)
+    assert in_pieces.is_in_pieces
+    assert not plain.is_in_pieces
+    assert "packed batching" in str(none_confirmed([plain, in_pieces]))
+    assert "packed batching" not in str(none_confirmed([in_pieces, plain]))
+
+
 def test_where_none_survived_it_is_memory_unless_nothing_was_measured() -> None:
     broken = dataclasses.replace(out_of_memory(BASE), outcome="crashed")
     assert isinstance(none_confirmed([broken]), WorkerError)
