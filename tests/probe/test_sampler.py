@@ -16,8 +16,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.trial import TrialState
 
 from autotune.probe import sampler as module
-from autotune.probe.sampler import Candidate, PredictionSampler, knobs
-from autotune.probe.trial_history import INTERRUPTED, OWNER
+from autotune.probe.sampler import Candidate, Near, PredictionSampler, knobs
+from autotune.probe.trial_history import INTERRUPTED, OWNER, key_of
 from autotune.space.config import TrainConfig
 from autotune.store.predicted_trials import CONSTRAINT
 
@@ -174,6 +174,17 @@ def test_a_probe_stopped_as_too_slow_turns_away_from_what_shares_its_knobs() -> 
     assert sampler.propose(study) == other
 
 
+def test_a_probe_that_was_stopped_had_at_most_the_speed_that_it_reported() -> None:
+    """At most 150 where 100 is predicted says nothing: not that it, and its likes, had 150."""
+    first = candidate("sdpa", size=1, speed=160)
+    probed, alike = candidate("eager", size=1, speed=100), candidate("eager", size=2, speed=112)
+    other = candidate("sdpa", offloading=True, size=2, speed=118)
+    sampler, study = sampler_of(first, probed, alike, other), new_study()
+    add(study, first, speed=160, excess_bytes=-5_000)
+    add(study, probed, state=TrialState.PRUNED, reported=150.0)
+    assert sampler.propose(study) == other
+
+
 def test_a_larger_peak_than_predicted_makes_its_likes_doubtful() -> None:
     probed = candidate("eager", size=1, speed=100, peak_bytes=8_000)
     alike = candidate("eager", size=2, speed=200, peak_bytes=9_500)
@@ -192,6 +203,20 @@ def test_it_stops_when_nothing_is_likely_to_be_faster() -> None:
     add(study, best, speed=100, excess_bytes=-5_000)
     assert sampler.should_stop(study)
     assert sampler.propose(study) == hopeless
+
+
+@pytest.mark.parametrize(("noise", "stops"), [(0.02, False), (0.98, True)])
+def test_it_stops_where_what_is_faster_is_so_by_less_than_the_noise(
+    noise: float, stops: bool
+) -> None:
+    """A tenth faster is worth a probe, unless speeds of which one is nearly twice the other are tied."""
+    best, faster = candidate(speed=100), candidate(offloading=True, speed=110)
+    sampler = PredictionSampler(
+        [best, faster], distributions=DISTRIBUTIONS, budget_bytes=BUDGET_BYTES, noise=noise
+    )
+    study = new_study()
+    add(study, best, speed=100, excess_bytes=-5_000)
+    assert sampler.should_stop(study) == stops
 
 
 def test_what_does_not_fit_is_never_the_one_to_beat() -> None:
@@ -414,3 +439,58 @@ def test_trials_that_are_left_out_say_nothing() -> None:
     )
     assert sampler.propose(study) == fast
     assert not sampler.should_stop(study)
+
+
+def with_near(*candidates: Candidate, near: dict[str, Near]) -> PredictionSampler:
+    """`near` by the candidate's attention."""
+    return PredictionSampler(
+        candidates,
+        distributions=DISTRIBUTIONS,
+        budget_bytes=BUDGET_BYTES,
+        near={
+            key_of(each.params): near[each.params["attention"]]
+            for each in candidates
+            if each.params["attention"] in near
+        },
+    )
+
+
+def seen_before(
+    *, speed: float | None = None, peak_bytes: int | None = None, least_bytes: int | None = None
+) -> Near:
+    return Near(tokens_per_second=speed, peak_device_bytes=peak_bytes, least_bytes=least_bytes)
+
+
+def test_what_another_driver_measured_decides_what_is_probed_first() -> None:
+    """Predicted to be the fastest, and half as fast as that before the update."""
+    eager, sdpa = candidate("eager", speed=110.0), candidate("sdpa", speed=100.0)
+    assert with_near(eager, sdpa, near={}).propose(new_study()) == eager
+    slow = {"eager": seen_before(speed=55.0, peak_bytes=5_000)}
+    assert with_near(eager, sdpa, near=slow).propose(new_study()) == sdpa
+    fast = {"sdpa": seen_before(speed=200.0, peak_bytes=5_000)}
+    assert with_near(eager, sdpa, near=fast).propose(new_study()) == sdpa
+    # It is no measurement: the same is probed again.
+    fast = {"eager": seen_before(speed=220.0, peak_bytes=5_000)}
+    assert with_near(eager, sdpa, near=fast).propose(new_study()) == eager
+
+
+def test_what_another_driver_ran_out_of_memory_with_is_not_probed_first() -> None:
+    """It needed a half more than the budget then."""
+    eager, sdpa = candidate("eager", speed=110.0), candidate("sdpa", speed=100.0)
+    out = {
+        "eager": seen_before(least_bytes=15_000),
+        "sdpa": seen_before(speed=100.0, peak_bytes=5_000),
+    }
+    assert with_near(eager, sdpa, near=out).propose(new_study()) == sdpa
+    # That it needs what is a fifth of the budget, or more, says nothing.
+    little = {"eager": seen_before(least_bytes=2_000), "sdpa": out["sdpa"]}
+    assert with_near(eager, sdpa, near=little).propose(new_study()) == eager
+
+
+def test_a_larger_peak_under_another_driver_is_believed() -> None:
+    eager, sdpa = candidate("eager", speed=110.0), candidate("sdpa", speed=100.0)
+    large = {
+        "eager": seen_before(speed=110.0, peak_bytes=15_000),
+        "sdpa": seen_before(speed=100.0, peak_bytes=5_000),
+    }
+    assert with_near(eager, sdpa, near=large).propose(new_study()) == sdpa

@@ -375,7 +375,8 @@ def test_what_is_tied_fits_and_is_as_fast() -> None:
     )
     table = {
         winner: (0, 10, 1000.0, 1000.0),
-        tied: (0, 20, 1000.0, 981.0),
+        # 1.98 % of the fastest, although 1000 is more than 1.02 times as much.
+        tied: (0, 20, 1000.0, 980.2),
         slower: (0, 20, 1000.0, 979.0),
         too_large: (0, 101, 1000.0, 1000.0),
     }
