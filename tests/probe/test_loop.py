@@ -1191,3 +1191,67 @@ def test_the_base_takes_over_where_it_is_faster_by_more_than_the_noise(
     found = run(url, table, server, baseline=True, confirm_steps=7)
     assert server.confirmed == confirmed
     assert found.best.config == with_size(best)
+
+
+@pytest.mark.usefixtures("all_probed")
+def test_no_more_is_compiled_than_one_search_is_worth(url: str, table: ProbeTable) -> None:
+    """Three, of two eager ones that have two modes each: each compiles anew."""
+
+    def two_modes(estimate: Estimate) -> list[Estimate]:
+        return [
+            dataclasses.replace(
+                estimate, config=dataclasses.replace(estimate.config, torch_compile=mode)
+            )
+            for mode in ("default", "max-autotune")
+        ]
+
+    plan = Plan(
+        pool=[predicted(size) for size in (4, 8)],
+        base=BASE,
+        baseline=None,
+        budget_bytes=BUDGET_BYTES,
+        max_probes=10,
+        variants=two_modes,
+    )
+
+    def answer(config: TrainConfig) -> Measurement:
+        seconds = 0.5 if config.is_compiled else 0.66
+        return measured(config, micro_step_seconds=0.0, optimizer_step_seconds=seconds)
+
+    server = Server(answer)
+    with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
+        found = search(study, plan, Prober(server, table, MODEL, SPEC))  # type: ignore[arg-type]
+    assert found.num_compiled == 3
+    assert len(server.probed) == 2 + 3
+
+
+@pytest.mark.usefixtures("all_probed")
+def test_a_base_whose_confirmation_failed_is_shown_as_it_was_probed(
+    url: str, table: ProbeTable
+) -> None:
+    """Three that disappoint have used up what may be confirmed; the base is in reach, and fails."""
+
+    def confirm(config: TrainConfig) -> Measurement:
+        if config == BASE:
+            return out_of_memory(config)
+        seconds = 1.03 * BASE_SECONDS if config.micro_batch_size == 8 else 1.5 * BASE_SECONDS
+        return measured(config, micro_step_seconds=0.0, optimizer_step_seconds=seconds)
+
+    server = Server(slow_sizes, confirm)
+    found = run(url, table, server, baseline=True, confirm_steps=7)
+    assert server.confirmed == [8, 4, 2, 1]
+    assert found.best.config == with_size(8)
+    assert found.baseline is not None
+    assert found.baseline.fits
+    assert found.baseline.spec.confirm_steps == 0
+
+
+def test_a_base_that_does_not_fit_is_no_trial(url: str, table: ProbeTable) -> None:
+    """It is measured beside the answer, and what it said is known already."""
+
+    def answer(config: TrainConfig) -> Measurement:
+        return out_of_memory(config) if config == BASE else measured(config)
+
+    found = run(url, table, Server(answer), baseline=True, max_probes=1)
+    assert found.best.config == with_size(8)
+    assert [trial.params["micro_batch_size"] for trial in trials(url)] == [8]

@@ -333,9 +333,12 @@ def test_among_equals_the_order_of_the_space_decides_nothing() -> None:
 
 
 def test_what_takes_all_of_the_budget_fits() -> None:
-    all_of_it, a_byte_more, too_much_alive = variants()[:3]
+    all_of_it, nearly_as_fast, a_byte_more, too_much_alive = (
+        dataclasses.replace(BASE, activation_checkpointing=n) for n in range(4)
+    )
     table = {
         all_of_it: (100, 100, 900.0, 900.0),
+        nearly_as_fast: (100, 100, 890.0, 890.0),
         a_byte_more: (100, 101, 950.0, 950.0),
         too_much_alive: (101, 101, 1000.0, 1000.0),
     }
@@ -344,9 +347,9 @@ def test_what_takes_all_of_the_budget_fits() -> None:
     assert best is not None
     assert best[0].config == all_of_it
     # What is alive at least is known before anything is replayed; fastest first.
-    assert search.priced() == [(950.0, 100), (900.0, 100)]
-    assert estimator.replayed == [a_byte_more, all_of_it]
-    assert (search.num_possible, search.num_replayed, search.num_replayed_oom) == (2, 2, 1)
+    assert search.priced() == [(950.0, 100), (900.0, 100), (890.0, 100)]
+    assert estimator.replayed == [a_byte_more, all_of_it, nearly_as_fast]
+    assert (search.num_possible, search.num_replayed, search.num_replayed_oom) == (3, 3, 1)
 
 
 def test_the_pool_is_of_the_wanted_class_and_fastest_first() -> None:
