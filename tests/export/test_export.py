@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from autotune import export
 from autotune.errors import ConfigError, StorageError
 from autotune.export import (
+    accelerate_config,
+    adapter_config,
+    deepspeed_json,
     installed,
     sft_config,
     train_config,
@@ -322,6 +325,27 @@ def test_fsdp2_is_told_to_reduce_in_every_micro_step() -> None:
     once = dataclasses.replace(SHARED, gradient_accumulation_steps=1)
     for other in (once, *(dataclasses.replace(SHARED, parallelism=p) for p in ("ddp", "zero3"))):
         assert key not in training_args.training_arguments(other)
+
+
+@pytest.mark.parametrize(
+    "parallelism", ["zero1", "zero2", "zero2-offload", "zero3", "zero3-offload"]
+)
+def test_deepspeed_keeps_no_weights_of_other_gpus_after_their_use(parallelism: str) -> None:
+    """As is predicted; without the key it keeps a billion (deepspeed runtime/zero/config.py). Only stage 3
+    has weights of others at all, and makes a model in parts."""
+    config = dataclasses.replace(SHARED, parallelism=parallelism)
+    zero = json.loads(write(deepspeed_json, config))["zero_optimization"]
+    launched = yaml.safe_load(write(accelerate_config, config))["deepspeed_config"]
+    is_third = parallelism.startswith("zero3")
+    assert zero.get("stage3_max_reuse_distance") == (0 if is_third else None)
+    assert launched["zero3_init_flag"] is is_third
+
+
+def test_tokens_that_train_are_not_written_as_their_number() -> None:
+    """PEFT takes a list of indices there, which only the model's vocabulary can tell."""
+    config = dataclasses.replace(FULL, method="trainable_tokens", num_virtual_tokens=6)
+    assert "token_indices" not in json.loads(write(adapter_config, config))
+    assert any("6" in words for words in adapter_config.cannot_express(config))
 
 
 def test_the_program_knows_how_many_processes_it_is_for() -> None:
