@@ -348,6 +348,12 @@ def test_tokens_that_train_are_not_written_as_their_number() -> None:
     assert any("6" in words for words in adapter_config.cannot_express(config))
 
 
+def test_packed_samples_are_one_stream_cut_into_blocks_for_trl_too() -> None:
+    """TRL's own way fits whole samples into blocks, which leaves gaps and needs FlashAttention."""
+    assert yaml.safe_load(write(sft_config))["packing_strategy"] == "wrapped"
+    assert "packing_strategy='wrapped'" in write(train_sft_py).replace('"', "'")
+
+
 def test_the_program_knows_how_many_processes_it_is_for() -> None:
     assert recipe(write(train_py, SHARED))["num_processes"] == 2
 
