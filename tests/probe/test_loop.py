@@ -1255,3 +1255,17 @@ def test_a_base_that_does_not_fit_is_no_trial(url: str, table: ProbeTable) -> No
     found = run(url, table, Server(answer), baseline=True, max_probes=1)
     assert found.best.config == with_size(8)
     assert [trial.params["micro_batch_size"] for trial in trials(url)] == [8]
+
+
+@pytest.mark.usefixtures("all_probed")
+def test_probes_of_an_earlier_search_count_among_those_that_are_allowed(
+    url: str, table: ProbeTable
+) -> None:
+    first = Server(slow_sizes)
+    run(url, table, first, max_probes=2)
+    assert len(first.probed) == 2
+    for max_probes, num_new in ((2, 0), (3, 1)):
+        again = Server(slow_sizes)
+        run(url, table, again, max_probes=max_probes)
+        assert len(again.probed) == num_new
+        assert not set(again.probed) & set(first.probed)
