@@ -13,6 +13,7 @@ from autotune.export.base import huggingface
 from autotune.export.base.mapping_read import read
 from autotune.export.mapping import Target
 from autotune.export.mapping_write import allows, keys_of, unsaid
+from autotune.space.adapters import whole_alpha
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.precisions import PRECISIONS
@@ -125,3 +126,11 @@ def test_a_method_that_it_does_not_train_gets_no_file(module: Any) -> None:
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "rank", "alpha"), [(0.75, 5, 4), (0.25, 5, 1), (2.0, 16, 32), (0.01, 8, 1)]
+)
+def test_an_alpha_that_must_be_whole_is_the_nearest(ratio: float, rank: int, alpha: int) -> None:
+    """3.75 is 4, 1.25 is 1; none at all would switch the adapter off."""
+    assert whole_alpha(ratio, rank) == alpha
