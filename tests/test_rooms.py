@@ -35,8 +35,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "nightly": (*FUNNEL, "search", "report"),
     "jobs": (*FUNNEL, "search", "report"),
     "doctor": (*FUNNEL, "search", "report"),
+    "debug": (*FUNNEL, "search", "report"),
     "api": (*FUNNEL, "search", "report"),
-    "cli": (*FUNNEL, "search", "report", "nightly", "jobs", "doctor", "api"),
+    "cli": (*FUNNEL, "search", "report", "nightly", "jobs", "doctor", "debug", "api"),
     "__main__": ("cli",),
     "": ("api", "common"),
 }

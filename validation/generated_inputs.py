@@ -2,9 +2,10 @@
 
     PYTHONPATH=. python validation/generated_inputs.py --inputs 1000000 --seed 1 --out run.jsonl
 
-Each input is tests/generated_inputs.py's of the seed and its number, so that any of them can be run again
-(--only N). Nothing is started and no network is asked. A line of JSON for each kind of input, with how often
-each exit code came, one for each that ended in something else, and one with the sum. --minutes: of CPU.
+Each input follows from the seed and its number (tests/support/generated_inputs.py), so that any of them can
+be run again (--only N). Nothing is started and no network is asked. A line of JSON for each kind of input,
+with how often each exit code came, one for each that ended in something else, and one with the sum.
+--minutes: of CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 
 def main() -> int:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune import user_text
 from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS, WITHOUT
+from autotune.common import user_text
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, nearest
 

@@ -265,23 +265,9 @@ def _tape(values: Any) -> TapeFile:
         version = json_records.shown(values.get("schema_version"))
         raise ValueError(f"its schema_version is {version}, and this autotune reads 1")
     fields = {name: value for name, value in values.items() if name in _FIELDS}
-    fields["peak"] = json_records.record(TapePeak, fields.get("peak"), "peak")
-    for name, kind in (("phases", TapePhase), ("tensors", TapeTensor), ("kernels", TapeKernel)):
-        fields[name] = tuple(
-            json_records.record(kind, each, f"{name}[{i}]")
-            for i, each in enumerate(_list(fields, name))
-        )
-    fields["events"] = tuple(_list(fields, "events"))
-    tape: TapeFile = json_records.record(TapeFile, fields, "")
+    tape = json_records.read(TapeFile, fields, "the file")
     _check(tape)
     return tape
-
-
-def _list(fields: dict[str, Any], name: str) -> list[Any]:
-    values = fields.get(name)
-    if not isinstance(values, list):
-        raise ValueError(f"{name} is {json_records.shown(values)} and should be a list")
-    return values
 
 
 def _check(tape: TapeFile) -> None:

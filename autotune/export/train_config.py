@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import user_text
+from autotune.common import user_text
 from autotune.common.files import Disk, Files
 from autotune.common.units import MIB
 from autotune.errors import ConfigError, nearest

@@ -37,9 +37,9 @@ from autotune.search import budget as inputs
 from autotune.space import values as readers
 from autotune.space.config import METHODS
 from autotune.space.values import kind
+from autotune.space.yaml_schema import a_list, a_mapping, joined, validated
 from autotune.store.recommendations import question_key, question_of
 from autotune.store.study_names import slug
-from autotune.yaml_schema import a_list, a_mapping, joined, validated
 
 ALL_OF_THE_CARD = "all"
 MAX_CELLS = 10_000

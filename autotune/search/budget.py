@@ -24,7 +24,7 @@ from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import MAX_FILE_BYTES
-from autotune.yaml_schema import parse_yaml, why_not_yaml
+from autotune.space.yaml_schema import parse_yaml, why_not_yaml
 
 NAMED = "named"
 FOUND = "found here"

@@ -40,7 +40,14 @@ from autotune.errors import ConfigError, nearest
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS, REQUIRED, Knob
 from autotune.space.search_space import MethodSpace, SearchSpace
-from autotune.yaml_schema import a_list, a_mapping, joined, parse_yaml, validated, why_not_yaml
+from autotune.space.yaml_schema import (
+    a_list,
+    a_mapping,
+    joined,
+    parse_yaml,
+    validated,
+    why_not_yaml,
+)
 
 MAX_FILE_BYTES = 256 * 1024
 MAX_POINTS = 1_000_000

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune import user_text
+from autotune.common import user_text
 
 MAX_VALUES = 1_000_000
 """A few aliases in YAML can stand for more than memory holds."""

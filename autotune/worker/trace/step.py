@@ -32,7 +32,6 @@ from autotune.worker.build import fp8, layers, quantize
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
-from autotune.worker.naming import NamingTracker, with_weights
 from autotune.worker.trace import attention, flex, liger, sft
 from autotune.worker.trace.chunks import Chunks
 from autotune.worker.trace.cuda import Device, Workspaces, device_choices
@@ -40,6 +39,7 @@ from autotune.worker.trace.encode import Symbols, encode
 from autotune.worker.trace.kernel_buffers import hidden_buffers
 from autotune.worker.trace.meta_step import MetaStep
 from autotune.worker.trace.meta_values import labelled_rows
+from autotune.worker.trace.naming import NamingTracker, with_weights
 from autotune.worker.trace.tracker import TrackedKernel, Tracker
 
 _OF_LABELS = {torch.ops.aten.nonzero.default: labelled_rows}

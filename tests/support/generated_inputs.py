@@ -27,16 +27,17 @@ import answers
 import pytest
 import yaml
 
-from autotune import cli, export, machine
+from autotune import cli, export
 from autotune.catalogue import gpus
 from autotune.nightly import run as nightly
 from autotune.predict import tracing
+from autotune.probe import fingerprint
 from autotune.search import dataset, predict_best
 from autotune.worker import lengths
 from autotune.worker.client import forkserver, isolate
 from autotune.worker.client.isolate import WorkerEnd
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CODES = (0, 2, 3, 4, 5, 6)
 MAX_CPU_SECONDS = 10.0
 MAX_MESSAGE_CHARS = 4000
@@ -499,7 +500,10 @@ def _alone() -> Iterator[None]:
         for module in (forkserver, nightly):
             patch.setattr(module, "ForkServer", Server)
         patch.setattr(
-            machine, "fingerprint", lambda *_, **__: answers.measurement().fingerprint, raising=True
+            fingerprint,
+            "assumed_fingerprint",
+            lambda *_, **__: answers.measurement().fingerprint,
+            raising=True,
         )
         patch.setattr(subprocess, "Popen", _no_process)
         before = signal.signal(signal.SIGVTALRM, too_long)

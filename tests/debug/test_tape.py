@@ -379,7 +379,7 @@ def test_nothing_to_compare_is_no_error(beside: Beside) -> None:
 
 @pytest.mark.usefixtures("forked_workers")
 def test_the_two_commands_one_after_the_other(tmp_path: Path) -> None:
-    example = Path(__file__).parents[1] / "examples/tiny-llama.json"
+    example = Path(__file__).parents[2] / "examples/tiny-llama.json"
     typed = ["--model", str(example), "--gpu", "rtx-4070", "--seq-len", "64", "--micro-batch", "2"]
     done = here.command("debug", "trace", *typed, "--out", "tape.json", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("error")) == (0, 0)

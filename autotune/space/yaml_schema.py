@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autotune import user_text
+from autotune.common import user_text
 from autotune.errors import nearest
 from autotune.space.values import kind
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import loaders
 import pytest
 
-MAKEFILE = Path(__file__).parents[1] / "Makefile"
+MAKEFILE = Path(__file__).parents[2] / "Makefile"
 
 
 @pytest.mark.parametrize(
