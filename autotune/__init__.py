@@ -1,7 +1,7 @@
 """Finds the fastest fine-tuning configuration of a model that fits a GPU.
 
-`find` answers, `Result` is its answer (autotune.api). Importing the package loads neither: they are
-fetched when they are first named.
+`find` answers, `Result` is its answer; `estimate` prices one configuration; `limits` says what is the most
+that fits (autotune.api). Importing the package loads none of them: they are fetched when first named.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from autotune.common.version import __version__
 
 if TYPE_CHECKING:
-    from autotune.api import Result, find
+    from autotune.api import Result, estimate, find, limits
 
-__all__ = ["Result", "__version__", "find"]
+__all__ = ["Result", "__version__", "estimate", "find", "limits"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Result", "find"):
+    if name in __all__:
         from autotune import api
 
         return getattr(api, name)

@@ -1,4 +1,6 @@
-"""autotune in code: `find` is the command of that name, and Result its answer with what trainers take.
+"""autotune in code: `find`, `estimate` and `limits` are the commands find, estimate and max.
+
+`find` gives a Result, the answer with what trainers take.
 
     import autotune
 
@@ -30,21 +32,26 @@ from autotune.catalogue import models
 from autotune.errors import ConfigError, nearest
 from autotune.export import Exporter
 from autotune.records.answer import Summary
-from autotune.records.question import FindOptions
+from autotune.records.estimate import Estimate
+from autotune.records.question import Question
 from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
 from autotune.report.data import ReportData
 from autotune.report.deliver import deliver
 from autotune.report.progress import on_stderr
 from autotune.search import budget
-from autotune.search import find as finding
+from autotune.search import estimate as estimating
+from autotune.search.find import Finding
+from autotune.search.find import find as search
 from autotune.search.listener import SILENT, Listener
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.knobs import KNOBS
 from autotune.store import stored_answers
 from autotune.store.database import DEFAULT_URL
 
 if TYPE_CHECKING:
+    from autotune.search.inverse.questions import Limit
     from autotune.worker.given.callback import WatchCallback
     from autotune.worker.given.objects import BitsAndBytesConfig, PeftConfig, TrainingArguments
 
@@ -271,7 +278,7 @@ def find(
     StorageError.
     """
     given = {name: value for name, value in locals().items() if name not in _NOT_IN_COMMAND}
-    options = FindOptions(
+    question = Question(
         model=None if model is None else _text(model),
         task=task,
         gpu=gpu,
@@ -297,8 +304,8 @@ def find(
     command = _command(given)
     notes: list[str] = []
     with _kept_in(storage) as database:
-        answer = finding.find(
-            options, storage=database, command=command, listener=_noting(notes, progress)
+        answer = search(
+            question, storage=database, command=command, listener=_noting(notes, progress)
         )
     delivered = deliver(
         answer, folder=None if out is None else Path(out), storage=storage, command=command
@@ -319,6 +326,103 @@ def find(
     )
 
 
+def estimate(
+    model: StrPath,
+    *,
+    task: str | None = None,
+    gpu: str | None = None,
+    gpu_mem: str | None = None,
+    num_gpus: int = 1,
+    seq_len: int | None = None,
+    dataset: StrPath | None = None,
+    text_field: str = "text",
+    tokenizer: StrPath | None = None,
+    method: str | None = None,
+    accumulation: int = 1,
+    **settings: Any,
+) -> Estimate:
+    """Predict memory and speed of one configuration: `autotune estimate`, with its options by their names.
+
+    `settings` are fields of TrainConfig (`micro_batch_size=4`, `optimizer="adamw_torch_fused"`); what is
+    not given is as by default. Raises ConfigError for what is unknown or cannot work, HardwareError and
+    WorkerError.
+    """
+    question = Question(
+        model=_text(model),
+        task=task,
+        gpu=gpu,
+        gpu_mem=gpu_mem,
+        num_gpus=num_gpus,
+        seq_len=seq_len,
+        dataset=None if dataset is None else Path(dataset),
+        text_field=text_field,
+        tokenizer=None if tokenizer is None else _text(tokenizer),
+        methods=() if method is None else (method,),
+        accumulation=accumulation,
+        settings=_settings(settings),
+    )
+    return estimating.estimate(question).estimate
+
+
+def limits(
+    what: str,
+    model: StrPath | None = None,
+    *,
+    task: str | None = None,
+    gpu: str | None = None,
+    gpu_mem: str | None = None,
+    seq_len: int | None = None,
+    multiple_of: int = 64,
+    method: str | Sequence[str] = (),
+    accumulation: int = 1,
+    space: StrPath = "default",
+    **settings: Any,
+) -> Limit:
+    """Find the most that still fits, or the least card that would do: `autotune max`, by its options' names.
+
+    `what`: "sequence-length", "micro-batch", "lora-rank", "model" or "gpu". `settings` are fields of
+    TrainConfig that stay fixed; the rest is free. Raises ConfigError, HardwareError, NothingFitsError where
+    not even the first value fits, and WorkerError.
+    """
+    from autotune.search.inverse.limits import limits as find_limit
+    from autotune.search.inverse.questions import QUESTIONS
+
+    if what not in QUESTIONS:
+        raise ConfigError(f"what is {str(what)[:40]!r}", remedy=nearest(str(what)[:40], QUESTIONS))
+    if model is None and what != "model":
+        raise ConfigError(f"{what} needs a model", remedy="Give the model")
+    fixed = _settings(settings)
+    question = Question(
+        model=None if model is None else _text(model),
+        task=task,
+        gpu=gpu,
+        gpu_mem=gpu_mem,
+        seq_len=seq_len,
+        methods=(method,) if isinstance(method, str) else tuple(method),
+        peft=fixed.pop("peft", None),
+        accumulation=accumulation,
+        space=_text(space),
+        settings=fixed,
+    )
+    return find_limit(question, what, multiple_of=multiple_of)
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as TrainConfig has them; ConfigError for a name or a value that it has not."""
+    settings = {}
+    for name, value in given.items():
+        if name not in KNOBS:
+            raise ConfigError(f"There is no setting {name[:40]!r}", nearest(name[:40], KNOBS))
+        if name == "peft":
+            settings[name] = _peft(value)
+            continue
+        try:
+            settings[name] = KNOBS[name].read(value)
+        except ValueError as error:
+            raise ConfigError(f"{name} is {str(value)[:40]}", why=str(error)) from error
+    return settings
+
+
 _NOT_IN_COMMAND = ("storage", "progress")
 """Of what the study keeps of the call: a database's address may hold a password."""
 
@@ -336,7 +440,7 @@ def _command(given: Mapping[str, Any]) -> str:
 
 
 def _text(value: StrPath) -> str:
-    """A name or a path; what is neither is for FindOptions to refuse."""
+    """A name or a path; what is neither is for Question to refuse."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -358,7 +462,7 @@ def _kept_in(storage: str | None) -> Iterator[str]:
         yield f"sqlite:///{folder}/autotune.db"
 
 
-def _data_without_study(answer: finding.Answer, command: str) -> ReportData:
+def _data_without_study(answer: Finding, command: str) -> ReportData:
     with _kept_in(None) as database:
         kept = deliver(answer, folder=None, storage=database, command=command)
         for problem in kept.problems:

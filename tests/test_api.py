@@ -24,7 +24,7 @@ from autotune.errors import ConfigError, NothingFitsError, StorageError
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
 from autotune.report import files
 from autotune.search import budget, predict_best
-from autotune.search.predict_best import Found
+from autotune.search.predict_best import Prediction
 from autotune.space.config import METHODS
 
 ASK = {"model": "qwen2.5-1.5b", "gpu_mem": "12GB"}
@@ -38,10 +38,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
     def find(
         model: ModelSource, workload: Any, space: Any, gpu: Any, *, gpu_reason: str, **rest: Any
-    ) -> Found:
+    ) -> Prediction:
         told = {name: value for name, value in rest.items() if name != "progress"}
         calls.append({"model": model, "workload": workload, "space": space, "gpu": gpu, **told})
-        return answers.found(workload=workload, gpu=gpu.name, gpu_reason=gpu_reason)
+        return answers.prediction(workload=workload, gpu=gpu.name, gpu_reason=gpu_reason)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
@@ -50,7 +50,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
 
 def test_the_package_has_what_it_says() -> None:
-    assert set(autotune.__all__) == {"Result", "find", "__version__"}
+    assert set(autotune.__all__) == {"Result", "estimate", "find", "limits", "__version__"}
     assert autotune.find is api.find
     assert autotune.Result is Result
     with pytest.raises(AttributeError, match="no attribute 'fnid'"):
@@ -218,7 +218,12 @@ def test_a_base_that_several_gpus_train_is_not_measured_on_one(
     base = dataclasses.replace(answers.CONFIG, parallelism="ddp", num_gpus=2)
     path = tmp_path / "train_config.yaml"
     path.write_text(json.dumps({"version": 1, "config": base.to_dict()}), encoding="utf-8")
-    here = find_gpu("rtx-4070"), f"{budget.FOUND}; 1 GB is in use", 10**10
+    here = budget.ChosenCard(
+        gpu=find_gpu("rtx-4070"),
+        source=budget.CardSource.FOUND,
+        budget_bytes=10**10,
+        note="1 GB is in use",
+    )
     monkeypatch.setitem(budget.CHOOSERS, backend, lambda *_: here)
     with pytest.raises(ConfigError, match=f"A run on 2 GPUs does not go with --backend {backend}"):
         autotune.find(ASK["model"], base=path, backend=backend)
@@ -287,8 +292,8 @@ def test_the_report_of_a_kept_and_of_an_unkept_answer(
 def test_the_report_of_a_measurement_that_was_not_kept(
     asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def find(*_: Any, gpu_reason: str, **__: Any) -> Found:
-        return answers.found(measured=answers.measured())
+    def find(*_: Any, gpu_reason: str, **__: Any) -> Prediction:
+        return answers.prediction(measured=answers.measured())
 
     monkeypatch.setattr(predict_best, "find", find)
     page = autotune.find(**ASK).report(tmp_path / "report.html").read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import click
 
-from autotune.cli.configuration import configuration_options, resolve_typed
-from autotune.cli.output import print_json
+from autotune.cli.configuration import configuration_options, question_of
+from autotune.cli.output import note, print_json
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -37,32 +36,15 @@ def trace(context: click.Context, /, *, as_json: bool, out: Path | None, **setti
     from autotune.common.units import format_bytes
     from autotune.debug.tape import tape_of
     from autotune.debug.words import lines_of_tape
-    from autotune.predict.estimator import Estimator
-    from autotune.predict.tracing import trace_all
-    from autotune.records.estimate import TraceSpec
     from autotune.report.progress import progress_on_stderr
+    from autotune.search.estimate import priced
+    from autotune.search.resolve import resolve_configuration
     from autotune.space.knobs import describe
 
-    asked = resolve_typed(context, **settings)
-    workload = asked.workload
+    asked = resolve_configuration(question_of(context, **settings), note=note)
     with progress_on_stderr(quiet=as_json) as progress:
-        traces = trace_all(
-            asked.source,
-            workload.task,
-            workload.sequence_length,
-            asked.gpu,
-            [TraceSpec.of(asked.config)],
-            num_gpus=workload.num_gpus,
-            on_trace=functools.partial(progress, "trace"),
-            operations=True,
-        )
-    estimator = Estimator(
-        traces,
-        asked.gpu,
-        memory_budget_bytes=workload.memory_budget_bytes,
-        useful_share=workload.useful_share,
-    )
-    tape = tape_of(estimator, asked.config, model=asked.source.name, task=workload.task)
+        estimator = priced(asked, progress=progress, with_operations=True).estimator
+    tape = tape_of(estimator, asked.config, model=asked.source.name, task=asked.workload.task)
     text = json.dumps(tape.to_dict(), allow_nan=False)
     if out is not None:
         write_all({out: [text, "\n"]}, what="The prediction", to=out, kind="file")

@@ -12,7 +12,7 @@ import click
 from autotune.cli import completion, jobs
 from autotune.cli.options import COUNT, KnobType, command_line, is_given, workload_options
 from autotune.cli.output import command_on, explain, print_json, say
-from autotune.records.question import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, FindOptions
+from autotune.records.question import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, Question
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
 from autotune.store import database
@@ -147,7 +147,7 @@ def find(
         raise click.UsageError("--wait goes with --enqueue.")
     if enqueue:
         jobs.enqueue(
-            FindOptions(**typed),
+            Question(**typed),
             storage=storage,
             command=command,
             waits=wait,
@@ -157,7 +157,7 @@ def find(
         return
     try:
         answer = finding.find(
-            FindOptions(**typed),
+            Question(**typed),
             storage=storage,
             command=command,
             listener=on_stderr(quiet=as_json),

@@ -15,7 +15,7 @@ from autotune.cli.output import command_on, note, print_json, say, storage_words
 from autotune.store import database
 
 if TYPE_CHECKING:
-    from autotune.records.question import FindOptions
+    from autotune.records.question import Question
     from autotune.store.jobs import Job, JobTable
 
 STUDIES = Path("studies")
@@ -122,7 +122,7 @@ def _refuse_missing(storage: str, number: int) -> None:
 
 
 def enqueue(
-    options: FindOptions,
+    options: Question,
     *,
     storage: str,
     command: str,

@@ -11,9 +11,8 @@ from autotune.cli import completion
 from autotune.cli.options import COUNT, LENGTH, is_given, knob_options
 from autotune.cli.output import print_json
 from autotune.errors import ConfigError
+from autotune.records.question import Question
 from autotune.space.config import METHODS, TASKS
-from autotune.space.requirements import predictable
-from autotune.space.search_space import with_peft
 
 WHATS = ("sequence-length", "micro-batch", "lora-rank", "model", "gpu")
 """The keys of autotune.search.inverse.questions.QUESTIONS, whose import is slow."""
@@ -92,49 +91,30 @@ def maximum(
 
     Example: autotune max --what sequence-length --model Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora
     """
-    from autotune.catalogue import models
-    from autotune.report import limits
+    from autotune.report import limits as drawing
     from autotune.report.progress import progress_on_stderr
-    from autotune.search import budget
-    from autotune.search.inverse import pricing, questions
-    from autotune.space import space_file
-    from autotune.worker.client.forkserver import ForkServer
+    from autotune.search.inverse.limits import limits
 
     _check_options(what, model is not None)
-    card, gpu_reason, budget_bytes = None, "", None
-    if what != "gpu":
-        card, gpu_reason, budget_bytes = budget.choose_card(gpu, gpu_mem)
-    source = None if model is None else models.resolve(model)
-    length = seq_len or 1024
-    if source is not None and what != "sequence-length":
-        length = budget.possible_length(source, length, is_given=seq_len is not None)
-        budget.check_length(task or source.task, length)
-    searched, _ = predictable(space_file.load(space_name))
-    if settings["peft"] is not None:
-        searched = with_peft(searched, settings.pop("peft"))
-        methods = ("peft",)
-    methods = tuple(method for method in METHODS if method in methods) or METHODS
-    space_file.require_method(searched, methods)
-    asked = pricing.Asked(
-        source=source,
+    question = Question(
+        model=model,
         task=task,
-        gpu=card,
-        gpu_reason=gpu_reason,
-        budget_bytes=budget_bytes,
-        sequence_length=length,
-        methods=methods,
+        gpu=gpu,
+        gpu_mem=gpu_mem,
+        seq_len=seq_len,
         accumulation=accumulation,
-        fixed={name: value for name, value in settings.items() if value is not None},
-        space=searched,
-        multiple_of=multiple_of,
+        methods=methods,
+        peft=settings.pop("peft"),
+        space=space_name,
+        settings={name: value for name, value in settings.items() if value is not None},
     )
-    with progress_on_stderr(quiet=as_json) as progress, ForkServer() as server:
-        answer = questions.answer(what, asked, server, progress=progress)
-    check = limits.command(answer, name_card=gpu_reason != budget.FOUND)
+    with progress_on_stderr(quiet=as_json) as progress:
+        found = limits(question, what, multiple_of=multiple_of, progress=progress)
+    check = drawing.command(found)
     if as_json:
-        print_json({**answer.to_dict(), "check": check})
+        print_json({**found.to_dict(), "check": check})
     else:
-        limits.draw_answer(answer, check, sys.stdout)
+        drawing.draw_answer(found, check, sys.stdout)
 
 
 def _check_options(what: str, has_model: bool) -> None:

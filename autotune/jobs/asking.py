@@ -32,9 +32,10 @@ from autotune.errors import (
 )
 from autotune.export.train_config import MAX_FILE_BYTES
 from autotune.records.answer import summary_from_dict
-from autotune.records.question import FindOptions
+from autotune.records.question import Question
 from autotune.report.answer_files import AnswerFiles
 from autotune.search import budget, resolve
+from autotune.search.budget import CardSource, ChosenCard
 from autotune.search.resolve import Brought
 from autotune.space import space_file
 from autotune.space.lengths import Lengths
@@ -53,7 +54,7 @@ SPACE_FILE = "space.yaml"
 class Asked:
     """A question as a worker reads it."""
 
-    options: FindOptions
+    options: Question
     brought: Brought
 
 
@@ -66,17 +67,17 @@ class _WithoutSecrets(Disk):
         return text
 
 
-def prepare(options: FindOptions, *, note: Callable[[str], None]) -> tuple[dict[str, Any], Wanted]:
+def prepare(options: Question, *, note: Callable[[str], None]) -> tuple[dict[str, Any], Wanted]:
     """The question as JSON, and what it wants of a machine. `note` hears what is made of the options.
 
     Raises ConfigError for what no machine can answer, or none but this one; HardwareError, WorkerError.
     """
     card, wanted = _wanted(options)
     disk = _WithoutSecrets()
-    taken = resolve.read(
+    budget_bytes = wanted.budget_bytes or card.capacity_bytes
+    taken = resolve.resolve(
         options,
-        card,
-        wanted.budget_bytes or card.capacity_bytes,
+        card=ChosenCard(gpu=card, source=CardSource.NAMED, budget_bytes=budget_bytes),
         note=note,
         brought=Brought(files=disk),
     )
@@ -102,7 +103,7 @@ def prepare(options: FindOptions, *, note: Callable[[str], None]) -> tuple[dict[
     return question, wanted
 
 
-def _wanted(options: FindOptions) -> tuple[Gpu, Wanted]:
+def _wanted(options: Question) -> tuple[Gpu, Wanted]:
     if options.backend == "predict":
         raise ConfigError(
             "--backend predict does not go with --enqueue",
@@ -121,7 +122,7 @@ def _wanted(options: FindOptions) -> tuple[Gpu, Wanted]:
             remedy="Give --gpu with its name (autotune gpus), or --backend cpu with --gpu-mem",
         )
     else:
-        card, _, _ = budget.choose_card(options.gpu, options.gpu_mem)
+        card = budget.choose_card(options.gpu, options.gpu_mem).gpu
     return card, Wanted(card=card.name, budget_bytes=budget_bytes)
 
 
@@ -146,7 +147,7 @@ def read(question: Mapping[str, Any], folder: Path, *, backend: str) -> Asked:
     return Asked(options=options, brought=brought)
 
 
-def _options(question: Mapping[str, Any]) -> FindOptions:
+def _options(question: Mapping[str, Any]) -> Question:
     if question["schema_version"] > VERSION:
         host = socket.gethostname()
         raise ConfigError("A newer autotune has asked it", remedy=f"Update autotune on {host}")
@@ -156,7 +157,7 @@ def _options(question: Mapping[str, Any]) -> FindOptions:
         given["dataset"] = Path(given["dataset"])
     if "base" in given:
         given["base"] = Path(question["base"]["path"])
-    return FindOptions(**given)
+    return Question(**given)
 
 
 def _lengths(question: Mapping[str, Any]) -> Lengths | None:

@@ -34,7 +34,8 @@ from autotune.probe import owners
 from autotune.records.answer import Counts, stored_record
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.report.deliver import deliver
-from autotune.search import budget, find
+from autotune.search import budget
+from autotune.search.find import find
 from autotune.search.listener import SILENT, Listener, Measuring
 from autotune.space.config import TrainConfig
 from autotune.store import optuna_study
@@ -180,7 +181,7 @@ class _Work:
     def _answer(self) -> None:
         with private_folder() as folder:
             asked = asking.read(self._job.question, Path(folder), backend=self._at.backend)
-            answer = find.find(
+            answer = find(
                 asked.options,
                 storage=self._url,
                 command=self._job.command,

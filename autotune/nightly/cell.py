@@ -32,7 +32,7 @@ from autotune.nightly.repeats import Repeated, Repeater
 from autotune.records.answer import Counts
 from autotune.records.measurement import Measurement
 from autotune.report.deliver import deliver
-from autotune.search import find
+from autotune.search.find import Finding, find
 from autotune.search.listener import SILENT, Listener, Measuring
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
@@ -190,7 +190,7 @@ class CellNight:
         self,
         standing: Night,
         verdict: drift.Verdict,
-        answer: find.Answer,
+        answer: Finding,
         challenger: Repeated,
         gained: drift.Verdict,
     ) -> Night:
@@ -258,10 +258,10 @@ class CellNight:
             has_searched=has_searched,
         )
 
-    def _find(self) -> find.Answer:
+    def _find(self) -> Finding:
         """`find` as anyone would ask it, measured here."""
         options = dataclasses.replace(self._cell.options, backend=self._place.backend)
-        return find.find(
+        return find(
             options,
             storage=self._place.storage,
             command=self._place.command,
@@ -269,7 +269,7 @@ class CellNight:
             server=self._server,
         )
 
-    def _record(self, answer: find.Answer, *, writes: bool = False) -> None:
+    def _record(self, answer: Finding, *, writes: bool = False) -> None:
         """In its study; with `writes` as files too, each of which takes the old one's place whole."""
         machine = self._place.folder(_best(answer).fingerprint.device)
         delivered = deliver(
@@ -304,7 +304,7 @@ class CellNight:
         return relatives.nearest(device, last.values())
 
 
-def _best(answer: find.Answer) -> Measurement:
+def _best(answer: Finding) -> Measurement:
     assert answer.summary.measured is not None
     return answer.summary.measured.best
 

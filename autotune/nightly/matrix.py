@@ -6,7 +6,7 @@ studies/nightly.yaml explains each line; in short:
     budgets: [all, 12GB]                    default [all]: of the card
     lengths: [1024, 4096]                   tokens per sample; default [1024]
     methods: [lora, [full, qlora]]          a list in the list is one search over several; default: all
-    effective_batch, effort, space ...:     fields of FindOptions, for every cell
+    effective_batch, effort, space ...:     fields of Question, for every cell
     time_budget: 6h                         of a night; default 8h
     retune_after: 30d                       a cell is due then, whatever changed; default 30d
     measure_again_after: 12h                what was measured since is left alone; default 12h
@@ -32,7 +32,7 @@ from typing import Any
 
 from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError, nearest
-from autotune.records.question import SEQUENCE_LENGTH, FindOptions
+from autotune.records.question import SEQUENCE_LENGTH, Question
 from autotune.search import budget as inputs
 from autotune.space import values as readers
 from autotune.space.config import METHODS
@@ -60,7 +60,7 @@ OPTIONS = (
     "compile_mode",
     "train_steps",
 )
-"""Fields of FindOptions that a matrix sets for all cells, or for some."""
+"""Fields of Question that a matrix sets for all cells, or for some."""
 
 _PATHS = ("base", "dataset")
 _REMEDY = "Copy studies/nightly.yaml and edit it; it explains each line"
@@ -72,7 +72,7 @@ _SECONDS_PER_UNIT = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
 class Cell:
     """One question of the matrix."""
 
-    options: FindOptions
+    options: Question
     priority: float = 1.0
     name: str = ""
     """Fit for a file's name, and its own in the matrix."""
@@ -82,7 +82,7 @@ class Cell:
         """What is asked, as JSON has it: what differs from find's defaults, and no absolute path."""
         return {
             field.name: _portable(value)
-            for field in dataclasses.fields(FindOptions)
+            for field in dataclasses.fields(Question)
             if (value := getattr(self.options, field.name)) != field.default
             and field.name not in ("backend", "study")
         }
@@ -144,7 +144,7 @@ _KNOWN_KEYS = {
 
 @functools.cache
 def _schema() -> Any:
-    """The file's pydantic model. FindOptions checks its own fields, once a cell is made."""
+    """The file's pydantic model. Question checks its own fields, once a cell is made."""
     from typing import Annotated
 
     from pydantic import AfterValidator, BeforeValidator
@@ -232,7 +232,7 @@ def _cells(
         paths = {name: Path(options[name]) for name in _PATHS if isinstance(options.get(name), str)}
         try:
             yield Cell(
-                options=FindOptions(
+                options=Question(
                     model=model,
                     gpu_mem=None if budget == ALL_OF_THE_CARD else budget,
                     seq_len=length,
@@ -253,7 +253,7 @@ def _named(cells: Sequence[Cell]) -> Iterator[Cell]:
         yield dataclasses.replace(cell, name=unique)
 
 
-def _name(options: FindOptions) -> str:
+def _name(options: Question) -> str:
     path = PurePath(options.model or "")
     model = path.parent.name if path.name == "config.json" else path.name
     budget = slug(options.gpu_mem or ALL_OF_THE_CARD)

@@ -47,7 +47,7 @@ class Repeater:
         options = cell.options
         assert options.model is not None
         source = resolve(options.model)
-        _, _, budget_bytes = budget.CHOOSERS[backend](None, options.gpu_mem)
+        budget_bytes = budget.CHOOSERS[backend](None, options.gpu_mem).budget_bytes
         spec = ProbeSpec(
             task=options.task or source.task,
             backend=backend,

@@ -207,6 +207,8 @@ class Summary:
     """What probes found; `best` is then the prediction for the measured winner."""
     base_name: str = TRAINER_DEFAULTS
     """What the base is called, in the plural."""
+    space_changes: tuple[str, ...] = ()
+    """What became of the space that was named before it was searched, in words and in order."""
     loader: LoaderTimes | None = None
     """The loader of the measured answer's train.py; None: it was not timed."""
 
@@ -274,6 +276,7 @@ class Summary:
             "invalid_by_rule": self.invalid_by_rule,
             "classes_outside": list(self.classes_outside),
             "left_out": list(self.left_out),
+            "space_changes": list(self.space_changes),
             "base_name": self.base_name,
             "loader": None if self.loader is None else self.loader.to_dict(),
             "elapsed_seconds": self.elapsed_seconds,

@@ -1,10 +1,12 @@
-"""What `find` is asked, on the command line and in code: one record, checked once."""
+"""What is asked, on the command line, in code and by a night: one record, checked once."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autotune.errors import ConfigError, nearest
 from autotune.records.measurement import BACKENDS
@@ -31,14 +33,15 @@ RANGES: dict[str, tuple[int, int]] = {
     "effective_batch": (1, 1_000_000),
     "confirm_steps": (0, 1_000_000),
     "train_steps": (1, 1_000_000),
+    "accumulation": (1, 1_000_000),
 }
 _TEXTS = ("model", "gpu", "gpu_mem", "text_field", "tokenizer", "peft", "space", "study")
 _PATHS = ("dataset", "base")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FindOptions:
-    """The options of `autotune find`, by their names; None where one was left out.
+class Question:
+    """What `find`, `estimate` and `max` are asked, by the options' names; None where one was left out.
 
     Making one raises ConfigError for a value outside CHOICES and RANGES.
     """
@@ -74,18 +77,23 @@ class FindOptions:
     """None: an epoch of the dataset; without one steady speed decides."""
     study: str | None = None
     """None: named by the workload."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step of the one configuration that is asked about."""
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Settings that are fixed, fields of TrainConfig by name: of the one configuration that is asked
+    about, or of a question for the most that fits."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) is None and field.default is not None:
+        for each in dataclasses.fields(self):
+            if getattr(self, each.name) is None and each.default is not None:
                 raise ConfigError(
-                    f"{field.name} is nothing", remedy="Give it a value, or leave it out"
+                    f"{each.name} is nothing", remedy="Give it a value, or leave it out"
                 )
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            for each in value if isinstance(value, tuple) else (value,):
-                if each is not None and each not in choices:
-                    shown = str(each)[:40]
+            for one in value if isinstance(value, tuple) else (value,):
+                if one is not None and one not in choices:
+                    shown = str(one)[:40]
                     raise ConfigError(f"{name} is {shown!r}", remedy=nearest(shown, choices))
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)

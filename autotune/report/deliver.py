@@ -16,7 +16,7 @@ from autotune.report import html
 from autotune.report.answer_files import AnswerFiles
 from autotune.report.data import collect
 from autotune.report.files import write
-from autotune.search.find import Answer
+from autotune.search.find import Finding
 from autotune.store import optuna_study, predicted_trials, stored_answers
 from autotune.store.database import damage_explained, parse_url
 from autotune.store.recommendations import (
@@ -55,7 +55,7 @@ class Delivered:
 
 
 def deliver(
-    answer: Answer,
+    answer: Finding,
     *,
     folder: Path | None,
     storage: str | None,
@@ -100,7 +100,7 @@ def deliver(
 
 
 def _record(
-    answer: Answer, result: dict[str, Any], *, storage: str, command: str, draws: bool
+    answer: Finding, result: dict[str, Any], *, storage: str, command: str, draws: bool
 ) -> str | None:
     """Keep the answer in its study. The page of its report, where that is wanted and quick."""
     summary = answer.summary
@@ -119,15 +119,13 @@ def _record(
         if summary.measured is None:
             predicted_trials.record_estimates(
                 opened,
-                answer.found.considered,
+                answer.considered,
                 budget_bytes=summary.workload.memory_budget_bytes,
                 space=summary.space,
             )
         opened.set_user_attr(stored_answers.RESULT, stored_record(summary))
         opened.set_user_attr(stored_answers.FILES, result["files"])
-        opened.set_user_attr(
-            stored_answers.DETAILS, json_records.plain(answer.found.details(summary))
-        )
+        opened.set_user_attr(stored_answers.DETAILS, json_records.plain(answer.details))
         # A study may have been begun by another command: its latest answer is this one's.
         opened.set_user_attr(stored_answers.COMMAND, command)
         opened.set_user_attr(stored_answers.VERSIONS, stored_answers.library_versions())
@@ -137,7 +135,7 @@ def _record(
         return html.draw(collect(stored_answers.answer_of(opened), trials))
 
 
-def _recommend(answer: Answer, *, storage: str, reason: str) -> None:
+def _recommend(answer: Finding, *, storage: str, reason: str) -> None:
     """Keep the answer beside those that were given to the question before."""
     summary, question = answer.summary, dict(answer.question)
     final = None if summary.measured is None else summary.measured.final

@@ -7,7 +7,7 @@ from typing import TextIO
 
 from autotune.common.units import format_bytes, format_seconds
 from autotune.report import terminal, words
-from autotune.search.inverse.questions import Answer
+from autotune.search.inverse.questions import Limit
 from autotune.space.knobs import as_options, describe
 
 _QUESTIONS = {
@@ -20,7 +20,7 @@ _QUESTIONS = {
 """How a value is said, and what it is of those that fit."""
 
 
-def draw_answer(answer: Answer, check: str, file: TextIO) -> None:
+def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
     """The value first, then what reaches it, then what the next one would need.
 
     `check`: the command that prices it again.
@@ -53,13 +53,13 @@ def draw_answer(answer: Answer, check: str, file: TextIO) -> None:
     terminal.draw_rows(rows, file)
 
 
-def _said(answer: Answer) -> str:
+def _said(answer: Limit) -> str:
     value, which = _QUESTIONS[answer.what]
     steps = f", in steps of {answer.multiple_of}" if answer.multiple_of > 1 else ""
     return f"{value.format(answer.value)}: {which} that fits{steps}"
 
 
-def _accumulating(answer: Answer) -> str:
+def _accumulating(answer: Limit) -> str:
     """Whether gradients may wait for a second micro-batch; more of them need their token ids besides."""
     if answer.accumulated is None:
         return "Several micro-batches per step do not go with these settings."
@@ -71,7 +71,7 @@ def _accumulating(answer: Answer) -> str:
     return f"With several micro-batches per step (--accumulation): {format_bytes(peak_bytes)}, {verdict}."
 
 
-def _next(answer: Answer) -> str:
+def _next(answer: Limit) -> str:
     beyond = answer.beyond
     if beyond is None:
         return f"Memory does not end it: {answer.limit}."
@@ -80,11 +80,11 @@ def _next(answer: Answer) -> str:
     return f"{value} needs {need} at least, {lack} too much ({describe(beyond.smallest.config)})"
 
 
-def command(answer: Answer, *, name_card: bool) -> str:
+def command(answer: Limit) -> str:
     """What prices the answer's configuration again; a card that is here need not be named."""
     config = answer.best.config
     parts = ["autotune", "estimate", "--model", answer.model, "--task", answer.task]
-    parts += ["--gpu", answer.best.gpu] if name_card else []
+    parts += ["--gpu", answer.best.gpu] if not answer.card_is_here else []
     budget_bytes = answer.memory_budget_bytes
     parts += ["--gpu-mem", words.typed_size(budget_bytes).replace(" ", "") or f"{budget_bytes}B"]
     parts += ["--seq-len", str(config.sequence_length), "--method", config.method]

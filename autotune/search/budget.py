@@ -5,7 +5,10 @@ Each function raises ConfigError with what, why and the remedy when the pieces d
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import yaml
@@ -26,16 +29,46 @@ from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import MAX_FILE_BYTES
 from autotune.space.yaml_schema import parse_yaml, why_not_yaml
 
-NAMED = "named"
-FOUND = "found here"
-ON_CPU = "real steps on the CPU, bytes by the tracker: no measure of a GPU"
+
+class CardSource(StrEnum):
+    """Why a search is for this card."""
+
+    NAMED = "named"
+    FOUND = "found here"
+    PLANNED = "planned for"
+    CPU = "real steps on the CPU, bytes by the tracker: no measure of a GPU"
 
 
-def choose_card(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
-    """(card, why this one, budget in bytes). The budget is what was typed, else all of the card."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenCard:
+    """The card that a search is for, and the budget on it."""
+
+    gpu: Gpu
+    source: CardSource
+    budget_bytes: int
+    note: str = ""
+    """What a person should know of the choice, in words."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether probes on CUDA would run on it."""
+        return self.source is CardSource.FOUND
+
+    @property
+    def why(self) -> str:
+        """Why this card, in words."""
+        between = {CardSource.PLANNED: ": ", CardSource.FOUND: "; "}.get(self.source, "")
+        return f"{self.source}{between}{self.note}" if self.note else str(self.source)
+
+
+def choose_card(name: str | None, size: str | None) -> ChosenCard:
+    """Choose by what was typed: a name, a size, both. The budget is the size, else all of the card.
+
+    Raises ConfigError, and HardwareError for a card that runs no CUDA.
+    """
     budget_bytes = None if size is None else parse_bytes(size)
     if name is not None:
-        card, reason = gpus.find_gpu(name), NAMED
+        card = gpus.find_gpu(name)
         if card.compute_capability is None:
             raise HardwareError(
                 f"{card.name} does not run CUDA",
@@ -48,11 +81,17 @@ def choose_card(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
                 why=f"Of its memory {format_bytes(card.capacity_bytes)} can be used",
                 remedy="Lower --gpu-mem, leave it out, or name another card",
             )
-        return card, reason, budget_bytes or card.capacity_bytes
+        return ChosenCard(
+            gpu=card, source=CardSource.NAMED, budget_bytes=budget_bytes or card.capacity_bytes
+        )
     here = gpus.detect()
     roomy = [card for card in here if budget_bytes is None or budget_bytes <= card.capacity_bytes]
     if roomy:
-        return roomy[0], FOUND, budget_bytes or roomy[0].capacity_bytes
+        return ChosenCard(
+            gpu=roomy[0],
+            source=CardSource.FOUND,
+            budget_bytes=budget_bytes or roomy[0].capacity_bytes,
+        )
     if budget_bytes is None:
         raise ConfigError(
             "There is no memory budget",
@@ -60,12 +99,19 @@ def choose_card(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
             remedy="Give --gpu-mem 12GB, or --gpu with a card's name (autotune gpus)",
         )
     lacking = "the GPU here has less" if here else "no CUDA GPU is here"
-    reason = f"planned for: {lacking} (--gpu names another)"
-    return gpus.for_budget(budget_bytes), reason, budget_bytes
+    return ChosenCard(
+        gpu=gpus.for_budget(budget_bytes),
+        source=CardSource.PLANNED,
+        budget_bytes=budget_bytes,
+        note=f"{lacking} (--gpu names another)",
+    )
 
 
-def cpu_as_card(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
-    """As choose_card, for probes on the CPU: it has no memory of its own, so a budget is needed."""
+def cpu_as_card(name: str | None, size: str | None) -> ChosenCard:
+    """Take the CPU as the card that probes run on; it has no memory of its own, so a size is needed.
+
+    Raises ConfigError.
+    """
     card = gpus.cpu_stand_in()
     if name is not None:
         raise ConfigError(
@@ -86,7 +132,7 @@ def cpu_as_card(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
             why=f"It has {format_bytes(card.capacity_bytes)}",
             remedy="Lower --gpu-mem",
         )
-    return card, ON_CPU, budget_bytes
+    return ChosenCard(gpu=card, source=CardSource.CPU, budget_bytes=budget_bytes)
 
 
 def agreed(option: str, value: int | None, of_base: int) -> int:
@@ -208,10 +254,10 @@ def check_rules(
         )
 
 
-def card_here(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
-    """As choose_card, for probes on CUDA: the card of this machine, under a smaller budget if typed.
+def card_here(name: str | None, size: str | None) -> ChosenCard:
+    """Choose the card of this machine for probes on CUDA, under a smaller budget where one was typed.
 
-    What others hold of it is no part of a budget.
+    What others hold of it is no part of a budget. Raises ConfigError, HardwareError.
     """
     here = gpus.detect()
     if not here:
@@ -237,12 +283,12 @@ def card_here(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
         )
     taken = nvml.taken_of(budget_bytes)
     if taken is None:
-        return card, FOUND, budget_bytes
+        return ChosenCard(gpu=card, source=CardSource.FOUND, budget_bytes=budget_bytes)
     free_bytes = taken.free_bytes // FREE_STEP_BYTES * FREE_STEP_BYTES
     free = f"{format_bytes(taken.free_bytes)} of its {format_bytes(card.capacity_bytes)} are free"
     if size is None and free_bytes:
-        reason = f"{FOUND}; {free}, so the budget is {format_bytes(free_bytes)}: {taken}"
-        return card, reason, free_bytes
+        note = f"{free}, so the budget is {format_bytes(free_bytes)}: {taken}"
+        return ChosenCard(gpu=card, source=CardSource.FOUND, budget_bytes=free_bytes, note=note)
     raise HardwareError(
         "The card has too little free memory" if size is None else f"--gpu-mem {size} is not free",
         why=f"{free}: {taken}",
@@ -250,15 +296,19 @@ def card_here(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
     )
 
 
-def card_here_or_planned(name: str | None, size: str | None) -> tuple[Gpu, str, int]:
-    """As card_here where the card that probes run on has as much; else as choose_card."""
+def card_here_or_planned(name: str | None, size: str | None) -> ChosenCard:
+    """Choose the card that probes run on where it has as much memory, else as `choose_card` does."""
     here = gpus.detect()
     if name is None and here and (size is None or parse_bytes(size) <= here[0].capacity_bytes):
         return card_here(None, size)
-    card, reason, budget_bytes = choose_card(name, size)
-    if reason == FOUND:
-        reason = "planned for: it is here, and CUDA_VISIBLE_DEVICES does not put it first"
-    return card, reason, budget_bytes
+    chosen = choose_card(name, size)
+    if not chosen.is_here:
+        return chosen
+    return dataclasses.replace(
+        chosen,
+        source=CardSource.PLANNED,
+        note="it is here, and CUDA_VISIBLE_DEVICES does not put it first",
+    )
 
 
 FREE_STEP_BYTES = 256 * MIB

@@ -8,18 +8,17 @@ import functools
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from autotune.catalogue.models import ModelSource
 from autotune.errors import WorkerError
 from autotune.probe import compiled, fingerprint, loop
 from autotune.probe.run_one import NotAsAssumed, Prober
-from autotune.records.answer import Measured
+from autotune.records.answer import Measured, Summary
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
-from autotune.records.question import FindOptions
 from autotune.search import predict_best
 from autotune.search.dataset import Dataset, time_loaders
 from autotune.search.listener import Listener
-from autotune.search.predict_best import Found
+from autotune.search.predict_best import Prediction
+from autotune.search.resolve import Problem
 from autotune.space.config import Workload
 from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer
@@ -29,21 +28,27 @@ if TYPE_CHECKING:
 
 
 def measured(
-    found: Found,
-    source: ModelSource,
-    options: FindOptions,
+    prediction: Prediction,
+    problem: Problem,
     *,
-    data: Dataset | None,
     backend: str,
     study: AbstractContextManager[optuna.Study],
     storage: str,
     listener: Listener,
     server: ForkServer | None,
-) -> Found:
-    """Probe the candidates, confirm the winner. Nothing measured is ever lost."""
-    summary = found.summary
+) -> Summary:
+    """Probe the candidates and confirm the winner: the answer, measured. Nothing measured is ever lost."""
+    question, source = problem.question, problem.source
+    data = None
+    if problem.reads_dataset and question.dataset is not None:
+        data = Dataset(
+            path=question.dataset,
+            text_field=question.text_field,
+            tokenizer=question.tokenizer or source.folder_or_id,
+        )
+    summary = prediction.summary
     workload = summary.workload
-    confirm_steps, train_steps = options.confirm_steps, options.train_steps
+    confirm_steps, train_steps = question.confirm_steps, question.train_steps
     if train_steps is None and (train_steps := predict_best.steps_per_epoch(summary)) is not None:
         listener.note(
             f"the run is taken to be an epoch of the dataset: --train-steps {train_steps}."
@@ -54,7 +59,7 @@ def measured(
         memory_budget_bytes=workload.memory_budget_bytes,
         max_seconds=PROBE_SECONDS[backend],
     )
-    max_probes = predict_best.EFFORTS[options.effort].max_probes
+    max_probes = predict_best.EFFORTS[question.effort].max_probes
     if confirm_steps is None:
         confirm_steps = CONFIRM_STEPS[backend]
     with (
@@ -62,7 +67,7 @@ def measured(
         ForkServer() if server is None else contextlib.nullcontext(server) as server,
     ):
         plan = loop.Plan(
-            pool=[e for e in found.pool() if loop.can_run(e.config, backend)],
+            pool=[e for e in prediction.pool() if loop.can_run(e.config, backend)],
             base=summary.base,
             baseline=summary.baseline,
             budget_bytes=workload.memory_budget_bytes,
@@ -70,7 +75,9 @@ def measured(
             confirm_steps=confirm_steps,
             train_steps=train_steps,
             space=summary.space,
-            variants=lambda e: [v for v in found.variants(e) if loop.can_run(v.config, backend)],
+            variants=lambda e: [
+                v for v in prediction.variants(e) if loop.can_run(v.config, backend)
+            ],
         )
         with study as opened, open_probes(storage) as table:
             new_prober = functools.partial(
@@ -93,12 +100,11 @@ def measured(
     not_compiled = (
         reason
         for estimate in plan.pool
-        for variant in found.variants(estimate)
+        for variant in prediction.variants(estimate)
         if (reason := compiled.why_not(variant.config, backend))
     )
     told = predict_best.with_measured(summary, answer, not_compiled=next(not_compiled, ""))
-    summary = dataclasses.replace(told, loader=loader)
-    return dataclasses.replace(found, summary=summary)
+    return dataclasses.replace(told, loader=loader)
 
 
 def _time_loaders(

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
@@ -48,6 +48,7 @@ from autotune.space.search_space import (
     with_batchings,
     with_precision_of,
 )
+from autotune.space.space_changes import Changing, SpaceChange
 from autotune.space.tradeoffs import tradeoff_class
 from autotune.store.trace_table import TraceTable
 
@@ -74,19 +75,52 @@ POOL_SIZE = 80
 """Candidates for probes. [judgement] A prediction is seldom so wrong that the fastest is further down."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """An answer, and the estimates that a study should keep."""
+class Prediction:
+    """A predicted answer, and what a measurement of it is made from: candidates and the way to price them."""
 
-    summary: Summary
-    considered: tuple[Estimate, ...]
-    pool: Callable[[], tuple[Estimate, ...]]
-    """Makes the candidates for probes, fastest first, the base at the end if not before; costs a replay
-    each."""
-    details: Callable[[Summary], Details]
-    """What a report draws of an answer of this search: ten replays or so."""
-    variants: Callable[[Estimate], Sequence[Estimate]] = lambda _: ()
-    """Of a candidate: compiled, as far as the space and --allow have that."""
+    def __init__(
+        self,
+        summary: Summary,
+        candidates: Candidates,
+        estimator: Estimator,
+        *,
+        smallest_base: TrainConfig,
+        ways_to_compile: Mapping[str, Sequence[tuple[str, str]]],
+        num_considered: int,
+    ) -> None:
+        self.summary = summary
+        self.considered = candidates.considered(num_considered)
+        """Estimates that a study should keep, best first."""
+        self._candidates = candidates
+        self._estimator = estimator
+        self._smallest_base = smallest_base
+        self._ways_to_compile = ways_to_compile
+
+    def pool(self) -> Sequence[Estimate]:
+        """The candidates for probes, fastest first, the base at the end if not before; a replay each."""
+        baseline = self.summary.baseline
+        return self._candidates.pool(
+            self._candidates.at_most(self.summary.allow),
+            POOL_SIZE,
+            always=None if baseline is None else baseline.config,
+        )
+
+    def variants(self, estimate: Estimate) -> Sequence[Estimate]:
+        """The candidate compiled, in every way that the space and --allow have."""
+        is_allowed = self._candidates.at_most(self.summary.allow)
+        found = compiled.variants(estimate, self._ways_to_compile)
+        return [variant for variant in found if is_allowed(variant.config)]
+
+    def details(self, summary: Summary) -> Details:
+        """What a report draws of this answer, or of the one that was measured: ten replays or so.
+
+        The way there begins at the base that fits, else at its smallest micro-batch.
+        """
+        baseline = self._smallest_base if summary.baseline is None else summary.baseline.config
+        base = baseline if self._estimator.supports(baseline) else None
+        context = _context(summary.workload, self._estimator.gpu)
+        priced = self._candidates.priced()
+        return waterfall.details(self._estimator, base, summary.best.config, context, priced)
 
 
 Progress = Callable[[str, int, int], None]
@@ -106,11 +140,12 @@ def find(
     effort: str = "normal",
     progress: Progress = lambda *_: None,
     traces_table: TraceTable | None = None,
-) -> Found:
+    changes: Sequence[SpaceChange] = (),
+) -> Prediction:
     """Answer a workload by prediction.
 
     `allow` None: numerics, raised to recipe where nothing else fits. `base` None: default_base.
-    What `has` needs is taken for installed.
+    What `has` needs is taken for installed. `changes` is what has become of the space before.
     Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
     HardwareError for a card whose speed is unknown.
     """
@@ -118,14 +153,19 @@ def find(
     progress = log.stages(_log, progress)
     ways_to_compile = compiled.settings_of(space)
     reference = base or default_base(workload, gpu, model)
+    changing = Changing(space, tuple(changes))
     if base is None and model.is_float32:
         # What the checkpoint is: no answer is slower than leaving it so.
-        space = with_precision_of(reference, space)
-    space, left_out = predictable(
-        with_attentions(space, model.attentions), workload.methods, has=has
-    )
+        changing.to(with_precision_of(reference, space), "the checkpoint is in float32")
+    changing.to(with_attentions(changing.space, model.attentions), "the model's attention")
+    space, left_out = predictable(changing.space, workload.methods, has=has)
+    changing.to(space, "installed and predicted")
+    changing.to(with_batchings(changing.space, workload), "the dataset")
+    changing.to(for_gpus(changing.space, workload.num_gpus), "the number of GPUs")
+    for change in changing.changes:
+        _log.info("space: %s", change)
     points = enumerate_configs(
-        for_gpus(with_batchings(space, workload), workload.num_gpus),
+        changing.space,
         workload,
         num_layers=model.num_layers,
         compute_capability=gpu.compute_capability,
@@ -219,37 +259,16 @@ def find(
         left_out=left_out,
         elapsed_seconds=time.monotonic() - started,
         base_name=TRAINER_DEFAULTS if base is None else USERS_BASE,
+        space_changes=tuple(map(str, changing.changes)),
     )
-    return Found(
-        summary=summary,
-        considered=candidates.considered(EFFORTS[effort].num_recorded),
-        pool=lambda: candidates.pool(
-            candidates.at_most(chosen),
-            POOL_SIZE,
-            always=None if summary.baseline is None else summary.baseline.config,
-        ),
-        details=functools.partial(
-            _details, estimator, baselines[-1], _context(workload, gpu), candidates.priced
-        ),
-        variants=lambda estimate: [
-            variant
-            for variant in compiled.variants(estimate, ways_to_compile)
-            if candidates.at_most(chosen)(variant.config)
-        ],
+    return Prediction(
+        summary,
+        candidates,
+        estimator,
+        smallest_base=baselines[-1],
+        ways_to_compile=ways_to_compile,
+        num_considered=EFFORTS[effort].num_recorded,
     )
-
-
-def _details(
-    estimator: Estimator,
-    smallest_base: TrainConfig,
-    context: Context,
-    priced: Callable[[], list[tuple[float, int]]],
-    summary: Summary,
-) -> Details:
-    """From the base that fits, else from its smallest micro-batch."""
-    baseline = smallest_base if summary.baseline is None else summary.baseline.config
-    base = baseline if estimator.supports(baseline) else None
-    return waterfall.details(estimator, base, summary.best.config, context, priced())
 
 
 def _context(workload: Workload, gpu: Gpu) -> Context:

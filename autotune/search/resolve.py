@@ -1,4 +1,4 @@
-"""Everything that the options of `find` name, read and checked against each other: what a search takes.
+"""From a Question to a Problem: everything that it names, read and checked against each other.
 
 A question that has come from another machine brings what only that one could read.
 """
@@ -6,22 +6,36 @@ A question that has come from another machine brings what only that one could re
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autotune.catalogue.gpus import Gpu
-from autotune.catalogue.models import ModelSource, resolve
+from autotune.catalogue.models import ModelSource
+from autotune.catalogue.models import resolve as find_model
 from autotune.common.files import Disk, Files
 from autotune.errors import ConfigError
 from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun
 from autotune.probe import compiled
-from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
+from autotune.records.measurement import BACKENDS
+from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, Question
 from autotune.search import budget
+from autotune.search.budget import CHOOSERS, CardSource, ChosenCard, choose_card
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.defaults import default_base
 from autotune.space.lengths import Lengths
-from autotune.space.search_space import SearchSpace, as_in_base, may_pack, with_peft
+from autotune.space.search_space import (
+    SearchSpace,
+    as_in_base,
+    may_pack,
+    unlisted,
+    usual_batching,
+    with_peft,
+)
+from autotune.space.space_changes import Changing, SpaceChange
 from autotune.store import study_names
 
 
@@ -38,65 +52,105 @@ class Brought:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
-    """What a search takes."""
+class Problem:
+    """What a question resolves to: all that a search needs, read and checked."""
 
+    question: Question
     source: ModelSource
+    card: ChosenCard
     workload: Workload
     space: SearchSpace
+    changes: tuple[SpaceChange, ...]
+    """What has become of the space that was named, in order."""
     run: BaseRun | None
     """What the user trains with so far."""
     base: TrainConfig | None
-    """Its configuration, as the search compares with it."""
+    """Its configuration, as the search compares with it; None: TrainingArguments' defaults."""
+    backend: str | None
+    """Where probes run, one of BACKENDS; None: nothing is measured."""
+    reads_dataset: bool
+    """Whether the dataset is here, so that its loader can be timed."""
+
+    @property
+    def trains_elsewhere(self) -> bool:
+        """Whether the user's run needs nothing of this machine: what it needs is there already."""
+        return self.backend is None and self.run is not None and self.run.target is not None
+
+    @property
+    def study(self) -> str:
+        """The name of the study of a prediction; that of a measurement says so, too."""
+        # Only a planned card follows from the budget; another one needs a study of its own.
+        is_planned = self.card.source is CardSource.PLANNED
+        name = study_names.default_study_name(
+            self.workload, gpu=None if is_planned else self.card.gpu.name
+        )
+        own_values = unlisted(self.space, self.workload.methods)
+        if self.question.peft is not None:
+            own_values.pop("peft", None)
+            name += f"-{hashlib.sha256(self.question.peft.encode()).hexdigest()[:6]}"
+        if own_values:
+            name += f"-{hashlib.sha256(json.dumps(own_values).encode()).hexdigest()[:6]}"
+        return name
 
 
-def read(
-    options: FindOptions,
-    card: Gpu,
-    budget_bytes: int,
+def resolve(
+    question: Question,
     *,
-    note: Callable[[str], None],
-    brought: Brought,
-) -> Inputs:
-    """For a search on that card. Raises ConfigError for what cannot be read or used, WorkerError."""
-    if options.study is not None:
-        study_names.check_name(options.study)  # Before minutes are spent on its answer.
-    space = space_file.load(options.space)
-    if options.peft is not None:
-        space = with_peft(space, options.peft)
-    if options.compile_mode is not None:
-        space = compiled.with_mode(space, options.compile_mode)
-    run = read_run(options, card, note=note, files=brought.files)
+    card: ChosenCard | None = None,
+    note: Callable[[str], None] = lambda _: None,
+    brought: Brought | None = None,
+) -> Problem:
+    """Look up everything that the question names, and check that it goes together.
+
+    `card` None: chosen here. `brought` has come with the question from another machine. Raises ConfigError
+    for what cannot be read or used, HardwareError, WorkerError.
+    """
+    if card is None:
+        card = CHOOSERS.get(question.backend, choose_card)(question.gpu, question.gpu_mem)
+        if card.is_here and card.note:
+            note(f"{card.gpu.name}, {card.why}")
+    brought = brought or Brought()
+    if question.study is not None:
+        study_names.check_name(question.study)  # Before minutes are spent on its answer.
+    changing = Changing(space_file.load(question.space))
+    if question.peft is not None:
+        changing.to(with_peft(changing.space, question.peft), "--peft")
+    if question.compile_mode is not None:
+        changing.to(compiled.with_mode(changing.space, question.compile_mode), "--compile")
+    run = read_run(question, card.gpu, note=note, files=brought.files)
     base = None if run is None else run.config
-    source = brought.source or resolve(_model_of(options, run))
-    num_gpus, length, batch = options.num_gpus, options.seq_len, options.effective_batch
+    source = brought.source or find_model(_model_of(question, run))
+    num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
     if base is not None:
         num_gpus = budget.agreed("--num-gpus", num_gpus, base.num_gpus)
         length = budget.agreed("--seq-len", length, base.sequence_length)
         batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
     num_gpus = num_gpus or 1
-    budget.check_backend(options.backend, num_gpus)
-    task = options.task or source.task
+    budget.check_backend(question.backend, num_gpus)
+    task = question.task or source.task
     length = _possible_length(source, length, note)
     budget.check_length(task, length)
     lengths = brought.lengths
-    if options.dataset is not None:
+    if question.dataset is not None:
         lengths = lengths or budget.read_lengths(
-            options.dataset,
+            question.dataset,
             source,
             length,
-            text_field=options.text_field,
-            tokenizer=options.tokenizer,
+            text_field=question.text_field,
+            tokenizer=question.tokenizer,
         )
-        packs = may_pack(space, task)
+        packs = may_pack(changing.space, task)
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
         if base is not None:
             base = dataclasses.replace(base, sequence_length=length)
     if run is not None and base is not None:
-        space = as_in_base(space, base)
-        space, base = own_run.searched(space, run, base, task, has_lengths=lengths is not None)
-    methods = _methods(options) or METHODS
-    space_file.require_method(space, methods)
+        changing.to(as_in_base(changing.space, base), "the base's values")
+        space, base = own_run.searched(
+            changing.space, run, base, task, has_lengths=lengths is not None
+        )
+        changing.to(space, "around the base")
+    methods = _methods(question) or METHODS
+    space_file.require_method(changing.space, methods)
     workload = Workload(
         model=source.name,
         task=task,
@@ -104,28 +158,98 @@ def read(
         lengths=lengths,
         effective_batch_size=budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
         methods=methods,
-        memory_budget_bytes=budget_bytes,
+        memory_budget_bytes=card.budget_bytes,
         num_gpus=num_gpus,
         extra_arguments="{}" if run is None else run.extra_arguments,
     )
     if base is not None:
-        what = f"The configuration of {options.base}"
-        budget.check_rules(base, workload, card, source, what=what)
-    return Inputs(source=source, workload=workload, space=space, run=run, base=base)
+        what = f"The configuration of {question.base}"
+        budget.check_rules(base, workload, card.gpu, source, what=what)
+    measures_here = question.backend == "auto" and card.is_here and num_gpus == 1
+    asked_for = question.backend if question.backend in BACKENDS else None
+    return Problem(
+        question=question,
+        source=source,
+        card=card,
+        workload=workload,
+        space=changing.space,
+        changes=tuple(changing.changes),
+        run=run,
+        base=base,
+        backend="cuda" if measures_here else asked_for,
+        reads_dataset=question.dataset is not None and brought.lengths is None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """One configuration that a question fixes, and what it is asked of."""
+
+    source: ModelSource
+    card: ChosenCard
+    workload: Workload
+    config: TrainConfig
+
+
+def resolve_configuration(
+    question: Question, *, note: Callable[[str], None] = lambda _: None
+) -> Configuration:
+    """Look up the model, the card and the dataset of a question about one configuration.
+
+    Its settings are the question's; what it does not set is as by default. Raises ConfigError for what
+    cannot work, HardwareError, WorkerError.
+    """
+    given = dict(question.settings)
+    (method,) = question.methods or ("peft" if "peft" in given else "full",)
+    card = choose_card(question.gpu, question.gpu_mem)
+    source = find_model(_model_of(question, None))
+    task, num_gpus = question.task or source.task, question.num_gpus or 1
+    length = budget.possible_length(
+        source, question.seq_len or SEQUENCE_LENGTH, is_given=question.seq_len is not None
+    )
+    budget.check_length(task, length)
+    lengths = None
+    if question.dataset is not None:
+        lengths = budget.read_lengths(
+            question.dataset,
+            source,
+            length,
+            text_field=question.text_field,
+            tokenizer=question.tokenizer,
+        )
+        packs = given.get("batching", usual_batching(task)) == "packed"
+        length = budget.longest_batch(lengths, length, packs=packs, note=note)
+    workload = Workload(
+        model=source.name,
+        task=task,
+        sequence_length=length,
+        lengths=lengths,
+        effective_batch_size=given.get("micro_batch_size", 1) * question.accumulation * num_gpus,
+        methods=(method,),
+        memory_budget_bytes=card.budget_bytes,
+        num_gpus=num_gpus,
+    )
+    config = dataclasses.replace(
+        default_base(workload, card.gpu, source, parallelism=given.get("parallelism")),
+        gradient_accumulation_steps=question.accumulation,
+        **given,
+    )
+    budget.check_rules(config, workload, card.gpu, source, what="This configuration")
+    return Configuration(source=source, card=card, workload=workload, config=config)
 
 
 def read_run(
-    options: FindOptions, card: Gpu, *, note: Callable[[str], None], files: Files
+    question: Question, card: Gpu, *, note: Callable[[str], None], files: Files
 ) -> BaseRun | None:
-    """The run of the options' base; None where they name none. Raises ConfigError."""
-    if options.base is None:
+    """The run of the question' base; None where they name none. Raises ConfigError."""
+    if question.base is None:
         return None
     return own_run.read_run(
-        options.base,
-        seq_len=options.seq_len,
-        methods=_methods(options),
-        num_gpus=options.num_gpus or 1,
-        effective_batch=options.effective_batch or EFFECTIVE_BATCH_SIZE,
+        question.base,
+        seq_len=question.seq_len,
+        methods=_methods(question),
+        num_gpus=question.num_gpus or 1,
+        effective_batch=question.effective_batch or EFFECTIVE_BATCH_SIZE,
         has_bf16=card.has_bfloat16,
         usual_length=SEQUENCE_LENGTH,
         note=note,
@@ -133,14 +257,14 @@ def read_run(
     )
 
 
-def _methods(options: FindOptions) -> tuple[str, ...]:
+def _methods(question: Question) -> tuple[str, ...]:
     """In the order of METHODS, however they were typed: the first is what the defaults would train."""
-    given = options.methods if options.peft is None else (*options.methods, "peft")
+    given = question.methods if question.peft is None else (*question.methods, "peft")
     return tuple(method for method in METHODS if method in given)
 
 
-def _model_of(options: FindOptions, run: BaseRun | None) -> str:
-    model = options.model or (None if run is None else run.model)
+def _model_of(question: Question, run: BaseRun | None) -> str:
+    model = question.model or (None if run is None else run.model)
     if model is None:
         raise ConfigError(
             "There is no model",

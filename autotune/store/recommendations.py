@@ -22,7 +22,7 @@ from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import NOISE
-from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, FindOptions
+from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, Question
 from autotune.store.database import damage_explained
 from autotune.store.upgrade import open_engine
 
@@ -152,10 +152,12 @@ def open_recommendations(url: str) -> Iterator[RecommendationTable]:
         yield RecommendationTable(engine)
 
 
-def question_of(options: FindOptions) -> dict[str, Any]:
+def question_of(options: Question) -> dict[str, Any]:
     """What was asked, as JSON holds it: the options that were given."""
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    defaults = {
+        field.name: getattr(Question(), field.name) for field in dataclasses.fields(options)
+    }
     return {
         name: list(value) if isinstance(value, tuple) else _plain(value)
         for name, value in given.items()

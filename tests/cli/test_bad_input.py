@@ -78,7 +78,9 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         predict_best,
         "find",
-        lambda model, workload, space, gpu, **rest: answers.found(workload=workload, gpu=gpu.name),
+        lambda model, workload, space, gpu, **rest: answers.prediction(
+            workload=workload, gpu=gpu.name
+        ),
     )
 
 
@@ -592,7 +594,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autotune.catalogue.gpus.detect", list)
         patch.setattr(
-            predict_best, "find", lambda model, workload, *_, **__: answers.found(workload=workload)
+            predict_best,
+            "find",
+            lambda model, workload, *_, **__: answers.prediction(workload=workload),
         )
         for more in (("--study", "one"), ("--enqueue", "--gpu", "rtx-4070")):
             assert here.command(*FIND, *more, cwd=folder).returncode == 0
@@ -733,9 +737,11 @@ def test_a_folder_that_cannot_be_written(fail: Fail, tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, sys
 import answers
-from autotune import cli, gpus, models, tune
+from autotune import cli
+from autotune.catalogue import gpus, models
+from autotune.search import predict_best as tune
 from autotune.errors import ConfigError
-tune.find = lambda model, workload, space, gpu, **rest: answers.found(workload=workload)
+tune.find = lambda model, workload, space, gpu, **rest: answers.prediction(workload=workload)
 gpus.detect = list
 if len(sys.argv) > 1:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
@@ -750,7 +756,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         return subprocess.run(
             [sys.executable, "-c", FULL_DISK, *arguments],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"},
             capture_output=True,
             text=True,
             timeout=60,

@@ -25,7 +25,7 @@ from autotune.errors import StorageError
 from autotune.export import train_config
 from autotune.records.question import EFFORTS
 from autotune.search import predict_best
-from autotune.search.predict_best import Found
+from autotune.search.predict_best import Prediction
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
 
@@ -241,9 +241,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def find(
         model: ModelSource, workload: Any, space: Any, gpu: Any, *, gpu_reason: str, **rest: Any
-    ) -> Found:
+    ) -> Prediction:
         calls.append({"model": model, "workload": workload, "space": space, "gpu": gpu, **rest})
-        return answers.found(workload=workload, gpu=gpu.name, gpu_reason=gpu_reason)
+        return answers.prediction(workload=workload, gpu=gpu.name, gpu_reason=gpu_reason)
 
     monkeypatch.setattr(predict_best, "find", find)
     return calls

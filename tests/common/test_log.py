@@ -156,7 +156,7 @@ def test_verbose_shows_it_once(main: Main) -> None:
 def test_twice_verbose_shows_and_keeps_more(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     def find(*arguments: Any, workload: Any = None, **named: Any) -> Any:
         log.logger("autotune.search.predict_best").debug("a detail")
-        return answers.found(workload=arguments[1], gpu="NVIDIA RTX 4070")
+        return answers.prediction(workload=arguments[1], gpu="NVIDIA RTX 4070")
 
     monkeypatch.setattr(predict_best, "find", find)
     once = main("-v", *FIND)

@@ -15,9 +15,10 @@ from autotune.common.files import Disk
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, WorkerError
 from autotune.jobs import asking
 from autotune.records.answer import Summary, stored_record
-from autotune.records.question import FindOptions
+from autotune.records.question import Question
 from autotune.report.answer_files import AnswerFiles
 from autotune.search import budget, resolve
+from autotune.search.budget import CardSource, ChosenCard
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
 from autotune.store.jobs import Job, Machine, Wanted, open_jobs
@@ -40,9 +41,13 @@ LENGTHS = Lengths(
 )
 
 
+def card_of(budget_bytes: int) -> ChosenCard:
+    return ChosenCard(gpu=gpus.find_gpu(CARD), source=CardSource.NAMED, budget_bytes=budget_bytes)
+
+
 def prepared(*notes: list[str], **options: Any) -> tuple[dict[str, Any], Wanted]:
     note = notes[0].append if notes else print
-    question, wanted = asking.prepare(FindOptions(**options), note=note)
+    question, wanted = asking.prepare(Question(**options), note=note)
     # As the database gives it back.
     return json.loads(json.dumps(question)), wanted
 
@@ -70,7 +75,7 @@ def test_a_question_needs_no_file_where_it_is_answered(
     assert asked.brought.source is not None
     assert (asked.brought.source.name, asked.brought.source.config) == ("mine", MODEL)
     assert Path(asked.options.space).read_text() == SPACE
-    given = FindOptions(**options, backend="cuda")  # type: ignore[arg-type]
+    given = Question(**options, backend="cuda")  # type: ignore[arg-type]
     assert dataclasses.replace(asked.options, space="default") == given
 
 
@@ -168,8 +173,8 @@ def test_of_a_dataset_its_lengths_alone_are_sent(
     }
     assert "no loader is timed" in notes[-1]
     asked = asking.read(question, tmp_path, backend="cpu")
-    taken = resolve.read(
-        asked.options, gpus.find_gpu(CARD), 10**9, note=notes.append, brought=asked.brought
+    taken = resolve.resolve(
+        asked.options, card=card_of(10**9), note=notes.append, brought=asked.brought
     )
     assert taken.workload.lengths == LENGTHS
     assert len(asked_for) == 1
@@ -260,7 +265,7 @@ def test_a_base_goes_as_text_and_comes_back_as_find_gives_it(
     run = resolve.read_run(asked.options, card, note=print, files=asked.brought.files)
     (tmp_path / "away").rename(laptop)
     monkeypatch.chdir(laptop)
-    local = resolve.read_run(FindOptions(**options), card, note=print, files=Disk())
+    local = resolve.read_run(Question(**options), card, note=print, files=Disk())
     assert run is not None
     assert local is not None
     assert run.config == local.config
@@ -291,10 +296,8 @@ def test_the_model_may_be_the_base_s(tmp_path: Path, monkeypatch: pytest.MonkeyP
     question, _ = prepared(gpu="rtx-4090", base=BASES / "axolotl.yaml")
     assert "model" not in question["options"]
     asked = asking.read(question, tmp_path, backend="cuda")
-    monkeypatch.setattr(resolve, "resolve", lambda _: pytest.fail("it came with the question"))
-    taken = resolve.read(
-        asked.options, gpus.find_gpu(CARD), 10**9, note=print, brought=asked.brought
-    )
+    monkeypatch.setattr(resolve, "find_model", lambda _: pytest.fail("it came with the question"))
+    taken = resolve.resolve(asked.options, card=card_of(10**9), note=print, brought=asked.brought)
     assert taken.workload.model == "Qwen/Qwen2.5-1.5B"
 
 
@@ -306,7 +309,7 @@ def test_a_base_that_has_changed_since_comes_back_as_it_was_asked_about(
     written(tmp_path, THEIRS["secret.yaml"])
     question, _ = prepared(**NAMED, base=path)
     run = resolve.read_run(
-        FindOptions(**NAMED, base=path), gpus.find_gpu(CARD), note=print, files=Disk()
+        Question(**NAMED, base=path), gpus.find_gpu(CARD), note=print, files=Disk()
     )
     assert run is not None
     if now is None:

@@ -26,9 +26,8 @@ from autotune.errors import HardwareError, NothingFitsError, StorageError
 from autotune.jobs import asking, serving
 from autotune.jobs.serving import Gone, Here, serve
 from autotune.probe import fingerprint
-from autotune.records.question import FindOptions
-from autotune.search import find as finding
-from autotune.search.find import Answer
+from autotune.records.question import Question
+from autotune.search.find import Finding
 from autotune.store import jobs as module
 from autotune.store import optuna_study, schema
 from autotune.store.jobs import JobTable, Machine, open_jobs
@@ -71,7 +70,7 @@ def jobs(url: str) -> Iterator[JobTable]:
 
 
 def add(jobs: JobTable) -> int:
-    options = FindOptions(model="openai-community/gpt2", backend="cpu", gpu_mem="500MB")
+    options = Question(model="openai-community/gpt2", backend="cpu", gpu_mem="500MB")
     question, wanted = asking.prepare(options, note=print)
     return jobs.add(question, wanted, command="autotune find -x", asked_by="me@laptop")
 
@@ -81,11 +80,11 @@ def finds(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], Non
     """What stands in for the search; it is called with its options and its listener."""
 
     def put(search: Callable[..., Any]) -> None:
-        def find(options: FindOptions, *, listener: Any, **_: Any) -> Answer:
+        def find(options: Question, *, listener: Any, **_: Any) -> Finding:
             search(options, listener)
-            return Answer(found=answers.found(), study="made-up", folder_name="made-up")
+            return answers.finding(study="made-up", folder_name="made-up")
 
-        monkeypatch.setattr(finding, "find", find)
+        monkeypatch.setattr(serving, "find", find)
 
     return put
 
@@ -97,7 +96,7 @@ def worked(url: str, *, once: bool = True) -> list[str]:
 
 
 def test_an_answer_goes_back_into_the_job(url: str, jobs: JobTable, finds: Any) -> None:
-    def search(options: FindOptions, listener: Any) -> None:
+    def search(options: Question, listener: Any) -> None:
         assert (options.backend, options.gpu_mem) == ("cpu", "500MB")
         with listener.measuring(None, 20, 10) as heard:
             heard.on_probe(3, None, None)

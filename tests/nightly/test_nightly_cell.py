@@ -19,16 +19,16 @@ from nights_of import HERE, NOW, cell, matrix, night
 from autotune.catalogue import nvml
 from autotune.common.units import GIB
 from autotune.errors import NothingFitsError
+from autotune.nightly import cell as cell_module
 from autotune.nightly import draw, drift, ledger, run
 from autotune.nightly.cell import CellNight, Place, TimeIsUp, _limited
 from autotune.nightly.digest import Digest, Done
 from autotune.nightly.history import Night
 from autotune.nightly.journal import Journal
 from autotune.nightly.plan import plan
-from autotune.records.answer import Summary
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
-from autotune.search import find as finding
+from autotune.search.find import Finding
 from autotune.search.listener import SILENT, Measuring
 from autotune.space.config import TrainConfig
 from autotune.worker.client.isolate import WorkerEnd
@@ -79,15 +79,15 @@ def ended(answer: dict[str, Any]) -> WorkerEnd:
     )
 
 
-def answer_of(config: TrainConfig) -> finding.Answer:
+def answer_of(config: TrainConfig) -> Finding:
     """`find` names that configuration, measured here."""
     best = answers.measurement(config=config, fingerprint=HERE)
-    found = answers.found(
-        best=answers.estimate(config), measured=answers.measured(best=best), base=answers.BASE
-    )
-    assert isinstance(found.summary, Summary)
-    return finding.Answer(
-        found=found, study="gpt2-12gb-measured", folder_name="gpt2-12gb-measured", question={}
+    return answers.finding(
+        study="gpt2-12gb-measured",
+        folder_name="gpt2-12gb-measured",
+        best=answers.estimate(config),
+        measured=answers.measured(best=best),
+        base=answers.BASE,
     )
 
 
@@ -108,13 +108,13 @@ def tonight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tonight:
     ) -> Done:
         machine.fingerprint = here
 
-        def find(*_: Any, **__: Any) -> finding.Answer:
+        def find(*_: Any, **__: Any) -> Finding:
             if isinstance(finds, Exception):
                 raise finds
             assert finds is not None, "it was not to be searched"
             return answer_of(finds)
 
-        monkeypatch.setattr(finding, "find", find)
+        monkeypatch.setattr(cell_module, "find", find)
         asked = matrix(CELL)
         (planned,) = plan(
             asked,

@@ -16,6 +16,7 @@ from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import GIB, MIB
 from autotune.errors import ConfigError, HardwareError
 from autotune.search import budget
+from autotune.search.budget import CardSource, ChosenCard
 
 
 @pytest.fixture
@@ -26,16 +27,21 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     return cards
 
 
+def found(card: Gpu, budget_bytes: int) -> ChosenCard:
+    return ChosenCard(gpu=card, source=CardSource.FOUND, budget_bytes=budget_bytes)
+
+
 def test_a_named_card_lends_its_whole_memory(here: list[Gpu]) -> None:
     here.append(find_gpu("t4"))
-    card, reason, budget_bytes = budget.choose_card("rtx-4070", None)
+    chosen = budget.choose_card("rtx-4070", None)
+    card, reason, budget_bytes = chosen.gpu, chosen.why, chosen.budget_bytes
     assert (card.name, reason) == ("NVIDIA RTX 4070", "named")
     assert budget_bytes == card.capacity_bytes
 
 
 def test_a_size_is_taken_to_the_byte(here: list[Gpu]) -> None:
-    assert budget.choose_card("rtx-4090", "12GB")[2] == 12_000_000_000
-    assert budget.choose_card("rtx-4090", "11.5GiB")[2] == 11.5 * GIB
+    assert budget.choose_card("rtx-4090", "12GB").budget_bytes == 12_000_000_000
+    assert budget.choose_card("rtx-4090", "11.5GiB").budget_bytes == 11.5 * GIB
 
 
 def test_more_than_the_named_card_has_is_refused(here: list[Gpu]) -> None:
@@ -49,17 +55,18 @@ def test_more_than_the_named_card_has_is_refused(here: list[Gpu]) -> None:
 def test_a_card_that_is_here_is_taken(here: list[Gpu]) -> None:
     small, large = find_gpu("t4"), find_gpu("a100-sxm4-80gb")
     here += [small, large]
-    assert budget.choose_card(None, None) == (small, "found here", small.capacity_bytes)
-    assert budget.choose_card(None, "40GB") == (large, "found here", 40_000_000_000)
+    assert budget.choose_card(None, None) == found(small, small.capacity_bytes)
+    assert budget.choose_card(None, "40GB") == found(large, 40_000_000_000)
 
 
 def test_without_a_card_one_is_planned_for(here: list[Gpu]) -> None:
-    card, reason, budget_bytes = budget.choose_card(None, "12GB")
+    chosen = budget.choose_card(None, "12GB")
+    card, reason, budget_bytes = chosen.gpu, chosen.why, chosen.budget_bytes
     assert card.name == "NVIDIA RTX 4070"
     assert "no CUDA GPU is here" in reason
     assert budget_bytes == 12_000_000_000
     here.append(find_gpu("t4"))
-    assert "the GPU here has less" in budget.choose_card(None, "40GB")[1]
+    assert "the GPU here has less" in budget.choose_card(None, "40GB").why
 
 
 def test_without_card_and_size_there_is_no_budget(here: list[Gpu]) -> None:
@@ -161,8 +168,9 @@ def test_every_broken_rule_is_told_with_its_reason() -> None:
 
 
 def test_the_cpu_as_a_card_needs_a_budget_and_no_card() -> None:
-    card, reason, budget_bytes = budget.cpu_as_card(None, "500MB")
-    assert (card.name, reason, budget_bytes) == ("CPU", budget.ON_CPU, 500 * 10**6)
+    chosen = budget.cpu_as_card(None, "500MB")
+    card, reason, budget_bytes = chosen.gpu, chosen.why, chosen.budget_bytes
+    assert (card.name, reason, budget_bytes) == ("CPU", CardSource.CPU.value, 500 * 10**6)
     for name, size, part in (
         (None, None, "no memory budget"),
         ("t4", "1GB", "--gpu does not go"),
@@ -179,8 +187,8 @@ def test_probes_on_cuda_need_the_card_that_is_here(monkeypatch: pytest.MonkeyPat
             budget.card_here(None, size)
     here = gpus.find_gpu("rtx-4090")
     monkeypatch.setattr(gpus, "detect", lambda: [here])
-    assert budget.card_here(None, "12GB") == (here, budget.FOUND, 12 * 10**9)
-    assert budget.card_here("4090", None) == (here, budget.FOUND, here.capacity_bytes)
+    assert budget.card_here(None, "12GB") == found(here, 12 * 10**9)
+    assert budget.card_here("4090", None) == found(here, here.capacity_bytes)
     with pytest.raises(HardwareError, match="more than the card has"):
         budget.card_here(None, "80GB")
     with pytest.raises(ConfigError, match="not the card of this machine"):
@@ -200,7 +208,8 @@ def card_that_others_use(monkeypatch: pytest.MonkeyPatch, used_bytes: int) -> No
 
 def test_what_others_hold_is_no_part_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     card_that_others_use(monkeypatch, 3 * GIB)
-    card, reason, budget_bytes = budget.card_here(None, None)
+    chosen = budget.card_here(None, None)
+    card, reason, budget_bytes = chosen.gpu, chosen.why, chosen.budget_bytes
     assert card.name == "NVIDIA RTX 4070"
     # 12288 - 250 - 3072 = 8966 MiB are free: 35 times 256 MiB.
     assert budget_bytes == 35 * 256 * MIB
@@ -212,7 +221,8 @@ def test_what_others_hold_is_no_part_of_the_budget(monkeypatch: pytest.MonkeyPat
 
 def test_a_budget_that_is_free_is_taken_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     card_that_others_use(monkeypatch, 3 * GIB)
-    assert budget.card_here(None, "8GB")[1:] == (budget.FOUND, 8 * 10**9)
+    chosen = budget.card_here(None, "8GB")
+    assert (chosen.why, chosen.budget_bytes) == ("found here", 8 * 10**9)
 
 
 @pytest.mark.parametrize(
@@ -234,9 +244,10 @@ def test_a_budget_that_is_not_free_is_refused(
 
 def test_a_card_that_nobody_uses_is_lent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     card_that_others_use(monkeypatch, 5 * MIB)
-    card, reason, budget_bytes = budget.card_here(None, None)
-    assert (reason, budget_bytes) == (budget.FOUND, card.capacity_bytes)
-    assert budget.card_here(None, "12GB")[2] == 12 * 10**9
+    chosen = budget.card_here(None, None)
+    card, reason, budget_bytes = chosen.gpu, chosen.why, chosen.budget_bytes
+    assert (reason, budget_bytes) == ("found here", card.capacity_bytes)
+    assert budget.card_here(None, "12GB").budget_bytes == 12 * 10**9
 
 
 def test_probes_run_on_the_first_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,18 +269,20 @@ def test_by_default_the_card_that_probes_run_on_is_taken_where_it_has_as_much(
 ) -> None:
     card_that_others_use(monkeypatch, 3 * GIB)
     choose = budget.CHOOSERS["auto"]
-    card, reason, budget_bytes = choose(None, None)
+    chosen = choose(None, None)
+    reason, budget_bytes = chosen.why, chosen.budget_bytes
     assert reason.startswith("found here; 8.76 GiB of its")
     assert budget_bytes == 35 * 256 * MIB
     with pytest.raises(HardwareError, match="--backend predict"):
         choose(None, "11GB")
     # Planned for: named, too large for it, or on a card that no probe would see.
-    assert choose("rtx-4090", None)[1] == budget.NAMED
-    assert choose(None, "40GB")[1].startswith("planned for")
+    assert choose("rtx-4090", None).source is CardSource.NAMED
+    assert choose(None, "40GB").why.startswith("planned for: the GPU here has less")
     small, large = gpus.find_gpu("t4"), gpus.find_gpu("a100-sxm4-80gb")
     monkeypatch.setattr(gpus, "detect", lambda: [small, large])
-    card, reason, _ = choose(None, "40GB")
+    chosen = choose(None, "40GB")
+    card, reason = chosen.gpu, chosen.why
     assert card == large
     assert "does not put it first" in reason
     monkeypatch.setattr(gpus, "detect", list)
-    assert "no CUDA GPU is here" in choose(None, "12GB")[1]
+    assert "no CUDA GPU is here" in choose(None, "12GB").why

@@ -23,7 +23,7 @@ from autotune.predict.tracing import of_card, trace_all
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.report import limits
 from autotune.search.inverse import pricing, questions
-from autotune.search.inverse.pricing import Asked, thrift
+from autotune.search.inverse.pricing import LimitProblem, thrift
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig
 from autotune.worker.client.forkserver import ForkServer
@@ -73,7 +73,7 @@ def server() -> Iterator[ForkServer]:
         yield running
 
 
-def asked(**changed: Any) -> Asked:
+def asked(**changed: Any) -> LimitProblem:
     plain: dict[str, Any] = {
         "source": tiny_model.MODEL,
         "task": None,
@@ -87,7 +87,7 @@ def asked(**changed: Any) -> Asked:
         "space": tiny_model.SPACE,
         "multiple_of": STEP,
     }
-    return Asked(**plain | changed)
+    return LimitProblem(**plain | changed)
 
 
 def every_config(length: int = 512, methods: tuple[str, ...] = METHODS) -> list[TrainConfig]:

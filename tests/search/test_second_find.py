@@ -12,8 +12,8 @@ import pytest
 
 from autotune.errors import NothingFitsError
 from autotune.probe import fingerprint
-from autotune.records.question import FindOptions
-from autotune.search import find
+from autotune.records.question import Question
+from autotune.search.find import Finding, find
 from autotune.store.database import DEFAULT_URL
 from autotune.worker.client import forkserver, isolate, launching
 
@@ -41,11 +41,11 @@ methods:
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> FindOptions:
+def options(tmp_path_factory: pytest.TempPathFactory) -> Question:
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
-    return FindOptions(
+    return Question(
         model=str(folder),
         backend="cpu",
         gpu_mem="100MB",
@@ -59,22 +59,20 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> FindOptions:
 
 
 @pytest.fixture(scope="module")
-def first(
-    options: FindOptions, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, find.Answer]:
+def first(options: Question, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Finding]:
     url = f"sqlite:///{tmp_path_factory.mktemp('first')}/autotune.db"
-    return url, find.find(options, storage=url)
+    return url, find(options, storage=url)
 
 
 @pytest.fixture(scope="module")
 def predicted(
-    options: FindOptions, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[FindOptions, str, find.Answer]:
+    options: Question, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Question, str, Finding]:
     """A prediction that was made beside a database."""
     file = tmp_path_factory.mktemp("predicted") / "autotune.db"
     ask = dataclasses.replace(options, backend="predict", gpu="rtx-4070", gpu_mem=None)
     file.touch()  # SQLite takes an empty file for a database without tables.
-    return ask, f"sqlite:///{file}", find.find(ask, storage=f"sqlite:///{file}")
+    return ask, f"sqlite:///{file}", find(ask, storage=f"sqlite:///{file}")
 
 
 @pytest.fixture
@@ -87,7 +85,7 @@ def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_assumed_of_this_machine_is_what_its_probes_say(
-    first: tuple[str, find.Answer],
+    first: tuple[str, Finding],
 ) -> None:
     measured = first[1].summary.measured
     assert measured is not None
@@ -97,10 +95,10 @@ def test_what_is_assumed_of_this_machine_is_what_its_probes_say(
 @pytest.mark.usefixtures("_no_process")
 @pytest.mark.parametrize("size", ["100MB", "200MB"])
 def test_another_budget_needs_no_process(
-    size: str, first: tuple[str, find.Answer], options: FindOptions
+    size: str, first: tuple[str, Finding], options: Question
 ) -> None:
     url, before = first
-    answer = find.find(dataclasses.replace(options, gpu_mem=size), storage=url)
+    answer = find(dataclasses.replace(options, gpu_mem=size), storage=url)
     measured, known = answer.summary.measured, before.summary.measured
     assert measured is not None
     assert known is not None
@@ -113,13 +111,13 @@ def test_another_budget_needs_no_process(
 
 @pytest.mark.usefixtures("_no_process")
 def test_a_budget_below_every_peak_needs_none_either(
-    first: tuple[str, find.Answer], options: FindOptions
+    first: tuple[str, Finding], options: Question
 ) -> None:
     with pytest.raises(NothingFitsError):
-        find.find(dataclasses.replace(options, gpu_mem="1MB"), storage=first[0])
+        find(dataclasses.replace(options, gpu_mem="1MB"), storage=first[0])
 
 
-def test_traces_are_asked_for_once(first: tuple[str, find.Answer]) -> None:
+def test_traces_are_asked_for_once(first: tuple[str, Finding]) -> None:
     with sqlite3.connect(Path(first[0].removeprefix("sqlite:///"))) as database:
         ((num_traces,),) = database.execute("SELECT count(*) FROM autotune_traces")
     # Micro-batch 1 and the others; the base without a space of its own has their structure.
@@ -129,16 +127,16 @@ def test_traces_are_asked_for_once(first: tuple[str, find.Answer]) -> None:
 @pytest.mark.usefixtures("_no_process")
 @pytest.mark.parametrize("size", [None, "1GB"])
 def test_a_second_prediction_needs_no_process(
-    size: str | None, predicted: tuple[FindOptions, str, find.Answer]
+    size: str | None, predicted: tuple[Question, str, Finding]
 ) -> None:
     options, url, before = predicted
-    answer = find.find(dataclasses.replace(options, gpu_mem=size), storage=url)
+    answer = find(dataclasses.replace(options, gpu_mem=size), storage=url)
     assert answer.summary.measured is None
     assert answer.summary.best == before.summary.best
 
 
 def test_a_second_estimate_needs_no_process(
-    options: FindOptions, tmp_path: Path, request: pytest.FixtureRequest
+    options: Question, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """It has no --storage: the usual database is where it is called, or is not."""
     ask = ("estimate", "--model", str(options.model), "--gpu", "rtx-4070", "--seq-len", "64")
@@ -152,18 +150,18 @@ def test_a_second_estimate_needs_no_process(
 
 
 def test_a_prediction_makes_no_database(
-    predicted: tuple[FindOptions, str, find.Answer], tmp_path: Path
+    predicted: tuple[Question, str, Finding], tmp_path: Path
 ) -> None:
     options, _, before = predicted
-    answer = find.find(options, storage=f"sqlite:///{tmp_path}/autotune.db")
+    answer = find(options, storage=f"sqlite:///{tmp_path}/autotune.db")
     assert answer.summary.best == before.summary.best
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["no url at all", f"sqlite:///{'x' * 300}.db"])
 def test_an_address_that_cannot_be_used_costs_no_prediction(
-    name: str, predicted: tuple[FindOptions, str, find.Answer]
+    name: str, predicted: tuple[Question, str, Finding]
 ) -> None:
     """Nor does it come before the answer: what it says is said when the answer is kept."""
     options, _, before = predicted
-    assert find.find(options, storage=name).summary.best == before.summary.best
+    assert find(options, storage=name).summary.best == before.summary.best

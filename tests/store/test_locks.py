@@ -19,7 +19,7 @@ from autotune.store.locks import exclusive
 
 HOLD = """
 import sys, time, sqlalchemy
-from autotune.locks import exclusive
+from autotune.store.locks import exclusive
 with exclusive(sqlalchemy.create_engine(sys.argv[1]), "ask", "s"):
     print("held", flush=True)
     time.sleep(60)

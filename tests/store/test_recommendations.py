@@ -13,9 +13,8 @@ import sqlalchemy
 
 from autotune import cli
 from autotune.records.fingerprint import Fingerprint
-from autotune.records.question import FindOptions
+from autotune.records.question import Question
 from autotune.report.deliver import deliver
-from autotune.search import find
 from autotune.store import stored_answers
 from autotune.store.recommendations import (
     Recommendation,
@@ -107,11 +106,11 @@ def test_the_newest_of_each_question_and_device_is_found(url: str) -> None:
 
 
 def test_a_question_is_what_was_asked_and_not_how_hard() -> None:
-    plain = FindOptions(model="gpt2", gpu_mem="12GB")
+    plain = Question(model="gpt2", gpu_mem="12GB")
     assert question_of(plain) == QUESTION
     same = [
-        FindOptions(model="gpt2", gpu_mem="12 GB", effort="quick", study="s", backend="cpu"),
-        FindOptions(model="gpt2", gpu_mem="12000MB", seq_len=1024, effective_batch=32),
+        Question(model="gpt2", gpu_mem="12 GB", effort="quick", study="s", backend="cpu"),
+        Question(model="gpt2", gpu_mem="12000MB", seq_len=1024, effective_batch=32),
     ]
     for options in same:
         assert question_key(question_of(options)) == question_key(QUESTION)
@@ -146,12 +145,10 @@ def test_why_an_answer_is_another(changes: dict[str, Any], reason: str) -> None:
 
 def test_every_answer_that_is_delivered_is_kept(url: str) -> None:
     device = answers.measurement().fingerprint.device
-    for found in (answers.found(), answers.found(measured=answers.measured())):
-        summary = found.summary
+    for changed in ({}, {"measured": answers.measured()}):
+        summary = answers.summary(**changed)
         where = device if summary.evidence == "measured" else summary.gpu
-        answer = find.Answer(
-            found=found, study=summary.evidence, folder_name="s", question=QUESTION
-        )
+        answer = answers.finding(study=summary.evidence, question=QUESTION, **changed)
         for reason in ("", "", "because"):
             delivered = deliver(answer, folder=None, storage=url, reason=reason)
             assert delivered.problems == []
@@ -168,7 +165,7 @@ def test_every_answer_that_is_delivered_is_kept(url: str) -> None:
 def test_a_study_says_what_made_its_latest_answer(url: str) -> None:
     for command, speed in (("autotune find --space quick", 1.0), ("autotune find", 2.0)):
         best = answers.estimate(step_seconds=speed)
-        answer = find.Answer(found=answers.found(best=best), study="s", folder_name="s")
+        answer = answers.finding(study="s", best=best)
         deliver(answer, folder=None, storage=url, command=command)
         stored = stored_answers.load(url, "s")
         assert stored.command == command
@@ -182,9 +179,7 @@ def test_a_password_is_kept_nowhere(postgres_url: str, capsys: pytest.CaptureFix
         # The tests' own server asks for none, and takes any.
         address = address.set(password="hunter2-of-the-tests")
     url = address.render_as_string(hide_password=False)
-    answer = find.Answer(
-        found=answers.found(), study="s", folder_name="s", question=question_of(FindOptions())
-    )
+    answer = answers.finding(study="s", question=question_of(Question()))
     with pytest.raises(SystemExit):
         cli.main(["studies", "list", "--storage", url])
     assert deliver(answer, folder=None, storage=url).problems == []

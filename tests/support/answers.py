@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from autotune.common.units import GIB
@@ -11,7 +12,8 @@ from autotune.records.charts import Details, Step, Timeline
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
-from autotune.search.predict_best import Found
+from autotune.search.find import Finding
+from autotune.search.predict_best import Prediction
 from autotune.space.config import TrainConfig, Workload
 
 BUDGET_BYTES = 12 * 10**9
@@ -184,14 +186,36 @@ def summary(**changed: Any) -> Summary:
     return Summary(**values | changed)
 
 
-def found(**changed: Any) -> Found:
+class MadeUpPrediction(Prediction):
+    """A prediction of made-up figures: its candidates are its answer and what ties with it."""
+
+    def __init__(self, summary: Summary) -> None:
+        self.summary = summary
+        self.considered = [summary.best, *summary.tied]
+
+    def pool(self) -> Sequence[Estimate]:
+        return self.considered
+
+    def variants(self, estimate: Estimate) -> Sequence[Estimate]:
+        return ()
+
+    def details(self, summary: Summary) -> Details:
+        return details()
+
+
+def prediction(**changed: Any) -> Prediction:
+    return MadeUpPrediction(summary(**changed))
+
+
+def finding(*, study: str, folder_name: str = "s", question: Any = None, **changed: Any) -> Finding:
     made = summary(**changed)
-    considered = (made.best, *made.tied)
-    return Found(
+    return Finding(
         summary=made,
-        considered=considered,
-        pool=lambda: considered,
-        details=lambda _: details(),
+        considered=(made.best, *made.tied),
+        details=details(),
+        study=study,
+        folder_name=folder_name,
+        question=question or {},
     )
 
 

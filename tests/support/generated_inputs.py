@@ -488,7 +488,7 @@ def _alone() -> Iterator[None]:
         raise TimeoutError(f"more than {MAX_CPU_SECONDS} s of CPU")
 
     def found(_model: Any, workload: Any, _space: Any, gpu: Any, **_: Any) -> Any:
-        return answers.found(workload=workload, gpu=gpu.name)
+        return answers.prediction(workload=workload, gpu=gpu.name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpus, "detect", list)

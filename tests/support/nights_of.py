@@ -9,7 +9,7 @@ from typing import Any
 from autotune.nightly.history import NEW, Night
 from autotune.nightly.matrix import Cell, Matrix
 from autotune.records.fingerprint import Fingerprint
-from autotune.records.question import FindOptions
+from autotune.records.question import Question
 from autotune.space.config import TrainConfig
 
 NOW = datetime.datetime(2026, 3, 1, 2, 17, tzinfo=datetime.UTC)
@@ -51,7 +51,7 @@ def night(
 
 
 def cell(name: str, priority: float = 1.0, **options: Any) -> Cell:
-    return Cell(options=FindOptions(model="gpt2", **options), priority=priority, name=name)
+    return Cell(options=Question(model="gpt2", **options), priority=priority, name=name)
 
 
 def matrix(*cells: Cell, **settings: Any) -> Matrix:

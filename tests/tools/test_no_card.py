@@ -64,7 +64,7 @@ def test_nvml_tells_what_the_catalogue_does(no_card: Any, tmp_path: Path) -> Non
     no_card.build(tmp_path, "libnvidia-ml.so.1", CUDA)
     script = """
 import json
-from autotune import gpus, nvml
+from autotune.catalogue import gpus, nvml
 state, (card,) = nvml.card_state(), gpus.detect()
 said = nvml.occupancy().used_bytes
 print(json.dumps([card.slug, card.capacity_bytes, state.driver, state.compute_capability, said]))

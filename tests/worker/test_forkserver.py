@@ -483,7 +483,7 @@ def kill_later(server: ForkServer, victim: str, delay_seconds: float, killed: li
 
 PARENT = """
 import sys
-from autotune.forkserver import ForkServer
+from autotune.worker.client.forkserver import ForkServer
 try:
     with ForkServer(command=sys.argv[2:]) as server:
         print(0, flush=True)

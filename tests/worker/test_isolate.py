@@ -250,7 +250,7 @@ def test_an_exception_in_the_caller_ends_the_children(
 
 PARENT = """
 import os, sys
-from autotune import isolate
+from autotune.worker.client import isolate
 def show(answer):
     print(answer["pid"], flush=True)
 try:
@@ -286,7 +286,7 @@ def test_ctrl_c_ends_the_child(worker: Commands, tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 def test_the_child_dies_with_its_parent(worker: Commands, tmp_path: Path) -> None:
     command = worker(
-        "from autotune import orphans\norphans.die_with_parent()\n"
+        "from autotune.worker.client import orphans\norphans.die_with_parent()\n"
         "answer(pid=os.getpid())\ntime.sleep(60)"
     )
     parent, child = start_parent(tmp_path, command)
@@ -299,7 +299,7 @@ def test_the_child_dies_with_its_parent(worker: Commands, tmp_path: Path) -> Non
 def test_an_orphan_does_not_start(worker: Commands, tmp_path: Path) -> None:
     command = worker(
         f"os.environ[{orphans.PARENT_VARIABLE!r}] = '1'\n"
-        "from autotune import orphans\norphans.die_with_parent()\nanswer(n=1)"
+        "from autotune.worker.client import orphans\norphans.die_with_parent()\nanswer(n=1)"
     )
     end = run(command)
     assert (end.how, end.answers) == ("crashed", ())

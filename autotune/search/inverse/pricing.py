@@ -50,7 +50,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class LimitProblem:
     """What the user typed. What a question turns over is not read."""
 
     source: ModelSource | None
@@ -65,12 +65,14 @@ class Asked:
     space: SearchSpace
     multiple_of: int = 64
     """Of a sequence length."""
+    card_is_here: bool = False
+    """Whether the card was found on this machine."""
 
 
 class Pricer:
     """Prices Cases of one question."""
 
-    def __init__(self, asked: Asked, server: ForkServer, progress: Progress) -> None:
+    def __init__(self, asked: LimitProblem, server: ForkServer, progress: Progress) -> None:
         self._asked = asked
         self._server = server
         self._progress = progress

@@ -24,7 +24,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.records.estimate import SCHEMA_VERSION, Estimate
-from autotune.search.inverse.pricing import Asked, Case, Pricer
+from autotune.search.inverse.pricing import Case, LimitProblem, Pricer
 from autotune.search.predict_best import Progress
 from autotune.space.knobs import describe
 from autotune.worker.client.forkserver import ForkServer
@@ -56,7 +56,7 @@ class Beyond:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class Limit:
     """The value, the configuration that reaches it, and what the next value would need: predicted."""
 
     what: str
@@ -84,6 +84,8 @@ class Answer:
     """Steps in which values were looked for."""
     num_traces: int
     elapsed_seconds: float
+    card_is_here: bool = False
+    """Whether the card was found on this machine."""
 
     def to_dict(self) -> dict[str, object]:
         """The object of `max --json`."""
@@ -114,8 +116,8 @@ class Answer:
 
 
 def answer(
-    what: str, asked: Asked, server: ForkServer, *, progress: Progress = lambda *_: None
-) -> Answer:
+    what: str, asked: LimitProblem, server: ForkServer, *, progress: Progress = lambda *_: None
+) -> Limit:
     """Answer a question of QUESTIONS by prediction; the server's forks trace.
 
     Raises NothingFitsError where not even the first value fits, ConfigError where the space has no
@@ -127,7 +129,7 @@ def answer(
     found = QUESTIONS[what](asked, pricer)
     case = found.case
     best, accumulated = pricer.best(case)
-    return Answer(
+    return Limit(
         what=what,
         value=case.value,
         model=case.source.name,
@@ -143,12 +145,13 @@ def answer(
         left_out=found.left_out,
         multiple_of=asked.multiple_of if what == "sequence-length" else 1,
         num_traces=pricer.num_traces,
+        card_is_here=asked.card_is_here,
         elapsed_seconds=time.monotonic() - started,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class Reached:
     """The answer's case, the next one, and what ends it."""
 
     case: Case
@@ -158,7 +161,7 @@ class Found:
     """Values that cannot be priced, and why."""
 
 
-def _longest(asked: Asked, pricer: Pricer) -> Found:
+def _longest(asked: LimitProblem, pricer: Pricer) -> Reached:
     case = _case(asked)
     step = asked.multiple_of
     limit, why = positions(case.source)
@@ -175,7 +178,7 @@ def _longest(asked: Asked, pricer: Pricer) -> Found:
     return _largest(at, limit // step, why, pricer)
 
 
-def _largest_micro_batch(asked: Asked, pricer: Pricer) -> Found:
+def _largest_micro_batch(asked: LimitProblem, pricer: Pricer) -> Reached:
     case = _case(asked)
 
     def at(size: int) -> Case:
@@ -184,7 +187,7 @@ def _largest_micro_batch(asked: Asked, pricer: Pricer) -> Found:
     return _largest(at, MAX_MICRO_BATCH, "no larger micro-batch is looked for", pricer)
 
 
-def _highest_rank(asked: Asked, pricer: Pricer) -> Found:
+def _highest_rank(asked: LimitProblem, pricer: Pricer) -> Reached:
     if set(asked.methods) <= {"full"}:
         raise ConfigError(
             "Full fine-tuning has no rank",
@@ -200,7 +203,7 @@ def _highest_rank(asked: Asked, pricer: Pricer) -> Found:
     return _largest(at, pricer.full_rank(at(1)), why, pricer)
 
 
-def _largest_model(asked: Asked, pricer: Pricer) -> Found:
+def _largest_model(asked: LimitProblem, pricer: Pricer) -> Reached:
     assert asked.gpu is not None
     assert asked.budget_bytes is not None
     cases = []
@@ -227,7 +230,7 @@ def _largest_model(asked: Asked, pricer: Pricer) -> Found:
     return _first(cases, "the catalogue has no larger model", pricer)
 
 
-def _smallest_card(asked: Asked, pricer: Pricer) -> Found:
+def _smallest_card(asked: LimitProblem, pricer: Pricer) -> Reached:
     assert asked.source is not None
     cases = [
         Case(
@@ -244,7 +247,7 @@ def _smallest_card(asked: Asked, pricer: Pricer) -> Found:
     return _first(cases, "the catalogue has no smaller card", pricer)
 
 
-QUESTIONS: dict[str, Callable[[Asked, Pricer], Found]] = {
+QUESTIONS: dict[str, Callable[[LimitProblem, Pricer], Reached]] = {
     "sequence-length": _longest,
     "micro-batch": _largest_micro_batch,
     "lora-rank": _highest_rank,
@@ -264,7 +267,7 @@ def positions(source: ModelSource) -> tuple[int, str]:
     return MAX_SEQUENCE_LENGTH, "no longer sequence is looked for"
 
 
-def _case(asked: Asked) -> Case:
+def _case(asked: LimitProblem) -> Case:
     assert asked.source is not None
     assert asked.gpu is not None
     assert asked.budget_bytes is not None
@@ -278,7 +281,7 @@ def _case(asked: Asked) -> Case:
     )
 
 
-def _largest(at: Callable[[int], Case], high: int, why: str, pricer: Pricer) -> Found:
+def _largest(at: Callable[[int], Case], high: int, why: str, pricer: Pricer) -> Reached:
     """The last number that fits, of 1 to `high`.
 
     One configuration is followed up to its own last number; then all of them are tried at the next.
@@ -301,12 +304,12 @@ def _largest(at: Callable[[int], Case], high: int, why: str, pricer: Pricer) -> 
         found = pricer.fitting(at(number + 1))
         number += found is not None
     if number == high:
-        return Found(case=at(number), beyond=None, limit=why)
+        return Reached(case=at(number), beyond=None, limit=why)
     beyond = _beyond(at(number + 1), pricer)
-    return Found(case=at(number), beyond=beyond, limit="memory")
+    return Reached(case=at(number), beyond=beyond, limit="memory")
 
 
-def _first(cases: Sequence[Case], why: str, pricer: Pricer) -> Found:
+def _first(cases: Sequence[Case], why: str, pricer: Pricer) -> Reached:
     """The first of them that fits; the last before it that could have does not."""
     too_large: list[Case] = []
     left_out: dict[str, str] = {}
@@ -316,7 +319,7 @@ def _first(cases: Sequence[Case], why: str, pricer: Pricer) -> Found:
         if pricer.fitting(case) is not None:
             beyond = _nearest_beyond(too_large, pricer, left_out)
             limit = why if beyond is None else "memory"
-            return Found(case=case, beyond=beyond, limit=limit, left_out=left_out)
+            return Reached(case=case, beyond=beyond, limit=limit, left_out=left_out)
         if error := pricer.refusal(case):
             left_out[str(case.value)] = error.why
         else:

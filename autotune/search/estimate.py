@@ -1,0 +1,67 @@
+"""From a Question about one configuration to its Estimate, and to what prices others like it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.question import Question
+from autotune.search.predict_best import Progress
+from autotune.search.resolve import Configuration, resolve_configuration
+from autotune.store.database import DEFAULT_URL
+from autotune.store.trace_table import table_of_prediction
+
+
+class Pricing:
+    """One configuration, priced: what was asked, its Estimate, and the Estimator that made it."""
+
+    def __init__(self, asked: Configuration, estimator: Estimator) -> None:
+        self.asked = asked
+        self.estimator = estimator
+
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        """Predicted memory and time of the configuration."""
+        return self.estimator.estimate(self.asked.config)
+
+
+def estimate(
+    question: Question,
+    *,
+    note: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda *_: None,
+) -> Pricing:
+    """Predict memory and speed of the one configuration that the question fixes.
+
+    Traces are taken from the usual database where it is there. Raises ConfigError for what cannot work,
+    HardwareError, WorkerError.
+    """
+    return priced(resolve_configuration(question, note=note), progress=progress)
+
+
+def priced(
+    asked: Configuration, *, progress: Progress = lambda *_: None, with_operations: bool = False
+) -> Pricing:
+    """Trace the configuration and make its Estimator; `with_operations` traces anew, with all names."""
+    workload = asked.workload
+    traces = trace_all(
+        asked.source,
+        workload.task,
+        workload.sequence_length,
+        asked.card.gpu,
+        [TraceSpec.of(asked.config)],
+        num_gpus=workload.num_gpus,
+        on_trace=functools.partial(progress, "trace"),
+        table=None if with_operations else table_of_prediction(DEFAULT_URL),
+        operations=with_operations,
+    )
+    estimator = Estimator(
+        traces,
+        asked.card.gpu,
+        memory_budget_bytes=workload.memory_budget_bytes,
+        useful_share=workload.useful_share,
+    )
+    return Pricing(asked, estimator)

@@ -1,0 +1,66 @@
+"""From a Question to the most that still fits, or the least card that would do: a Limit, predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autotune.catalogue import models
+from autotune.records.question import SEQUENCE_LENGTH, Question
+from autotune.search import budget
+from autotune.search.inverse import questions
+from autotune.search.inverse.pricing import LimitProblem
+from autotune.search.inverse.questions import Limit
+from autotune.search.predict_best import Progress
+from autotune.space import space_file
+from autotune.space.config import METHODS
+from autotune.space.requirements import predictable
+from autotune.space.search_space import with_peft
+from autotune.worker.client.forkserver import ForkServer
+
+
+def limits(
+    question: Question,
+    what: str,
+    *,
+    multiple_of: int = 64,
+    progress: Progress = lambda *_: None,
+    new_server: Callable[[], ForkServer] = ForkServer,
+) -> Limit:
+    """Find the most of `what`, a key of questions.QUESTIONS, that fits with the question's settings fixed.
+
+    Raises ConfigError, HardwareError, NothingFitsError where not even the first value fits, WorkerError.
+    """
+    problem = resolve_limit(question, what, multiple_of=multiple_of)
+    with new_server() as server:
+        return questions.answer(what, problem, server, progress=progress)
+
+
+def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitProblem:
+    """Look up what the question names. Raises ConfigError, HardwareError."""
+    card = None if what == "gpu" else budget.choose_card(question.gpu, question.gpu_mem)
+    source = None if question.model is None else models.resolve(question.model)
+    length = question.seq_len or SEQUENCE_LENGTH
+    if source is not None and what != "sequence-length":
+        length = budget.possible_length(source, length, is_given=question.seq_len is not None)
+        budget.check_length(question.task or source.task, length)
+    space, _ = predictable(space_file.load(question.space))
+    methods = question.methods
+    if question.peft is not None:
+        space = with_peft(space, question.peft)
+        methods = ("peft",)
+    methods = tuple(method for method in METHODS if method in methods) or METHODS
+    space_file.require_method(space, methods)
+    return LimitProblem(
+        source=source,
+        task=question.task,
+        gpu=None if card is None else card.gpu,
+        gpu_reason="" if card is None else card.why,
+        budget_bytes=None if card is None else card.budget_bytes,
+        sequence_length=length,
+        methods=methods,
+        accumulation=question.accumulation,
+        fixed=question.settings,
+        space=space,
+        multiple_of=multiple_of,
+        card_is_here=card is not None and card.is_here,
+    )
