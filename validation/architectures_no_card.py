@@ -1,11 +1,11 @@
 """Every architecture for causal language models, full size: memory under PyTorch's CUDA build, no card.
 
-    python benchmarks/no_card.py --gpu H200 --memory-gib 16384 -- python benchmarks/no_card_architectures.py
+    python -m tools.no_card --gpu H200 --memory-gib 16384 -- python -m validation.architectures_no_card
 
 Each type is taken as its configuration class makes it, of its own width, heads and vocabulary; where it has
 many layers, of the first few (`layers`). It is built on "cuda" and trained by the real Trainer through
 autotune's own probe; what PyTorch's allocator counted stands beside the prediction. Nothing is computed:
-what depends on values (how a router spreads tokens) is not as on a card. See no_card.py.
+what depends on values (how a router spreads tokens) is not as on a card. See tools/no_card.
 
 Each line of the file is one run; what is recorded is not run again. To have it run again, delete its line.
 """
@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_check import Records
-
 from autotune.catalogue.gpus import Gpu, detect, find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import AutotuneError
@@ -35,6 +33,7 @@ from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd
+from tools.gpu_check.records import Records
 
 STUDY = Path(__file__).parents[1] / "studies" / "architectures-no-card"
 DEADLINE_SECONDS = 150.0

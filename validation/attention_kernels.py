@@ -1,7 +1,7 @@
 """Which kernel PyTorch's CUDA build chooses for scaled_dot_product_attention, card by card.
 
     for gpu in T4 A100 "RTX 3090" "RTX 4090" H200 B200 "RTX 5090"; do
-        python benchmarks/no_card.py --gpu "$gpu" -- python benchmarks/attention_kernels.py
+        python -m tools.no_card --gpu "$gpu" -- python -m validation.attention_kernels
     done
 
 PyTorch is asked (torch._fused_sdp_choice), nothing is computed: no card is needed (no_card.py), and one

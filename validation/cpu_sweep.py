@@ -1,6 +1,6 @@
 """Every configuration of a small space, really run on the CPU: a recorded table to search in.
 
-    python benchmarks/cpu_sweep.py            (a quarter of an hour at most; on an otherwise idle machine)
+    python -m validation.cpu_sweep            (a quarter of an hour at most; on an otherwise idle machine)
 
 The model is studies/cpu-sweep/config.json. Writes studies/cpu-sweep/sweep.jsonl, an object per line:
 {"schema_version", "prediction": {Estimate}, "measurement": {Measurement}}. Bytes are counted by the

@@ -1,10 +1,10 @@
 """Tapes drawn at random, run by PyTorch's own allocator with expandable segments, and what it counted.
 
-    PYTORCH_ALLOC_CONF=expandable_segments:True PYTHONPATH=. \\
-        python benchmarks/no_card.py --gpu H200 -- \\
-        python benchmarks/expandable_tapes.py --out tests/data/expandable_tapes.jsonl
+    PYTORCH_ALLOC_CONF=expandable_segments:True \\
+        python -m tools.no_card --gpu H200 -- \\
+        python -m validation.expandable_tapes --out tests/data/expandable_tapes.jsonl
 
-Under no_card.py nothing is computed and every allocation is PyTorch's own; on a card it runs as well. A
+Under tools/no_card nothing is computed and every allocation is PyTorch's own; on a card it runs as well. A
 tape has tensors of few sizes, half of them over a page of 20 MiB, and empties the cache now and then; most
 run under a memory fraction that is a little more than their tensors need. It ends at the first request that
 fails. Prints how many of autotune's replays say otherwise, and which; 1 is returned where one does.

@@ -1,6 +1,6 @@
 """How often a night finds a regression, and how often it cries wolf: 30 nights, simulated many times.
 
-    python benchmarks/nights.py [--seeds 100]
+    python -m validation.nights [--seeds 100]
 
 writes the table of studies/nights/README.md. A run is 30 nights of 12 cells whose speeds are those of
 studies/cpu-sweep/sweep.jsonl. What two processes of the same configuration differ by is drawn from the

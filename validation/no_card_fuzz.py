@@ -1,9 +1,9 @@
 """Configurations drawn at random, predicted and run by PyTorch's CUDA build: their memory side by side.
 
-    PYTHONPATH=. python benchmarks/no_card.py --gpu H200 -- \\
-        python benchmarks/no_card_fuzz.py --seed 1 --num 50 --out drawn.jsonl
+    python -m tools.no_card --gpu H200 -- \\
+        python -m validation.no_card_fuzz --seed 1 --num 50 --out drawn.jsonl
 
-Under no_card.py nothing is computed and every allocation is PyTorch's own; on a card it runs as well.
+Under tools/no_card nothing is computed and every allocation is PyTorch's own; on a card it runs as well.
 Each differs from a plain one in a few settings, in one more often than in two. What a rule refuses, what
 the model does not have and what is not installed is not drawn. A line each: the prediction against what
 was seen, of allocated and of reserved bytes. What depends on values (places without tokens,
@@ -21,9 +21,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-from gpu_cases import TASK
-from gpu_check import Nothing, Records, card_and_budget, say, shown
-
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
 from autotune.errors import AutotuneError
@@ -37,6 +34,9 @@ from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.rules import Context, broken_rules
 from autotune.worker.client.forkserver import ForkServer
+from tools.gpu_check.cases import TASK
+from tools.gpu_check.check import Nothing, card_and_budget, say, shown
+from tools.gpu_check.records import Records
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-0.6B",

@@ -1,11 +1,11 @@
 """What PyTorch's allocator reserves where batches vary in length, and whether a budget holds them. No card.
 
-    python benchmarks/no_card.py --gpu H200 --padded -- CUDA_PYTHON benchmarks/no_card_lengths.py
+    python -m tools.no_card --gpu H200 --padded -- CUDA_PYTHON -m validation.no_card_lengths
 
 Confirmations of two models, each in a process of its own, with 50 to 200 optimizer steps of varied lengths
 and all of the card; then with 100 of them under budgets of so many times what full length takes. A JSON
 line each into studies/no-card/lengths.jsonl; what is there already is not run again. No time means
-anything (benchmarks/no_card.py).
+anything (tools/no_card).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Predicted against published memory peaks of single operations, forward and backward, on an A100.
 
-Run: python benchmarks/op_memory.py
+Run: python -m validation.op_memory_a100
 
 The published figures are Liger-Kernel's (linkedin/Liger-Kernel, benchmark/data/, the table
 all_benchmark_data.csv; here the rows of provider huggingface, which are PyTorch's own operations

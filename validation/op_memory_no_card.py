@@ -1,14 +1,14 @@
 r"""What single CUDA operations allocate beside what they return, in every architecture's step, no card.
 
-    python benchmarks/no_card.py --gpu H200 --memory-gib 16384 -- \
-        python benchmarks/no_card_operations.py TYPES
+    python -m tools.no_card --gpu H200 --memory-gib 16384 -- \
+        python -m validation.op_memory_no_card TYPES
 
-A forward and backward of each type (as in no_card_architectures.py, of LAYERS layers) runs on "cuda", and
+A forward and backward of each type (as in architectures_no_card.py, of LAYERS layers) runs on "cuda", and
 between any two operations PyTorch's allocator is asked what it was asked for. Kept are the operations that
 asked for more than they returned, each with its operands' shapes and strides, once. Beside it stands what
 autotune takes the kernel to allocate (worker.trace.kernel_buffers). Writes studies/op-memory-no-card/.
 
-Nothing is computed (no_card.py). What cuDNN asks for its own workspaces is not known.
+Nothing is computed (tools/no_card). What cuDNN asks for its own workspaces is not known.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import no_card_architectures as architectures
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from worker.trace.kernel_buffers import hidden_buffers
 
 from autotune.worker.build.model import load_config
 from autotune.worker.build.real_model import materialize
 from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.kernel_buffers import hidden_buffers
+from validation import architectures_no_card as architectures
 
 STUDY = Path(__file__).parents[1] / "studies" / "op-memory-no-card"
 LAYERS = 4

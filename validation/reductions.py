@@ -1,6 +1,6 @@
 """What PyTorch's reductions allocate beside their output, asked of PyTorch's CUDA build without a card.
 
-    python benchmarks/no_card.py --gpu H200 -- python benchmarks/reduction_buffers.py > rows.jsonl
+    python -m tools.no_card --gpu H200 -- python -m validation.reductions > rows.jsonl
 
 A JSON object per line: shape, dim and dtype of a sum, or of a norm, the card's multiprocessors, and the
 sizes in the order of allocation.

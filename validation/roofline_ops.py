@@ -1,6 +1,6 @@
 """Predicted against published times of PyTorch's own operations, forward and backward, on an A100.
 
-Run: python benchmarks/roofline_ops.py
+Run: python -m validation.roofline_ops
 
 The published milliseconds are medians of triton.testing.do_bench from Liger-Kernel's table
 (linkedin/Liger-Kernel, benchmark/data/all_benchmark_data.csv, provider huggingface, mode full,

@@ -1,6 +1,6 @@
 """How many probes a search needs: autotune's sampler against Optuna's, on tables of configurations.
 
-    python benchmarks/sampler.py [--seeds 20] [--probes 24]
+    python -m validation.sampler [--seeds 20] [--probes 24]
 
 writes the tables of studies/sampler/README.md. Without --sweep the tables are SYNTHETIC: an invented
 model of cost stands for the predictions, and what would be measured is that prediction times hidden
@@ -9,7 +9,7 @@ configuration alone (3 % and 0.5 %); a probe adds 1 % of noise. That is the form
 assumes; in the family "crossed" pairs of knobs have hidden factors as well, which it does not know of.
 The tables say how well a search corrects wrong predictions, nothing of how wrong autotune's are.
 
-    python benchmarks/sampler.py --sweep FILE --model MODEL --gpu GPU
+    python -m validation.sampler --sweep FILE --model MODEL --gpu GPU
 
 prints the same for a recorded sweep: a JSON line per Measurement, all of one model and one budget,
 predicted for that card by this version of autotune.

@@ -1,6 +1,6 @@
 """Names that released versions of Transformers and TRL take, for autotune/export/target_fields.toml.
 
-    python benchmarks/target_fields.py WHEELS > autotune/export/target_fields.toml
+    python -m validation.target_fields WHEELS > autotune/export/target_fields.toml
 
 reads the wheels in that folder, one per minor version, and never imports them. Each was fetched by
 `pip download --no-deps --no-binary :none: -d WHEELS transformers==X`, the first of its minor version
@@ -19,7 +19,7 @@ from pathlib import Path
 from autotune.export.installed import fields_of
 
 HEADER = """\
-# Names that a release takes, read from its wheel on PyPI by benchmarks/target_fields.py: what each
+# Names that a release takes, read from its wheel on PyPI by validation/target_fields.py: what each
 # release adds to and removes from the one before it. A release without either takes the same.
 #
 # transformers: fields of TrainingArguments; optim=NAME for what `optim` may be (OptimizerNames), and

@@ -10,6 +10,7 @@ import pytest
 
 from autotune.catalogue.gpus import catalogue
 from autotune.worker.trace.sdpa import Call, attention_kernel
+from validation import attention_kernels
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,9 +23,6 @@ def choices() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def calls() -> list[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import attention_kernels
     return list(attention_kernels.calls("meta"))
 
 

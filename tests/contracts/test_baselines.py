@@ -1,11 +1,9 @@
-"""What benchmarks/speedups.py calls the Trainer's defaults, against the Trainer's own."""
+"""What tools/gpu_check/speedups.py calls the Trainer's defaults, against the Trainer's own."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import TrainingArguments
@@ -14,8 +12,8 @@ from transformers.trainer_utils import find_executable_batch_size
 from autotune.catalogue.models import ModelSource
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.space.config import TrainConfig
+from tools.gpu_check import speedups
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BASE = TrainConfig(
     method="full",
     micro_batch_size=1,
@@ -33,17 +31,8 @@ SOURCE = ModelSource(
 )
 
 
-@pytest.fixture(scope="module")
-def speedups() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import speedups
-
-        yield speedups
-
-
 @pytest.mark.parametrize("fits", [8, 5, 1])
-def test_the_sizes_are_those_that_the_trainer_tries(speedups: Any, fits: int) -> None:
+def test_the_sizes_are_those_that_the_trainer_tries(fits: int) -> None:
     tried: list[int] = []
 
     def train(batch_size: int) -> None:
@@ -59,7 +48,7 @@ def test_the_sizes_are_those_that_the_trainer_tries(speedups: Any, fits: int) ->
     assert ours[-1] == 1
 
 
-def test_nothing_else_is_set_than_what_is_default(speedups: Any) -> None:
+def test_nothing_else_is_set_than_what_is_default() -> None:
     config = next(speedups.defaults(BASE, SOURCE))
     arguments = training_arguments(config, installed_fields())
     fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}

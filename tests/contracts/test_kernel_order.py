@@ -1,6 +1,6 @@
 """What CUDA's kernels allocate inside, and in which order, as PyTorch's CUDA build was seen to.
 
-The figures are of torch 2.13.0+cu130 and bitsandbytes 0.50 under benchmarks/no_card.py: each is the list of
+The figures are of torch 2.13.0+cu130 and bitsandbytes 0.50 under tools/no_card: each is the list of
 blocks that torch.cuda.memory._snapshot() shows of one call.
 """
 

@@ -6,14 +6,9 @@ The published figures are float32 MiB, so equal means equal to the byte up to 8 
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "op_memory.py"
+from validation import op_memory_a100 as op_memory
 
 NUM_ROWS = {
     "cross_entropy": 6,
@@ -29,25 +24,14 @@ EMBEDDING_LEFT_BEHIND_MIB = {768: 12_240.0, 4096: 13_769.59375}
 """By width: the part of the published peaks that was there before the operation ran."""
 
 
-@pytest.fixture(scope="module")
-def op_memory() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("op_memory", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("kernel", NUM_ROWS)
-def test_predicted_peak_equals_published(op_memory: ModuleType, kernel: str) -> None:
+def test_predicted_peak_equals_published(kernel: str) -> None:
     rows = op_memory.predict_rows([kernel])
     assert len(rows) == NUM_ROWS[kernel]
     assert [row.predicted_mib for row in rows] == [row.published_mib for row in rows]
 
 
-def test_head_and_loss_to_the_byte(op_memory: ModuleType) -> None:
+def test_head_and_loss_to_the_byte() -> None:
     """The sum that the published figures were taken apart into, in bytes."""
     hidden, vocabulary = 4096, 128_256
     weight_bytes = 2 * hidden * vocabulary
@@ -59,7 +43,7 @@ def test_head_and_loss_to_the_byte(op_memory: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("width", EMBEDDING_LEFT_BEHIND_MIB)
-def test_embedding_is_off_by_one_constant_over_a_sweep(op_memory: ModuleType, width: int) -> None:
+def test_embedding_is_off_by_one_constant_over_a_sweep(width: int) -> None:
     rows = [row for row in op_memory.predict_rows(["embedding"]) if row.settings["D"] == width]
     assert len(rows) == 8
     missing_mib = {row.published_mib - row.predicted_mib for row in rows}

@@ -1,9 +1,9 @@
 """What PyTorch's own CUDA code allocates for one operation and its gradient, against the trace's peak.
 
-Recorded with torch 2.13.0+cu130 under benchmarks/no_card.py, on no card: the kernels computed nothing, the
+Recorded with torch 2.13.0+cu130 under tools/no_card, on no card: the kernels computed nothing, the
 allocations are PyTorch's own. To record again:
 
-    PYTHONPATH=. python benchmarks/no_card.py --gpu H200 -- \\
+    PYTHONPATH=. python -m tools.no_card --gpu H200 -- \\
         python tests/contracts/test_recorded_allocations.py
 """
 

@@ -1,6 +1,6 @@
 """Kill whoever writes into the database, in the middle of it; what was said to be kept must be there.
 
-    python benchmarks/kill_store.py [--kills 100] [--seed 1]
+    python -m tests.faults.kill_store [--kills 100] [--seed 1]
 
 Three writers, in turn: one adds probes and says the number of each when it is kept, one upgrades a database
 of the first release, one imports a file of studies. Each is killed (SIGKILL) after a random time within
@@ -35,7 +35,9 @@ from autotune.store.probe_table import open_probes
 from autotune.store.transfer.exporting import export
 from autotune.store.transfer.importing import import_file
 from autotune.store.upgrade import open_engine
+from tests.support.answers import estimate as made_up_estimate
 
+ROOT = Path(__file__).parents[2]
 NUM_OLD_RECORDS = 2000
 NUM_TRIALS = 25
 MODEL = {"model_type": "llama"}
@@ -110,15 +112,12 @@ def old_database(file: Path) -> None:
 def studies_file(folder: Path) -> str:
     """The lines of an export: studies of NUM_TRIALS trials each."""
     # Only trials are wanted: their figures are of no matter.
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-    import answers
-
     url = f"sqlite:///{folder}/exported.db"
     for name in ("first", "second"):
         workload = Workload(model="m", memory_budget_bytes=10**9)
         with open_study(url, name, workload=workload, gpu="g") as study:
             estimates = (
-                dataclasses.replace(answers.estimate(), config=measured(number).config)
+                dataclasses.replace(made_up_estimate(), config=measured(number).config)
                 for number in range(NUM_TRIALS)
             )
             record_estimates(study, estimates, budget_bytes=10**9)
@@ -191,8 +190,15 @@ def run(num_kills: int, seed: int, folder: Path) -> tuple[list[str], Counter[str
         if name == "upgrade":
             old_database(file)
         file.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
-        command = [sys.executable, __file__, "--write", name, f"sqlite:///{file}"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.faults.kill_store",
+            "--write",
+            name,
+            f"sqlite:///{file}",
+        ]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             first = process.stdout.readline()
             time.sleep(draw.uniform(0.0, LONGEST_SECONDS[name]))

@@ -1,6 +1,6 @@
 """Kill a study of real probes at random moments; nothing that was measured may be lost.
 
-    python benchmarks/kill_study.py [--kills 100] [--seed 1] [--backend cuda]
+    python -m tests.faults.kill_study [--kills 100] [--seed 1] [--backend cuda]
 
 Runs `autotune find --backend cpu` on a tiny model again and again, and kills its parent, a worker, or both
 (SIGKILL) after a random time. After every kill: no process is left, nothing of it on the card, and every
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -25,22 +26,12 @@ from collections import Counter
 from pathlib import Path
 
 import optuna
-from gpu_processes import device_state, has_returned
 
 from autotune.records.measurement import BACKENDS
+from tools.gpu_check.processes import device_state, has_returned
 
 MARK = "AUTOTUNE_KILL_STUDY"
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 172,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-}
+MODEL = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
 SPACE = """
 name: tiny
 description: clear differences
@@ -140,7 +131,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "tiny").mkdir()
-        (folder / "tiny" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        shutil.copy(MODEL, folder / "tiny" / "config.json")
         (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
         undisturbed = winner(folder, "undisturbed", backend)
         kept: set[int] = set()

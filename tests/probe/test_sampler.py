@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ from autotune.probe.sampler import Candidate, Near, PredictionSampler, knobs
 from autotune.probe.trial_history import INTERRUPTED, OWNER, key_of
 from autotune.space.config import TrainConfig
 from autotune.store.predicted_trials import CONSTRAINT
+from validation import sampler as comparison
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BUDGET_BYTES = 10_000
 
 DISTRIBUTIONS: dict[str, BaseDistribution] = {
@@ -30,15 +29,6 @@ DISTRIBUTIONS: dict[str, BaseDistribution] = {
     "micro_batch_size": IntDistribution(1, 32, log=True),
     "lora_rank": IntDistribution(1, 1024, log=True),
 }
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import sampler
-
-        yield sampler
 
 
 def candidate(
@@ -97,25 +87,25 @@ def add(
 
 
 @pytest.mark.parametrize("family", ["full", "lora", "methods"])
-def test_twelve_probes_find_the_best_of_a_table(benchmark: ModuleType, family: str) -> None:
+def test_twelve_probes_find_the_best_of_a_table(family: str) -> None:
     num_found = num_found_in_order = 0
     for seed in range(20):
-        table = benchmark.synthetic(family, seed)
-        probes = benchmark.predictions_corrected(table, seed, 12)
+        table = comparison.synthetic(family, seed)
+        probes = comparison.predictions_corrected(table, seed, 12)
         assert len(probes.probed) <= 12
         num_found += probes.curve(12)[-1] >= 0.98
-        in_order = benchmark.predictions_in_order(table, seed, 12)
+        in_order = comparison.predictions_in_order(table, seed, 12)
         num_found_in_order += in_order.curve(12)[-1] >= 0.98
     assert num_found >= 18
     # The tables are hard enough to tell: predictions alone do not do.
     assert num_found_in_order <= 10
 
 
-def test_knobs_that_act_on_each_other_are_survived(benchmark: ModuleType) -> None:
+def test_knobs_that_act_on_each_other_are_survived() -> None:
     found = []
     for seed in range(20):
-        table = benchmark.synthetic("methods", seed, crossed=benchmark.CROSSED)
-        found.append(benchmark.predictions_corrected(table, seed, 12).curve(12)[-1])
+        table = comparison.synthetic("methods", seed, crossed=comparison.CROSSED)
+        found.append(comparison.predictions_corrected(table, seed, 12).curve(12)[-1])
     assert np.mean([speed >= 0.98 for speed in found]) >= 0.75
     assert np.median(found) == 1.0
 

@@ -275,32 +275,3 @@ def test_who_died_before_its_first_sign_of_life_is_not_waited_for(study: optuna.
     left_by(study, me(place="another machine"))
     turns.give_back_abandoned(study)
     assert state_of(study) == (TrialState.FAIL, None)
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-        import workers
-
-        yield workers
-
-
-@pytest.mark.slow  # a dozen processes
-def test_four_workers_of_which_five_are_killed(
-    workers: Any, postgres_url: str, tmp_path: Path
-) -> None:
-    task = workers.Task(
-        url=postgres_url,
-        study="s",
-        num_trials=40,
-        probe_seconds=0.2,
-        heartbeat_seconds=1,
-        grace_seconds=3,
-        is_elsewhere=True,
-        log=str(tmp_path / "log"),
-    )
-    found = workers.run(task, num_workers=4, num_kills=5)
-    assert found.is_well, found
-    assert found.num_done == 40
-    assert found.num_given_back <= 5

@@ -127,7 +127,7 @@ def test_foreach_peak_holds_a_full_temporary_and_fused_none() -> None:
 
 
 def test_four_bits_are_packed_by_a_kernel_of_their_own() -> None:
-    """As PyTorch's CUDA build allocated for torchao 0.18, under benchmarks/no_card.py: 1.5 GiB for 64 Mi
+    """As PyTorch's CUDA build allocated for torchao 0.18, under tools/no_card: 1.5 GiB for 64 Mi
     elements, of one parameter at a time; nothing for codes of a byte, nor for a small parameter."""
     large = TensorSpec(shape=(8192, 8192), dtype="float32")
     peaks = {}

@@ -1,4 +1,4 @@
-"""Searches in the recorded sweep of real runs (studies/cpu-sweep, made by benchmarks/cpu_sweep.py)."""
+"""Searches in the recorded sweep of real runs (studies/cpu-sweep, made by validation/cpu_sweep.py)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,51 +11,39 @@ from typing import Any
 import pytest
 from fake_nvml import fake_nvml
 
-from autotune.catalogue.gpus import detect, find_gpu
+from autotune.catalogue.gpus import cpu_stand_in, detect, find_gpu
 from autotune.records.estimate import SCHEMA_VERSION
 from autotune.records.measurement import measurement_from_dict
 from autotune.space.config import METHODS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import load
+from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd
+from tools.gpu_check import cases as gpu_cases
+from tools.gpu_check import deadline as deadlines
+from tools.gpu_check import pieces, predictions, processes, summary
+from tools.gpu_check.__main__ import main
+from tools.gpu_check.check import Check
+from tools.gpu_check.deadline import Deadline
+from tools.gpu_check.probes import Probes
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow  # half a minute: seven processes that import torch
 
 PIECES = ["predict", "sweep", "find", "processes", "speedups"]
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import gpu_cases
-        import gpu_check
-        import gpu_deadline
-        import gpu_processes
-        import gpu_summary
-
-        yield SimpleNamespace(
-            check=gpu_check,
-            cases=gpu_cases,
-            deadline=gpu_deadline,
-            processes=gpu_processes,
-            summary=gpu_summary,
-        )
-
-
-@pytest.fixture(scope="module")
-def recorded(modules: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which one call of every piece has written."""
     studies = tmp_path_factory.mktemp("studies")
-    assert run(modules, *PIECES, studies=studies) == 0
+    assert run(*PIECES, studies=studies) == 0
     return studies / "cpu"
 
 
-def run(modules: Any, *pieces: str, studies: Path) -> int:
+def run(*pieces: str, studies: Path) -> int:
     options = ["--backend", "cpu", "--tiny", "--minutes", "2", "--studies", str(studies)]
-    return int(modules.check.main([*pieces, *options]))
+    return int(main([*pieces, *options]))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -136,27 +123,27 @@ def test_the_summary_says_what_it_is_made_of(recorded: Path) -> None:
     assert "| server killed | crashed | 1 | no | not known: no card |" in text
 
 
-def test_what_is_recorded_is_not_run_again(recorded: Path, modules: Any) -> None:
+def test_what_is_recorded_is_not_run_again(recorded: Path) -> None:
     before = {path.name: path.read_text(encoding="utf-8") for path in recorded.glob("*.jsonl")}
-    assert run(modules, "find", "processes", "speedups", studies=recorded.parent) == 0
+    assert run("find", "processes", "speedups", studies=recorded.parent) == 0
     for name, text in before.items():
         assert (recorded / name).read_text(encoding="utf-8") == text
 
 
-def test_repredicting_leaves_measurements_alone(recorded: Path, modules: Any) -> None:
+def test_repredicting_leaves_measurements_alone(recorded: Path) -> None:
     path = recorded / "predicted_vs_measured.jsonl"
     before = lines(path)
     spoilt = [record | {"prediction": {"fits": True}} for record in before[:1]] + before[1:]
     path.write_text("".join(json.dumps(r) + "\n" for r in spoilt), encoding="utf-8")
-    check = check_of(modules, recorded)
+    check = check_of(recorded)
     (recorded / "sweep.jsonl").unlink()
-    assert modules.check.repredict(check)
+    assert pieces.repredict(check)
     assert lines(path) == before
 
 
-def test_no_piece_begins_when_its_time_is_over(modules: Any, tmp_path: Path) -> None:
+def test_no_piece_begins_when_its_time_is_over(tmp_path: Path) -> None:
     options = ["--backend", "cpu", "--tiny", "--minutes", "0", "--studies", str(tmp_path)]
-    assert modules.check.main([*PIECES, *options]) == 0
+    assert main([*PIECES, *options]) == 0
     assert list(tmp_path.rglob("*.jsonl")) == []
 
 
@@ -185,59 +172,59 @@ def end(how: str, answers: tuple[dict[str, Any], ...]) -> WorkerEnd:
 PREDICTED = SimpleNamespace(peak_device_bytes=1, to_dict=lambda budget_bytes: {})
 
 
-def measure(modules: Any, check: Any, case: Any) -> bool:
-    probes = modules.check.Probes(check, check.records("x"), 1.0)
+def measure(check: Any, case: Any) -> bool:
+    probes = Probes(check, check.records("x"), 1.0)
     return bool(probes.measure(case.model, case.config, 10**8, lambda: PREDICTED))
 
 
 def test_a_probe_cut_off_by_the_end_is_not_recorded(
-    modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, deadline = Hanging(), modules.check.Deadline(60.0)
-    check = check_of(modules, tmp_path, deadline=deadline, server=server)
+    server, deadline = Hanging(), Deadline(60.0)
+    check = check_of(tmp_path, deadline=deadline, server=server)
     # Asked on the way in, after the prediction, and when a probe was killed.
     answers = iter([True, True, True, True, True, False])
     monkeypatch.setattr(deadline, "allows_another", lambda: next(answers))
-    by_itself, by_the_end = modules.cases.TINY_CASES
-    assert measure(modules, check, by_itself)
-    assert not measure(modules, check, by_the_end)
+    by_itself, by_the_end = gpu_cases.TINY_CASES
+    assert measure(check, by_itself)
+    assert not measure(check, by_the_end)
     assert server.methods == ["full", "lora"]
-    assert max(server.deadlines) <= 60.0 + modules.deadline.GRACE_SECONDS
+    assert max(server.deadlines) <= 60.0 + deadlines.GRACE_SECONDS
     (record,) = lines(tmp_path / "x.jsonl")
     assert record["measurement"]["config"]["method"] == "full"
     assert record["measurement"]["outcome"] == "timeout"
 
 
-def test_a_failure_is_not_tried_again_unless_its_line_is_torn(modules: Any, tmp_path: Path) -> None:
+def test_a_failure_is_not_tried_again_unless_its_line_is_torn(tmp_path: Path) -> None:
     server, path = Hanging(), tmp_path / "x.jsonl"
-    check = check_of(modules, tmp_path, server=server)
-    first, second = modules.cases.TINY_CASES
+    check = check_of(tmp_path, server=server)
+    first, second = gpu_cases.TINY_CASES
     for case in (first, second, first, second):
-        assert measure(modules, check, case)
+        assert measure(check, case)
     assert server.methods == ["full", "lora"]
     before = path.read_text(encoding="utf-8")
     path.write_text(before[:-20], encoding="utf-8")
     for case in (first, second):
-        assert measure(modules, check, case)
+        assert measure(check, case)
     assert server.methods == ["full", "lora", "lora"]
     assert [r["key"] for r in lines(path)] == [json.loads(r)["key"] for r in before.splitlines()]
 
 
-def check_of(modules: Any, folder: Path, **fields: Any) -> Any:
+def check_of(folder: Path, **fields: Any) -> Any:
     given = {
         "backend": "cpu",
         "tiny": True,
-        "card": modules.check.cpu_stand_in(),
+        "card": cpu_stand_in(),
         "budget_bytes": 10**8,
         "folder": folder,
-        "deadline": modules.check.Deadline(60.0),
+        "deadline": Deadline(60.0),
         "server": None,
     }
-    return modules.check.Check(**(given | fields))
+    return Check(**(given | fields))
 
 
-def test_the_cases_cover_what_was_promised(modules: Any) -> None:
-    cases = modules.cases.CASES
+def test_the_cases_cover_what_was_promised() -> None:
+    cases = gpu_cases.CASES
     configs = [case.config for case in cases]
     assert len({(case.model, case.config) for case in cases}) >= 40
     assert len({case.model for case in cases}) >= 4
@@ -251,29 +238,29 @@ def test_the_cases_cover_what_was_promised(modules: Any) -> None:
     assert {config.activation_offloading for config in configs} == {False, True}
     assert {config.attention for config in configs} == {"eager", "sdpa"}
     for case in cases:
-        layers = modules.cases.source(case.model).config.get("num_hidden_layers")
+        layers = gpu_cases.source(case.model).config.get("num_hidden_layers")
         batch = case.config.effective_batch_size
         context = Context(effective_batch_size=batch, num_layers=layers, compute_capability=(9, 0))
         assert broken_rules(case.config, context) == [], case
 
 
-def test_the_sweep_is_large_enough_for_a_benchmark(modules: Any, tmp_path: Path) -> None:
+def test_the_sweep_is_large_enough_for_a_benchmark(tmp_path: Path) -> None:
     card = find_gpu("h200")
-    check = check_of(modules, tmp_path, tiny=False, card=card, budget_bytes=card.capacity_bytes)
-    _, _, configs = modules.check.sweep_points(check)
+    check = check_of(tmp_path, tiny=False, card=card, budget_bytes=card.capacity_bytes)
+    _, _, configs = pieces.sweep_points(check)
     assert len(set(configs)) >= 150
 
 
 @pytest.mark.skipif(bool(detect()), reason="there is a card here")
-def test_without_a_card_it_says_so(modules: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert modules.check.main(["predict"]) == 3
+def test_without_a_card_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict"]) == 3
     assert "no CUDA GPU here" in capsys.readouterr().err
 
 
 def test_techniques_are_measured_and_what_cannot_run_is_said(
-    modules: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(modules, "techniques", studies=tmp_path) == 0
+    assert run("techniques", studies=tmp_path) == 0
     records = lines(tmp_path / "cpu" / "predicted_vs_measured.jsonl")
     configs = [record["measurement"]["config"] for record in records]
     assert [config["neftune_noise_alpha"] for config in configs] == [5.0, 0.0]
@@ -284,15 +271,15 @@ def test_techniques_are_measured_and_what_cannot_run_is_said(
     assert "float8 matrix products take 16 tokens at a time" in said
 
 
-def test_every_technique_is_there_once_and_sound(modules: Any) -> None:
-    cases = modules.cases.TECHNIQUES
+def test_every_technique_is_there_once_and_sound() -> None:
+    cases = gpu_cases.TECHNIQUES
     configs = [case.config for case in cases]
-    assert len({(case.model, case.config) for case in (*cases, *modules.cases.CASES)}) == (
-        len(cases) + len(modules.cases.CASES)
+    assert len({(case.model, case.config) for case in (*cases, *gpu_cases.CASES)}) == (
+        len(cases) + len(gpu_cases.CASES)
     )
     assert {config.method for config in configs} == set(METHODS) - {"peft"}
     # What they have beside CASES, and no measurement can have: rows that are others' second names.
-    measured = {case.config.optimizer for case in (*cases, *modules.cases.CASES)}
+    measured = {case.config.optimizer for case in (*cases, *gpu_cases.CASES)}
     families = {OPTIMIZERS[name].family for name in measured}
     assert families == {row.family for row in OPTIMIZERS.values()} - {"schedule_free_sgd"}
     for config in configs:
@@ -302,9 +289,7 @@ def test_every_technique_is_there_once_and_sound(modules: Any) -> None:
         assert broken_rules(config, context) == [], config
 
 
-def test_the_next_model_is_traced_while_one_is_probed(
-    modules: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_model_is_traced_while_one_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[str] = []
     is_done, is_closed = threading.Event(), threading.Event()
 
@@ -314,19 +299,17 @@ def test_the_next_model_is_traced_while_one_is_probed(
             is_done.set()
         return {}
 
-    monkeypatch.setattr(modules.check, "trace_all", trace)
-    monkeypatch.setattr(modules.check.ForkServer, "close", lambda _: is_closed.set())
-    full, models = modules.cases.full, (modules.cases.SMOLLM, modules.cases.QWEN_05)
+    monkeypatch.setattr(predictions, "trace_all", trace)
+    monkeypatch.setattr(ForkServer, "close", lambda _: is_closed.set())
+    full, models = gpu_cases.full, (gpu_cases.SMOLLM, gpu_cases.QWEN_05)
     cases = [full(model, 64, 1, "fp32") for model in models]
-    with modules.check.Predictions(find_gpu("h200"), cases, 10**9):
+    with predictions.Predictions(find_gpu("h200"), cases, 10**9):
         assert is_done.wait(10)
     assert traced == ["HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B"]
     assert is_closed.is_set()
 
 
-def test_the_most_that_the_card_holds_is_seen_from_outside(
-    modules: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_most_that_the_card_holds_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml(monkeypatch, ["NVIDIA H200"], used_bytes=300)
     used = iter([300, 300, 500, 900, 400])
     last = threading.Event()
@@ -338,28 +321,28 @@ def test_the_most_that_the_card_holds_is_seen_from_outside(
         return SimpleNamespace(used=now or 300)
 
     monkeypatch.setattr("pynvml.nvmlDeviceGetMemoryInfo", memory)
-    monkeypatch.setattr(modules.processes, "LOOK_SECONDS", 0.001)
-    with modules.processes.PeakOnCard("cuda") as seen:
+    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.001)
+    with processes.PeakOnCard("cuda") as seen:
         assert last.wait(10)
     assert seen.peak_bytes == 600
-    with modules.processes.PeakOnCard("cpu") as seen:
+    with processes.PeakOnCard("cpu") as seen:
         pass
     assert seen.peak_bytes is None
 
 
-def test_what_the_card_held_stands_in_the_summary(modules: Any, recorded: Path) -> None:
+def test_what_the_card_held_stands_in_the_summary(recorded: Path) -> None:
     records = lines(recorded / "predicted_vs_measured.jsonl")
     budgets = [r["measurement"]["spec"]["memory_budget_bytes"] for r in records]
-    assert modules.summary._seen_on_the_card(records) == []
+    assert summary._seen_on_the_card(records) == []
     for record, budget in zip(records, budgets, strict=True):
         record["card_peak_bytes"] = budget // 2
     records[1]["card_peak_bytes"] = budgets[1] + 3 * 2**20
-    (passed, beside) = modules.summary._seen_on_the_card(records)
+    (passed, beside) = summary._seen_on_the_card(records)
     assert passed == "- by NVML 1 of 3 passed their budget at any moment, by 3.0 MiB at most"
     assert beside.startswith("- a probe's own figure beside NVML's: ")
 
 
-def test_what_one_probe_mends_of_the_time(modules: Any, recorded: Path) -> None:
+def test_what_one_probe_mends_of_the_time(recorded: Path) -> None:
     """Twice, and thrice, as long as predicted: of the second 2/3 is left."""
     record = lines(recorded / "predicted_vs_measured.jsonl")[0]
     measurement = measurement_from_dict(record["measurement"])
@@ -368,6 +351,6 @@ def test_what_one_probe_mends_of_the_time(modules: Any, recorded: Path) -> None:
         {**record, "prediction": {"step_seconds": measurement.step_seconds / times}}
         for times in (2, 3)
     ]
-    (line,) = modules.summary._mended_by_one_probe(records)
+    (line,) = summary._mended_by_one_probe(records)
     assert line.endswith("33.3% off (median), -33.3% (furthest), of 1")
-    assert modules.summary._mended_by_one_probe(records[:1]) == []
+    assert summary._mended_by_one_probe(records[:1]) == []

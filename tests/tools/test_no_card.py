@@ -1,4 +1,4 @@
-"""The card that is not there (benchmarks/no_card.py) is like one, where that can be seen without torch."""
+"""The card that is not there (tools/no_card) is like one, where that can be seen without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
+from tools.no_card import DRIVER, card
 
 ROOT = Path(__file__).parents[2]
 CUDA = Path("/usr/local/cuda")
@@ -40,18 +40,9 @@ def take(size):
 """
 
 
-@pytest.fixture(scope="module")
-def no_card() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import no_card
-
-        yield no_card
-
-
-def run(no_card: Any, folder: Path, script: str) -> Any:
+def run(folder: Path, script: str) -> Any:
     """What the script prints, as JSON, in a process that finds the card."""
-    environment = no_card.environment(folder, CARD, CONTEXT)
+    environment = card.environment(folder, CARD, CONTEXT)
     if not (folder / "libcuda.so.1").exists():
         del environment["LD_PRELOAD"]
     command = [sys.executable, "-c", script]
@@ -60,34 +51,34 @@ def run(no_card: Any, folder: Path, script: str) -> Any:
     return json.loads(ended.stdout)
 
 
-def test_nvml_tells_what_the_catalogue_does(no_card: Any, tmp_path: Path) -> None:
-    no_card.build(tmp_path, "libnvidia-ml.so.1", CUDA)
+def test_nvml_tells_what_the_catalogue_does(tmp_path: Path) -> None:
+    card.build(tmp_path, "libnvidia-ml.so.1", CUDA)
     script = """
 import json
 from autotune.catalogue import gpus, nvml
-state, (card,) = nvml.card_state(), gpus.detect()
+state, (found,) = nvml.card_state(), gpus.detect()
 said = nvml.occupancy().used_bytes
-print(json.dumps([card.slug, card.capacity_bytes, state.driver, state.compute_capability, said]))
+print(json.dumps([found.slug, found.capacity_bytes, state.driver, state.compute_capability, said]))
 """
-    found = run(no_card, tmp_path, script)
-    assert found == [CARD.slug, CARD.capacity_bytes, no_card.DRIVER, [7, 5], 0]
+    found = run(tmp_path, script)
+    assert found == [CARD.slug, CARD.capacity_bytes, DRIVER, [7, 5], 0]
 
 
-def test_nvml_tells_that_there_is_no_fabric(no_card: Any, tmp_path: Path) -> None:
+def test_nvml_tells_that_there_is_no_fabric(tmp_path: Path) -> None:
     """PyTorch asks before it makes expandable segments: nvmlGpuFabricInfo_v2_t, NOT_SUPPORTED is 0."""
-    no_card.build(tmp_path, "libnvidia-ml.so.1", CUDA)
+    card.build(tmp_path, "libnvidia-ml.so.1", CUDA)
     script = """
 import ctypes, json
 info = (ctypes.c_ubyte * 36)(*[255] * 36)
 said = ctypes.CDLL("libnvidia-ml.so.1").nvmlDeviceGetGpuFabricInfoV(None, info)
 print(json.dumps([said, info[28]]))
 """
-    assert run(no_card, tmp_path, script) == [0, 0]
+    assert run(tmp_path, script) == [0, 0]
 
 
 @needs_toolkit
-def test_memory_is_counted_and_comes_back(no_card: Any, tmp_path: Path) -> None:
-    no_card.build(tmp_path, "libcuda.so.1", CUDA)
+def test_memory_is_counted_and_comes_back(tmp_path: Path) -> None:
+    card.build(tmp_path, "libcuda.so.1", CUDA)
     script = (
         DEFINITIONS
         + f"""
@@ -97,15 +88,15 @@ print(json.dumps([before, took, before - free()]))
 """
     )
     for _ in range(2):  # The second finds what the first has left.
-        before, took, held = run(no_card, tmp_path, script)
+        before, took, held = run(tmp_path, script)
         assert before == CARD.capacity_bytes - CONTEXT
         assert (took, held) == ([0, OUT_OF_MEMORY], GIB + 2 * MIB)
 
 
 @needs_toolkit
-def test_mapped_pages_are_counted_and_come_back(no_card: Any, tmp_path: Path) -> None:
+def test_mapped_pages_are_counted_and_come_back(tmp_path: Path) -> None:
     """As expandable segments are made: addresses are free, pages are not."""
-    no_card.build(tmp_path, "libcuda.so.1", CUDA)
+    card.build(tmp_path, "libcuda.so.1", CUDA)
     script = (
         DEFINITIONS
         + f"""
@@ -123,12 +114,12 @@ ended = [cuda.cuMemUnmap(address, page), cuda.cuMemRelease(handle)]
 print(json.dumps([reserved, took, held, ended, before - free()]))
 """
     )
-    assert run(no_card, tmp_path, script) == [0, [0, OUT_OF_MEMORY, 0], 20 * MIB, [0, 0], 0]
+    assert run(tmp_path, script) == [0, [0, OUT_OF_MEMORY, 0], 20 * MIB, [0, 0], 0]
 
 
 @needs_toolkit
-def test_the_driver_survives_no_fork(no_card: Any, tmp_path: Path) -> None:
-    no_card.build(tmp_path, "libcuda.so.1", CUDA)
+def test_the_driver_survives_no_fork(tmp_path: Path) -> None:
+    card.build(tmp_path, "libcuda.so.1", CUDA)
     script = (
         DEFINITIONS
         + """
@@ -141,4 +132,4 @@ take(1)
 print(json.dumps([uninitialized, before, in_child()]))
 """
     )
-    assert run(no_card, tmp_path, script) == [INITIALIZATION, 0, INITIALIZATION]
+    assert run(tmp_path, script) == [INITIALIZATION, 0, INITIALIZATION]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
+from tools.gpu_check import summary
 
 ROOT = Path(__file__).parents[2]
 RECORDED = sorted((ROOT / "studies").glob("*/predicted_vs_measured.jsonl"))
@@ -41,15 +41,6 @@ MEASURED = Measurement(
 OOM = dataclasses.replace(
     MEASURED, outcome="oom", peak_allocated_bytes=None, peak_reserved_bytes=None
 )
-
-
-@pytest.fixture(scope="module")
-def summary() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import gpu_summary
-
-        yield gpu_summary
 
 
 def record(
@@ -86,7 +77,7 @@ def record(
         ([record(1, 1, capped=True)], []),
     ],
 )
-def test_judges_errors(summary: Any, records: list[dict[str, Any]], broken: list[str]) -> None:
+def test_judges_errors(records: list[dict[str, Any]], broken: list[str]) -> None:
     found = summary.breaches(records)
     assert len(found) == len(broken)
     assert all(line.startswith(start) for line, start in zip(found, broken, strict=True))
@@ -95,27 +86,27 @@ def test_judges_errors(summary: Any, records: list[dict[str, Any]], broken: list
 @pytest.mark.parametrize(
     ("dead", "alive", "is_held"), [(0, 1, True), (1, 49, True), (1, 48, False), (1, 0, False)]
 )
-def test_judges_survival(summary: Any, dead: int, alive: int, is_held: bool) -> None:
+def test_judges_survival(dead: int, alive: int, is_held: bool) -> None:
     records = [record(capped=True, measurement=OOM)] * dead + [record(capped=True)] * alive
     assert (not summary.breaches(records)) == is_held
 
 
-def test_a_retry_is_no_survival(summary: Any) -> None:
+def test_a_retry_is_no_survival() -> None:
     thrashed = dataclasses.replace(MEASURED, num_alloc_retries=1)
     assert summary.breaches([record(capped=True, measurement=thrashed)])
 
 
-def test_what_a_crash_says_of_memory_is_nothing(summary: Any) -> None:
+def test_what_a_crash_says_of_memory_is_nothing() -> None:
     crashed = dataclasses.replace(OOM, outcome="crashed")
     assert summary.breaches([record(capped=True, measurement=crashed)]) == []
 
 
-def of_cuda(summary: Any, path: Path) -> list[dict[str, Any]]:
+def of_cuda(path: Path) -> list[dict[str, Any]]:
     records = summary.read_records(path)
     return [r for r in records if r["measurement"]["spec"]["backend"] == "cuda"]
 
 
-def test_recorded_gpus_hold_what_is_promised(summary: Any) -> None:
+def test_recorded_gpus_hold_what_is_promised() -> None:
     by_gpu = {path.parent.name: of_cuda(summary, path) for path in RECORDED}
     by_gpu = {name: records for name, records in by_gpu.items() if records}
     if not by_gpu:
@@ -125,7 +116,7 @@ def test_recorded_gpus_hold_what_is_promised(summary: Any) -> None:
 
 
 @pytest.mark.parametrize("path", NO_CARDS, ids=lambda path: path.parent.name)
-def test_pytorchs_own_memory_without_a_card(summary: Any, path: Path) -> None:
+def test_pytorchs_own_memory_without_a_card(path: Path) -> None:
     records = summary.read_records(path)
     assert all(r["measurement"]["fingerprint"]["driver"] == "no card" for r in records)
     # What LLM.int8 needs depends on values, of which there are none.
@@ -141,7 +132,7 @@ def test_pytorchs_own_memory_without_a_card(summary: Any, path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NO_CARDS, ids=lambda path: path.parent.name)
-def test_segments_that_grow_do_with_less_of_the_card(summary: Any, path: Path) -> None:
+def test_segments_that_grow_do_with_less_of_the_card(path: Path) -> None:
     """The table of studies/no-card/README.md: least budgets, beside what fixed segments took."""
     fixed, least = {}, {}
     for record in summary.read_records(path):

@@ -1,16 +1,14 @@
 """The speed that is promised, by CPU time: on a busy machine the wall clock says little.
 
-benchmarks/speed.py measures both; on two idle cores a command's wall time lies between half its CPU
+validation/timing/speed.py measures both; on two idle cores a command's wall time lies between half its CPU
 time and the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
+
+from validation.timing import speed
 
 pytestmark = pytest.mark.slow
 
@@ -19,23 +17,14 @@ BUSY = 1.5
 """Another load on the same cores takes caches and clock from this one."""
 
 
-@pytest.fixture(scope="module")
-def speed() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-        import speed
-
-        yield speed
-
-
-def test_help_is_instant(speed: Any) -> None:
+def test_help_is_instant() -> None:
     command = speed.COMMANDS["help"]
     assert command.target_seconds == 0.25
     cost = speed.best_of(command.arguments, 3)
     assert cost.cpu_seconds <= BUSY * command.target_seconds
 
 
-def test_one_estimate(speed: Any) -> None:
+def test_one_estimate() -> None:
     command = speed.COMMANDS["estimate"]
     assert command.target_seconds == 10
     cost = speed.cost_of(command.arguments)
@@ -44,7 +33,7 @@ def test_one_estimate(speed: Any) -> None:
     assert cost.peak_bytes < 2 * 2**30
 
 
-def test_a_cold_search_of_the_default_space(speed: Any) -> None:
+def test_a_cold_search_of_the_default_space() -> None:
     command = speed.COMMANDS["find"]
     assert command.target_seconds == 15
     cost = speed.cost_of(command.arguments)
@@ -52,7 +41,7 @@ def test_a_cold_search_of_the_default_space(speed: Any) -> None:
     assert cost.peak_bytes < 2 * 2**30
 
 
-def test_a_configuration_more_costs_less_than_a_millisecond(speed: Any) -> None:
+def test_a_configuration_more_costs_less_than_a_millisecond() -> None:
     priced = speed.pricing()
     assert priced.num_configs >= 5000
     assert priced.config_seconds <= 1e-3

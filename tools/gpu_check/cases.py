@@ -1,4 +1,4 @@
-"""What benchmarks/gpu_check.py probes: literal lists, the most telling first.
+"""The cases that are probed: literal lists, the most telling first.
 
 A case that says `capped` is probed twice: with all of the card, and with its own prediction as budget.
 """

@@ -1,4 +1,4 @@
-"""The time of one piece of gpu_check.py: what runs under it ends with it."""
+"""The time of one piece of a check: what runs under it ends with it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What NVML sees of probes: the most that one holds, and what forking and killing leave behind.
 
-For gpu_check.py, of which `processes` is a piece.
-
 Not yet run on a GPU.
 """
 
@@ -17,12 +15,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import gpu_cases
-
 from autotune.catalogue import nvml
 from autotune.common.units import MIB
 from autotune.records.measurement import ProbeSpec
 from autotune.worker.client.forkserver import ForkServer
+from tools.gpu_check import cases as gpu_cases
+from tools.gpu_check.check import Check
 
 RETURN_SECONDS = 20.0
 LOOK_SECONDS = 0.05
@@ -31,7 +29,7 @@ RETURNED_WITHIN_BYTES = 16 * MIB
 """Device memory counts as given back when so near to what was in use before."""
 
 
-def processes(check: Any) -> bool:
+def processes(check: Check) -> bool:
     """What a fork finds, and what a killed probe leaves."""
     records = check.records("processes")
     steps: tuple[tuple[str, Callable[[ForkServer], int | None] | None], ...] = (
@@ -58,7 +56,7 @@ def processes(check: Any) -> bool:
 
 
 def observe(
-    check: Any, server: ForkServer, victim: Callable[[ForkServer], int | None] | None
+    check: Check, server: ForkServer, victim: Callable[[ForkServer], int | None] | None
 ) -> dict[str, Any]:
     """Run a probe; kill `victim`, when there is one, as soon as it times. What was seen.
 

@@ -1,7 +1,8 @@
 """How much faster `find`'s answer is than what people run: same card, same budget, same effective batch.
 
-    python benchmarks/speedups.py --backend cuda             (or: make gpu-check; not yet run on a GPU)
-    python benchmarks/speedups.py --backend cpu              (some ten minutes, on an otherwise idle machine)
+    python -m tools.gpu_check speedups          (not yet run on a GPU)
+
+On a CPU: validation/cpu_speedups.py.
 
 Three contenders, each a real probe (autotune.probe.run_one.Prober):
 
@@ -20,60 +21,50 @@ find      the answer of `autotune find` under its defaults for this method, meas
 An adapter has rank 16 on every linear layer with the first two. Once all are known they are measured in
 turn, ROUNDS times, and the median counts: so an answer that owes its place to a lucky probe loses it again.
 
-Written to studies/<card>/ (cpu: studies/cpu-speedups/): speedups.jsonl, an object per case
+Written to studies/<card>/speedups.jsonl, an object per case
     {"schema_version", "key", "model", "gpu_mem", "memory_budget_bytes", "method", "sequence_length",
     "effective_batch_size", "backend", "find": {"command", "exit_code", "wall_seconds", "num_run", "class"},
     "contenders": {name: {"tried": [[micro-batch, checkpointing, outcome]], "measurements": [{Measurement}]}}}
-and the table into README.md. A CPU's speeds say nothing of a GPU's.
+of which speedup_table.py draws the table. A CPU's speeds say nothing of a GPU's.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
-import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_cases
-from gpu_cases import Comparison
-from gpu_deadline import Deadline, PunctualServer, run_until
-
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import parse_bytes
-from autotune.errors import AutotuneError
 from autotune.probe.run_one import Prober
-from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
+from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base
 from autotune.store.probe_table import ProbeTable, open_probes
-from autotune.worker.client.forkserver import ForkServer
+from tools.gpu_check import cases as gpu_cases
+from tools.gpu_check.cases import Comparison
+from tools.gpu_check.check import ROOT, Check, Nothing
+from tools.gpu_check.deadline import PunctualServer, run_until
+from tools.gpu_check.records import Record
 
-ROOT = Path(__file__).parents[1]
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
 """Of timed steps at most, as `find` has it."""
 ROUNDS = 3
-UNSTEADY = 0.05
-"""Spread of the rounds from which on a row is not to be trusted."""
 DEFAULT_MICRO_BATCH = 8
 """TrainingArguments.per_device_train_batch_size."""
-CONTENDERS = ("defaults", "hand", "find")
-
-Record = dict[str, Any]
 
 
 class OutOfTime(Exception):
     """The piece's time is over."""
 
 
-def speedups(check: Any) -> bool:
+def speedups(check: Check) -> bool:
     """Every comparison that is not recorded yet. False when the time was over before the end."""
     records = check.records("speedups")
     for case in comparisons(check):
@@ -87,13 +78,13 @@ def speedups(check: Any) -> bool:
     return True
 
 
-def comparisons(check: Any) -> Sequence[Comparison]:
+def comparisons(check: Check) -> Sequence[Comparison]:
     if check.backend == "cuda":
         return gpu_cases.COMPARISONS
     return gpu_cases.TINY_COMPARISONS if check.tiny else gpu_cases.CPU_COMPARISONS
 
 
-def compare(check: Any, case: Comparison) -> Record:
+def compare(check: Check, case: Comparison) -> Record:
     """The record of one comparison, its key aside. Raises OutOfTime."""
     found, winner = find(check, case)
     source = resolve(case.model)
@@ -147,7 +138,7 @@ class Contest:
     """Probes of one model under one budget."""
 
     def __init__(
-        self, check: Any, case: Comparison, source: ModelSource, table_of_probes: ProbeTable
+        self, check: Check, case: Comparison, source: ModelSource, table_of_probes: ProbeTable
     ) -> None:
         self._check = check
         spec = ProbeSpec(
@@ -157,7 +148,7 @@ class Contest:
             max_seconds=PROBE_SECONDS[check.backend],
         )
         server: Any = PunctualServer(check.server, check.deadline)
-        nothing: Any = _Forgetful()
+        nothing: Any = Nothing()
         self._first = Prober(server, table_of_probes, source, spec)
         self._again = Prober(server, nothing, source, spec)
 
@@ -189,16 +180,6 @@ class Contest:
         return tried
 
 
-class _Forgetful:
-    """Stands for the table of probes where each is to be made."""
-
-    def find(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def add(self, *_: Any, **__: Any) -> None:
-        pass
-
-
 def defaults(base: TrainConfig, source: ModelSource) -> Iterator[TrainConfig]:
     """What auto_find_batch_size tries, in its order."""
     dtype = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
@@ -224,7 +205,7 @@ def hand_tuned(base: TrainConfig) -> Iterator[TrainConfig]:
 
 
 def with_micro_batch(config: TrainConfig, size: int) -> TrainConfig:
-    """The accumulation that reaches the effective batch; see tokens_per_second for what is beyond it."""
+    """The accumulation that reaches the effective batch; speedup_table.py prices what is beyond it."""
     return dataclasses.replace(
         config,
         micro_batch_size=size,
@@ -232,19 +213,7 @@ def with_micro_batch(config: TrainConfig, size: int) -> TrainConfig:
     )
 
 
-def tokens_per_second(measurement: Measurement, effective_batch_size: int) -> float:
-    """At exactly that batch, whether or not the micro-batch divides it."""
-    assert measurement.micro_step_seconds is not None
-    assert measurement.optimizer_step_seconds is not None
-    config = measurement.config
-    num_micro_steps = effective_batch_size / config.micro_batch_size
-    step_seconds = (
-        num_micro_steps * measurement.micro_step_seconds + measurement.optimizer_step_seconds
-    )
-    return effective_batch_size * config.sequence_length / step_seconds
-
-
-def find(check: Any, case: Comparison) -> tuple[Record, TrainConfig | None]:
+def find(check: Check, case: Comparison) -> tuple[Record, TrainConfig | None]:
     """`autotune find`, as typed; what it says of itself, and its answer. Raises OutOfTime."""
     words = [
         "autotune",
@@ -281,140 +250,6 @@ def find(check: Any, case: Comparison) -> tuple[Record, TrainConfig | None]:
     return seen, TrainConfig(**answer["measured"]["best"]["config"])
 
 
-def storage(check: Any) -> str:
+def storage(check: Check) -> str:
     """The database in which what is cut off goes on; gpu_check's own."""
     return f"sqlite:///{check.folder.parent.resolve()}/gpu-check-{check.folder.name}.db"
-
-
-def table(records: Sequence[Record]) -> list[str]:
-    """The speed-ups in Markdown; nothing without records."""
-    if not records:
-        return []
-    lines = [
-        "| model | method | budget | tokens x batch | defaults | hand | find | over defaults | over hand |"
-        " class | spread |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|---:|",
-    ]
-    ratios: dict[str, list[float]] = {"defaults": [], "hand": []}
-    num_unsteady = 0
-    for record in records:
-        speeds = {name: speeds_of(record, name) for name in CONTENDERS}
-        medians = {name: statistics.median(s) if s else None for name, s in speeds.items()}
-        cells = [
-            record["model"],
-            record["method"],
-            record["gpu_mem"],
-            f"{record['sequence_length']} x {record['effective_batch_size']}",
-            *(shown(record, name, medians[name]) for name in CONTENDERS),
-        ]
-        for name in ratios:
-            ratio = over(medians["find"], medians[name])
-            if ratio is not None:
-                ratios[name].append(ratio)
-            cells.append("" if ratio is None else f"{ratio:.2f}x")
-        largest = max((spread(s) for s in speeds.values() if s), default=0.0)
-        num_unsteady += largest > UNSTEADY
-        cells += [record["find"]["class"] or "", f"{largest:.1%}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    means = [
-        f"{statistics.geometric_mean(values):.2f}x over {name} (of {len(values)})"
-        for name, values in ratios.items()
-        if values
-    ]
-    return [
-        *lines,
-        "",
-        "Tokens per second, measured (median of the rounds), with micro-batch and checkpointing in "
-        "brackets; spread: (highest - lowest) / median of the rounds, the largest of the three.",
-        *([f"Geometric mean: {', '.join(means)}."] if means else []),
-        *(
-            [
-                f"UNSTEADY: {num_unsteady} of {len(records)} rows have a spread over {UNSTEADY:.0%}. "
-                "Delete their lines and measure again on an idle machine."
-            ]
-            if num_unsteady
-            else []
-        ),
-        "",
-    ]
-
-
-def speeds_of(record: Record, name: str) -> list[float]:
-    """Of the rounds that fitted."""
-    measurements = [measurement_from_dict(m) for m in record["contenders"][name]["measurements"]]
-    effective = record["effective_batch_size"]
-    return [tokens_per_second(m, effective) for m in measurements if m.fits]
-
-
-def shown(record: Record, name: str, speed: float | None) -> str:
-    if speed is None:
-        return "does not fit"
-    config: Mapping[str, Any] = record["contenders"][name]["measurements"][0]["config"]
-    checkpointing = config["activation_checkpointing"]
-    note = f", ckpt {checkpointing}" if checkpointing else ""
-    return f"{speed:,.0f} ({config['micro_batch_size']}{note})"
-
-
-def over(faster: float | None, slower: float | None) -> float | None:
-    return None if faster is None or slower is None else faster / slower
-
-
-def spread(speeds: Sequence[float]) -> float:
-    return (max(speeds) - min(speeds)) / statistics.median(speeds)
-
-
-def cpu_page(records: Sequence[Record]) -> list[str]:
-    """The README of what a CPU recorded; written on the same machine."""
-    probed = [m for r in records for c in r["contenders"].values() for m in c["measurements"]]
-    devices = " and ".join(sorted({m["fingerprint"]["device"] for m in probed}))
-    return [
-        "# Speed-ups on a CPU",
-        "",
-        f"Made, on a machine with {os.cpu_count()} CPU cores ({devices}) and no GPU, by",
-        "",
-        "    python benchmarks/speedups.py --backend cpu",
-        "",
-        "It shows that the comparison works, and says nothing of a GPU: one thread of a CPU is slow in",
-        "other ways, and bytes are counted by the tracker. The script says what is compared and how.",
-        "",
-        *table(records),
-    ]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    import gpu_check
-    from gpu_summary import read_records, write_summary
-
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--backend", choices=tuple(PROBE_SECONDS), default="cuda")
-    parser.add_argument("--minutes", type=float, default=60.0, help="at most; again goes on")
-    parser.add_argument("--studies", type=Path, default=ROOT / "studies", metavar="FOLDER")
-    options = parser.parse_args(arguments)
-    try:
-        card, budget_bytes = gpu_check.card_and_budget(options.backend, None)
-        name = "cpu-speedups" if options.backend == "cpu" else card.slug
-        with ForkServer() as server:
-            check = gpu_check.Check(
-                backend=options.backend,
-                tiny=False,
-                card=card,
-                budget_bytes=budget_bytes,
-                folder=options.studies / name,
-                deadline=Deadline(60 * options.minutes),
-                server=server,
-            )
-            is_done = speedups(check)
-    except AutotuneError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    records = read_records(check.folder / "speedups.jsonl")
-    if options.backend == "cuda":
-        write_summary(check.folder)
-    elif records:
-        (check.folder / "README.md").write_text("\n".join(cpu_page(records)), encoding="utf-8")
-    print("done" if is_done else "the time is over; the same command goes on", file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

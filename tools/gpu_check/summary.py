@@ -3,25 +3,22 @@
 Errors are predicted / measured - 1, of runs that had all of the card and did not fail. Where a run was
 recorded several times (other versions, other budgets of its own prediction) the last one counts.
 
-Where there was no card (no_card.py) no time is told, nor what lies outside the allocator: both were put in.
+Where there was no card (tools/no_card) no time is told, nor what lies outside the allocator: both were
+put in.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import speedups
-from no_card import DRIVER as NO_CARD
 
 from autotune.common.units import format_bytes
 from autotune.records.measurement import Measurement, measurement_from_dict
-
-Record = dict[str, Any]
+from tools.gpu_check import speedup_table
+from tools.gpu_check.records import Record, read_records
+from tools.no_card import DRIVER as NO_CARD
 
 ALLOCATED_MEDIAN = 0.02
 RESERVED_MEDIAN = 0.03
@@ -59,21 +56,6 @@ KNOBS: dict[str, Callable[[Record], object]] = {
         )
     },
 }
-
-
-def read_records(path: Path) -> list[Record]:
-    """The records of a file, none where there is no file; of a repeated run the last."""
-    if not path.exists():
-        return []
-    last: dict[str, Record] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        what = record["key"]
-        if "measurement" in record:
-            run = [record["model"], record["measurement"]["config"], record["capped_at_prediction"]]
-            what = json.dumps(run, sort_keys=True)
-        last[what] = record
-    return list(last.values())
 
 
 def measured(record: Record) -> Measurement:
@@ -159,7 +141,7 @@ def _head(name: str, records: Sequence[Record]) -> list[str]:
         lines += [
             "",
             "There was no card, and nothing was computed: PyTorch's CUDA build ran on a CUDA runtime that",
-            "does nothing (`benchmarks/no_card.py`). Its choice of kernels and every allocation are its own:",
+            "does nothing (`tools/no_card`). Its choice of kernels and every allocation are its own:",
             "what it allocated and reserved is held against the prediction. Of times, of the context, of",
             "cuDNN's own workspace and of managed memory this says nothing.",
         ]
@@ -337,7 +319,7 @@ def _best(records: Sequence[Record]) -> list[str]:
 
 
 def _speedups(records: Sequence[Record]) -> list[str]:
-    lines = speedups.table(records)
+    lines = speedup_table.table(records)
     return ["## Speed-ups", "", *lines] if lines else []
 
 

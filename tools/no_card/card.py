@@ -1,37 +1,14 @@
-"""Run a command with PyTorch's CUDA build where there is no card: nothing is computed, memory is real.
-
-    python benchmarks/no_card.py --gpu H200 -- python benchmarks/gpu_check.py predict --studies no-card
-
-The command finds a card of the catalogue (autotune gpus) that is not there: a CUDA runtime, driver, cuBLAS,
-cuDNN and NVML (no_card/) whose kernels do nothing. All the rest runs as on that card: PyTorch's own choice
-of kernels, its autocast, its autograd, its optimizers and its caching allocator, bitsandbytes, Triton; out
-of memory comes where the card would have no more. So a prediction of memory is held against PyTorch
-itself, byte for byte, and the program is tried from end to end.
-
-What it cannot tell, and no record of it may be taken for: any time; what the card holds outside PyTorch's
-allocator (the context is put in: --context-mib); workspaces that cuDNN and cuBLASLt ask for; what depends
-on values (a value that is read back is always one, and so every mask is full; with --padded Tensor.all() is
-no, and so none is); managed memory. Records name the driver "no card".
-
-Needs a CUDA build of torch, a C++ compiler, and the headers of the CUDA toolkit. Linux alone.
-"""
+"""The libraries of a card that is not there, and the environment in which a process finds them."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import os
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-from autotune.catalogue.gpus import Gpu, find_gpu
-from autotune.errors import ConfigError
+from autotune.catalogue.gpus import Gpu
 
-SOURCES = Path(__file__).with_name("no_card")
-DRIVER = "no card"
-"""What no_card/nvml.cpp calls the driver, and what is recorded of it."""
+SOURCES = Path(__file__).parent
 
 LIBRARIES = {
     # PyTorch has it loaded as libcudart, libcublas and libcudnn; Triton and NVRTC as the driver.
@@ -67,41 +44,3 @@ def environment(
         "TRITON_LIBCUDA_PATH": folder,
     }
     return {**os.environ, **{name: str(value) for name, value in settings.items()}}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Run a command as if a card were here.")
-    parser.add_argument("--gpu", default="H200", help="of the catalogue [default: H200]")
-    parser.add_argument(
-        "--context-mib", type=int, help="of each process [default: as is predicted]"
-    )
-    parser.add_argument("--memory-gib", type=int, help="another card's [default: its own]")
-    parser.add_argument("--padded", action="store_true", help="no batch is full of tokens")
-    parser.add_argument("--cuda", type=Path, default=Path("/usr/local/cuda"), help="the toolkit")
-    parser.add_argument("command", nargs="+")
-    options = parser.parse_args()
-    try:
-        card = find_gpu(options.gpu)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    if card.vendor != "nvidia":
-        parser.error(f"the {card.name} does no CUDA")
-    if options.memory_gib is not None:
-        card = dataclasses.replace(card, capacity_bytes=options.memory_gib << 30)
-    context_bytes = card.context_bytes if options.context_mib is None else options.context_mib << 20
-    with tempfile.TemporaryDirectory(prefix="no-card-") as scratch:
-        folder = Path(scratch)
-        try:
-            for name in LIBRARIES:
-                build(folder, name, options.cuda)
-        except (OSError, subprocess.CalledProcessError) as error:
-            print(f"error: no card can be made: {error}", file=sys.stderr)
-            return 1
-        (folder / "libcuda.so").symlink_to("libcuda.so.1")  # Triton's compiler links it.
-        variables = environment(folder, card, context_bytes, padded=options.padded)
-        return subprocess.run(options.command, env=variables, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,35 +1,29 @@
 """Every architecture for causal language models, tiny: real Trainer steps on this CPU against their trace.
 
-    python benchmarks/architectures_real.py
-
 Configurations are those of Transformers' classes with their sizes made small (SIZES) and dropout off, in
 bfloat16 with eager attention, without checkpointing and with. Two steps of the real transformers.Trainer
 are watched by the trace's own tracker; allocations and frees must agree one by one, in order, to the byte,
 as in tests/contracts/test_trace_is_the_trainer.py, whose DIFFERENCES between a CPU and a GPU are undone.
-Where they do not, the peaks of a micro-step are compared. Writes studies/architectures/real.jsonl and the
-second table of its README.
+Where they do not, the peaks of a micro-step are compared.
 
 Measured here is which bytes PyTorch asks for on a CPU; nothing of a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from architectures import STUDY, in_a_process, refused, replace_table
+from validation.architectures.each_type import ROOT, refused
 
-sys.path[:0] = [
-    str(Path(__file__).parents[1] / "tests" / part) for part in ("support", "contracts")
-]
+# That of the tests which it repeats, and what this imports.
+sys.path[:0] = [str(ROOT / "tests" / part) for part in ("support", "contracts")]
 
+RECORD = "real.jsonl"
 CASES: dict[str, dict[str, Any]] = {"plain": {}, "checkpointed": {"checkpointing": 1}}
 WIDTH, HEADS, LAYERS = 64, 4, 4
 SIZES: tuple[tuple[str, int], ...] = (
@@ -60,22 +54,9 @@ SIZES: tuple[tuple[str, int], ...] = (
 """Names of settings, and what they become."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Real Trainer steps against their trace.")
-    parser.add_argument("types", nargs="*", help="model types [default: all]")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    import test_trace_is_the_trainer  # noqa: F401  (before processes are forked)
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    kinds = options.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    rows = [in_a_process(kind, CASES, _compare) for kind in kinds]
-    if options.types:
-        print(json.dumps(rows, indent=1))
-        return
-    text = "\n".join(json.dumps(row) for row in rows)
-    (STUDY / "real.jsonl").write_text(text + "\n", encoding="utf-8")
-    replace_table("real", "\n".join(_table(rows)))
+def prepare() -> None:
+    """Import everything once, before processes are forked."""
+    import test_trace_is_the_trainer  # noqa: F401
 
 
 def tiny(settings: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +80,7 @@ def tiny(settings: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+def compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
     import pytest
     import test_trace_is_the_trainer as contract
     from trainer_step import canonical
@@ -134,7 +115,7 @@ def _peak(events: Iterable[tuple[str, int, int]]) -> int:
     return peak
 
 
-def _table(rows: list[dict[str, Any]]) -> Iterable[str]:
+def table(rows: list[dict[str, Any]]) -> Iterable[str]:
     yield "| | compared | equal, event for event | else: predicted over real peak | not compared |"
     yield "|---|---:|---:|---|---:|"
     for name in CASES:
@@ -159,7 +140,3 @@ def _table(rows: list[dict[str, Any]]) -> Iterable[str]:
 def _worst(said: dict[str, Any]) -> float:
     ratios = [expected / real for expected, real in said["peaks_bytes"]]
     return max(ratios, key=lambda ratio: abs(ratio - 1))
-
-
-if __name__ == "__main__":
-    main()

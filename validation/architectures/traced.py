@@ -1,29 +1,22 @@
 """Every architecture that Transformers has for causal language models: can its training step be traced?
 
-    python benchmarks/architectures.py
-
 Each is taken as its configuration class makes it, without a setting changed: sizes are those of a real
 model, the weights are on `meta`. For full fine-tuning, with and without checkpointing, and LoRA on all
 linear layers, a trace of a few layers is held against one of all layers: events, kernels and parameters.
-Each architecture has a process and a deadline of its own. Writes studies/architectures/.
 
 Nothing here is measured; what a few layers are held against is a trace as well.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-STUDY = Path(__file__).parents[1] / "studies" / "architectures"
-DEADLINE_SECONDS = 300
+from validation.architectures.each_type import refused
+
+RECORD = "rows.jsonl"
 SEQUENCE_LENGTH = 512
 MICRO_BATCH, RANK = 4, 16
 LORA = {
@@ -41,27 +34,8 @@ ATTENTIONS = ("sdpa", "eager")
 """The second where the model has no first."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Can every architecture be traced?")
-    parser.add_argument("types", nargs="*", help="model types [default: all]")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    import_all()
-    kinds = options.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    rows = [in_a_process(kind, CASES, _compare) for kind in kinds]
-    if options.types:
-        print(json.dumps(rows, indent=1))
-        return
-    STUDY.mkdir(exist_ok=True)
-    text = "\n".join(json.dumps(row) for row in rows)
-    (STUDY / "rows.jsonl").write_text(text + "\n", encoding="utf-8")
-    replace_table("traced", "\n".join(_table(rows)))
-
-
-def import_all() -> None:
-    """Once, before processes are forked: it takes ten seconds."""
+def prepare() -> None:
+    """Import everything once, before processes are forked: it takes ten seconds."""
     import peft  # noqa: F401
     import transformers
 
@@ -70,46 +44,7 @@ def import_all() -> None:
     transformers.logging.set_verbosity_error()
 
 
-Compare = Callable[[str, dict[str, Any]], dict[str, Any]]
-
-
-def in_a_process(
-    kind: str, cases: Mapping[str, dict[str, Any]], compare: Compare
-) -> dict[str, Any]:
-    """What is found of a model type, case by case: by a process of its own, within a deadline."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(kind, cases, compare, sender))
-    process.start()
-    sender.close()
-    row: dict[str, Any] = {"model_type": kind}
-    ends = time.monotonic() + DEADLINE_SECONDS
-    try:
-        while receiver.poll(max(ends - time.monotonic(), 0)):
-            row |= receiver.recv()
-    except EOFError:
-        pass
-    process.kill()
-    process.join()
-    for name in cases:
-        row.setdefault(name, {"refused": f"not done after {DEADLINE_SECONDS} s"})
-    return row
-
-
-def _answer(kind: str, cases: Mapping[str, dict[str, Any]], compare: Compare, sender: Any) -> None:
-    from autotune.worker.build import model as models
-
-    for name, changes in cases.items():
-        try:
-            said = compare(kind, changes)
-        except models.UnsupportedModel as error:
-            said = {"refused": str(error)}
-        except Exception as error:  # what the command line shows as one line, too
-            said = {"refused": f"{type(error).__name__}: {models.first_line(error)}"}
-        sender.send({name: said})
-
-
-def _compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+def compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
     from autotune.memory.traces import BrokenTrace, Trace
     from autotune.worker.build.model import load_config
 
@@ -209,16 +144,7 @@ _PARTS: dict[str, Any] = {
 }
 
 
-def replace_table(name: str, table: str) -> None:
-    """In the README, between its marks."""
-    path = STUDY / "README.md"
-    begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
-    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
-    after = rest.partition(end)[2]
-    path.write_text(f"{before}{begin}{table}\n{end}{after}", encoding="utf-8")
-
-
-def _table(rows: list[dict[str, Any]]) -> Iterable[str]:
+def table(rows: list[dict[str, Any]]) -> Iterable[str]:
     import transformers
 
     yield f"transformers {transformers.__version__}, {len(rows)} model types\n"
@@ -240,18 +166,3 @@ def _table(rows: list[dict[str, Any]]) -> Iterable[str]:
     ]
     yield from ["\nDifferent:\n", *different] if different else []
     yield f"\nRefused, `rows.jsonl` says why: {refused(rows, CASES)}"
-
-
-def refused(rows: list[dict[str, Any]], cases: Iterable[str]) -> str:
-    """Types of which some case was, in words."""
-    named = []
-    for row in rows:
-        which = [name for name in cases if "refused" in row[name]]
-        if which:
-            some = "" if len(which) == len(list(cases)) else f" ({', '.join(which)})"
-            named.append(f"{row['model_type']}{some}")
-    return ", ".join(named)
-
-
-if __name__ == "__main__":
-    main()

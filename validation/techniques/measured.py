@@ -1,7 +1,4 @@
-"""What each technique saves, measured beside what was predicted: the rows of techniques.py, run for real.
-
-    python benchmarks/techniques_measured.py            (some minutes; on a CPU)
-    python benchmarks/techniques_measured.py --backend cuda --model Qwen/Qwen2.5-1.5B --seq-len 1024
+"""What each technique saves, measured beside what was predicted: the rows of predicted.py, run for real.
 
 Each row is a probe: the real Trainer with the exported arguments, in a process of its own. Writes
 studies/techniques/<backend>.jsonl, a line per row, failures included: {"schema_version", "words",
@@ -18,11 +15,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from techniques import EFFECTIVE_BATCH, base_of, changes_of
-
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import MIB
-from autotune.errors import AutotuneError
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
 from autotune.probe import loop
@@ -36,8 +30,9 @@ from autotune.space.knobs import describe
 from autotune.space.tradeoffs import tradeoff_class
 from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer
+from validation.techniques.predicted import EFFECTIVE_BATCH, base_of, changes_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "studies" / "techniques"
 BUDGETS = {"cpu": "2GB", "cuda": None}
 """On a CPU far more than any row needs; on a card all of it."""
@@ -57,12 +52,13 @@ MAX_SECONDS = 1.0
 """Of timed steps per probe."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(FOLDER / "config.json"))
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--backend", choices=BACKENDS, default="cpu")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
     model = resolve(options.model)
     card, _, budget_bytes = budget.CHOOSERS[options.backend](None, BUDGETS[options.backend])
     bases = {m: base_of(m, model, card, options.seq_len) for m in METHODS}
@@ -134,7 +130,7 @@ def heading(
     base: TrainConfig,
 ) -> str:
     estimate, plain = found[base]
-    command = f"python benchmarks/techniques_measured.py --backend {options.backend}"
+    command = f"python -m validation.techniques measured --backend {options.backend}"
     versions = ", ".join(f"{name} {version}" for name, version in plain.fingerprint.versions)
     speed = " | speed" if options.backend == "cuda" else ""
     return f"""# What each technique saves, measured
@@ -184,10 +180,3 @@ def shown(model: str) -> str:
     """A file by its place in the repository."""
     path = Path(model).resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else model
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except AutotuneError as error:
-        raise SystemExit(str(error)) from error

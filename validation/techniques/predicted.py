@@ -1,7 +1,5 @@
 """What each technique saves and costs, predicted: one setting changed at a time from a plain base.
 
-    python benchmarks/techniques.py > studies/techniques/README.md
-
 Every value of every knob (autotune/space/knobs.py) and every method. Full fine-tuning is the base of what
 full fine-tuning has; the settings of adapters start from LoRA, those of quantised bases from QLoRA.
 Nothing here is measured.
@@ -17,7 +15,6 @@ from autotune import __version__
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import GIB
-from autotune.errors import ConfigError
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, TraceSpec
@@ -52,11 +49,12 @@ class Row:
     changed: Estimate
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What each technique saves and costs, predicted.")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="Qwen/Qwen2.5-1.5B")
     parser.add_argument("--gpu", default="a100-40gb")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
     model, card = resolve(options.model), find_gpu(options.gpu)
     bases = {method: base_of(method, model, card) for method in METHODS}
     changes = list(changes_of(bases, card))
@@ -135,7 +133,7 @@ def heading(model: ModelSource, card: Gpu, base: TrainConfig, estimator: Estimat
 
 **Predicted, not measured**, by autotune {__version__}:
 
-    python benchmarks/techniques.py --model {model.name} --gpu {card.slug}
+    python -m validation.techniques predicted --model {model.name} --gpu {card.slug}
 
 {model.short_name} on an {card.name}, {base.sequence_length} tokens, effective batch {EFFECTIVE_BATCH}.
 The base, {describe(base)}, takes {plain.peak_device_bytes / GIB:.1f} GiB
@@ -155,10 +153,3 @@ def line(row: Row) -> str:
     speed = row.changed.tokens_per_second / row.base.tokens_per_second - 1
     tradeoff = tradeoff_class(row.changed.config, row.base.config)
     return f"| {row.words} | {saved:+.1f} GiB | {100 * speed:+.0f} % | {tradeoff} |"
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        raise SystemExit(str(error)) from error

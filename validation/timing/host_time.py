@@ -1,6 +1,6 @@
 """What the host spends on one eager operation of a training step, by phase: Python and dispatch alone.
 
-    python benchmarks/host_time.py            (half a minute; on an otherwise idle machine)
+    python -m validation.timing.host_time            (half a minute; on an otherwise idle machine)
 
 Llama's layers of next to no size run on the CPU, so that their arithmetic costs little. The time of a layer
 is the difference of two depths, over as many operations as a trace of the same configuration launches.

@@ -1,6 +1,6 @@
 """How long `autotune report` takes for a study of 5,000 trials in SQLite, and how large its file is.
 
-    python benchmarks/report.py [--trials 5000]
+    python -m validation.timing.report [--trials 5000]
 
 Storing the trials takes half a minute (Optuna writes each in a transaction of its own); the command is
 then run three times in a process of its own, and its shortest time is told.
@@ -16,13 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-
-import answers  # of the tests: made-up Estimates
-from commands import environment
-
 from autotune.common import json_records
 from autotune.store import optuna_study, predicted_trials, stored_answers
+from tests.support import answers
+from validation.timing.commands import environment
 
 NAME = "large"
 

@@ -1,6 +1,6 @@
 """What a second `find` costs where everything was probed: no process, and how many seconds.
 
-    python benchmarks/second_find.py [--repeats 5]
+    python -m validation.timing.second_find [--repeats 5]
 
 Real probes of a tiny model on this CPU, then the same question again, and with other budgets. Wall and CPU
 time (user and system, of all processes) of whole commands in cold processes, the best of the repeats: on a
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,8 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from commands import environment
-from kill_study import MODEL
+from validation.timing.commands import REPOSITORY, environment
 
 TARGET_SECONDS = 1.5
 SPACE = """
@@ -70,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "tiny").mkdir()
-        (folder / "tiny" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        shutil.copy(REPOSITORY / "examples" / "tiny-llama.json", folder / "tiny" / "config.json")
         (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
         for what, size in (
             ("the first", "100MB"),

@@ -1,6 +1,6 @@
 """What a prediction costs: whole commands in cold processes, one configuration more, memory.
 
-Run on an idle machine: python benchmarks/speed.py [--repeats 3]
+Run on an idle machine: python -m validation.timing.speed [--repeats 3]
 
 A command's seconds are the best of the repeats: wall, and the CPU time (user and system) of all its
 processes, which another load disturbs less. Memory is the largest single process's peak. Results of
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from commands import environment
+from validation.timing.commands import environment
 
 if TYPE_CHECKING:
     from autotune.space.config import TrainConfig

@@ -1,6 +1,6 @@
 """How long a database of many probes takes to answer.
 
-    python benchmarks/store.py [--probes 1000000] [--storage URL]
+    python -m validation.timing.store [--probes 1000000] [--storage URL]
 
 Fills a database with made-up probes (of 40 models, 5 machines of which 4 are near each other), 200
 answered studies and 2,000 recommendations, then times what a search asks for: one look-up by key,
@@ -33,6 +33,7 @@ from autotune.store.probe_key import ProbeKey, columns_of, probe_key
 from autotune.store.probe_table import ProbeTable
 from autotune.store.recommendations import Recommendation, RecommendationTable, row_of
 from autotune.store.upgrade import open_engine
+from tests.support.answers import summary
 
 NUM_MODELS = 40
 NUM_STUDIES = 200
@@ -153,10 +154,7 @@ def fill(url: str, num_probes: int) -> int:
 
 def made_up_answer() -> dict[str, Any]:
     """The object of `find --json`, as the tests have it."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-    import answers
-
-    return answers.summary().to_dict()
+    return summary().to_dict()
 
 
 def recommendation(number: int) -> Recommendation:

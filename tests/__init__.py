@@ -1,0 +1,1 @@
+"""The tests, room by room; what they share is in support/."""

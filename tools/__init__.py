@@ -1,0 +1,1 @@
+"""Programs for owners of a card, and for those who have none."""

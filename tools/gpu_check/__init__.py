@@ -1,0 +1,1 @@
+"""Predictions held against a real card: `python -m tools.gpu_check`, which __main__.py describes."""

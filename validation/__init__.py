@@ -1,0 +1,1 @@
+"""Scripts that make the figures of README.md and of studies/; each names its folder."""

@@ -1,0 +1,1 @@
+"""What becomes of every architecture: `python -m validation.architectures`."""

@@ -1,0 +1,1 @@
+"""Runs that others published: what they did, and what their programs did otherwise."""

@@ -1,0 +1,1 @@
+"""What each technique saves and costs: `python -m validation.techniques`."""

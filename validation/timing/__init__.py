@@ -1,0 +1,1 @@
+"""How long commands take, and what large databases cost."""
