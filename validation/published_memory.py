@@ -1,6 +1,6 @@
 """Predicted against published memory of whole training runs.
 
-Run: python benchmarks/published_memory.py
+Run: python -m validation.published_memory
 
 The published figures are the 161 rows of studies/published-memory/published_memory.csv; nothing in
 them was measured by this project. A row is predicted when its settings are complete and its model is
@@ -12,7 +12,7 @@ Two predictions stand beside each figure:
   today's transformers.Trainer, on today's versions.
 * as its program: the same trace, optimizer and allocator model, with what the row's own program or
   its versions did otherwise (`Program`). These are facts read from its code and named per row; no
-  number is chosen to meet a figure, but for the two lengths of published_peft.py.
+  number is chosen to meet a figure, but for the two lengths of PEFT's batches (runs.toml there).
 
 Errors are of the second. Both are written to studies/published-memory/ (rows.json, and the tables of
 README.md). Of PEFT's runs a second figure is predicted as its program: what is allocated between steps.
@@ -30,22 +30,6 @@ from unittest import mock
 
 import torch
 import transformers
-from old_attention import OLD_ATTENTIONS
-from published_peft import MEAN_TOKENS, step_end_figure
-from published_plan import STUDY, UNIT_BYTES, Plan, Program, published
-from published_runs import plans, why_left_out
-from published_tables import (
-    Label,
-    Row,
-    StepEnd,
-    markdown,
-    markdown_labels,
-    markdown_left_out,
-    markdown_quirks,
-    markdown_step_ends,
-    summary,
-    write_section,
-)
 
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.memory.allocator import EMPTY_CACHE_BYTES, Tape, replay
@@ -62,6 +46,23 @@ from autotune.worker.build.model import load_config
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.meta_step import MetaStep
 from autotune.worker.trace.step import trace_step
+from validation.published import blind
+from validation.published.old_attention import OLD_ATTENTIONS
+from validation.published.plan import MEMORY as STUDY
+from validation.published.plan import UNIT_BYTES, Plan, Program, published
+from validation.published.runs import plans, step_end_figure, why_left_out
+from validation.published.tables import (
+    Label,
+    Row,
+    StepEnd,
+    markdown,
+    markdown_labels,
+    markdown_left_out,
+    markdown_quirks,
+    markdown_step_ends,
+    summary,
+    write_section,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,7 @@ def _traced(plan: Plan, gpu: Gpu, program: Program) -> _Traced:
     """Trace in this process, once per structure."""
     spec = TraceSpec.of(plan.config)
     length = plan.config.sequence_length
-    own = (program.attention, program.holds_outputs, program.frozen)
+    own = (program.old_attention, program.holds_outputs, program.frozen)
     key = (plan.model.name, plan.task, spec, length, gpu.name, own)
     if key not in _TRACES:
         assert gpu.compute_capability is not None
@@ -126,8 +127,8 @@ def _code_of(program: Program) -> Iterator[None]:
         def replace_with(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        if program.attention is not None:
-            replace_with(*OLD_ATTENTIONS[program.attention])
+        if program.old_attention is not None:
+            replace_with(*OLD_ATTENTIONS[program.old_attention])
         if program.holds_outputs:
             replace_with(MetaStep, "_loss", _loss_of_held_outputs)
             replace_with(models, "build_base", functools.partial(_with_cache, models.build_base))
@@ -258,19 +259,20 @@ def loop_bytes(plan: Plan, program: Program) -> int:
     return replay(loop.tape.sizes, loop.tape.events).peak_reserved_bytes
 
 
-def step_end_bytes(plan: Plan, tokens: int = MEAN_TOKENS) -> int:
+def step_end_bytes(plan: Plan, tokens: int | None = None) -> int:
     """Predicted bytes of all that is alive after a step of samples so long, in blocks of 512 B.
 
     The allocator's own count has the ends of blocks too that are not worth splitting: they differ from
     step to step, and their mean is part of the solved length.
     """
+    tokens = tokens or plan.mean_tokens
+    assert tokens is not None
     plan = replace(plan, config=replace(plan.config, sequence_length=tokens))
     loop = _Loop(_traced(plan, find_gpu(plan.gpu), plan.program), plan.config, plan.program)
     loop.step()
     sizes = [-(-size // 512) * 512 for size in loop.tape.sizes]
     alive = sum(sizes[e] if e >= 0 else -sizes[~e] for e in loop.tape.events)
-    kept = sum(size for _, size in plan.program.kept)
-    return alive + round(kept * plan.program.kept_share)
+    return alive + round(plan.program.kept * plan.program.kept_share)
 
 
 def trainable(plan: Plan) -> list[TensorSpec]:
@@ -298,7 +300,7 @@ def predict(ids: Collection[str] | None = None) -> list[Row]:
         if plan.metric == "fits" or (ids is not None and name not in ids):
             continue
         entry = table[name]
-        as_program = loop_bytes(plan, plan.program) + sum(size for _, size in plan.program.kept)
+        as_program = loop_bytes(plan, plan.program) + plan.program.kept
         if plan.metric == "step end":
             as_trainer = loop_bytes(plan, Program())
         else:
@@ -395,8 +397,9 @@ def main() -> None:
         "labels": markdown_labels(labels),
         "quirks": markdown_quirks([*rows, *labels]),
         "left out": markdown_left_out(
-            {name: why_left_out(row) for name, row in published().items() if name not in plans()}
+            {name: why_left_out(STUDY, name) for name in published() if name not in plans()}
         ),
+        "blind": blind.markdown(loop_bytes),
     }
     readme = STUDY / "README.md"
     text = readme.read_text(encoding="utf-8")

@@ -1,10 +1,10 @@
 """Predicted against published time of whole training runs.
 
-Run: python benchmarks/published_speed.py
+Run: python -m validation.published_speed
 
 The published figures are the column `throughput` of studies/published-memory/published_memory.csv;
-nothing in them was measured by this project. published_speed_runs.py says which run each is of, what is
-assumed where something is not published, and why the others are left out. Predicted is what
+nothing in them was measured by this project. studies/published-speed/runs.toml says which run each is of,
+what is assumed where something is not published, and why the others are left out. Predicted is what
 `autotune estimate` says of an optimizer step of the run's configuration, with the attention of the row's
 day where that was another.
 
@@ -21,16 +21,10 @@ import json
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from unittest import mock
 
 import torch
 import transformers
-from old_attention import OLD_ATTENTIONS
-from published_memory import describe
-from published_plan import Plan, published
-from published_speed_runs import CHOSEN_WITH, Timed, timed_runs, why_left_out
-from published_tables import write_section
 
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.memory.traces import Trace
@@ -39,8 +33,13 @@ from autotune.records.estimate import TraceSpec
 from autotune.worker.build.model import load_config
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
+from validation.published.old_attention import OLD_ATTENTIONS
+from validation.published.plan import SPEED as STUDY
+from validation.published.plan import Plan, Timed, published
+from validation.published.runs import chosen_with, timed_runs, why_left_out
+from validation.published.tables import write_section
+from validation.published_memory import describe
 
-STUDY = Path(__file__).parents[1] / "studies" / "published-speed"
 TIED = 0.03
 """Two published times that differ by less are not told apart."""
 
@@ -121,7 +120,7 @@ def _trace(plan: Plan, gpu: Gpu) -> Trace:
         compute_capability=gpu.compute_capability,
         cublas_workspace_bytes=gpu.cublas_workspace_bytes,
     )
-    of_its_day = plan.program.attention
+    of_its_day = plan.program.old_attention
     with mock.patch.object(*OLD_ATTENTIONS[of_its_day]) if of_its_day else contextlib.nullcontext():
         return Trace(
             trace_step(
@@ -197,7 +196,7 @@ def _errors_after(probe: Row, rows: Sequence[Row]) -> list[float]:
 def summary(rows: Sequence[Row]) -> str:
     """Of all rows, and of those that chose no constant."""
     lines = []
-    tests = [row for row in rows if row.evidence != "C" and row.id not in CHOSEN_WITH]
+    tests = [row for row in rows if row.evidence != "C" and row.id not in chosen_with()]
     for name, members in (
         ("all", rows),
         ("without evidence C and the rows that chose a constant", tests),
@@ -243,7 +242,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "|---|---|---|---:|---:|---:|---|",
     ]
     for row in rows:
-        chosen = " (chosen with)" if row.id in CHOSEN_WITH else ""
+        chosen = " (chosen with)" if row.id in chosen_with() else ""
         lines.append(
             f"| {row.id}{chosen} | {row.run} | {row.evidence} | {row.published_seconds * 1e3:.1f}"
             f" | {row.predicted_seconds * 1e3:.1f} | {row.ratio:.2f} | {row.bound} |"
@@ -270,7 +269,9 @@ def markdown_left_out(rows: Sequence[Row]) -> str:
         if not row["throughput"] or name in predicted:
             continue
         is_described = name in timed_runs()
-        reason = "the card's rate for a kernel is unknown" if is_described else why_left_out(row)
+        reason = (
+            "the card's rate for a kernel is unknown" if is_described else why_left_out(STUDY, name)
+        )
         names.setdefault(reason, []).append(name)
     return "\n".join(
         f"- {len(members)} x {reason} ({members[0]}{' ...' if len(members) > 1 else ''})"

@@ -1,6 +1,6 @@
 """Predicted memory of whole runs against published figures, as far as it is reached.
 
-The figures are in studies/published-memory/, the benchmark is benchmarks/published_memory.py. The runs of
+The figures are in studies/published-memory/, the benchmark is validation/published_memory.py. The runs of
 the material that this project started from have counts and state bytes that are exact.
 """
 
@@ -10,9 +10,6 @@ import dataclasses
 import json
 import re
 import statistics
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,8 +25,8 @@ from autotune.space.optimizers import OPTIMIZERS, state_bytes
 from autotune.worker.build.model import load_config
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from validation import published_memory
+from validation.published import blind
 
 MEDIAN_ERROR = {"peft": 0.0033, "others": 0.0013}
 LARGEST_ERROR = {"peft": 0.016, "kbook": 0.011, "rasbt": 0.003, "hfperf": 0.019}
@@ -43,34 +40,25 @@ PEFT_HERE = ("peft-001", "peft-015", "peft-033", "peft-035", "peft-051")
 
 
 @pytest.fixture(scope="module")
-def published_memory() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import published_memory
-
-        yield published_memory
-
-
-@pytest.fixture(scope="module")
-def rows(published_memory: ModuleType) -> list[Any]:
+def rows() -> list[Any]:
     ids = [name for name in published_memory.plans() if not name.startswith("peft-")]
     predicted: list[Any] = published_memory.predict({*ids, *PEFT_HERE})
     return predicted
 
 
 @pytest.fixture(scope="module")
-def record(published_memory: ModuleType) -> dict[str, Any]:
+def record() -> dict[str, Any]:
     text = (published_memory.STUDY / "rows.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
 
-def test_every_row_is_predicted_or_left_out_for_a_reason(published_memory: ModuleType) -> None:
+def test_every_row_is_predicted_or_left_out_for_a_reason() -> None:
     table, plans = published_memory.published(), published_memory.plans()
     assert len(table) == 161
     assert set(plans) <= set(table)
-    for name, row in table.items():
-        assert name in plans or published_memory.why_left_out(row)
+    for name in table:
+        assert name in plans or published_memory.why_left_out(published_memory.STUDY, name)
 
 
 def test_errors_of_the_published_figures(rows: list[Any], record: dict[str, Any]) -> None:
@@ -96,9 +84,7 @@ def test_the_record_is_what_is_predicted_here(rows: list[Any], record: dict[str,
             assert getattr(row, name) == pytest.approx(recorded[row.id][name], rel=0.001), row.id
 
 
-def test_memory_between_the_steps_of_pefts_runs(
-    published_memory: ModuleType, record: dict[str, Any]
-) -> None:
+def test_memory_between_the_steps_of_pefts_runs(record: dict[str, Any]) -> None:
     recorded = {row["id"]: row for row in record["step_ends"]}
     assert len(recorded) == 30
     for name, row in recorded.items():
@@ -109,11 +95,9 @@ def test_memory_between_the_steps_of_pefts_runs(
         assert row.as_program_bytes == pytest.approx(recorded[row.id]["as_program_bytes"], rel=1e-4)
 
 
-def test_the_lengths_of_pefts_batches_are_solved_from_one_row(published_memory: ModuleType) -> None:
-    import published_peft as peft
-
-    plan = published_memory.plans()[peft.SOLVED_FROM]
-    row = published_memory.published()[peft.SOLVED_FROM]
+def test_the_lengths_of_pefts_batches_are_solved_from_one_row() -> None:
+    (name,) = (name for name, plan in published_memory.plans().items() if plan.is_used)
+    plan, row = published_memory.plans()[name], published_memory.published()[name]
     peak = round(float(row["mem_value"]) * GIB)
 
     def peak_at(tokens: int) -> int:
@@ -123,20 +107,19 @@ def test_the_lengths_of_pefts_batches_are_solved_from_one_row(published_memory: 
         )
         return size
 
-    assert plan.config.sequence_length == peft.LONGEST_TOKENS
-    assert peak_at(peft.LONGEST_TOKENS) <= peak < peak_at(peft.LONGEST_TOKENS + 1)
-    figure = peft.step_end_figure(row)
+    longest, mean = plan.config.sequence_length, plan.mean_tokens
+    assert mean is not None
+    assert peak_at(longest) <= peak < peak_at(longest + 1)
+    figure = published_memory.step_end_figure(row)
     distances = {
         tokens: abs(published_memory.step_end_bytes(plan, tokens) - figure)
-        for tokens in (peft.MEAN_TOKENS - 1, peft.MEAN_TOKENS, peft.MEAN_TOKENS + 1)
+        for tokens in (mean - 1, mean, mean + 1)
     }
-    assert min(distances, key=distances.__getitem__) == peft.MEAN_TOKENS
+    assert min(distances, key=distances.__getitem__) == mean
 
 
 @pytest.mark.parametrize("name", PEFT_HERE)
-def test_pefts_runs_train_as_many_parameters_as_published(
-    published_memory: ModuleType, name: str
-) -> None:
+def test_pefts_runs_train_as_many_parameters_as_published(name: str) -> None:
     plan = published_memory.plans()[name]
     found = re.search(r"trainable (\d+)", published_memory.published()[name]["notes"])
     assert found
@@ -144,7 +127,7 @@ def test_pefts_runs_train_as_many_parameters_as_published(
     assert sum(spec.num_elements for spec in specs) == int(found[1])
 
 
-def test_verdicts(published_memory: ModuleType) -> None:
+def test_verdicts() -> None:
     labels = published_memory.predict_labels()
     assert len(labels) == 10
     wrong = {label.id for label in labels if label.predicted_fits != label.published_fits}
@@ -152,7 +135,7 @@ def test_verdicts(published_memory: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", ["peft-033", "rasbt-004", "hfperf-002", "hfperf-007"])
-def test_the_loop_of_a_trainer_is_the_estimate(published_memory: ModuleType, name: str) -> None:
+def test_the_loop_of_a_trainer_is_the_estimate(name: str) -> None:
     plan = published_memory.plans()[name]
     trainer = published_memory.loop_bytes(plan, published_memory.Program())
     # Beside what the Trainer keeps, and its third step.
@@ -259,18 +242,17 @@ def test_state_of_16_bit_parameters_is_the_textbooks(
     assert on_device == pytest.approx(bytes_per_parameter * num_elements, rel=1e-5)
 
 
-def test_runs_that_were_predicted_unseen(published_memory: ModuleType) -> None:
-    import published_blind
-
+def test_runs_that_were_predicted_unseen() -> None:
     errors = {
         row["run"].split("--")[0]: row["predicted_reserved_bytes"] / row["published_reserved_bytes"]
         - 1
-        for row in published_blind.rows()
+        for row in blind.rows()
     }
     assert errors.pop("boft") == pytest.approx(0.094, abs=0.001)  # the README says why
     assert max(map(abs, errors.values())) < 0.005
     # What was predicted then stays as it was; today's model of memory has been mended since.
-    vera = next(row for row in published_blind.rows() if row["run"].startswith("vera"))
-    today_bytes = published_blind.today_bytes(vera)
+    vera = next(row for row in blind.rows() if row["run"].startswith("vera"))
+    plan = blind.plan(vera)
+    today_bytes = published_memory.loop_bytes(plan, plan.program)
     assert today_bytes == pytest.approx(vera["predicted_reserved_bytes"], rel=0.001)
     assert abs(today_bytes / vera["published_reserved_bytes"] - 1) < 0.005

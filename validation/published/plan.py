@@ -1,7 +1,7 @@
-"""A row of the table of published runs, and how it is predicted.
+"""A row of the table of published runs, and how its memory and its time are predicted.
 
 A plan is a row of studies/published-memory/published_memory.csv as a TrainConfig, with the facts of the
-row's own program that today's Trainer does otherwise, read from its code.
+row's own program that today's Trainer does otherwise, read from its code. runs.py makes them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from autotune.catalogue.models import ModelSource
 from autotune.common.units import GIB, MIB
 from autotune.space.config import TrainConfig
 
-STUDY = Path(__file__).parents[1] / "studies" / "published-memory"
-TABLE = STUDY / "published_memory.csv"
+STUDIES = Path(__file__).parents[2] / "studies"
+MEMORY = STUDIES / "published-memory"
+SPEED = STUDIES / "published-speed"
+TABLE = MEMORY / "published_memory.csv"
 
 UNIT_BYTES = {"GB (1e9)": 10**9, "GiB": GIB, "MB (MiB as reported by NVML)": MIB}
 
@@ -33,7 +35,7 @@ class Program:
     """The Trainer's two: weights, and what is not decayed."""
     embedding_state_32bit: bool = True
     """The Trainer registers embeddings with bitsandbytes' GlobalOptimManager."""
-    attention: str | None = None
+    old_attention: str | None = None
     """A key of old_attention.OLD_ATTENTIONS: the modelling code of the row's day."""
     holds_outputs: bool = False
     """The loop's variable holds the model's outputs until the next forward pass: logits, and the cache
@@ -42,10 +44,10 @@ class Program:
     """torch.cuda.empty_cache() before the batch of the figure."""
     frozen: str = ""
     """Part of the names of parameters that its PEFT did not train."""
-    kept: tuple[tuple[str, int], ...] = ()
-    """Else alive when the figure was taken: (what, bytes)."""
+    kept: int = 0
+    """Bytes of what else was alive when the figure was taken."""
     kept_share: float = 1.0
-    """Of the steps, that in which those are alive."""
+    """Of the steps, that in which it is alive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +65,25 @@ class Plan:
     task: str = "causal-lm"
     is_used: bool = False
     """Something unknown was solved from its figure, which is then no evidence."""
+    mean_tokens: int | None = None
+    """Tokens per sample of the mean batch, where batches vary."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """A published time, and the run that it is of."""
+
+    plan: Plan
+    group: str
+    """Runs of one program on one card."""
+    published_seconds: float
+    """Of an optimizer step."""
+    evidence: str
+    """A: every setting that decides the time is published. B: something is assumed. C: besides, the
+    program is known to spend time on what no Trainer does."""
+    assumed: tuple[str, ...]
+    resolution: float
+    """Half of the last digit of the published figure, as a share of it."""
 
 
 def published() -> dict[str, dict[str, str]]:

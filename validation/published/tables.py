@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from published_peft import SOLVED_FROM
-
 from autotune.common.units import GIB
 
 
@@ -168,7 +166,8 @@ def summary(rows: Sequence[Row], step_ends: Sequence[StepEnd]) -> str:
             f" {sum(error < -0.03 for error in errors.values())} more than 3 % under,"
             f" {sum(error < -0.05 for error in errors.values())} more than 5 %"
         )
-    return "\n".join([*lines, f"- {SOLVED_FROM} counts in none: two lengths are solved from it"])
+    used = ", ".join(row.id for row in rows if row.is_used)
+    return "\n".join([*lines, f"- {used} counts in none: two lengths are solved from it"])
 
 
 def write_section(text: str, name: str, content: str) -> str:
