@@ -22,7 +22,7 @@ pytest: setup
 	AUTOTUNE_TEST_LOADERS=required $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 gpu-check: setup  ## Measure this machine's CUDA card against predictions: six pieces of 9 minutes; again goes on
-	$(BIN)/python benchmarks/gpu_check.py processes predict techniques find sweep speedups
+	$(BIN)/python -m tools.gpu_check processes predict techniques find sweep speedups
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .

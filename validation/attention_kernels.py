@@ -4,7 +4,7 @@
         python -m tools.no_card --gpu "$gpu" -- python -m validation.attention_kernels
     done
 
-PyTorch is asked (torch._fused_sdp_choice), nothing is computed: no card is needed (no_card.py), and one
+PyTorch is asked (torch._fused_sdp_choice), nothing is computed: no card is needed (tools/no_card), and one
 would answer the same. Added to studies/attention-kernels/choices.json; tests/contracts holds
 autotune.worker.trace.sdpa against it, call by call.
 

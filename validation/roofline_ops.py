@@ -5,7 +5,7 @@ Run: python -m validation.roofline_ops
 The published milliseconds are medians of triton.testing.do_bench from Liger-Kernel's table
 (linkedin/Liger-Kernel, benchmark/data/all_benchmark_data.csv, provider huggingface, mode full,
 version 0.2.1, NVIDIA A100-SXM4-80GB). The kernels are written down by hand from the operations that
-those benchmarks run: for each the bytes of its inputs and outputs (a gather: the rows it takes).
+those measurements run: for each the bytes of its inputs and outputs (a gather: the rows it takes).
 
 roofline.py's constants were chosen with the rows marked `chosen with`; the others test them.
 """

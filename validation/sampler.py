@@ -261,7 +261,7 @@ def swept(path: Path, model_name: str, gpu_name: str) -> Table:
 
     lines = path.read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines if line.strip()]
-    # A record of gpu_check.py holds the measurement beside the prediction of its day.
+    # A record of tools/gpu_check holds the measurement beside the prediction of its day.
     all_of_them = [measurement_from_dict(r.get("measurement", r)) for r in records]
     measurements = [m for m in all_of_them if m.outcome in ("ok", "oom")]
     budgets = {m.spec.memory_budget_bytes for m in measurements}

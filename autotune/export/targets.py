@@ -1,6 +1,6 @@
 """Field names of a named release of Transformers or TRL, instead of the installed one's.
 
-data/target_fields.toml has them, one row per minor version (benchmarks/target_fields.py reads them
+data/target_fields.toml has them, one row per minor version (validation/target_fields.py reads them
 from the wheels). Exporters ask `of(library)` what was named for the files that are being written.
 """
 

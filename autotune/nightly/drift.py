@@ -19,7 +19,7 @@ itself, of the same sign, and both together reach CALL_Z. A suspect that the nex
 was a bad night: part of the noise, not of the baseline. How many processes a night takes follows from the
 spread alone, never from what they say, so that looking again cannot find what one look did not.
 
-benchmarks/nights.py holds this against recorded noise; studies/nights has the rates. Not modelled:
+validation/nights.py holds this against recorded noise; studies/nights has the rates. Not modelled:
 a creep that is slower than the baseline learns it.
 """
 

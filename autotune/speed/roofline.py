@@ -12,7 +12,7 @@ catalogue does not know makes the time None, never a guess.
 
 The constants come from publications, named at each, and from published A100 times of PyTorch's own
 operations (Liger-Kernel's benchmark table): cross_entropy, rms_norm and geglu only. The other four
-of that table were left for checking: `benchmarks/roofline_ops.py` holds the rows and prints the
+of that table were left for checking: `validation/roofline_ops.py` holds the rows and prints the
 error on both halves. [judgement] marks what nothing published settles.
 
 Known limitations
@@ -138,7 +138,7 @@ _ATTENTION_OF_PEAK_9_TO_11 = {
 # with its width.
 _KERNEL_TAIL_SECONDS = 3e-6
 # Host time of one eager operation. Python and dispatch of Llama's layers: 10.7 us in the forward pass,
-# 8.4 in the backward pass (benchmarks/host_time.py on an AMD EPYC, torch 2.13, transformers 5.23, peft
+# 8.4 in the backward pass (validation/timing/host_time.py on an AMD EPYC, torch 2.13, transformers 5.23, peft
 # 0.21); [judgement] 3 more for a launch on the GPU. Recomputed ones: chosen with Qwen 1's LoRA at 256
 # tokens on the A100, which the host bounds (studies/published-speed, the rows `chosen with`); on that CPU
 # they take 28 to 31, as each tensor that is saved passes through Python. Other hosts are up to twice as slow.

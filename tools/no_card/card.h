@@ -1,7 +1,7 @@
 /* The card that is not there: what it is said to be, and which process holds how much of its memory.
 
    The table of processes is a file that all of them map, so that each sees the others' memory, and a
-   process that was killed holds nothing. Settings are read from the environment (no_card.py sets them). */
+   process that was killed holds nothing. Settings are read from the environment (card.py sets them). */
 
 #pragma once
 
