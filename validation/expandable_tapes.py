@@ -126,7 +126,7 @@ def main() -> int:
     if not torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]:
         parser.error("PYTORCH_ALLOC_CONF=expandable_segments:True is not set")
     refused: list[int] = []
-    torch._C._cuda_attach_out_of_memory_observer(
+    torch._C._cuda_attach_out_of_memory_observer(  # type: ignore[attr-defined]
         lambda _device, request, _total, _free: refused.append(request)
     )
     chance = random.Random(options.seed)

@@ -23,7 +23,7 @@ def allocated(operation: object, tensor: torch.Tensor, dim: int) -> list[int]:
     before = len(_events())
     assert callable(operation)
     operation(tensor, dim)
-    sizes = [event["size"] for event in _events()[before:] if event["action"] == "alloc"]
+    sizes = [int(event["size"]) for event in _events()[before:] if event["action"] == "alloc"]
     return sizes[1:]
 
 

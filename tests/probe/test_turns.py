@@ -207,7 +207,9 @@ def test_what_somebody_else_put_into_the_queue_is_not_measured_as_ours(study: op
 
 def ended_process() -> dict[str, Any]:
     """What a process said of itself that is no more."""
-    code = "import json; from autotune.probe import owners; print(json.dumps(owners.this_process()))"
+    code = (
+        "import json; from autotune.probe import owners; print(json.dumps(owners.this_process()))"
+    )
     child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

@@ -1,4 +1,4 @@
-"""What GPUs measured, in studies/, against what is promised of predictions (issue 3)."""
+"""What GPUs measured, in studies/, against what is promised of predictions."""
 
 from __future__ import annotations
 

@@ -87,13 +87,17 @@ def lora(
     precision: str = "bf16-autocast",
     **rest: Any,
 ) -> Case:
-    adapter = {"lora_rank": rank, "lora_targets": "all-linear"} | rest
-    return _case(model, "lora", length, micro_batch, precision, **adapter)
+    settings: dict[str, Any] = {"lora_rank": rank, "lora_targets": "all-linear"} | rest
+    return _case(model, "lora", length, micro_batch, precision, **settings)
 
 
 def qlora(model: str, length: int, micro_batch: int, rank: int, **rest: Any) -> Case:
-    adapter = {"lora_rank": rank, "lora_targets": "all-linear", "quantization": "nf4-double"} | rest
-    return _case(model, "qlora", length, micro_batch, "bf16-autocast", **adapter)
+    settings: dict[str, Any] = {
+        "lora_rank": rank,
+        "lora_targets": "all-linear",
+        "quantization": "nf4-double",
+    }
+    return _case(model, "qlora", length, micro_batch, "bf16-autocast", **(settings | rest))
 
 
 def adapter(method: str, model: str, **rest: Any) -> Case:

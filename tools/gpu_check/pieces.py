@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
 import sys
@@ -57,7 +58,7 @@ def predict(check: Check) -> bool:
                 c.model,
                 c.config,
                 check.budget_bytes,
-                lambda c=c: worth_trying(check, predictions, c),
+                functools.partial(worth_trying, check, predictions, c),
             )
             for c in some
         )
@@ -92,7 +93,7 @@ def techniques(check: Check) -> bool:
                 case.model,
                 case.config,
                 check.budget_bytes,
-                lambda case=case: worth_trying(check, predictions, case),
+                functools.partial(worth_trying, check, predictions, case),
             )
             for case in cases
         )
@@ -122,7 +123,9 @@ def sweep(check: Check) -> bool:
     probes = Probes(check, check.records("sweep"), SWEEP_SECONDS)
     with Predictions(check.card, cases, budget_bytes) as predictions:
         return all(
-            probes.measure(model, config, budget_bytes, lambda c=config: predictions.of(model, c))
+            probes.measure(
+                model, config, budget_bytes, functools.partial(predictions.of, model, config)
+            )
             for config in configs
         )
 

@@ -69,8 +69,10 @@ class Predictions:
         Where segments grow, how much is reserved hangs on the budget.
         """
         alone = self.of(model, config)
-        if alone is None or not config.expandable_segments:
-            return alone and (alone, alone.peak_device_bytes)
+        if alone is None:
+            return None
+        if not config.expandable_segments:
+            return alone, alone.peak_device_bytes
         estimator = self._estimators[model, config.sequence_length]
         assert estimator is not None
         too_small, enough = alone.peak_allocated_bytes, 2 * alone.peak_device_bytes

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from autotune.common.units import format_bytes
 from autotune.records.measurement import Measurement, measurement_from_dict
@@ -39,23 +40,23 @@ QUANTITIES = {
 """Column -> the name of the figure in Estimate and Measurement."""
 NO_CARDS_QUANTITIES = ("allocated", "reserved")
 
-KNOBS: dict[str, Callable[[Record], object]] = {
-    "model": lambda record: record["model"],
-    **{
-        name: lambda record, name=name: record["measurement"]["config"][name]
-        for name in (
-            "method",
-            "precision",
-            "optimizer",
-            "activation_checkpointing",
-            "activation_offloading",
-            "attention",
-            "sequence_length",
-            "micro_batch_size",
-            "quantization",
-        )
-    },
-}
+KNOBS = (
+    "model",
+    "method",
+    "precision",
+    "optimizer",
+    "activation_checkpointing",
+    "activation_offloading",
+    "attention",
+    "sequence_length",
+    "micro_batch_size",
+    "quantization",
+)
+
+
+def knob_of(record: Record, knob: str) -> Any:
+    """The value by which a table is divided: the model, or a setting."""
+    return record["model"] if knob == "model" else record["measurement"]["config"][knob]
 
 
 def measured(record: Record) -> Measurement:
@@ -88,7 +89,7 @@ def survival(records: Iterable[Record]) -> tuple[int, int]:
 
 
 def breaches(records: Sequence[Record]) -> list[str]:
-    """What the records do not hold of that which is promised (issue 3), a line each."""
+    """What the records do not hold of that which is promised, a line each."""
     found = []
     limits = {"allocated": ALLOCATED_MEDIAN, "reserved": RESERVED_MEDIAN}
     for name, limit in limits.items():
@@ -259,12 +260,14 @@ def _table(records: Sequence[Record]) -> list[str]:
     """Per value of each knob: median of the absolute error, and the error that is furthest off."""
     names = NO_CARDS_QUANTITIES if _is_without_card(records) else tuple(QUANTITIES)
     rows = [_row("all", "", records, names)]
-    for knob, value_of in KNOBS.items():
-        values = sorted({value_of(r) for r in records}, key=lambda value: (str(type(value)), value))
+    for knob in KNOBS:
+        values = sorted(
+            {knob_of(r, knob) for r in records}, key=lambda value: (str(type(value)), value)
+        )
         if len(values) > 1:
             for value in values:
                 rows += [
-                    _row(knob, str(value), [r for r in records if value_of(r) == value], names)
+                    _row(knob, str(value), [r for r in records if knob_of(r, knob) == value], names)
                 ]
     head = "| knob | value | runs | " + " | ".join(names) + " |"
     return [

@@ -52,7 +52,10 @@ def main() -> int:
         parser.error(f"the {card.name} does no CUDA")
     if options.memory_gib is not None:
         card = dataclasses.replace(card, capacity_bytes=options.memory_gib << 30)
-    context_bytes = card.context_bytes if options.context_mib is None else options.context_mib << 20
+    context_bytes = card.context_bytes
+    if options.context_mib is not None:
+        context_bytes = options.context_mib << 20
+    assert context_bytes is not None  # every card of the catalogue that does CUDA has one
     with tempfile.TemporaryDirectory(prefix="no-card-") as scratch:
         folder = Path(scratch)
         try:

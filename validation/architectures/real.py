@@ -138,5 +138,5 @@ def table(rows: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def _worst(said: dict[str, Any]) -> float:
-    ratios = [expected / real for expected, real in said["peaks_bytes"]]
+    ratios: list[float] = [expected / real for expected, real in said["peaks_bytes"]]
     return max(ratios, key=lambda ratio: abs(ratio - 1))

@@ -58,14 +58,14 @@ Source: transformers 4.40.1 models/gpt_neox/modeling_gpt_neox.py; onlybooks/llm 
 
 def _of_epochs(minutes: float, run: Mapping[str, Any], _: TrainConfig) -> float:
     steps = run["steps"] + FORWARD_SHARE * run["validation_steps"]
-    return minutes * 60 / (run["epochs"] * steps)
+    return float(minutes * 60 / (run["epochs"] * steps))
 
 
 def _of_a_run(minutes: float, run: Mapping[str, Any], config: TrainConfig) -> float:
     num_steps = run["epochs"] * run["samples"] / config.effective_batch_size
     num_validations = num_steps // VALIDATION_EVERY + 1
     validated = FORWARD_SHARE * num_validations * VALIDATION_SAMPLES / config.effective_batch_size
-    return minutes * 60 / (num_steps + validated)
+    return float(minutes * 60 / (num_steps + validated))
 
 
 SECONDS: dict[str, Callable[[float, Mapping[str, Any], TrainConfig], float]] = {
@@ -188,7 +188,7 @@ def _model(name: str, study: Path) -> ModelSource:
 
 def _timed(name: str, run: Fields) -> Timed:
     row = published()[name]
-    told = {
+    told: Fields = {
         key: run.pop(key)
         for key in ("figure", "half_digit", "epochs", "steps", "validation_steps", "samples")
         if key in run

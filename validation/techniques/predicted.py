@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from autotune import __version__
 from autotune.catalogue.gpus import Gpu, find_gpu
@@ -119,7 +120,8 @@ def changes_of(
 
 
 def changed_to(base: TrainConfig, knob: Knob, value: object) -> TrainConfig:
-    changed = dataclasses.replace(base, **{knob.name: value})
+    change: dict[str, Any] = {knob.name: value}
+    changed = dataclasses.replace(base, **change)
     if knob.name == "activation_offloading":  # of what checkpointing keeps
         changed = dataclasses.replace(changed, activation_checkpointing=1)
     accumulation = base.effective_batch_size // changed.micro_batch_size
