@@ -188,7 +188,7 @@ def work(task: Task) -> None:
 def _imported() -> multiprocessing.context.ForkServerContext:
     """Processes are forked from one that has imported everything, and opened nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.workers"])
+    context.set_forkserver_preload([loop.__name__, optuna_study.__name__, upgrade.__name__])
     # Python 3.11 hands sys.path over only after the preloading.
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])

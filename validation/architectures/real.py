@@ -91,7 +91,7 @@ def compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
     case = contract.Case(architecture=kind, accumulation=1, **changes)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         contract.undo_differences(patch)
-        trace, batch = contract.traced(case)
+        trace = contract.traced(case)
         try:
             run = contract.run_case(case, Path(folder))
         except Exception as error:
@@ -100,7 +100,7 @@ def compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
     said: dict[str, Any] = {"is_equal": True, "peaks_bytes": []}
     for window in run.micro_steps:
         real = canonical([e for e in run.window(window) if sizes[max(e, ~e)]], sizes)
-        expected = contract.predicted(case, trace, batch, is_first=True)
+        expected = contract.predicted(case, trace, is_first=True)
         said["is_equal"] = said["is_equal"] and real == expected
         said["peaks_bytes"].append([_peak(expected), _peak(real)])
     said["has_its_gradients"] = len(trace.trainable(1)) == len(run.gradients[0])
