@@ -1,6 +1,6 @@
 """Commands, files and databases made up at random: how many end in an exit code of ours with one message.
 
-    PYTHONPATH=. python validation/generated_inputs.py --inputs 1000000 --seed 1 --out run.jsonl
+    python -m validation.generated_inputs --inputs 1000000 --seed 1 --out run.jsonl
 
 Each input follows from the seed and its number (tests/support/generated_inputs.py), so that any of them can
 be run again (--only N). Nothing is started and no network is asked. A line of JSON for each kind of input,
@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from tests.support import generated_inputs
 
 
 def main() -> int:
@@ -45,8 +45,6 @@ def main() -> int:
 
 
 def run(asked: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
-    import generated_inputs
-
     (folder / "seeds").mkdir()
     seeds = generated_inputs.Seeds(folder / "seeds")
     codes: dict[str, Counter[int]] = defaultdict(Counter)

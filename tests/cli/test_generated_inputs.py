@@ -1,6 +1,6 @@
 """Made-up commands, files and databases: each ends in an exit code of ours with one message.
 
-A few of them here; `python validation/generated_inputs.py` runs as many as one likes.
+A few of them here; `python -m validation.generated_inputs` runs as many as one likes.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import answers
 import pytest
 import yaml
 
@@ -36,6 +35,7 @@ from autotune.search import dataset, predict_best
 from autotune.worker import lengths
 from autotune.worker.client import forkserver, isolate
 from autotune.worker.client.isolate import WorkerEnd
+from tests.support import answers
 
 ROOT = Path(__file__).parents[2]
 CODES = (0, 2, 3, 4, 5, 6)

@@ -107,7 +107,7 @@ def of_cuda(path: Path) -> list[dict[str, Any]]:
 
 
 def test_recorded_gpus_hold_what_is_promised() -> None:
-    by_gpu = {path.parent.name: of_cuda(summary, path) for path in RECORDED}
+    by_gpu = {path.parent.name: of_cuda(path) for path in RECORDED}
     by_gpu = {name: records for name, records in by_gpu.items() if records}
     if not by_gpu:
         pytest.skip("no GPU has been measured: studies/*/predicted_vs_measured.jsonl is not there")
@@ -150,7 +150,7 @@ def test_segments_that_grow_do_with_less_of_the_card(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NO_CARDS, ids=lambda path: path.parent.name)
 def test_with_room_to_spare_pytorch_itself_may_take_more_for_segments_that_grow(
-    summary: Any, path: Path
+    path: Path,
 ) -> None:
     """The second table of studies/no-card/README.md: the six runs with all of the card, and as predicted."""
     fixed: dict[tuple[str, str], tuple[int, int]] = {}
