@@ -54,7 +54,8 @@ def card_and_budget(backend: str, recorded: str | None) -> tuple[Gpu, int]:
         card = cpu_stand_in() if recorded == "cpu" else find_gpu(recorded)
         return card, card.capacity_bytes
     if backend == "cpu":
-        card, _, budget_bytes = budget.cpu_as_card(None, TINY_BUDGET)
+        chosen = budget.cpu_as_card(None, TINY_BUDGET)
+        card, budget_bytes = chosen.gpu, chosen.budget_bytes
         return card, budget_bytes
     here = detect()
     if not here:
@@ -65,7 +66,7 @@ def card_and_budget(backend: str, recorded: str | None) -> tuple[Gpu, int]:
         )
     card = here[0]
     if card.peak_flop_per_second:
-        return card, budget.card_here(None, None)[2]
+        return card, budget.card_here(None, None).budget_bytes
     raise HardwareError(
         f"The {card.name} is not in the catalogue",
         why="Its speed is unknown, so that nothing can be predicted",

@@ -60,7 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     model = resolve(options.model)
-    card, _, budget_bytes = budget.CHOOSERS[options.backend](None, BUDGETS[options.backend])
+    chosen = budget.CHOOSERS[options.backend](None, BUDGETS[options.backend])
+    card, budget_bytes = chosen.gpu, chosen.budget_bytes
     bases = {m: base_of(m, model, card, options.seq_len) for m in METHODS}
     changes = list(changes_of(bases, card))
     specs = {TraceSpec.of(config) for pair in changes for config in pair[1:]}
