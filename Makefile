@@ -7,7 +7,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pytest gpu-check lint types format setup clean
+.PHONY: help demo test test-fast pytest gpu-check lint types format setup clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -17,6 +17,9 @@ demo: setup  ## Find the fastest configuration of a 1.5B model for 12 GB; needs 
 
 test: setup  ## Lint, check types, run every test that needs no GPU
 	@$(MAKE) --no-print-directory --jobs 3 lint types pytest
+
+test-fast: setup  ## The tests that start no process, in a minute or so: for the inner loop
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not worker and not slow"
 
 pytest: setup
 	AUTOTUNE_TEST_LOADERS=required $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder

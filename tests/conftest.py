@@ -41,6 +41,13 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever is held against the real libraries, or asks workers, starts processes."""
+    for item in items:
+        if "contracts" in item.path.parts or "forked_workers" in getattr(item, "fixturenames", ()):
+            item.add_marker("worker")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _workers_that_know_no_test() -> Iterator[None]:
     """A fork server serves one environment, and pytest writes the running test's name into it.

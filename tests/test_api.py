@@ -11,6 +11,7 @@ from typing import Any
 
 import answers
 import click
+import here
 import optuna
 import pytest
 
@@ -357,3 +358,41 @@ def test_its_words_are_one_screen() -> None:
     assert len(lines) <= 30  # the bar of memory included
     assert max(map(len, lines)) <= 100
     assert "PREDICTED, not measured." in lines[0]
+
+
+TINY = str(Path(__file__).parents[1] / "examples" / "tiny-llama.json")
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_an_estimate_is_the_commands(tmp_path: Path) -> None:
+    arguments = ("--model", TINY, "--gpu", "rtx-4090", "--seq-len", "64", "--micro-batch", "2")
+    told = json.loads(here.command("estimate", *arguments, "--json", cwd=tmp_path).stdout)
+    made = autotune.estimate(TINY, gpu="rtx-4090", seq_len=64, micro_batch_size=2)
+    assert made.peak_device_bytes == told["peak_device_bytes"]
+    assert made.tokens_per_second == told["tokens_per_second"]
+    assert made.config.to_dict() == told["config"]
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_limit_is_the_commands(tmp_path: Path) -> None:
+    arguments = ("--model", TINY, "--gpu-mem", "2GB", "--seq-len", "64", "--method", "full")
+    told = json.loads(
+        here.command("max", "--what", "micro-batch", *arguments, "--json", cwd=tmp_path).stdout
+    )
+    found = autotune.limits("micro-batch", TINY, gpu_mem="2GB", seq_len=64, method="full")
+    assert found.value == told["value"]
+    assert found.best.peak_device_bytes == told["best"]["peak_device_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda: autotune.estimate(TINY, gpu="t4", micro_batchsize=2), 'Did you mean "micro_batch'),
+        (lambda: autotune.estimate(TINY, gpu="t4", micro_batch_size=0), "micro_batch_size is 0"),
+        (lambda: autotune.limits("speed", TINY, gpu="t4"), "what is 'speed'"),
+        (lambda: autotune.limits("micro-batch", gpu="t4"), "needs a model"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(ask: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ask()

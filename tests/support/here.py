@@ -21,6 +21,7 @@ from autotune.jobs import serving
 from autotune.nightly import run as nightly
 from autotune.predict import tracing
 from autotune.search import measure_best
+from autotune.search.inverse import limits
 from autotune.worker.client import forkserver, isolate
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd
@@ -92,7 +93,7 @@ class Workers:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             for module in (isolate, tracing):
                 patch.setattr(module, "run_many", run_forked)
-            for module in (forkserver, measure_best, serving, nightly):
+            for module in (forkserver, measure_best, limits, serving, nightly):
                 patch.setattr(module, "ForkServer", lambda: contextlib.nullcontext(self))
             yield
 

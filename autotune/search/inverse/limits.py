@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from autotune.catalogue import models
 from autotune.records.question import SEQUENCE_LENGTH, Question
 from autotune.search import budget
@@ -24,14 +22,13 @@ def limits(
     *,
     multiple_of: int = 64,
     progress: Progress = lambda *_: None,
-    new_server: Callable[[], ForkServer] = ForkServer,
 ) -> Limit:
     """Find the most of `what`, a key of questions.QUESTIONS, that fits with the question's settings fixed.
 
     Raises ConfigError, HardwareError, NothingFitsError where not even the first value fits, WorkerError.
     """
     problem = resolve_limit(question, what, multiple_of=multiple_of)
-    with new_server() as server:
+    with ForkServer() as server:
         return questions.answer(what, problem, server, progress=progress)
 
 
