@@ -154,13 +154,15 @@ def find(
     ways_to_compile = compiled.settings_of(space)
     reference = base or default_base(workload, gpu, model)
     changing = Changing(space, tuple(changes))
+    asked_for = tuple(each for each in space.methods if each.method in workload.methods)
+    changing.to(dataclasses.replace(space, methods=asked_for), "the methods that were asked for")
     if base is None and model.is_float32:
         # What the checkpoint is: no answer is slower than leaving it so.
         changing.to(with_precision_of(reference, space), "the checkpoint is in float32")
-    changing.to(with_attentions(changing.space, model.attentions), "the model's attention")
+    changing.to(with_attentions(changing.space, model.attentions), "what attention the model has")
     space, left_out = predictable(changing.space, workload.methods, has=has)
-    changing.to(space, "installed and predicted")
-    changing.to(with_batchings(changing.space, workload), "the dataset")
+    changing.to(space, "what is installed and predicted")
+    changing.to(with_batchings(changing.space, workload), "what batches the dataset allows")
     changing.to(for_gpus(changing.space, workload.num_gpus), "the number of GPUs")
     for change in changing.changes:
         _log.info("space: %s", change)
