@@ -7,7 +7,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast pytest gpu-check lint types format setup clean
+.PHONY: help demo test test-fast docs pytest gpu-check lint types format setup clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -26,6 +26,9 @@ pytest: setup
 
 gpu-check: setup  ## Measure this machine's CUDA card against predictions: six pieces of 9 minutes; again goes on
 	$(BIN)/python -m tools.gpu_check processes predict techniques find sweep speedups
+
+docs: setup  ## Build the pages of docs/ into build/site; a warning fails it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .
