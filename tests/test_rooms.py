@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 """The rooms of autotune/, low to high, and which others each may import from, beside `errors`.
 
-A new module goes into a room that is here; a new room into this table and into ARCHITECTURE.md."""
+A new module goes into a room that is here; a new room into this table and into docs/ARCHITECTURE.md."""
 
 NEVER = (
     # None of these, and nothing that it imports however far down, knows any of those.

@@ -51,7 +51,7 @@ STOP_BELOW = 0.05
 """Stop when no candidate is more likely than this to fit and to be faster by more than the noise.
 [judgement] One probe in twenty that pays off is not worth the wait."""
 
-# [judgement] The roofline is 35 % too fast for published kernels of an A100 (README, "How good it is"),
+# [judgement] The roofline is 35 % too fast for published kernels of an A100 (docs/evidence.md),
 # most of it alike for all configurations of a model; of what is left a knob may be a factor of 1.2.
 _TIME = Prior(bias=0.35, knob=0.15, residual=0.05)
 # [judgement] Peaks of published runs are predicted within 7 % (studies/published-memory): the context's

@@ -1,4 +1,7 @@
-"""What Optuna is told of a probe: its speed while it runs, and what became of it (DESIGN section 5)."""
+"""Reports of a probe to Optuna: its speed while it runs, and its outcome.
+
+The table of outcomes is in docs/ARCHITECTURE.md, "What becomes of a trial".
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,10 @@ class Failed(Exception):
 def ended(
     trial: optuna.Trial, measurement: Measurement, predicted: Estimate | None = None
 ) -> float:
-    """Keep what was measured with the trial, and return its value: DESIGN section 5.
+    """Keep what was measured with the trial, and return its value.
 
-    What was predicted is kept beside it. Raises TrialPruned, or Failed, for outcomes without a value.
+    The rules are in docs/ARCHITECTURE.md, "What becomes of a trial". What was predicted is kept
+    beside it. Raises TrialPruned, or Failed, for outcomes without a value.
     """
     attributes: dict[str, object] = {
         "evidence": "measured",

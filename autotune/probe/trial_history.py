@@ -38,7 +38,7 @@ MAX_ABANDONED = 5
 _NEVER_FAIL = ("ok", "oom")
 """Outcomes of which a FAIL trial was abandoned while it was told (autotune.probe.tell_optuna)."""
 MAX_ATTEMPTS = 2
-"""A candidate that failed is tried once again (DESIGN.md section 5)."""
+"""A candidate that failed is tried once again (docs/ARCHITECTURE.md, "What becomes of a trial")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -107,7 +107,9 @@ class Candidates:
         return best
 
     def best(self, wanted: Callable[[TrainConfig], bool]) -> tuple[Estimate, ...] | None:
-        """By the rule of DESIGN section 5, then what is tied with it; None when nothing fits.
+        """The winner, then what is tied with it; None when nothing fits.
+
+        The rule: docs/ARCHITECTURE.md, "What fastest means".
 
         Among configurations within NOISE of the fastest the one that gives up least: the lowest
         class, the base's family of optimizers, an unquantised base, the highest rank, the most

@@ -16,7 +16,7 @@ from autotune.space.adapters import ADAPTERS
 from autotune.space.lengths import Lengths, useful_share
 
 TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
-"""Lowest first: what a setting gives up (DESIGN section 5)."""
+"""Trade-off classes, lowest first: docs/ARCHITECTURE.md, "What fastest means"."""
 
 TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm")
 PACKABLE_TASKS = ("causal-lm", "masked-lm")

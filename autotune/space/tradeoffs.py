@@ -1,4 +1,4 @@
-"""What a configuration gives up against another (DESIGN section 5)."""
+"""The trade-off class of a configuration against another: docs/ARCHITECTURE.md, "What fastest means"."""
 
 from __future__ import annotations
 

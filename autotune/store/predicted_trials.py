@@ -11,7 +11,7 @@ varies; what the workload fixes (sequence length, accumulation) is in the user a
 
 Nothing stored is ever changed or removed: what is said again in the same numbers is skipped, and
 what is said in other numbers (a newer library predicts otherwise) becomes one more trial.
-Constraints rather than FAIL, because samplers learn from them (DESIGN.md section 2).
+Constraints rather than FAIL, because samplers learn from them.
 """
 
 from __future__ import annotations

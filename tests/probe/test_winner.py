@@ -1,7 +1,7 @@
 """Who wins, called directly: ties as wide as the noise, rivals of a confirmation, how many are confirmed.
 
-The rules are DESIGN section 5: speeds that differ by less than the noise, 2 % of the faster one, are tied,
-and among the tied the winner gives up least.
+The rules are in docs/ARCHITECTURE.md, "What fastest means": speeds that differ by less than the noise,
+2 % of the faster one, are tied, and among the tied the winner gives up least.
 """
 
 from __future__ import annotations

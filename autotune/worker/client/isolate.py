@@ -15,7 +15,7 @@ The contract, whole:
   `autotune.worker.client.orphans.die_with_parent`.
 
 Needs POSIX process groups. The death of the parent is noticed on Linux only; elsewhere an orphan
-ends when its request is done. Borrowed in outline from pyperf and pyproject-hooks (STYLE.md).
+ends when its request is done. Borrowed in outline from pyperf and pyproject-hooks (docs/STYLE.md).
 
 autotune.worker.client.forkserver keeps this contract with children that are forked instead of started: what
 differs is a Launch.
