@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 import pytest
-from test_rooms import FACTS, FUNNEL, NOUNS, ROOMS
 
 from autotune.cli import cli
+from tests.test_rooms import FACTS, FUNNEL, NOUNS, ROOMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -35,8 +35,11 @@ def missing_links(page: Path) -> list[str]:
 
 def missing_files(page: Path) -> list[str]:
     """The paths of this repository that a page names in its prose, and that are not there."""
-    folders = "autotune|benchmarks|docs|examples|search_spaces|studies|tests|tools|validation"
+    folders = "autotune|docs|examples|search_spaces|studies|tests|tools|validation"
     named = re.findall(rf"`(?:python )?((?:{folders})/[\w./-]+)`", page.read_text(encoding="utf-8"))
+    modules = re.findall(r" -m ((?:tools|validation)[\w.]*)", page.read_text(encoding="utf-8"))
+    places = [ROOT / module.replace(".", "/") for module in modules]
+    named += [str(p) for p in places if not (p.is_dir() or p.with_suffix(".py").is_file())]
     made_by_find = re.compile(r"studies/(autotune\.db|MACHINE|qwen2\.5)")
     return [name for name in named if not (ROOT / name).exists() and not made_by_find.match(name)]
 
@@ -124,12 +127,13 @@ def test_what_is_missing_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "[a](page.md#part) [b](gone.md) [c](https://example.com) `studies/gone/` `tests/conftest.py`\n"
+        "`python -m tools.gone`\n"
         "`autotune.api.find` `autotune.api.gone` `autotune.worker.trace.step.gone`\n\n"
         "    autotune find --model M --gone 1\n    autotune gone\n    autotune max --what gpu\n",
         encoding="utf-8",
     )
     assert missing_links(page) == ["gone.md"]
-    assert missing_files(page) == ["studies/gone/"]
+    assert missing_files(page) == ["studies/gone/", str(ROOT / "tools/gone")]
     assert missing_names(page) == ["autotune.api.gone", "autotune.worker.trace.step.gone"]
     assert [unknown_options(words) for words in shown_commands(page)] == [["--gone"], ["gone"], []]
 
