@@ -1,4 +1,4 @@
-"""A database at a SQLAlchemy URL: how it is opened, and what becomes of everything that it refuses.
+"""Opens databases at SQLAlchemy URLs, and explains in one line whatever they refuse.
 
 SQLite is opened in WAL mode and waits for another process that writes. A password in an address is never
 repeated: not in a message, not in a name.
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 DEFAULT_URL = "sqlite:///studies/autotune.db"
 
 PREFIX = "autotune_"
-"""Of the names of our own tables."""
+"""Prefix of the names of our own tables."""
 BUSY_SECONDS = 5.0
 """How long a statement waits for another process to finish writing to SQLite."""
 CONNECT_SECONDS = 10
 SQLITE_PRAGMAS = ["journal_mode=WAL", "synchronous=NORMAL"]
 """Readers need not wait for a writer; a crash of the machine loses the last commits, no more."""
 DURABLE_PRAGMA = "synchronous=FULL"
-"""For our own tables, probes among them: what is committed is on the disk, whatever happens next
-(https://www.sqlite.org/pragma.html#pragma_synchronous). A few milliseconds, beside a probe's seconds."""
+"""Durability of our own tables, probes among them: what is committed is on the disk, whatever happens next
+(https://www.sqlite.org/pragma.html#pragma_synchronous). It costs a few milliseconds, beside a probe's
+seconds."""
 
 _DRIVERS_WITH_CONNECT_TIMEOUT = ("psycopg", "psycopg2", "pymysql", "mysqldb")
 
@@ -68,18 +69,18 @@ ELSEWHERE = "or choose another database with --storage"
 
 
 def shown_url(url: str) -> str:
-    """The address without whatever comes before its @, which may be a password, or in its parameters."""
+    """Return the address without its secrets: all that comes before its @, and secret parameters."""
     return redacted(url.rpartition("@")[2])
 
 
 def named(url: URL) -> str:
-    """The address as messages have it."""
+    """Return the address as messages show it, its secrets masked."""
     # `str` hides the password before the @.
     return redacted(str(url))
 
 
 def holds_password(url: URL) -> bool:
-    """Whether a password, or what its name says is one, stands in the address."""
+    """Whether the address holds a password, or a parameter whose name says that it is secret."""
     return any(_secrets(url))
 
 
@@ -92,7 +93,10 @@ def _secrets(url: URL) -> Iterator[str]:
 
 
 def parse_url(url: str) -> URL:
-    """Raises StorageError for an address that no database can have; whether there is one is not asked."""
+    """Parse the address of a database, without asking whether there is one.
+
+    Raises StorageError for an address that no database can have.
+    """
     import sqlalchemy
 
     # What follows the scheme may hold a password, so it is not repeated.
@@ -116,7 +120,10 @@ def parse_url(url: str) -> URL:
 
 
 def _check_file_name(file: Path) -> None:
-    """Raises OSError where no file can be called that, and ValueError for a zero byte in it."""
+    """Check that a file can have this name.
+
+    Raises OSError for a name that is too long, and ValueError for one with a zero byte in it.
+    """
     try:
         os.lstat(file)
     except OSError as error:
@@ -125,7 +132,7 @@ def _check_file_name(file: Path) -> None:
 
 
 def file_of(url: URL) -> Path | None:
-    """SQLite's file; None for a server, and for a database in memory."""
+    """The file of an SQLite database; None for a server, and for a database in memory."""
     name = url.database or ""
     if name.startswith("file:"):
         # A URI of SQLite's own: file:a%20b.db, file:///tmp/a.db, file:x?mode=memory.
@@ -149,7 +156,10 @@ def make_folder(url: URL) -> None:
 
 
 def refuse_memory(url: URL) -> None:
-    """Raises StorageError for SQLite in memory: whoever opens it has an empty one of their own."""
+    """Refuse an SQLite database in memory: whoever opens it has an empty one of their own.
+
+    Raises StorageError.
+    """
     if url.get_backend_name() == "sqlite" and file_of(url) is None:
         raise StorageError(
             f"The database {named(url)} cannot be used",
@@ -159,7 +169,10 @@ def refuse_memory(url: URL) -> None:
 
 
 def refuse_stranger(url: URL, tables: Collection[str]) -> None:
-    """Raises StorageError for a file of SQLite that holds tables, and neither Optuna's nor ours."""
+    """Refuse an SQLite file that holds tables of another program only, neither Optuna's nor ours.
+
+    Raises StorageError.
+    """
     is_known = not tables or "studies" in tables or any(t.startswith(PREFIX) for t in tables)
     if url.get_backend_name() == "sqlite" and not is_known:
         raise StorageError(
@@ -170,7 +183,10 @@ def refuse_stranger(url: URL, tables: Collection[str]) -> None:
 
 
 def engine_options(url: URL, *, durable: bool = False) -> dict[str, Any]:
-    """What create_engine takes beside the address. `durable`: SQLite waits for the disk at each commit."""
+    """Return the arguments of SQLAlchemy's `create_engine` beside the address.
+
+    `durable`: SQLite waits for the disk at each commit.
+    """
     if url.get_backend_name() == "sqlite":
         factory = _DurableConnection if durable else _SqliteConnection
         return {"connect_args": {"timeout": BUSY_SECONDS, "factory": factory}}
@@ -206,8 +222,10 @@ def explained(url: URL) -> Iterator[None]:
 
 @contextlib.contextmanager
 def damage_explained(url: URL) -> Iterator[None]:
-    """Turn what a damaged value makes whoever reads it raise into a StorageError; around nothing but
-    reading."""
+    """Turn the exceptions that a damaged value causes into a StorageError.
+
+    For code that only reads: around anything else it would hide mistakes.
+    """
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -239,7 +257,7 @@ class _SqliteConnection(sqlite3.Connection):
 
 
 class _DurableConnection(_SqliteConnection):
-    """One that applies DURABLE_PRAGMA as well."""
+    """A SQLite connection that applies DURABLE_PRAGMA as well."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -38,32 +38,33 @@ T = TypeVar("T")
 
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
 MAX_CLAIMS = 3
-"""[judgement] Workers are lost by chance; a job that so many did not survive is what killed them."""
+"""How many workers may take a job and fall silent before the job is failed. [judgement] Workers are lost by
+chance; a job that so many did not survive is what killed them."""
 PROGRESS_CHARS = 200
 AGAIN_SECONDS = 1.0
-"""Between two questions to a database that is away."""
+"""Time between two attempts to reach a database that is away."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What a question asks of a machine."""
+    """The machine that a question asks for."""
 
     card: str
-    """By its name in the catalogue; "CPU" for probes on one."""
+    """Name of the card in the catalogue; "CPU" for probes on a CPU."""
     budget_bytes: int | None
-    """None: all of the card's."""
+    """Memory budget of the question; None: all of the card's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a worker has."""
+    """A worker's machine: who it is and what card it has."""
 
     worker: str
-    """Tells it apart from any other, and tells people where it is."""
+    """A name that tells the worker apart from any other, and tells people where it is."""
     card: str
     capacity_bytes: int
     fingerprint: str
-    """A digest: equal where measurements may be compared."""
+    """Digest of the machine's fingerprint: equal where measurements may be compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +79,7 @@ class Job:
     command: str
     asked_by: str
     asked_at: datetime.datetime
-    """Like all times here with its time zone, UTC."""
+    """Time of the question; like all times here in UTC, with its time zone."""
     worker: str
     heartbeat_at: datetime.datetime | None
     num_claims: int
@@ -90,7 +91,7 @@ class Job:
     """The object of `find --json`, once it is done."""
     problem: str
     exit_code: int | None
-    """What `find` would have exited with, once it has ended."""
+    """The exit code that `find` would have ended with; None until the job has ended."""
 
     @property
     def has_ended(self) -> bool:
@@ -121,7 +122,7 @@ class JobTable:
     def add(
         self, question: Mapping[str, Any], wanted: Wanted, *, command: str, asked_by: str
     ) -> int:
-        """Put a question into the queue; its number."""
+        """Put a question into the queue and return its number."""
         from autotune.store.schema import utc_now
 
         row = {
@@ -138,7 +139,10 @@ class JobTable:
             return int(added.inserted_primary_key[0])
 
     def get(self, number: int) -> Job:
-        """Raises ConfigError for a number that no job has."""
+        """The job of that number.
+
+        Raises ConfigError for a number that no job has.
+        """
         with damage_explained(self._engine.url), self._engine.connect() as connection:
             row = connection.execute(
                 self._table.select().where(self._table.c.id == number)
@@ -148,7 +152,7 @@ class JobTable:
             return _job(row)
 
     def listed(self) -> list[Job]:
-        """All, the oldest first."""
+        """All jobs, the oldest first."""
         with damage_explained(self._engine.url), self._engine.connect() as connection:
             return [
                 _job(row)
@@ -156,7 +160,10 @@ class JobTable:
             ]
 
     def claim(self, machine: Machine) -> Job | None:
-        """The oldest job that the machine can answer and nobody works on; it is the machine's now."""
+        """Take the oldest job that the machine can answer and no live worker runs; None where there is none.
+
+        A job that MAX_CLAIMS workers did not survive is failed on the way.
+        """
         table = self._table
         while True:
             with self._engine.begin() as connection:
@@ -187,7 +194,7 @@ class JobTable:
                     )
 
     def to_join(self, machine: Machine, *, leave_out: set[int]) -> Job | None:
-        """The oldest job that runs on machines like this one."""
+        """The oldest running job of machines like this one, for a worker to join; None without one."""
         table = self._table
         with self._engine.connect() as connection:
             running = self._for(machine).where(
@@ -200,7 +207,7 @@ class JobTable:
         return None if row is None else _job(row)
 
     def beat(self, number: int, worker: str, progress: str) -> bool:
-        """A sign of life of the job's worker; whether the job still is that worker's."""
+        """Record a sign of life and the progress of a job; return whether the job still is that worker's."""
         with self._engine.begin() as connection:
             values = {"heartbeat_at": _now(connection), "progress": progress[:PROGRESS_CHARS]}
             return self._update(connection, number, worker, values)
@@ -212,7 +219,10 @@ class JobTable:
             return connection.execute(query.where(self._table.c.id == number)).scalar() == RUNNING
 
     def give_back(self, worker: str) -> list[int]:
-        """What a worker holds that stops, so that the next one takes it at once; the jobs' numbers."""
+        """Return the jobs of a worker that stops to the queue; their numbers.
+
+        The next worker can take them at once.
+        """
         table = self._table
         is_held = (table.c.worker == worker) & (table.c.state == RUNNING)
         values = {
@@ -231,20 +241,23 @@ class JobTable:
     def finish(
         self, number: int, worker: str, *, study: str, result: Mapping[str, Any], problem: str
     ) -> bool:
-        """Keep the answer; whether the job still was that worker's."""
+        """Keep the answer of a job; return whether the job still was that worker's."""
         values = self._ended(DONE, problem=problem, exit_code=0)
         values |= {"study": study, "result": json.dumps(result)}
         with self._engine.begin() as connection:
             return self._update(connection, number, worker, values)
 
     def fail(self, number: int, worker: str, *, problem: str, exit_code: int) -> bool:
-        """Keep why there is no answer; whether the job still was that worker's."""
+        """Keep why a job has no answer; return whether the job still was that worker's."""
         with self._engine.begin() as connection:
             values = self._ended(FAILED, problem=problem, exit_code=exit_code)
             return self._update(connection, number, worker, values)
 
     def cancel(self, number: int) -> None:
-        """A worker that runs it stops at its next heartbeat. Raises ConfigError where it has ended."""
+        """Cancel a job; a worker that runs it stops at its next heartbeat.
+
+        Raises ConfigError where the job has ended.
+        """
         table = self._table
         with self._engine.begin() as connection:
             is_open = (table.c.id == number) & table.c.state.in_([QUEUED, RUNNING])
@@ -254,7 +267,7 @@ class JobTable:
         raise ConfigError(f"Job {number} has ended already", why=f"It is {self.get(number).state}")
 
     def _for(self, machine: Machine) -> Select[Any]:
-        """Jobs that the machine can answer, the oldest first."""
+        """Select the jobs that the machine can answer, the oldest first."""
         table = self._table
         fits = table.c.budget_bytes.is_(None) | (table.c.budget_bytes <= machine.capacity_bytes)
         return table.select().where(table.c.card == machine.card, fits).order_by(table.c.id)
@@ -279,7 +292,10 @@ class JobTable:
 
 
 def patiently(ask: Callable[[], T], say: Callable[[str], None]) -> T:
-    """What `ask` answers, once the database does: it may restart meanwhile, which is said.
+    """Return what `ask` returns, calling it again while the database is away.
+
+    The wait is announced once, through `say`. Raises the database's own exception after GRACE_SECONDS, and at
+    once an exception that waiting does not mend.
 
     Raises what it is refused with after GRACE_SECONDS, and at once what no waiting mends.
     """
@@ -300,7 +316,7 @@ def patiently(ask: Callable[[], T], say: Callable[[str], None]) -> T:
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Whether a database that refused with it may be there again in a moment: it restarts, or is locked."""
+    """Whether this exception of a database may pass by itself: it restarts, or is locked."""
     import sqlalchemy
 
     while error is not None:
@@ -313,7 +329,7 @@ def may_pass(error: BaseException | None) -> bool:
 
 
 def _now(connection: Connection) -> datetime.datetime:
-    """By the database's clock; UTC, without saying so, as the tables have it."""
+    """The time of the database's clock in UTC, without a time zone, as the tables hold it."""
     import sqlalchemy
 
     now = connection.execute(sqlalchemy.select(sqlalchemy.func.now())).scalar_one()

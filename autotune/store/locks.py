@@ -1,4 +1,4 @@
-"""What one process at a time may do with a database: a lock that ends with the process that holds it.
+"""Locks of a database, which end with the process that holds them.
 
 | database   | lock                                                                              |
 |------------|-----------------------------------------------------------------------------------|
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 _DEAD_PEER = {"tcp_keepalives_idle": 15, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 3}
-"""Seconds, seconds, packets: a server waits two hours, by Linux's default, before it calls a machine
-dead that lost its power with a lock (PostgreSQL 16, "TCP Settings")."""
+"""TCP keepalive settings of a connection that holds a lock: seconds, seconds, packets. A server waits two
+hours, by Linux's default, before it takes a machine that lost its power with a lock for dead (PostgreSQL
+16, "TCP Settings")."""
 
 
 @contextlib.contextmanager
 def exclusive(engine: Engine, purpose: str, what: str) -> Iterator[None]:
     """Hold the lock of that purpose, waiting for it: on PostgreSQL of `what` alone, on SQLite of all.
 
-    `purpose` is part of a file's name. Not for the same purpose inside itself. Raises StorageError
-    where there is no making the file.
+    `purpose` is part of a file's name. The same purpose must not be locked again inside the `with` block.
+    Raises StorageError where the lock's file cannot be made.
     """
     if engine.dialect.name == "postgresql":
         with _advisory(engine, purpose, what):

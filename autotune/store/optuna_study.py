@@ -1,6 +1,6 @@
-"""The database: one Optuna study per workload, at one SQLAlchemy URL, open to Optuna's own tools.
+"""Optuna studies in a database: one per workload, at one SQLAlchemy URL, open to Optuna's own tools.
 
-A study holds what one workload and card are answered with: its trials are those of predicted_trials. Nothing
+A study holds the trials of one workload and card, as autotune.store.predicted_trials describes them. Nothing
 stored is ever changed or removed.
 """
 
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from sqlalchemy import URL
 
 HEARTBEAT_SECONDS = 10
-"""Between two signs of life of a trial, whole seconds."""
+"""Seconds between two signs of life of a trial, a whole number."""
 GRACE_SECONDS = 60
-"""Of silence, until others take its process for dead. [judgement] Longer than a database restarts."""
+"""Seconds of silence after which others take a trial's process for dead. [judgement] Longer than a database
+takes to restart."""
 
 
 @contextlib.contextmanager
@@ -50,7 +51,7 @@ def open_study(
     versions: Mapping[str, str] | None = None,
     has_heartbeats: bool = False,
 ) -> Iterator[optuna.Study]:
-    """Open the study of that name, or create it; use as `with open_study(...) as study:`.
+    """Open the study of that name, or create it, for the length of a `with` block.
 
     The workload, card, command and library versions of the run that creates a study are kept as
     its user attributes. `has_heartbeats`: for a search, whose trials others may have to judge (Optuna
@@ -60,7 +61,6 @@ def open_study(
     Raises ConfigError when the study belongs to another workload or card, and StorageError for
     everything that the database refuses.
     """
-
     study_names.check_name(name)
     identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
@@ -81,7 +81,7 @@ def open_study(
 
 @contextlib.contextmanager
 def existing_study(url: str, name: str) -> Iterator[optuna.Study]:
-    """Open a study that `open_study` has made; use as `with existing_study(...) as study:`.
+    """Open a study that `open_study` has made, for the length of a `with` block.
 
     Nothing is created. Raises ConfigError for a name that is not there or is not autotune's, and
     StorageError for a database that is not there and everything that it refuses.
@@ -104,7 +104,10 @@ def existing_study(url: str, name: str) -> Iterator[optuna.Study]:
 
 @contextlib.contextmanager
 def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
-    """The database at that URL, which is not created. Raises StorageError."""
+    """Open the database at that URL, which must exist: it is not created.
+
+    Raises StorageError.
+    """
     parsed = parse_url(url)
     file = file_of(parsed)
     if file is not None and not file.exists():
@@ -122,7 +125,7 @@ def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
 
 
 def open_storage(url: URL, *, has_heartbeats: bool = False) -> optuna.storages.RDBStorage:
-    """The database, with Optuna's tables; its session and engine are the caller's to close."""
+    """Open the database, with Optuna's tables; its session and engine are the caller's to close."""
     import optuna
 
     # Optuna reports the creation of a study on stderr, where our progress is shown, and every trial that
@@ -177,7 +180,7 @@ def _load_or_create(
 
 @contextlib.contextmanager
 def _creating(url: URL) -> Iterator[bool]:
-    """Whether Optuna's tables are to be created; nobody else does it at the same moment then.
+    """Tell whether Optuna's tables are to be created, and keep other processes from doing it meanwhile.
 
     Raises StorageError for a stranger's database, or a newer one.
     """
@@ -220,7 +223,10 @@ def is_ours(attributes: Collection[str]) -> bool:
 
 
 def _check_schema(study: optuna.Study) -> dict[str, Any]:
-    """The study's attributes. Raises ConfigError for a stranger's, StorageError for a newer one."""
+    """Return the study's attributes.
+
+    Raises ConfigError for a stranger's study, StorageError for one of a newer autotune.
+    """
     stored = study.user_attrs
     if not is_ours(stored):
         raise ConfigError(

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 CONSTRAINT = "memory"
 """Name of the trials' constraint: peak_device_bytes minus the budget."""
 OVER_BUDGET = "over_budget_bytes"
-"""User attribute, the same number: optuna-dashboard 0.21 shows no constraint that has a name."""
+"""User attribute of a trial with the value of its constraint: optuna-dashboard 0.21 shows no constraint that
+has a name."""
 SPACE = "space"
-"""User attribute: name of the space whose search added the trial; older ones have none."""
+"""User attribute of a trial: the name of the space whose search added it; older trials have none."""
 
 
 def record_estimates(
@@ -83,7 +84,7 @@ def _attributes(estimate: Estimate) -> dict[str, Any]:
 
 
 def _identity(attributes: Mapping[str, Any]) -> str:
-    """Equal for trials that say the same about the same TrainConfig."""
+    """A text that is equal for trials that say the same about the same TrainConfig."""
     return json.dumps(
         {key: attributes.get(key) for key in ("config", "tokens_per_second", "peak_device_bytes")},
         sort_keys=True,
@@ -93,7 +94,7 @@ def _identity(attributes: Mapping[str, Any]) -> str:
 def _distributions(
     study_name: str, stored: Sequence[FrozenTrial], configs: Sequence[TrainConfig]
 ) -> dict[str, BaseDistribution]:
-    """The domain of each parameter.
+    """The domain of each parameter, as Optuna's distributions.
 
     Optuna allows one list of choices per study and parameter: the stored one stays, so a value
     outside of it needs a new study.

@@ -1,11 +1,11 @@
-"""What a measurement depends on, as digests: by them a probe that was made is found again.
+"""Keys of measurements: digests of all that one depends on, by which an earlier probe is found again.
 
-The budget is no part of it: what a run took says whether it stays within any other, too. Settings at
-their defaults are none either, so that a setting that a later version adds, off by default, leaves what
-was measured before where it is.
+The budget is no part of a key: what a run took tells whether it stays within any other budget, too. Settings
+at their defaults are left out too, so that a setting that a later version adds, off by default, leaves the
+keys of earlier measurements as they are.
 
-Records of before revision 0002 of the tables have a key of another kind (`first_key`), in which the
-budget and the model's configuration are hidden: given the model, it is worked out again and compared.
+Records from before revision 0002 of the tables have a key of another kind (`first_key`), in which the budget
+and the model's configuration are hidden: given the model, it is worked out again and compared.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeKey:
-    """What a measurement depends on beside the budget."""
+    """All that a measurement depends on beside the budget."""
 
     model: str
     """The model's configuration, as JSON."""
     near_key: str
-    """Of the TrainConfig, the task, the backend, what a confirmation runs and the device."""
+    """Digest of the TrainConfig, the task, the backend, what a confirmation runs and the device."""
     fingerprint: str
-    """Of the machine, the driver and the libraries."""
+    """Digest of the machine, the driver and the libraries."""
 
     @property
     def model_digest(self) -> str:
@@ -46,14 +46,17 @@ class ProbeKey:
 
     @property
     def digest(self) -> str:
-        """One for all."""
+        """One digest of all parts of the key."""
         return _digest([self.model_digest, self.near_key, self.fingerprint])
 
 
 def probe_key(
     model: Mapping[str, Any], config: TrainConfig, spec: ProbeSpec, fingerprint: Fingerprint
 ) -> ProbeKey:
-    """How long a probe was timed does not matter; a confirmation is another measurement."""
+    """The key of a measurement of this configuration.
+
+    How long a probe is timed is no part of it; a confirmation is another measurement.
+    """
     parts = columns_of(
         {
             "config": config.to_dict(),
@@ -69,9 +72,9 @@ def probe_key(
 
 
 def columns_of(record: Any) -> dict[str, str]:
-    """What the table of probes keeps of a Measurement's record: `near_key`, `fingerprint`, `device`.
+    """Work out the columns `near_key`, `fingerprint` and `device` of a Measurement's record.
 
-    Raises ValueError for what is no record.
+    Raises ValueError for what is no such record.
     """
     given = json_records.mapping(record, "it")
     config, spec, fingerprint = (
@@ -92,7 +95,7 @@ def columns_of(record: Any) -> dict[str, str]:
 
 
 def first_key(model: str, record: Mapping[str, Any]) -> str:
-    """The key that the first releases gave to this record of the model whose configuration is `model`."""
+    """The key that the first releases gave to this record; `model` is its model's configuration as JSON."""
     spec = record["spec"]
     parts = {
         "model": json.loads(model),

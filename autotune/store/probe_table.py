@@ -52,7 +52,7 @@ class ProbeTable:
     def find(
         self, key: ProbeKey, budget_bytes: int, *, slow_below: float = 0.0
     ) -> Measurement | None:
-        """The newest measurement of that key that answers for the budget, and as it is for that.
+        """The newest measurement of that key that answers for the budget, restated for that budget.
 
         None when there is none, or it is worth another try. `slow_below`: tokens per second; what was
         slower than that when it was stopped need not be measured to its end.
@@ -79,8 +79,10 @@ class ProbeTable:
         return None
 
     def near(self, keys: Mapping[ProbeKey, Hashable]) -> dict[Any, Measurement]:
-        """By what each key is given for: the newest of the same on the same device, with another driver
-        or other libraries. Only of what ran, or ran out of memory."""
+        """The newest measurements of the same on the same device, with another driver or other libraries.
+
+        Returned by what each key is given for in `keys`. Only runs that succeeded or ran out of memory count.
+        """
         import sqlalchemy
 
         table = self._table
@@ -146,7 +148,7 @@ class ProbeTable:
             connection.execute(self._table.insert().values(row))
 
     def exclusive(self, purpose: str, what: str) -> AbstractContextManager[None]:
-        """The lock of the database with that purpose, as autotune.store.locks has it."""
+        """Hold the database's lock of that purpose, as autotune.store.locks describes it."""
         return locks.exclusive(self._engine, purpose, what)
 
 
@@ -156,7 +158,7 @@ def _pages(values: Sequence[Value]) -> Iterator[Sequence[Value]]:
 
 
 def for_budget(measurement: Measurement, budget_bytes: int) -> Measurement | None:
-    """What was measured, as it is for another budget; None where it does not say."""
+    """The measurement restated for another budget; None where it does not answer for that."""
     probed_bytes = measurement.spec.memory_budget_bytes
     if not _answers(measurement, budget_bytes):
         return None
@@ -174,7 +176,7 @@ def for_budget(measurement: Measurement, budget_bytes: int) -> Measurement | Non
 
 
 def _answers(measurement: Measurement, budget_bytes: int) -> bool:
-    """The table above."""
+    """Whether a measurement answers for the budget, by the table at the top of this module."""
     probed_bytes = measurement.spec.memory_budget_bytes
     match measurement.outcome:
         case "ok" | "slow":
@@ -192,7 +194,7 @@ def _answers(measurement: Measurement, budget_bytes: int) -> bool:
 
 
 def _is_below(measurement: Measurement, tokens_per_second: float) -> bool:
-    """Whether what was stopped is slower than that, by more than twice its standard error."""
+    """Whether a stopped probe is slower than that speed by more than twice its standard error."""
     speed, spread = measurement.tokens_per_second, measurement.spread
     if speed is None or spread is None or measurement.peak_device_bytes is None:
         return False
@@ -200,10 +202,10 @@ def _is_below(measurement: Measurement, tokens_per_second: float) -> bool:
 
 
 def _read(text: str, first: tuple[str, str] | None) -> Measurement | None:
-    """The measurement of a row; `first` is the key and the model of one that may be another model's.
+    """The measurement of a row of the table; None where it is another model's, or cannot be read.
 
-    None for that, and for what cannot be read (another version's, say): it stays, and the probe is
-    made again.
+    `first`: key and model of a row that may be another model's. A row that cannot be read (another version's,
+    say) stays, and the probe is made again.
     """
     try:
         record: Any = json.loads(text)
@@ -216,7 +218,7 @@ def _read(text: str, first: tuple[str, str] | None) -> Measurement | None:
 
 @contextmanager
 def open_probes(url: str) -> Iterator[ProbeTable]:
-    """The table of the database at that address, created where it is missing.
+    """Open the table of probes in the database at that address, created where it is missing.
 
     Raises StorageError for everything that the database refuses, inside the `with` block too.
     """

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 _HOW_HARD = ("backend", "confirm_steps", "effort", "study")
-"""Options that say how an answer is looked for, and not what is asked."""
+"""Options that decide how an answer is looked for, and are no part of the question."""
 _DEFAULTS = {"seq_len": SEQUENCE_LENGTH, "effective_batch": EFFECTIVE_BATCH_SIZE, "num_gpus": 1}
-"""What leaving them out means where no base says otherwise."""
+"""Values that these options have when they are left out and no base says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +42,16 @@ class Recommendation:
 
     question_key: str
     question: dict[str, Any]
-    """The options of `find` that were given; question_of."""
+    """The options of `find` that were given, as question_of returns them."""
     device: str
-    """Of the fingerprint; the card that was planned for where nothing was measured."""
+    """The fingerprint's device; the card that was planned for where nothing was measured."""
     fingerprint: Fingerprint | None
-    """None where nothing was measured."""
+    """Fingerprint of the measurement; None where nothing was measured."""
     made_at: datetime
-    """With its time zone, UTC."""
+    """Time of the answer, in UTC with its time zone."""
     study: str
     evidence: str
-    """`measured` or `predicted`: what the figures are."""
+    """The kind of the figures: `measured` or `predicted`."""
     tokens_per_second: float | None
     spread: float | None
     """Relative standard error of the speed; None where nothing was measured."""
@@ -59,10 +59,10 @@ class Recommendation:
     config: dict[str, Any]
     """The TrainConfig, as its to_dict gives it."""
     result: dict[str, Any]
-    """Of a night, what it saw (nightly.ledger); else empty, as the study holds the answer."""
+    """A nightly run's findings (nightly.ledger); empty for every other answer, whose study holds them."""
     reason: str
-    """What it is beside the last one: `first`, `improved`, `regression`, `retuned` (another
-    configuration, as fast), `unchanged`; or what made it says."""
+    """How it compares with the last answer: `first`, `improved`, `regression`, `retuned` (another
+    configuration, as fast) or `unchanged`; or a text of its maker."""
 
 
 _NEVER = datetime.max.replace(tzinfo=UTC)
@@ -78,7 +78,7 @@ class RecommendationTable:
         self._table = recommendations
 
     def add(self, recommendation: Recommendation) -> None:
-        """Keep one; committed when this returns."""
+        """Keep one answer; committed when this returns."""
         with self._engine.begin() as connection:
             connection.execute(self._table.insert().values(row_of(recommendation)))
 
@@ -93,9 +93,9 @@ class RecommendationTable:
     def history(
         self, question_key: str, device: str | None = None, *, now: datetime = _NEVER
     ) -> list[Recommendation]:
-        """Every answer to the question, oldest first; device None: on any.
+        """Every answer to the question, the oldest first; on any device where `device` is None.
 
-        One of after `now`, made while a clock was wrong, stands after what was added before it.
+        An answer dated later than `now`, made while a clock was wrong, stands after what was added before it.
         """
         query = self._table.select().where(self._table.c.question_key == question_key)
         if device is not None:
@@ -109,7 +109,7 @@ class RecommendationTable:
         return [added[place] for place in sorted(range(len(added)), key=times.__getitem__)]
 
     def everything(self) -> list[Recommendation]:
-        """All of them, oldest first."""
+        """All answers to all questions, the oldest first."""
         return self._read(self._table.select().order_by(self._table.c.made_at, self._table.c.id))
 
     def _read(self, query: Select[Any]) -> list[Recommendation]:
@@ -121,7 +121,7 @@ _AS_JSON = ("question", "fingerprint", "config", "result")
 
 
 def row_of(recommendation: Recommendation) -> dict[str, Any]:
-    """As the table holds it."""
+    """The row of the table for a recommendation: JSON as text, times in UTC without a time zone."""
     row = {
         field.name: getattr(recommendation, field.name)
         for field in dataclasses.fields(Recommendation)
@@ -144,7 +144,7 @@ def _recommendation(row: Row[Any]) -> Recommendation:
 
 @contextmanager
 def open_recommendations(url: str) -> Iterator[RecommendationTable]:
-    """The table of the database at that address, created where it is missing.
+    """Open the table of recommendations in the database at that address, created where it is missing.
 
     Raises StorageError for everything that the database refuses, inside the `with` block too.
     """
@@ -153,7 +153,7 @@ def open_recommendations(url: str) -> Iterator[RecommendationTable]:
 
 
 def question_of(options: Question) -> dict[str, Any]:
-    """What was asked, as JSON holds it: the options that were given."""
+    """The question as JSON can hold it: the options that were given and differ from their defaults."""
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     defaults = {
         field.name: getattr(Question(), field.name) for field in dataclasses.fields(options)
@@ -166,7 +166,7 @@ def question_of(options: Question) -> dict[str, Any]:
 
 
 def question_key(question: Mapping[str, Any]) -> str:
-    """Equal for questions that ask for the same, however hard it is looked for."""
+    """A digest that is equal for questions that ask for the same, however hard the answer is looked for."""
     asked = {name: value for name, value in question.items() if name not in _HOW_HARD}
     if "base" not in asked:
         asked = {name: value for name, value in asked.items() if _DEFAULTS.get(name) != value}
@@ -182,10 +182,10 @@ def _plain(value: object) -> object:
 
 
 def reason_for(last: Recommendation | None, now: Recommendation) -> str:
-    """What an answer is beside the last one, on the face of it: one run against one.
+    """Compare an answer with the last one, run against run; return one of Recommendation's reasons.
 
-    Speeds are compared where both are measured or both predicted, and differ where it is by more than
-    NOISE and twice their standard error.
+    Speeds are compared where both are measured or both predicted. They differ where the difference is more
+    than NOISE and twice their standard error.
     """
     if last is None or last.evidence != now.evidence:
         return "first"

@@ -1,4 +1,4 @@
-"""Our own tables, beside Optuna's in the same database, as the newest revision makes them.
+"""The tables of our own, beside Optuna's in the same database, as the newest revision makes them.
 
 `autotune_probes` and `autotune_recommendations` only grow: no row is ever changed or removed. A row of
 `autotune_jobs` changes until its job has ended. Each table is read by a module of its own (probes.py,
@@ -115,5 +115,5 @@ traces = Table(
 
 
 def utc_now() -> datetime.datetime:
-    """As the tables hold it."""
+    """The time now in UTC without a time zone, as the tables hold it."""
     return datetime.datetime.now(datetime.UTC).replace(tzinfo=None)

@@ -34,7 +34,8 @@ DETAILS = "details"
 """User attribute of a study: what a report draws beside it, a Details."""
 
 COMMAND, VERSIONS = "command", "versions"
-"""User attributes of a study: what made its latest answer; until there is one, what began it."""
+"""User attributes of a study: the command and library versions that made its latest answer; until there is
+one, those that began it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +45,13 @@ class StoredAnswer:
     study: str
     summary: Summary
     files: tuple[str, ...]
-    """That were written of it."""
+    """Names of the files that were written of the answer."""
     command: str
-    """That made the answer."""
+    """The command that made the answer."""
     versions: dict[str, str]
-    """Of the libraries that were installed then."""
+    """Versions of the libraries that were installed then."""
     details: Details | None = None
-    """None where an older autotune made the answer."""
+    """Details for a report; None where an older autotune made the answer."""
 
     @property
     def result(self) -> dict[str, Any]:
@@ -65,7 +66,10 @@ def load(url: str, name: str) -> StoredAnswer:
 
 
 def answer_of(study: optuna.Study) -> StoredAnswer:
-    """The answer of a study that is open. Raises as `load` does."""
+    """The answer of a study that is open.
+
+    Raises as `load` does.
+    """
     name, attributes = study.study_name, study.user_attrs
     result = attributes.get(RESULT)
     if result is None:
@@ -101,17 +105,17 @@ class ListedStudy:
     name: str
     num_trials: int
     last_trial_at: datetime.datetime | None
-    """In UTC; None without trials that ended."""
+    """Time at which the study's last trial ended, in UTC; None without trials that ended."""
     is_ours: bool
     workload: dict[str, Any] | None
-    """As stored; None where the study is not autotune's."""
+    """The study's workload as stored; None where the study is not autotune's."""
     summary: Summary | None
-    """None without an answer that can be read."""
+    """Summary of the answer; None where there is none that can be read."""
     problem: str
     """Why there is no summary; empty where there is one."""
 
     def to_dict(self) -> dict[str, object]:
-        """An entry of `studies list --json`; speed and peak are what `evidence` says."""
+        """Return an entry of `studies list --json`, its speed and peak of the kind that `evidence` names."""
         summary, at = self.summary, self.last_trial_at
         workload = self.workload or {}
         return {
@@ -129,7 +133,10 @@ class ListedStudy:
 
 
 def listed(url: str) -> list[ListedStudy]:
-    """Every study of the database, in the order they were made. Raises StorageError."""
+    """List every study of the database, in the order they were made.
+
+    Raises StorageError.
+    """
     import sqlalchemy
 
     with existing_storage(url) as storage:
@@ -175,7 +182,7 @@ def _listed(
 
 
 def count_trials(url: str, name: str) -> dict[str, dict[str, int]]:
-    """How many trials of the study are predicted and measured, and how they ended.
+    """Count the study's trials, predicted and measured, by how they ended.
 
     A predicted one is COMPLETE when it fits, else PRUNED; a measured one has its outcome, or Optuna's
     state where it has none. Raises ConfigError for an unknown study, StorageError.
@@ -209,7 +216,7 @@ def _count_trials(engine: Engine, study_id: int) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTrial:
-    """What autotune keeps of a trial."""
+    """One trial of a study, reduced to what autotune keeps of it."""
 
     number: int
     user_attrs: dict[str, Any]
@@ -247,7 +254,7 @@ def _load_trials(engine: Engine, study_id: int) -> list[StoredTrial]:
 
 
 def _trials() -> FromClause:
-    """Optuna's table of trials, as far as it is read here (optuna 5.0, storages/_rdb/models.py)."""
+    """Optuna's table of trials, reduced to the columns read here (optuna 5.0, storages/_rdb/models.py)."""
     import sqlalchemy
 
     columns: tuple[sqlalchemy.ColumnClause[Any], ...] = tuple(
@@ -258,7 +265,7 @@ def _trials() -> FromClause:
 
 
 def _attribute(key: str) -> FromClause:
-    """(trial_id, value_json) of the trials that have this user attribute."""
+    """Select (trial_id, value_json) of the trials that have this user attribute."""
     import sqlalchemy
 
     names = ("trial_id", "key", "value_json")
@@ -279,7 +286,7 @@ def remove(url: str, name: str) -> None:
 
 
 _LIBRARIES = ("autotune", "torch", "transformers", "peft", "optuna", "liger-kernel", "trl")
-"""And those of the optimizers, bitsandbytes among them."""
+"""Libraries whose versions are recorded, beside those of the optimizers, bitsandbytes among them."""
 
 
 def library_versions() -> dict[str, str]:

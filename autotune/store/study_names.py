@@ -1,4 +1,4 @@
-"""What a study may be called, and what it and the folder of its answer are called by default."""
+"""Names of studies and of their answers' folders: the defaults, and what is allowed."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def slug(text: str) -> str:
 
 
 def folder_of(study: str) -> str:
-    """A folder's name for a study that the user has named: two that differ in letters which a slug leaves
-    out, those beyond ASCII, have one each."""
+    """The name of the folder for a study that the user has named.
+
+    Names that differ only in letters which a slug leaves out, those beyond ASCII, get different folders.
+    """
     made = slug(study)
     if study.isascii() and any(map(str.isalnum, study)):
         return made
@@ -55,7 +57,10 @@ def folder_of(study: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError for one that no study can have."""
+    """Check the name of a study.
+
+    Raises ConfigError for one that no study can have.
+    """
     if not name.strip() or len(name) > MAX_CHARS or not name.isprintable():
         raise ConfigError(
             f"{name[:40]!r} cannot name a study",
@@ -64,7 +69,7 @@ def check_name(name: str) -> None:
 
 
 def _short_size(size_bytes: int) -> str:
-    """`12gb`, `24gib`, `11500mb`: the unit in which the size is a whole number, else MiB."""
+    """A size such as `12gb`, `24gib` or `11500mb`: the unit in which it is a whole number, else MiB."""
     for unit_bytes, unit in ((10**9, "gb"), (GIB, "gib"), (10**6, "mb")):
         if size_bytes % unit_bytes == 0:
             return f"{size_bytes // unit_bytes}{unit}"

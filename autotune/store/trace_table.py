@@ -1,8 +1,8 @@
 """Traces that were made before, in table `autotune_traces`: a search that was made once needs no torch.
 
-A trace depends on what was asked for, the libraries' versions and the code that traces, all of which are
-in its key. That code is one module and all that it imports of this package. It is a cache: where the
-database refuses, traces are made again.
+A trace depends on its request, the libraries' versions and the code that traces, all of which are in its key.
+That code is one module and all that it imports of this package. It is a cache: where the database refuses,
+traces are made again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _TRACER = "autotune.worker.trace.step"
 
 
 class TraceTable:
-    """What workers answered, by what they were asked."""
+    """The table of workers' answers to requests for traces."""
 
     def __init__(self, url: str) -> None:
-        """Nothing is opened, or made, before there is something to keep."""
+        """Remember the address; the database is not opened, or made, before there is something to keep."""
         self._url = url
 
     def find(self, requests: Collection[str]) -> dict[str, dict[str, Any]]:
-        """The answers that are there, by request; none where the database refuses."""
+        """Find the answers that are stored, by request; none where the database refuses."""
         import sqlalchemy
 
         from autotune.store.schema import traces
@@ -60,7 +60,7 @@ class TraceTable:
         return found
 
     def add(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Keep what workers answered. What the database refuses is not kept."""
+        """Keep what workers answered; nothing is kept where the database refuses."""
         from sqlalchemy.dialects import postgresql, sqlite
 
         from autotune.store.schema import traces, utc_now
@@ -83,8 +83,10 @@ class TraceTable:
 
 
 def table_of_prediction(url: str) -> TraceTable | None:
-    """The table of a file that is there; None elsewhere: a prediction makes no database, and waits for no
-    server."""
+    """The table of a database file that exists; None elsewhere.
+
+    A prediction makes no database, and waits for no server.
+    """
     with suppress(StorageError, OSError):
         file = file_of(parse_url(url))
         if file is not None and file.exists():
@@ -98,7 +100,7 @@ def _key(request: str) -> str:
 
 @functools.cache
 def _made_by() -> str:
-    """Versions and code that traces depend on, as a digest."""
+    """A digest of the versions and the code that traces depend on."""
     digest = hashlib.sha256()
     try:
         digest.update(repr(installed.versions()).encode())
@@ -125,7 +127,10 @@ def _sources(module: str) -> dict[str, Path]:
 
 
 def _file_of(module: str) -> Path | None:
-    """None where it is no module of this package. The package itself imports all, and only when asked."""
+    """The file of a module of this package; None for any other.
+
+    The package itself has none here: it imports all, and only when asked.
+    """
     package, *names = module.split(".")
     if package != _PACKAGE or not names:
         return None
@@ -135,7 +140,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _imported_by(file: Path) -> Iterator[str]:
-    """Modules that it may import, with the packages around them; what is no module is among them."""
+    """Names that a file's imports may load, with the packages around them; some are names of no module."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         names = []
         if isinstance(node, ast.Import):

@@ -1,5 +1,4 @@
-"""Our tables in a database: made where they are missing, brought up to date where an older autotune made
-them, left alone where a newer one did.
+"""Makes our tables in a database, brings old ones up to date, and leaves a newer autotune's alone.
 
 An upgrade is one transaction, and two processes that open an old database at once make it once. A file
 of SQLite is copied beside itself first (`autotune.db.before-0002`); a copy of what a server holds is for
@@ -34,16 +33,16 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
 _FIRST = "0001"
-"""What a database with a table of probes and without a version is at."""
+"""Revision of a database that has a table of probes and no version."""
 _BUSY_SECONDS = 60
-"""How long to wait for another process that upgrades the same file: a million probes take it a minute."""
+"""Seconds to wait for another process that upgrades the same file: a million probes take it a minute."""
 _LOCK = 0x6175746F74756E65
-"""Of PostgreSQL's advisory locks: `autotune`, as eight bytes."""
+"""Number of our advisory lock on PostgreSQL: `autotune`, as eight bytes."""
 
 
 @contextlib.contextmanager
 def open_engine(url: str) -> Iterator[Engine]:
-    """The database at that address, its tables of ours made or brought up to date.
+    """Open the database at that address, with our tables in it made or brought up to date.
 
     Raises StorageError for everything that the database refuses, inside the `with` block too.
     """
@@ -63,7 +62,10 @@ def open_engine(url: str) -> Iterator[Engine]:
 
 
 def bring_up_to_date(engine: Engine) -> None:
-    """Make what is missing of our tables. Raises StorageError for a newer database, or a stranger's."""
+    """Make what is missing of our tables.
+
+    Raises StorageError for a newer database, or a stranger's.
+    """
     from autotune.store.schema import HEAD
 
     if refuse_newer(engine) == HEAD:
@@ -76,7 +78,10 @@ def bring_up_to_date(engine: Engine) -> None:
 
 
 def refuse_newer(engine: Engine) -> str | None:
-    """The revision of our tables. Raises StorageError for a newer database, or a stranger's."""
+    """Return the revision of our tables.
+
+    Raises StorageError for a newer database, or a stranger's.
+    """
     from autotune.store.schema import HEAD
 
     with engine.connect() as connection:
@@ -91,7 +96,10 @@ def refuse_newer(engine: Engine) -> str | None:
 
 
 def _revision(connection: Connection) -> str | None:
-    """Of our tables, None where there are none. Raises StorageError for a stranger's."""
+    """The revision of our tables, None where there are none.
+
+    Raises StorageError for a stranger's database.
+    """
     import sqlalchemy
 
     from autotune.store import schema
@@ -137,7 +145,7 @@ def _upgrade(connection: Connection, revision: str | None) -> None:
 
 @contextlib.contextmanager
 def alone(engine: Engine) -> Iterator[Connection]:
-    """A connection in a transaction, which no other process has at the same time; to be committed."""
+    """Open a transaction that no other process has at the same time; the caller commits it."""
     dialect = engine.dialect.name
     with engine.connect() as connection:
         if dialect == "postgresql":
@@ -161,7 +169,7 @@ def alone(engine: Engine) -> Iterator[Connection]:
 
 
 def _keep(connection: Connection, suffix: str) -> Path | None:
-    """A copy of SQLite's file beside it; None for a database that is no file.
+    """Copy SQLite's file beside itself and return the copy; None for a database that is no file.
 
     Raises StorageError where it cannot be made; nothing is left of it then.
     """
@@ -191,7 +199,7 @@ def _keep(connection: Connection, suffix: str) -> Path | None:
 
 
 def _free(path: Path) -> Path:
-    """The path, with a number where there is such a file."""
+    """The path itself, or with a number appended where such a file exists already."""
     candidate, number = path, 2
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1

@@ -1,4 +1,4 @@
-"""What Alembic runs: on the connection of autotune.store.upgrade, in its transaction."""
+"""Alembic's environment: runs the revisions on autotune.store.upgrade's connection, in its transaction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a database holds, as a file of lines."""
+"""Writes what a database holds as a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from autotune.store.transfer import lines
 from autotune.store.upgrade import open_engine
 
 LEFT_OUT = "left out"
-"""Of the counts: probes that another version wrote and this one cannot read."""
+"""Key of the counts for probes that another version wrote and this one cannot read."""
 
 
 def export(url: str, names: Sequence[str], path: Path) -> dict[str, int]:
-    """Write the studies of these names, or all; how many records of each kind were written.
+    """Write the studies of these names, or all; return how many records of each kind were written.
 
     With names, the recommendations of these studies and the probes of their models; without, all.
     Raises ConfigError for a name that is not autotune's study, StorageError.

@@ -1,4 +1,6 @@
-"""A file of lines, taken into a database: checked whole, then a transaction per study, and one for the rest.
+"""Takes a file of JSON lines into a database: checked whole, then added study by study.
+
+Each study is one transaction, and all the rest is one more.
 
 Killed in between, the same command goes on: what is there is not added again.
 """
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def import_file(url: str, path: Path) -> dict[str, int]:
-    """Take in what is not there yet; how many records of each kind were new.
+    """Add the file's records that the database lacks; return how many of each kind were new.
 
     Raises ConfigError for a damaged file, before anything is added, and for a study that was made for
     something else; StorageError.
@@ -113,7 +115,7 @@ def _add_recommendations(connection: Connection, found: Sequence[Any]) -> int:
 def _add_study(
     storage: optuna.storages.RDBStorage, study: StudyLine, trials: Sequence[FrozenTrial]
 ) -> tuple[bool, int]:
-    """(whether it was new, how many of its trials were). One transaction."""
+    """Add one study in one transaction; return (whether it was new, how many of its trials were)."""
     import sqlalchemy.orm
     from optuna.study import StudyDirection
 

@@ -1,4 +1,4 @@
-"""The lines of a file: how they are written, and everything that a damaged one may be refused for."""
+"""The lines of an exported file: how they are written, and how damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from sqlalchemy import RowMapping
 
 FORMAT = 1
-"""Of the file; a newer one is refused."""
+"""Version of the file's format; a newer one is refused."""
 MAX_LINE_BYTES = 64 * 2**20
-"""Of a study's line, whose report is in it, a hundredth."""
+"""Longest line that is read. A study's line, which has its report in it, takes a hundredth of it."""
 
 _STATES = ("COMPLETE", "PRUNED", "FAIL")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -36,18 +36,18 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A checked record."""
+    """One checked record of a file."""
 
     number: int
-    """In the file, from 1."""
+    """Number of the line in the file, from 1."""
     kind: str
     record: Any
-    """The row of a probe, a Recommendation, a StudyLine or Optuna's FrozenTrial."""
+    """The record: a row for the table of probes, a Recommendation, a StudyLine or Optuna's FrozenTrial."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyLine:
-    """A study, and how many lines of trials follow."""
+    """A study, and how many lines of trials follow it."""
 
     name: str
     user_attrs: dict[str, object]
@@ -59,7 +59,7 @@ def header() -> Values:
 
 
 def of_probe(row: RowMapping) -> Values | None:
-    """A row of the table as a line; None for a record that this version cannot read."""
+    """A row of the table of probes as a line; None for a record that this version cannot read."""
     try:
         record = json.loads(row["record"])
         measurement_from_dict(record)
@@ -104,12 +104,15 @@ def of_trial(trial: FrozenTrial) -> Values:
 
 
 def identity(trial: FrozenTrial) -> str:
-    """Equal for two trials that are one, whatever their numbers."""
+    """A text that is equal for two copies of one trial, whatever their numbers."""
     return json.dumps(of_trial(trial), sort_keys=True)
 
 
 def read(path: Path) -> Iterator[Line]:
-    """Every record of the file, checked. Raises ConfigError, which names the line."""
+    """Read every record of the file, checked.
+
+    Raises ConfigError, which names the line.
+    """
     try:
         with path.open("rb") as file:
             yield from _read(path, iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""))
@@ -184,7 +187,7 @@ def _header(values: Values) -> None:
 
 
 def _probe(values: Values) -> Values:
-    """The row of the table. What can be worked out of the record is not taken from the line."""
+    """The row for the table of probes. What can be worked out of the record is not taken from the line."""
     texts = {name: _text(values, name) for name in ("model", "model_digest", "outcome", "key")}
     record = values.get("record")
     measurement = measurement_from_dict(record)
@@ -289,7 +292,10 @@ def _time(values: Values, name: str) -> datetime.datetime | None:
 
 
 def _utc(values: Values, name: str) -> datetime.datetime:
-    """As the tables hold it."""
+    """A time of the line in UTC without a time zone, as the tables hold it.
+
+    Raises ValueError where it is missing, or no time.
+    """
     found = _time(values, name)
     if found is None:
         raise ValueError(f"{name} is missing")

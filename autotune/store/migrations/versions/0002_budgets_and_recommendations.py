@@ -68,7 +68,7 @@ def upgrade() -> None:
 
 
 def _fill() -> None:
-    """The new columns of the rows that are there, some at a time: there may be a million."""
+    """Fill the new columns of the rows that are there, some at a time: there may be a million."""
     names = ("id", "record", "near_key", "fingerprint", "device")
     probes = sa.table("autotune_probes", *map(sa.column, names))
     connection = op.get_bind()
