@@ -1,1 +1,1 @@
-"""Traces -> Estimates: predicted memory and time of any number of configurations on one card."""
+"""Predicted memory and time of any number of configurations on one card, from traces."""

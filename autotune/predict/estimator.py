@@ -1,4 +1,4 @@
-"""Traces -> Estimates: predicted memory and time of any number of configurations on one card.
+"""Prices traces as Estimates: predicted memory and time of any number of configurations on one card.
 
 Memory: the events of the first optimizer steps go through the allocator model. Time: the kernels of a
 micro-step and of an optimizer step go through the roofline, apart, so that any accumulation is priced.
@@ -59,7 +59,7 @@ _EMPTY_CACHE_SHARE = 0.10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MicroStep:
-    """Bytes of one (trace, micro-batch, rank), rounded as the allocator rounds."""
+    """Memory of one (trace, micro-batch, rank) in bytes, rounded as the allocator rounds."""
 
     weights_bytes: int
     workspace_bytes: int
@@ -67,10 +67,10 @@ class _MicroStep:
     gradients_bytes: int
     step_buffers_bytes: int
     peak_first_bytes: int
-    """Above weights, workspaces and optimizer state. Where weights are updated in the backward pass,
-    gradients are given up as soon as they are there, and `gradients_bytes` is 0."""
+    """Peak of the first micro-batch above weights, workspaces and optimizer state. Where weights are updated
+    in the backward pass, gradients are given up as soon as they are there, and `gradients_bytes` is 0."""
     peak_next_bytes: int
-    """Above those and the gradients, while a second micro-batch adds to them."""
+    """Peak above all those and the gradients, while a second micro-batch adds to them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,18 +82,18 @@ class _Trainable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSeconds:
-    """Predicted times of one configuration."""
+    """Predicted times of one configuration's optimizer step."""
 
     micro_step_seconds: float
     optimizer_step_seconds: float
     total_seconds: float
     bound: str
     communication_seconds: float = 0.0
-    """Of the total: with the other GPUs."""
+    """Part of the total that goes into communication with the other GPUs."""
 
 
 def least_bytes(config: TrainConfig, num_parameters: int) -> int:
-    """What is there however the step runs: the weights, and the gradients of full fine-tuning.
+    """Bytes that are there however the step runs: the weights, and the gradients of full fine-tuning.
 
     A lower bound of peak_device_bytes that needs no trace.
     """
@@ -131,7 +131,7 @@ class Estimator:
         self._exchange = functools.cache(self._find_exchange)
 
     def with_budget(self, memory_budget_bytes: int) -> Estimator:
-        """The same with another budget; what is priced already is shared."""
+        """The same estimator with another budget; what is priced already is shared."""
         other = copy.copy(self)
         other.memory_budget_bytes = memory_budget_bytes
         return other
@@ -190,7 +190,7 @@ class Estimator:
     def _shared(
         self, alone: StepSeconds, exchange: Exchange, accumulation: int
     ) -> StepSeconds | None:
-        """The step with what several GPUs add to it, one after the other."""
+        """The step's times with what several GPUs add to them, one after the other."""
         link = self.gpu.interconnect_bandwidth_bytes_per_second
         host_link = self._machine.bytes_per_second.get("copy_host")
         if link is None or host_link is None:
@@ -302,7 +302,7 @@ class Estimator:
         )
 
     def _outside_bytes(self, spec: TraceSpec) -> int:
-        """Of the device, outside torch's allocator: the context, and NCCL's buffers."""
+        """Device memory outside torch's allocator: the context, and NCCL's buffers."""
         is_shared = isinstance(self._traces[spec], RankTrace)
         return self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
 
@@ -311,7 +311,7 @@ class Estimator:
         return trace.exchange(rank) if isinstance(trace, RankTrace) else None
 
     def replayed(self, config: TrainConfig) -> tuple[Steps, Replay]:
-        """The events of the first steps, and what the allocator says of them within the budget."""
+        """The events of the first steps, and the allocator's replay of them within the budget."""
         steps = self._steps(config)
         if not config.expandable_segments:
             return steps, steps.replay()
@@ -319,7 +319,7 @@ class Estimator:
         return steps, grown(steps, self.memory_budget_bytes - outside)
 
     def trace_of(self, config: TrainConfig) -> Trace | RankTrace:
-        """What the configuration is priced by."""
+        """The trace that the configuration is priced by."""
         return self._traces[TraceSpec.of(config)]
 
     def kernels(self, config: TrainConfig) -> list[roofline.Kernel]:
@@ -402,7 +402,7 @@ class Estimator:
         return kernels
 
     def _price_accumulation(self, trainable: _Trainable) -> roofline.StepTime | None:
-        """Adding each gradient to the one that is there: two reads and a write."""
+        """Price adding each gradient to the one that is there: two reads and a write."""
         return roofline.seconds(
             (
                 roofline.Kernel(
@@ -418,7 +418,7 @@ class Estimator:
         )
 
     def _flops(self, config: TrainConfig, spec: TraceSpec, rank: int) -> tuple[float, float]:
-        """(all, without recomputation) of one optimizer step."""
+        """Floating-point operations of one optimizer step: (all, without recomputation)."""
         total = model = 0.0
         for launch in self._traces[spec].launches(config.micro_batch_size, rank):
             flops = launch.count * launch.flops
@@ -429,7 +429,7 @@ class Estimator:
 
 
 def _rate_dtype(dtype: str, *, tf32: bool) -> str:
-    """Whose rate a matrix product runs at."""
+    """The dtype whose rate a matrix product runs at."""
     if dtype.startswith("float8"):  # e4m3 by e4m3 or by e5m2, at one rate
         return "float8"
     return "tf32" if tf32 and dtype == "float32" else dtype

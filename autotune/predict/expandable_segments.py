@@ -1,9 +1,9 @@
-"""Steps whose segments grow (expandable_segments), in a given room.
+"""Replays steps whose segments grow (expandable_segments), in a given room.
 
-Where there is no room left, torch unmaps every page that is free and maps pages anew where they are
-wanted. That costs milliseconds: in the first steps, while what stays finds its place, it is no harm; in every
-step it is. How much is reserved hangs on the room, then: without a limit it may even be more than by
-segments of fixed size.
+Where there is no room left, torch unmaps every page that is free and maps pages anew where they are wanted.
+That costs milliseconds: in the first steps, while what stays finds its place, it is no harm; in every step it
+is. How much is reserved then depends on the room: without a limit it may even be more than by segments of
+fixed size.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from autotune.memory.allocator import OVERSHOOT_BYTES, PAGE_BYTES, Replay, repla
 from autotune.predict.steps import Steps
 
 _NUM_STEADY = 2
-"""Steps behind those in which all state is made."""
+"""Number of steps that are replayed behind those in which all state is made."""
 
 
 def grown(steps: Steps, room_bytes: int) -> Replay:
     """The replay of the steps within so many reserved bytes.
 
-    It passes them where the steps do not fit: by what is live, or by what the request that failed lacked,
-    or by a page where the last of two steady steps still has to give back what is cached. They may need
-    more than that.
+    Where the steps do not fit, the replay's reserved bytes pass the room: by what is live, or by what the
+    request that failed lacked, or by a page where the last of two steady steps still has to give back what is
+    cached. The steps may need more than that.
     """
     most = max(steps.sure_step, 1) + _NUM_STEADY
     parts = [part for part in steps.parts if part.step <= most]

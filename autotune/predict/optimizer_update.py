@@ -24,7 +24,8 @@ from autotune.space.optimizers import Optimizer
 from autotune.speed import roofline
 
 MOST_STEPS = 8
-"""[judgement] Reserved bytes grow in the first two steps, often in a third."""
+"""Most optimizer steps that are replayed. [judgement] Reserved bytes grow in the first two steps, often in a
+third."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,22 +34,25 @@ class Update:
 
     tape: Tape
     made: list[int]
-    """Events before the first forward pass, when the optimizer is made: of state, or none."""
+    """Events before the first forward pass, when the optimizer is made: those of its state, or none."""
     first: list[int]
-    """Of the first step, which makes the state that is not there."""
+    """Events of the first step, which makes the state that is not there."""
     later: list[list[int]]
-    """Of each step after it: they are alike, but a part of the state may be made anew."""
+    """Events of each step after the first: they are alike, but a part of the state may be made anew."""
     device_state_bytes: int
     state_bytes: int
-    """The same in the allocator's blocks."""
+    """Bytes of the state on the device, in the allocator's blocks."""
     managed_bytes: int
     temporary_peak_bytes: int
-    """Above weights, gradients and state."""
+    """Peak of an update above weights, gradients and state."""
     cost: StepCost
 
 
 def priced_update(row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool) -> Update:
-    """`scaled`: there is a loss scaler, and gradients are unscaled first."""
+    """Price an optimizer on these parameters: the events, memory and cost of its updates.
+
+    `scaled`: there is a loss scaler, and gradients are unscaled first.
+    """
     tape = Tape()
     costs = [row.cost(specs)]
     if row.updates:
@@ -100,7 +104,7 @@ def _write_step(
     norm: int | None = None,
     scaled: bool,
 ) -> tuple[list[int], int, States]:
-    """One step as the Trainer runs it: unscale, clip, step. (Events, the norm's number, states.)
+    """Write one step as the Trainer runs it (unscale, clip, step): (events, the norm's number, states).
 
     The Trainer keeps the norm of the gradients until the next step clips: `norm` is of the one before.
     """
@@ -116,7 +120,10 @@ def _write_step(
 
 
 def kernels_of(cost: StepCost, paged_out_bytes: int) -> list[roofline.Kernel]:
-    """What the GPU runs for it. `paged_out_bytes`: of managed state, what does not fit on the device."""
+    """The kernels that the GPU runs for an update of this cost.
+
+    `paged_out_bytes`: managed state that does not fit on the device.
+    """
     kernels = [
         roofline.Kernel(
             name="optimizer",

@@ -21,11 +21,12 @@ from autotune.space.precisions import PRECISIONS
 
 _SETUP, _FORWARD, _BACKWARD, _OPTIMIZER = "set-up", "forward", "backward", "optimizer"
 _AGAIN = ", further micro-batches"
-"""They are alike: one is replayed, however many the configuration accumulates."""
+"""Ending of the phase of further micro-batches. They are alike: one is replayed, however many the
+configuration accumulates."""
 
 _NUM_SCALARS, _NUM_SCALARS_OF_SCALER, _SCALAR_BYTES = 1, 2, 4
-"""Kept for good: the sum of losses (Trainer._run_epoch); a scaler's factor, and the steps since it changed
-(torch 2.13 amp/grad_scaler.py)."""
+"""Number and size of the scalars that are kept for good: the sum of losses (Trainer._run_epoch); a scaler's
+factor, and the steps since it changed (torch 2.13 amp/grad_scaler.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,13 @@ class Part:
     """Events of one phase, in order."""
 
     step: int
-    """Optimizer step, from 0; -1 before the first."""
+    """Number of the optimizer step, from 0; -1 before the first."""
     phase: str
     events: list[int]
 
     @property
     def is_repeated(self) -> bool:
-        """Whether it stands for all micro-batches of its step but the first."""
+        """Whether the part stands for all micro-batches of its step but the first."""
         return self.phase.endswith(_AGAIN)
 
 
@@ -52,7 +53,7 @@ class Steps:
     categories: list[str]
     parts: list[Part]
     sure_step: int
-    """Steps up to it run in any case, those behind it until one reserves no more."""
+    """Last step that runs in any case; those behind it run until one reserves no more."""
     of_update: range = range(0)
     """Numbers of the tensors that clipping and the optimizer make."""
 
@@ -60,7 +61,7 @@ class Steps:
         return _events_of(self.parts)
 
     def replay(self) -> Replay:
-        """What an allocator without a cap says; it may not come to the last steps."""
+        """Replay the steps through an allocator without a cap; it may not come to the last steps."""
         sure = [part for part in self.parts if part.step <= self.sure_step]
         further = groupby(self.parts[len(sure) :], lambda part: part.step)
         steps = [_events_of(parts) for _, parts in further]
@@ -100,10 +101,10 @@ def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -
 
 
 class _KeptByTrainer:
-    """What outlives a micro-step: its loss, until there is the next; scalars; the step's micro-batches.
+    """Tensors that outlive a micro-step: its loss, until the next one; scalars; the step's micro-batches.
 
-    All of a step are fetched before it, while those of the last one are there still. Their labels are
-    counted one micro-batch after the other, which is alike: once here.
+    All micro-batches of a step are fetched before it, while those of the last one are there still. Their
+    labels are counted one micro-batch after the other, which is alike: once here.
     Source: transformers 5.23 Trainer._run_epoch and get_batch_samples.
     """
 
@@ -125,14 +126,14 @@ class _KeptByTrainer:
         self._losses: list[int] = []
 
     def scalars(self) -> list[int]:
-        """Made before the first step."""
+        """Events that make the scalars, before the first step."""
         is_scaled = PRECISIONS[self._config.precision].grad_scaler
         for _ in range(_NUM_SCALARS + is_scaled * _NUM_SCALARS_OF_SCALER):
             self.tape.alloc(_SCALAR_BYTES, "temporary")
         return self._written()
 
     def added_to(self, part: Part) -> Part:
-        """The part of a step with its events."""
+        """The part of a step with the events of the kept tensors in it."""
         before, events, after = list[int](), part.events, list[int]()
         if part.step != self._step:
             self._step = part.step
@@ -171,20 +172,25 @@ class _KeptByTrainer:
 
 
 def _emptied(config: TrainConfig, step: int, num_tensors: int) -> list[int]:
-    """The Trainer empties the cache between forward and backward (training_step)."""
+    """Events of the Trainer's emptying the cache between forward and backward (training_step)."""
     every, marker = config.torch_empty_cache_steps, num_tensors - 1
     return [marker, ~marker] if every and not step % every else []
 
 
 def _sure_step(config: TrainConfig) -> int:
-    """The first; where some empty the cache, one that does so with state there."""
+    """Number of the last step that is sure to run.
+
+    It is the first; where the cache is emptied now and then, one that does so with state there.
+    """
     every = config.torch_empty_cache_steps
     return every if every > 1 else 0
 
 
 def _later_steps(config: TrainConfig) -> tuple[int, ...]:
-    """Numbers of the steps after the first. What lies between the second and the one that empties the
-    cache is like the second."""
+    """Numbers of the steps after the first.
+
+    Those between the second and the one that empties the cache are like the second, and left out.
+    """
     sure = _sure_step(config)
     numbers = (1, *range(max(sure, 2), sure + MOST_STEPS))
     return numbers[: MOST_STEPS - 1]
@@ -234,7 +240,7 @@ def _updating_after(
 def _updating_in_backward(
     trace: Trace, row: Optimizer, num_tensors: int, config: TrainConfig
 ) -> tuple[Tape, list[Part]]:
-    """Each weight is updated where it gets its gradient: nothing is left to clip."""
+    """The steps of an optimizer that updates each weight where it gets its gradient: nothing is clipped."""
     tape, rank = Tape(), config.lora_rank or 0
     states: dict[int, States] = {}
     gradients = frozenset(trace.gradients)
@@ -278,5 +284,5 @@ def _first_temporary(tape: Tape, events: list[int]) -> int:
 
 
 def _shifted(events: Iterable[int], num_tensors: int) -> list[int]:
-    """The tape's tensors are numbered behind the trace's."""
+    """Renumber a tape's events so that its tensors come behind the trace's."""
     return [event + num_tensors if event >= 0 else event - num_tensors for event in events]

@@ -14,7 +14,7 @@ from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
 
 
 def timeline_of(steps: Steps, peak_event: int) -> Timeline:
-    """The step with the event at which allocated memory peaks, as a replay of the steps says."""
+    """Memory during the step in which a replay of the steps says that allocated memory peaks."""
     parts, events = steps.parts, steps.events()
     order = np.asarray(events, dtype=np.int64)
     deltas = changes(order, np.maximum(in_blocks(steps.sizes), 0))

@@ -32,7 +32,7 @@ DEADLINE_SECONDS = 600.0
 
 # One round for all, one for traces that need every layer, one each for two crashes.
 MAX_PARAMETERS = 10**13
-"""Sixteen cards of 288 GB hold less, at half a byte each."""
+"""Most parameters of a model that is traced: sixteen cards of 288 GB hold less, at half a byte each."""
 _MAX_ROUNDS = 4
 # Importing torch, transformers and peft takes a worker about 3 s, a trace 0.1 s (2 cores).
 _WORTH_A_SECOND_CHILD = 24
@@ -51,7 +51,7 @@ def trace_all(
     table: TraceTable | None = None,
     operations: bool = False,
 ) -> dict[TraceSpec, Trace | RankTrace]:
-    """Trace a step per spec; `on_trace(done, all)` as they arrive.
+    """Trace a step per spec; `on_trace(done, all)` is called as they arrive.
 
     `server`: whose forks trace, for who asks again and again: the imports are then paid once.
     `table`: what was traced before is taken from it, and what is new is kept there.
@@ -115,7 +115,7 @@ def trace_all(
 
 
 def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> ConfigError:
-    """None of the specs could be traced; `reason` is a worker's."""
+    """The error for the user where none of the specs could be traced; `reason` is a worker's."""
     family = model.config["model_type"]
     attentions = sorted({spec.attention for spec in specs})
     remedy = "Name another model, method or precision"
@@ -126,7 +126,7 @@ def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> C
 
 
 def of_card(gpu: Gpu) -> dict[str, Any]:
-    """What a trace depends on of a card: cards that agree in it share their traces."""
+    """All that a trace depends on of a card: cards that agree in it share their traces."""
     return {
         "compute_capability": gpu.compute_capability,
         "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
@@ -146,7 +146,7 @@ def _run_forked(
 
 
 class _Jobs:
-    """Which traces are wanted, which are here, and which never will be."""
+    """The traces that are wanted, those that are here, and those that never will be."""
 
     def __init__(
         self,
@@ -164,11 +164,11 @@ class _Jobs:
         self.refused: dict[int, str] = {}
         self.crash: WorkerError | None = None
         self._tracebacks: dict[str, str] = {}
-        """One per reason."""
+        """A traceback for each reason."""
         self._new: dict[int, dict[str, Any]] = {}
 
     def take_known(self, table: TraceTable, shared: Mapping[str, Any]) -> None:
-        """The answers of before, each to what was asked last: of every layer, where that was needed."""
+        """Take the stored answers, each to what was asked last: of every layer, where that was needed."""
         requests = {number: self._request(number, shared) for number in range(len(self._specs))}
         known = table.find(requests.values())
         for number, request in requests.items():
@@ -181,7 +181,7 @@ class _Jobs:
             table.add({self._request(n, shared): said for n, said in self._new.items()})
 
     def log_refused(self) -> None:
-        """What cannot be traced, counted by the reason."""
+        """Log what cannot be traced, counted by the reason."""
         for reason, count in Counter(self.refused.values()).most_common():
             _log.info(
                 "%d of %d training steps cannot be traced: %s", count, len(self._specs), reason
@@ -193,7 +193,7 @@ class _Jobs:
         return json.dumps([shared, _plain(self._specs[number])], sort_keys=True)
 
     def shares(self) -> list[list[dict[str, Any]]]:
-        """What is left to ask for, divided among the processes of a round."""
+        """Divide what is left to ask for among the processes of a round."""
         self._answered.clear()
         left = [
             {
@@ -211,7 +211,7 @@ class _Jobs:
         return [left[i::num_children] for i in range(num_children)]
 
     def take(self, answer: dict[str, Any]) -> None:
-        """An answer of a worker."""
+        """Take an answer of a worker: a trace, or why there is none."""
         number = answer["id"]
         self._answered.add(number)
         if "unsupported" in answer:
@@ -239,7 +239,7 @@ class _Jobs:
             self._on_trace(len(self.traces) + len(self.refused), len(self._specs))
 
     def blame(self, share: list[dict[str, Any]], end: WorkerEnd) -> None:
-        """Set aside what a process died of: answers come in order, so the first without one.
+        """Set aside the spec that a process died of: answers come in order, so the first without one.
 
         Raises WorkerError for every other failure than a crash.
         """

@@ -47,27 +47,27 @@ from autotune.records.estimate import TraceSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """What one GPU sends, and what passes between it and the host."""
+    """Bytes that one GPU sends, and that pass between it and the host."""
 
     sent_bytes_per_micro_step: float
-    """Over the interconnect, in rings: an all-reduce sends twice (N - 1) / N of its bytes, an
+    """Bytes sent over the interconnect, in rings: an all-reduce sends twice (N - 1) / N of its bytes, an
     all-gather or a reduce-scatter once."""
     sent_bytes_per_step: float
-    """Beside those, once an optimizer step."""
+    """Bytes sent beside those, once an optimizer step."""
     host_copy_bytes_per_micro_step: int
     host_copy_bytes_per_step: int
     host_bytes: int
-    """Of host memory that it takes."""
+    """Host memory that the GPU's part of the run takes."""
     host_update_elements: int
-    """Weights that the host's CPU updates, for all GPUs together: they share one host."""
+    """Number of weights that the host's CPU updates, for all GPUs together: they share one host."""
     gathered_bytes: int
-    """Most that is gathered at one time."""
+    """Most bytes that are gathered at one time."""
     buffers_bytes: int
-    """Kept for communication."""
+    """Bytes of the buffers that are kept for communication."""
 
 
 class RankTrace:
-    """A Trace as one of several GPUs runs it: the same questions, and `exchange`."""
+    """A Trace as one of several GPUs runs it: it answers the same questions, and has `exchange`."""
 
     def __init__(
         self, trace: Trace, spec: TraceSpec, *, num_gpus: int, hidden_size: int = 0
@@ -106,18 +106,21 @@ class RankTrace:
 
     @functools.cached_property
     def categories(self) -> list[str]:
-        """Of allocator.CATEGORIES, per tensor."""
+        """One of allocator.CATEGORIES per tensor."""
         return [*self._trace.categories, *self._extra.categories]
 
     @property
     def operations(self) -> list[str]:
-        """As Trace.operations; of what sharing adds, what does it."""
+        """The operation that made each tensor, as Trace.operations.
+
+        Tensors that sharing adds have the parallelism's name instead.
+        """
         extra = [self._shares.row.name] * len(self._extra.categories)
         return [*self._trace.operations, *extra]
 
     @property
     def layers(self) -> dict[int, int]:
-        """As Trace.layers."""
+        """The layers of the trace, as Trace.layers."""
         return self._trace.layers
 
     def sizes(self, micro_batch: int, rank: int) -> list[int]:
@@ -135,15 +138,15 @@ class RankTrace:
         return int(in_blocks(self._all_sizes(micro_batch, rank))[list(numbers)].sum())
 
     def num_parameters(self, rank: int) -> tuple[int, int]:
-        """(all, trainable) elements of the whole model."""
+        """Elements of the whole model: (all, trainable)."""
         return self._trace.num_parameters(rank)
 
     def trainable(self, rank: int) -> list[TensorSpec]:
-        """What the optimizer updates on this GPU."""
+        """The tensors that the optimizer updates on this GPU."""
         return self._shares.optimizer_specs(self._trace.trainable(rank), rank)
 
     def exchange(self, rank: int) -> Exchange:
-        """What is sent, and what is kept where."""
+        """Bytes that are sent between the GPUs and to the host, and that are kept for it."""
         shares, stage, num_gpus = self._shares, self._shares.row.stage, self._shares.num_gpus
         ring = (num_gpus - 1) / num_gpus
         trained_bytes = sum(map(shares.working_bytes, shares.trained(rank)))
@@ -186,8 +189,11 @@ class RankTrace:
         return np.concatenate((whole, extra))
 
     def _work_out_sizes(self, rank: int) -> tuple[Array, Array, Array, int]:
-        """Tensors of other sizes than the trace's, their sizes, those of what is added, and how many
-        times smaller gradients are (a library that casts fp32 adapters to 16 bits: twice)."""
+        """Work out the sizes in which this GPU differs from the trace.
+
+        Returns tensors of other sizes than the trace's, their sizes, those of what is added, and how many
+        times smaller gradients are (a library that casts fp32 adapters to 16 bits: twice).
+        """
         trained = self._shares.trained(rank)
         ratio = trained[0].size_bytes // self._shares.working_bytes(trained[0]) if trained else 1
         return (
@@ -199,7 +205,7 @@ class RankTrace:
 
     @functools.cached_property
     def _whole_gradients(self) -> list[int]:
-        """The trace's own, and what is added to them."""
+        """Numbers of the trace's own gradients, and of what is added to them."""
         return [n for n, name in enumerate(self._trace.categories) if name == "gradient"]
 
     def _most_gathered_bytes(self, rank: int) -> int:
@@ -209,7 +215,7 @@ class RankTrace:
         return int(alive.max(initial=0))
 
     def _set_up(self) -> None:
-        """The GPU's parts in place of what is shared out, and the buffers that stay."""
+        """Put the GPU's parts in place of what is shared out, and add the buffers that stay."""
         shares, row = self._shares, self._shares.row
         if row.name == "ddp":
             # As many as there can be: how many there are follows from the LoRA rank.

@@ -1,4 +1,4 @@
-"""What DDP, FSDP2 and DeepSpeed ZeRO give to each GPU: sizes alone, by the libraries' own rules.
+"""Sizes of what DDP, FSDP2 and DeepSpeed ZeRO give to each GPU, by the libraries' own rules.
 
 The functions are those rules, for one weight or one list of them; Shares asks them for a model. A LoRA
 rank decides the sizes of adapters, so every figure of Shares is asked for with one (0: no adapter).
@@ -25,7 +25,7 @@ from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 from autotune.space.precisions import PRECISIONS
 
 Unit = tuple[str, Place]
-"""What is gathered together: a layer, the embedding, or the tail (final norm and head)."""
+"""Weights that are gathered together: a layer, the embedding, or the tail (final norm and head)."""
 
 OUTSIDE: Place = ("", -1)
 EMBED: Unit = ("embed", OUTSIDE)
@@ -51,7 +51,7 @@ class Weight:
     dtype: str
     trainable: bool
     group: int
-    """The optimizer's parameter group."""
+    """Number of the optimizer's parameter group."""
 
     @property
     def num_elements(self) -> int:
@@ -63,19 +63,22 @@ class Weight:
 
 
 def fsdp2_shard_shape(shape: tuple[int, ...], num_gpus: int) -> tuple[int, ...]:
-    """Rows are dealt out, ceil(rows / GPUs) to each; every GPU keeps the padding of the last ones."""
+    """The shape of one GPU's shard under FSDP2: rows are dealt out, ceil(rows / GPUs) to each.
+
+    Every GPU keeps the padding of the last ones.
+    """
     rows, *rest = shape or (1,)
     return (-(-rows // num_gpus), *rest)
 
 
 def zero_partition_elements(num_elements: int, num_gpus: int) -> int:
-    """Of one flat group (ZeRO 1 and 2), padded so that every part starts at 4 bytes."""
+    """Elements of one GPU's part of a flat group (ZeRO 1 and 2), padded so that parts start at 4 bytes."""
     alignment = _ZERO_ALIGNMENT * num_gpus
     return -(-num_elements // alignment) * alignment // num_gpus
 
 
 def zero3_partition_elements(num_elements: int, num_gpus: int) -> int:
-    """Of one weight: ZeRO 3 deals out each by itself."""
+    """Elements of one GPU's part of one weight: ZeRO 3 deals out each by itself."""
     return -(-num_elements // num_gpus)
 
 
@@ -104,7 +107,7 @@ def ddp_buckets(weights: Iterable[Weight], *, rebuilt: bool) -> list[int]:
 
 
 class Shares:
-    """What one GPU holds of a model, as TraceSpec.parallelism says."""
+    """One GPU's shares of a model under TraceSpec.parallelism."""
 
     def __init__(
         self,
@@ -115,7 +118,10 @@ class Shares:
         hidden_size: int,
         is_one_unit: bool,
     ) -> None:
-        """`is_one_unit`: nothing outside the layers is told apart."""
+        """Sort the weights into units.
+
+        `is_one_unit`: nothing outside the layers is told apart.
+        """
         self.row = PARALLELISMS[spec.parallelism]
         self.num_gpus = num_gpus
         self.parameters = parameters
@@ -131,7 +137,7 @@ class Shares:
         self._weights = functools.cache(self._evaluated)
         self._ddp_buckets = functools.cache(self._filled_buckets)
         self.tail_stays = is_one_unit or _is_tied(parameters)
-        """The embedding is the head too: it is gathered from beginning to end."""
+        """Whether the tail is gathered from beginning to end, as where the embedding is the head too."""
         self.members: dict[Unit, list[int]] = {}
         """Positions in the list of weights, by unit."""
         for position, parameter in enumerate(parameters):
@@ -139,7 +145,7 @@ class Shares:
 
     @property
     def compute_bytes(self) -> int:
-        """Of one element where it is computed with."""
+        """Bytes of one element in the dtype that is computed with."""
         return DTYPE_BYTES[self._precision.compute_dtype]
 
     def weights(self, rank: int) -> list[Weight]:
@@ -153,7 +159,7 @@ class Shares:
         return [weight for weight in weights if weight.trainable]
 
     def optimizer_specs(self, whole: Sequence[TensorSpec], rank: int) -> list[TensorSpec]:
-        """What the optimizer updates on the GPU: its part, or nothing where the host does it."""
+        """The tensors that the optimizer updates on the GPU: its part, or none where the host does it."""
         if self.row.stage == 0:
             return list(whole)
         if self.row.offload:
@@ -174,11 +180,11 @@ class Shares:
         ]
 
     def working_bytes(self, weight: Weight) -> int:
-        """Of the whole weight and of its gradient, in the dtype that is computed with."""
+        """Bytes of the whole weight, and of its gradient, in the dtype that is computed with."""
         return weight.num_elements * self._working_element_bytes(weight)
 
     def shard_bytes(self, weight: Weight) -> int:
-        """Of the GPU's part of a weight that is shared out."""
+        """Bytes of the GPU's part of a weight that is shared out."""
         element_bytes = self._working_element_bytes(weight)
         if self.is_torch:
             dtype = self._shard_dtype(weight.dtype) if weight.trainable else weight.dtype
@@ -198,20 +204,20 @@ class Shares:
         return {group: zero_partition_elements(n, self.num_gpus) for group, n in parts.items()}
 
     def partition_bytes(self, rank: int, group: int, num_parts: int = 1) -> int:
-        """Of parts of a group in the dtype that is computed with."""
+        """Bytes of `num_parts` parts of a group in the dtype that is computed with."""
         return num_parts * self.partitions(rank)[group] * self.compute_bytes
 
     def master_bytes(self, rank: int, group: int) -> int:
-        """Of the float32 copy of the GPU's part of a group."""
+        """Bytes of the float32 copy of the GPU's part of a group."""
         return 4 * self.partitions(rank)[group]
 
     def step_gradient_bytes(self, rank: int) -> int:
-        """ZeRO's float32 gradients of the group that is being updated."""
+        """Bytes of ZeRO's float32 gradients of the group that is being updated."""
         largest = max(self.partitions(rank).values(), default=0)
         return 4 * (min(largest, ZERO3_SUB_GROUP_ELEMENTS) if self.row.stage == 3 else largest)
 
     def gathered_bytes(self, rank: int, unit: Unit | None = None) -> int:
-        """Of a unit's weights, or of all, once they are whole on the GPU. 0 where they always are."""
+        """Bytes of a unit's weights, or of all, once they are whole on the GPU; 0 where they always are."""
         if self.row.stage < 3:
             return 0
         weights = self._weights(rank)
@@ -220,7 +226,7 @@ class Shares:
         return sum(self._padded_bytes(w) for w in weights if self._is_gathered(w))
 
     def prefetched_bytes(self, rank: int, unit: Unit) -> int:
-        """FSDP2 gathers all of the next unit ahead; DeepSpeed so many elements of it."""
+        """Bytes of the next unit that are gathered ahead: all of it by FSDP2, a part by DeepSpeed."""
         whole = self.gathered_bytes(rank, unit)
         if self.is_torch:
             return whole
@@ -228,33 +234,36 @@ class Shares:
         return min(whole, limit * self.compute_bytes)
 
     def reduced_bytes(self, rank: int, unit: Unit) -> int:
-        """Input of FSDP2's reduce-scatter: whole gradients, padded to whole shards."""
+        """Bytes that go into FSDP2's reduce-scatter: whole gradients, padded to whole shards."""
         return sum(self._padded_bytes(w) for w in self.trained(rank, unit))
 
     def gradient_shard_bytes(self, rank: int, unit: Unit) -> int:
-        """FSDP2's gradients of a unit: views of one tensor, in the shards' dtype."""
+        """Bytes of FSDP2's gradients of a unit: views of one tensor, in the shards' dtype."""
         return sum(self.shard_bytes(w) for w in self.trained(rank, unit))
 
     def ddp_bucket_bytes(self, rank: int, index: int) -> int:
-        """0 where there are not so many buckets."""
+        """Bytes of DDP's bucket of that index; 0 where there are not so many buckets."""
         buckets = self._ddp_buckets(rank)
         return buckets[index] if index < len(buckets) else 0
 
     def bucket_bytes(self, _: int) -> int:
-        """DeepSpeed's (reduce_bucket_size)."""
+        """Bytes of DeepSpeed's bucket for reducing gradients (reduce_bucket_size)."""
         return self._bucket_elements * self.compute_bytes
 
     def persistent_bytes(self, rank: int) -> int:
-        """Small weights that ZeRO 3 keeps whole beside their parts."""
+        """Bytes of the small weights that ZeRO 3 keeps whole beside their parts."""
         return sum(self.working_bytes(w) for w in self._weights(rank) if not self._is_gathered(w))
 
     def largest_bytes(self, rank: int) -> int:
-        """ZeRO-Offload's buffer on the GPU (temp_grad_buffer_for_gpu_offload)."""
+        """Bytes of ZeRO-Offload's buffer on the GPU (temp_grad_buffer_for_gpu_offload)."""
         return max(map(self.working_bytes, self.trained(rank)), default=0)
 
     def host_bytes(self, rank: int) -> int:
-        """For each GPU: weights, gradients and two moments in the optimizer's dtype, the copy that is
-        fetched where there is one, and frozen weights that are shared out."""
+        """Bytes of host memory that each GPU's part takes under offloading; 0 without.
+
+        They are weights, gradients and two moments in the optimizer's dtype, the copy that is fetched where
+        there is one, and frozen weights that are shared out.
+        """
         if not self.row.offload:
             return 0
         weights = self._weights(rank)
@@ -285,13 +294,16 @@ class Shares:
         return EMBED if parameter.embedding and not self.tail_stays else TAIL
 
     def _working_element_bytes(self, weight: Weight) -> int:
-        """accelerate has FSDP2 gather 16 bits under autocast; DeepSpeed casts the model."""
+        """Bytes of one element of a weight as it is computed with.
+
+        Accelerate has FSDP2 gather 16 bits under autocast; DeepSpeed casts the model.
+        """
         is_cast = not self.is_torch or (self.row.stage == 3 and self._precision.autocast)
         is_float = weight.dtype in ("float32", "float16", "bfloat16")
         return self.compute_bytes if is_cast and is_float else DTYPE_BYTES[weight.dtype]
 
     def _shard_dtype(self, dtype: str) -> str:
-        """Of a trainable FSDP2 shard: accelerate makes it float32 under autocast, mostly."""
+        """Dtype of a trainable FSDP2 shard: accelerate mostly makes it float32 under autocast."""
         return "float32" if self._upcasts else dtype
 
     def _shard_elements(self, weight: Weight) -> int:
@@ -304,12 +316,15 @@ class Shares:
         return elements * self._working_element_bytes(weight)
 
     def _is_gathered(self, weight: Weight) -> bool:
-        """DeepSpeed leaves small weights whole (stage3_param_persistence_threshold)."""
+        """Whether ZeRO 3 or FSDP2 gathers a weight: ZeRO 3 leaves small ones whole.
+
+        The limit is DeepSpeed's stage3_param_persistence_threshold.
+        """
         return self.is_torch or weight.num_elements > self._persistent_elements
 
 
 def _is_tied(parameters: Sequence[TracedParameter]) -> bool:
-    """No head of its own, as wide as the vocabulary."""
+    """Whether the embedding is the head too: no other weight is as wide as the vocabulary."""
     outside = [p for p in parameters if p.place[1] < 0]
     vocabularies = {p.shape[0] for p in outside if p.embedding}
     return not any(p.shape[0] in vocabularies and not p.embedding for p in outside)

@@ -1,4 +1,4 @@
-"""A micro-step as ZeRO 2 and what is sharded in full run it: weights gathered, gradients reduced."""
+"""A micro-step under ZeRO 2, ZeRO 3 and FSDP2: weights gathered, gradients reduced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autotune.memory.traces import Place, is_forward
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
 
 Size = Callable[[int], int]
-"""LoRA rank -> bytes."""
+"""A function from the LoRA rank to bytes."""
 
 
 class AddedTensors:
@@ -31,7 +31,7 @@ class AddedTensors:
 
 
 class MicroStep:
-    """Writes forward and backward as ZeRO 2 and what is sharded in full run them.
+    """Writes a micro-step's forward and backward as ZeRO 2, ZeRO 3 and FSDP2 run them.
 
     `adds`: gradients exist already, and what is reduced is added to them.
     """
@@ -40,7 +40,7 @@ class MicroStep:
         self, extra: AddedTensors, shares: Shares, whole: Iterable[int], *, adds: bool
     ) -> None:
         self.gradients: list[int] = []
-        """The GPU's parts, which outlive the micro-step."""
+        """Numbers of the gradients of the GPU's parts, which outlive the micro-step."""
         self._extra = extra
         self._shares = shares
         self._whole = set(whole)
@@ -48,7 +48,7 @@ class MicroStep:
         self._gathers = shares.row.stage == 3
         self._events: list[int] = []
         self._order: list[Unit] = []
-        """Units as the forward pass uses them."""
+        """Units in the order in which the forward pass uses them."""
         self._gathered: dict[Unit, int] = {}
         self._arriving: dict[Unit, int] = {}
         self._arrived: int | None = None
@@ -84,7 +84,7 @@ class MicroStep:
         return EMBED if is_embedding else TAIL
 
     def _begin_backward(self) -> None:
-        """The last unit's buffer goes (_fsdp_state.py _post_forward); ZeRO 2 makes its gradients."""
+        """Free the last unit's buffer (_fsdp_state.py _post_forward); make ZeRO 2's gradients."""
         self._free(self._arrived)
         self._arrived = None
         if self._keeps and not self._gathers:
@@ -109,7 +109,7 @@ class MicroStep:
             self._arriving[unit] = self._new("temporary", size, is_gathered=True)
 
     def _gather(self, unit: Unit, *, is_backward: bool) -> None:
-        """The GPUs' shards arrive in one buffer and are copied out of it.
+        """Gather a unit: the GPUs' shards arrive in one buffer and are copied out of it.
 
         In FSDP2's forward pass the buffer stays until the next has arrived, so that both overlap.
         """
@@ -130,8 +130,11 @@ class MicroStep:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        """Whole gradients are copied and freed: into ZeRO's bucket, which is there, or FSDP2's input
-        of a reduce-scatter, which stays until the next."""
+        """Copy and free a unit's whole gradients.
+
+        They go into ZeRO's bucket, which is there, or into FSDP2's input of a reduce-scatter, which stays
+        until the next.
+        """
         made = self._made.pop(unit, [])
         if not made:
             return
