@@ -23,14 +23,16 @@ from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace, with_domains
 
 MAX_BASES = 2
-"""Eager configurations that get variants. [judgement] Compilation seldom turns the order around."""
+"""Most eager configurations that get compiled variants. [judgement] Compilation seldom turns the order
+around."""
 MAX_PROBES = 3
-"""Of compiled variants, in one search. [judgement] Each compiles anew, for half a minute or many."""
+"""Most compiled variants that a search probes. [judgement] Each compiles anew, for half a minute or many."""
 COMPILE_SECONDS = 900.0
-"""For the deadline of a probe. [judgement] max-autotune times every product for minutes."""
+"""Seconds that compilation adds to a probe's deadline. [judgement] max-autotune times every product for
+minutes."""
 
 Settings = tuple[str, str]
-"""(torch_compile, torch_compile_backend)"""
+"""A way of compiling: (torch_compile, torch_compile_backend)."""
 
 
 def with_mode(space: SearchSpace, mode: str) -> SearchSpace:
@@ -40,7 +42,7 @@ def with_mode(space: SearchSpace, mode: str) -> SearchSpace:
 
 
 def settings_of(space: SearchSpace) -> dict[str, tuple[Settings, ...]]:
-    """By method, the ways of compiling that the space names."""
+    """The ways of compiling that the space names, by method."""
     return {
         section.method: tuple(
             (mode, backend)
@@ -55,9 +57,9 @@ def settings_of(space: SearchSpace) -> dict[str, tuple[Settings, ...]]:
 
 
 def variants(estimate: Estimate, settings: Mapping[str, Sequence[Settings]]) -> list[Estimate]:
-    """The same compiled, in every way of these that its method has; the figures stay eager's.
+    """The same configuration compiled, in each of these ways that its method has; the figures stay eager's.
 
-    None where batches have different lengths.
+    The list is empty where batches have different lengths.
     """
     config = estimate.config
     if config.batching != "packed":
@@ -75,7 +77,7 @@ def variants(estimate: Estimate, settings: Mapping[str, Sequence[Settings]]) -> 
 
 
 def why_not(config: TrainConfig, backend: str) -> str:
-    """Why a probe on that backend cannot compile it, in a clause; empty where it can."""
+    """The reason why a probe on that backend cannot compile it, in a clause; empty where it can."""
     if not config.is_compiled or config.torch_compile_backend == "aot_eager":
         return ""
     if config.torch_compile_backend == "inductor":
@@ -87,12 +89,12 @@ def why_not(config: TrainConfig, backend: str) -> str:
 def bases(
     fitting: Sequence[Measurement], refused: Collection[TrainConfig]
 ) -> Sequence[Measurement]:
-    """The fastest eager ones, to be compiled too."""
+    """The fastest eager configurations, which are to be compiled too."""
     eager = (m for m in fitting if not m.config.is_compiled and m.config not in refused)
     return sorted(eager, key=lambda m: -(m.tokens_per_second or 0.0))[:MAX_BASES]
 
 
 def fastest(measured: Sequence[Measurement], *, is_compiled: bool) -> Measurement | None:
-    """Of those that fit, by steady speed, one stopped as too slow last; None where there is none."""
+    """The one that fits and has the highest steady speed, if any; one stopped as too slow counts last."""
     kind = [m for m in measured if m.stayed_within_budget and m.config.is_compiled == is_compiled]
     return max(kind, key=lambda m: (m.fits, m.tokens_per_second or 0.0), default=None)

@@ -1,4 +1,4 @@
-"""How far predictions are off, learnt from measurements: a Bayesian linear regression.
+"""A Bayesian linear regression that learns from measurements how far predictions are off.
 
 log(measured / predicted) of each candidate is the sum of a bias, a weight for each setting that it has,
 and a residual of its own.
@@ -21,16 +21,16 @@ class Prior:
     """Widths of log(measured / predicted) before anything is measured, where their scale is 1."""
 
     bias: float
-    """Common to all candidates: the card, its clocks, the machine."""
+    """Width common to all candidates: the card, its clocks, the machine."""
     knob: float
-    """Of each value of each knob; of a number, from the middle of its range to an end."""
+    """Width of each value of each knob; of a number, from the middle of its range to an end."""
     residual: float
-    """Of each candidate alone: knobs that act on each other, and noise."""
+    """Width of each candidate alone: knobs that act on each other, and noise."""
 
 
 DEGREES_OF_FREEDOM = 4
-"""Of the scale that all widths of a prior share. [judgement] Its widths weigh as much as four
-measurements: surprised by more than that, the sampler believes the surprises."""
+"""Degrees of freedom of the scale that all widths of a prior share. [judgement] Its widths weigh as much as
+four measurements: surprised by more than that, the sampler believes the surprises."""
 
 
 class Correction:
@@ -51,7 +51,7 @@ class Correction:
         self._design = design
         self._is_bias = is_bias
         self._residual = np.zeros(len(design))
-        """What is known of each candidate's own, before `is_equal`."""
+        """Each candidate's own residual, as far as it was known before the first `is_equal`."""
         self._residual_variance = np.full(len(design), prior.residual**2)
         self._mean = np.zeros(design.shape[1])
         self._covariance = np.diag(np.where(is_bias, prior.bias, prior.knob) ** 2)
@@ -84,7 +84,7 @@ class Correction:
         self._num_equal, self._surprise = 0, 0.0
 
     def is_at_least(self, number: int, bound: float) -> None:
-        """Take in that the ratio of that candidate is `bound` or more."""
+        """Take in that the ratio of that candidate is at least `bound`."""
         mean, variance = self._belief(number)
         sd = math.sqrt(variance * self._scale)
         z = (bound - mean) / sd
@@ -102,7 +102,7 @@ class Correction:
 
     @property
     def _scale(self) -> float:
-        """Variance of Student's t over the squared widths as they are here."""
+        """The factor on squared widths that makes them variances of Student's t."""
         degrees = DEGREES_OF_FREEDOM + self._num_equal
         return (DEGREES_OF_FREEDOM + self._surprise) / (degrees - 2)
 
@@ -127,7 +127,7 @@ class Correction:
 def design_of(
     settings: Sequence[Mapping[str, str | bool | float]],
 ) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """(matrix of candidates x weights, which weights are the bias).
+    """The regression's design: (matrix of candidates x weights, which weights are the bias).
 
     A column per value of each knob that varies; one from -1 to 1 for a knob that is a number. A
     candidate without the knob has 0 there.
@@ -149,7 +149,7 @@ def design_of(
 
 
 def density(z: Floats | float) -> Floats:
-    """Of the standard Gaussian."""
+    """The density of the standard Gaussian at z."""
     density: Floats = np.exp(-np.square(z) / 2) / math.sqrt(2 * math.pi)
     return density
 
@@ -158,6 +158,6 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 def below(z: Floats | float) -> Floats:
-    """Probability of the standard Gaussian to be below z."""
+    """The probability that a standard Gaussian variable is below z."""
     below: Floats = _erfc(-np.asarray(z) / math.sqrt(2)) / 2
     return below

@@ -19,11 +19,14 @@ from autotune.records.fingerprint import Fingerprint
 from autotune.worker.client.forkserver import ForkServer
 
 DEADLINE_SECONDS = 120.0
-"""For importing torch, from a cold disk too. [judgement]"""
+"""Deadline for importing torch, from a cold disk too. [judgement]"""
 
 
 def fingerprint_here(server: ForkServer, backend: str) -> Fingerprint:
-    """Raises HardwareError where measurements cannot be made, WorkerError."""
+    """Ask a process with torch for the fingerprint of measurements made here.
+
+    Raises HardwareError where measurements cannot be made, and WorkerError where the process fails.
+    """
     end = server.run("fingerprint", {"backend": backend}, deadline_seconds=DEADLINE_SECONDS)
     if end.how != "ok":
         raise end.to_error("fingerprint")
@@ -37,7 +40,7 @@ def fingerprint_here(server: ForkServer, backend: str) -> Fingerprint:
 
 
 def digest(fingerprint: Fingerprint) -> str:
-    """Equal for machines whose measurements may be compared."""
+    """A digest that is equal for machines whose measurements may be compared."""
     known = json.dumps(dataclasses.asdict(fingerprint), sort_keys=True)
     return hashlib.sha256(known.encode()).hexdigest()
 
@@ -85,7 +88,7 @@ def assumed_fingerprint(backend: str) -> Fingerprint | None:
 
 
 def _card() -> tuple[str, str] | None:
-    """(name, driver). None where there is none, or CUDA may count another one first."""
+    """Name and driver of the visible card; None without one, or where CUDA may count another one first."""
     try:
         with nvml.opened() as pynvml:
             names = {nvml.text(pynvml.nvmlDeviceGetName(h)) for h in nvml.visible(pynvml)}
@@ -96,7 +99,10 @@ def _card() -> tuple[str, str] | None:
 
 
 def _cuda() -> str | None:
-    """That torch was built for: torch.version.cuda, read off its file (torch 2.13 torch/version.py)."""
+    """The CUDA version that torch was built for; None for none.
+
+    It is torch.version.cuda, read off its file (torch 2.13 torch/version.py) without an import.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

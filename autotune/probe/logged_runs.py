@@ -12,11 +12,14 @@ from autotune.space.knobs import describe
 _log = log.logger(__name__)
 
 _FAILED = ("crashed", "timeout")
-"""Of the outcomes, those that say nothing of the configuration."""
+"""Outcomes that say nothing of the configuration."""
 
 
 def log_run(measurement: Measurement, what: str) -> None:
-    """`what`: probe, known probe (of the table, not run), confirmation."""
+    """Log one run.
+
+    `what`: probe, known probe (of the table, not run), confirmation.
+    """
     speed, peak_bytes = measurement.tokens_per_second, measurement.peak_device_bytes
     _log.log(
         logging.WARNING if measurement.outcome in _FAILED else logging.INFO,

@@ -1,4 +1,4 @@
-"""Stages 4 and 5 of the funnel: the configurations that could be fastest, measured; the winner confirmed.
+"""Stages 4 and 5 of the funnel: measures the configurations that could be fastest, confirms the winner.
 
 A loop of Optuna's ask and tell: the sampler proposes, a process of its own measures (autotune.probe.run_one),
 the study and the table of probes keep it before the next is asked for. Killed at any moment, the same
@@ -7,13 +7,13 @@ search in the same study meanwhile (autotune.probe.turns), and the answer waits 
 timed step of a probe is reported to its trial, and what the study's pruner gives up is stopped part-way.
 
 The winner then runs again, longer, with an evaluation and a checkpoint, and where its batches vary in
-length with such batches, too. Where it fails, the next one by
-the same rule takes its place; where it is slower than another's probe, the faster one of the two after
-that one's confirmation. A disk without room for the checkpoint is not held against it: the winner
-stays, not confirmed.
+length with such batches, too. Where it fails, the next one by the same rule takes its place; where it is
+slower than another's probe, the faster one of the two after that one's confirmation. A disk without room for
+the checkpoint is no failure of the winner: it stays, not confirmed.
 
 The base is measured first. Where it is a candidate it is the first trial, which costs no second probe, and
-no answer is slower: what is confirmed to be slower than the base's probe is held against its confirmation.
+no answer is slower: a winner that is confirmed to be slower than the base's probe is compared with the base's
+confirmation.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 POLL_SECONDS = 0.5
-"""Between two looks whether the last trials of others have ended."""
+"""Time between two looks whether the last trials of other processes have ended."""
 
 PIECES_SHARE = 0.7
-"""Of what a configuration needs at full length, where with varied lengths it did not fit: the next one may
-need so much. [judgement] With varied lengths the allocator was seen to reserve up to 2.3 times as
+"""Share of a configuration's memory at full length that another may need at most, once the first did not fit
+with varied lengths. [judgement] With varied lengths the allocator was seen to reserve up to 2.3 times as
 much (studies/no-card), and the third of MAX_CONFIRMATIONS needs half of what the first did."""
 
 OnProbe = Callable[[int, Measurement, Measurement | None], None]
-"""(probes so far, what was just measured, the best that fits)."""
+"""A function that hears of each probe: (probes so far, what was just measured, the best that fits)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What to measure: the candidates as predicted, and the limits."""
+    """The candidates to measure, as predicted, and the limits of the search."""
 
     pool: Sequence[Estimate]
     base: TrainConfig
@@ -77,15 +77,18 @@ class Plan:
     """Optimizer steps of the winner's confirmation; 0 skips it."""
     seed: int = 0
     train_steps: int | None = None
-    """Length of the run that cold starts are weighed against; None: steady speed decides."""
+    """Optimizer steps of the run that cold starts are weighed against; None: steady speed decides."""
     variants: Callable[[Estimate], Sequence[Estimate]] = lambda _: ()
-    """Of an eager candidate: compiled, what may be measured too."""
+    """The compiled variants of an eager candidate that may be measured too."""
     space: str = ""
-    """Whose points the candidates are."""
+    """Name of the space that the candidates are points of."""
 
 
 def can_run(config: TrainConfig, backend: str) -> bool:
-    """Whether a probe of it makes sense there: a CPU has no device memory to offload from, no Triton."""
+    """Whether a probe of it makes sense on that backend.
+
+    A CPU has no device memory to offload from, and no Triton.
+    """
     runs_there = backend == "cuda" or not requirements.of_cuda(config)
     return runs_there and not compiled.why_not(config, backend)
 
@@ -107,7 +110,7 @@ def search(
 
 
 class _Search:
-    """What a search has measured and given up so far."""
+    """One search: its candidates, and all that it has measured and given up so far."""
 
     def __init__(self, study: optuna.Study, plan: Plan, prober: Prober, on_probe: OnProbe) -> None:
         self._study, self._plan, self._prober, self._on_probe = study, plan, prober, on_probe
@@ -115,9 +118,9 @@ class _Search:
         self._seen.look()
         self._baseline = None if plan.baseline is None else self._measure_base(plan.baseline.config)
         self._predicted = {estimate.config: estimate for estimate in plan.pool}
-        """Of all candidates, the compiled ones that have joined them too."""
+        """Predictions of all candidates, those of the compiled ones that have joined them too."""
         self._rejected: list[Measurement] = []
-        """What failed its confirmation."""
+        """Confirmations that failed."""
         self._confirmed: dict[TrainConfig, Measurement] = {}
         """Every confirmation of this search, whatever came of it."""
 
@@ -147,8 +150,11 @@ class _Search:
 
     @property
     def _refused(self) -> set[TrainConfig]:
-        """What failed its confirmation; and where that was for memory in pieces, what needs not much less
-        and has segments of the same kind."""
+        """Configurations that failed their confirmation, and those that are likely to.
+
+        Where one failed for memory in pieces, the latter need not much less and have segments of the same
+        kind.
+        """
         predicted = self._predicted
         in_pieces = [predicted[m.config] for m in self._rejected if m.is_in_pieces]
 
@@ -164,7 +170,7 @@ class _Search:
         return alike | {m.config for m in self._rejected}
 
     def _measure(self) -> list[Measurement]:
-        """Probe the candidates, then compiled variants of the best; all that is known of them."""
+        """Probe the candidates, then compiled variants of the best; return all that is known of them."""
         seen, predicted = self._seen, self._predicted
         seen.refuse(self._refused)
         seen.choose_from(set(predicted))
@@ -181,7 +187,7 @@ class _Search:
         return seen.known(predicted)
 
     def _variants(self, known: Sequence[Measurement]) -> list[Estimate]:
-        """Of the fastest eager ones that fit, compiled; those that are no candidates yet."""
+        """Compiled variants of the fastest eager configurations that fit, less those already candidates."""
         predicted = self._predicted
         best = compiled.bases([m for m in known if m.fits], self._refused)
         found = (variant for m in best for variant in self._plan.variants(predicted[m.config]))
@@ -196,7 +202,10 @@ class _Search:
         return confirmation
 
     def _no_slower_than_base(self, found: Final) -> Final:
-        """The base instead, where it is confirmed to be faster: others may have been confirmed before it."""
+        """The winner, or the base where it is confirmed to be faster.
+
+        Others may have been confirmed before the base was.
+        """
         base, confirmation = self._baseline, found.confirmation
         if base is None or not base.fits or base.config not in self._predicted:
             return found
@@ -211,7 +220,10 @@ class _Search:
         return Final(best=base, num_tied=0, confirmation=seen)
 
     def _base_told(self, found: Final) -> Measurement | None:
-        """The base as it is set beside the winner: whole steps beside whole steps, where there are any."""
+        """The measurement of the base to set beside the winner's.
+
+        Where there is one of whole steps, it is that, to be compared with the winner's whole steps.
+        """
         base = self._baseline
         if base is None or found.confirmation is None or not found.confirmation.fits:
             return base
@@ -239,7 +251,7 @@ class _Search:
         )
 
     def _probe(self, pool: Sequence[Estimate], max_probes: int) -> None:
-        """Probe until nothing that is not refused is likely to be faster, and nobody else probes any more.
+        """Probe until nothing that is left is likely to be faster, and nobody else probes any more.
 
         `max_probes` counts those of all who search in the study on machines like this one.
         """
@@ -300,7 +312,7 @@ class _Search:
     def _sampler(
         self, pool: Sequence[Estimate], distributions: Mapping[str, BaseDistribution]
     ) -> tuple[dict[frozenset[Any], Estimate], PredictionSampler]:
-        """The estimates by their trials' parameters, and who proposes one of them."""
+        """The estimates by their trials' parameters, and the sampler that proposes one of them."""
         predicted: dict[frozenset[Any], Estimate] = {}
         candidates = []
         for estimate in pool:

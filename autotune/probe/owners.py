@@ -1,6 +1,7 @@
-"""Which process works on something, and whether it is gone: told at once where that is this machine.
+"""Owners of trials: which process works on one, and whether it is gone.
 
-Elsewhere only silence tells: a heartbeat that is too old.
+On the machine of that process this is known at once. Elsewhere only silence tells: a heartbeat that is too
+old.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import Any
 
 _PROC = Path("/proc")
 _START_TIME = 19
-"""Of the fields after the name in /proc/PID/stat: clock ticks since boot (proc(5), field 22)."""
+"""Index of the start time among the fields after the name in /proc/PID/stat: clock ticks since boot (proc(5),
+field 22)."""
 _ENDED = ("Z", "X", "x")
 
 
 def this_process() -> dict[str, Any]:
-    """As JSON: where the process runs, and which of all that had or will have its number."""
+    """Identify this process, in JSON's types: where it runs, its number, and when it began.
+
+    The number and the time tell it from all that had or will have its number.
+    """
     pid = os.getpid()
     return {"place": _place(), "pid": pid, "began": _began(pid)}
 
@@ -33,8 +38,10 @@ def is_gone(owner: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def _place() -> str:
-    """The machine since it was booted, and the container whose process numbers these are; empty where
-    there is no /proc."""
+    """Identify the boot of the machine and the container whose process numbers these are.
+
+    The text is empty where there is no /proc.
+    """
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"
@@ -43,7 +50,7 @@ def _place() -> str:
 
 
 def _began(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None when it is no more."""
+    """The time at which the process started, in clock ticks since boot; None when it is no more."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

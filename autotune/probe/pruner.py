@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune.records.measurement import NOISE
 
 MIN_STEPS = 2
-"""Reported before a trial is called too slow: the first timed step may have been disturbed."""
+"""Steps that are reported before a trial is called too slow: the first timed step may have been disturbed."""
 
 
 class SpeedPruner(optuna.pruners.BasePruner):
@@ -39,7 +39,11 @@ class SpeedPruner(optuna.pruners.BasePruner):
         self._leave_out = leave_out
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """Raises ValueError for a study that does not maximize."""
+        """Whether to stop the trial: its fastest step is slower than the best trial by more than the noise.
+
+        False before MIN_STEPS reports, and before there is a best. Raises ValueError for a study that does
+        not maximize.
+        """
         if study.direction != StudyDirection.MAXIMIZE:
             raise ValueError("A study of speeds maximizes them.")
         speeds = [v for v in trial.intermediate_values.values() if not math.isnan(v)]

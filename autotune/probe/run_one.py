@@ -1,4 +1,4 @@
-"""One configuration measured for real, each in a process of its own, and remembered.
+"""Measures one configuration at a time, each in a process of its own, and remembers it.
 
 What the table of probes has for this fingerprint is not run again.
 """
@@ -47,19 +47,20 @@ if TYPE_CHECKING:
     import optuna
 
 SET_UP_SECONDS = 120.0
-"""A probe's deadline beyond its timed steps: building, warm-up, the last step begun."""
+"""Seconds that a probe may take beyond its timed steps: building, warm-up, the last step begun."""
 RETURN_SECONDS = 2.0
-"""[judgement] For how long the memory of a process that has ended may still be told as held."""
+"""Seconds for which the memory of a process that has ended may still be reported as in use. [judgement]"""
 
 CHECKPOINT_BYTES_PER_SECOND = 50e6
-"""For the deadline: [judgement] a slow network disk."""
+"""Speed of writing a checkpoint that a deadline allows for. [judgement] It is a slow network disk's."""
 
 OnRun = Callable[[TrainConfig, ProbeSpec], None]
-"""What is about to run: a probe, the base's, or a confirmation. Not called for what is known."""
+"""A function that hears what is about to run: a probe, the base's, or a confirmation. It is not called for
+what is known."""
 
 
 class NotAsAssumed(Exception):
-    """The fingerprint of measurements is another one here: begin again without assuming one."""
+    """The fingerprint of measurements here is not the assumed one: begin again without assuming one."""
 
 
 class Prober:
@@ -77,9 +78,11 @@ class Prober:
         on_run: OnRun = lambda *_: None,
         assumed: Fingerprint | None = None,
     ) -> None:
-        """`lengths`: percentiles of the samples', which a confirmation draws from; empty: not known.
-        `assumed`: what the fingerprint here must be, as far as is known before a process has told it;
-        NotAsAssumed is raised when the first one, started to measure something, tells another.
+        """Assume the fingerprint, or ask a process for it.
+
+        `lengths`: percentiles of the samples', which a confirmation draws from; empty: not known. `assumed`:
+        what the fingerprint here must be, as far as is known before a process has told it; NotAsAssumed is
+        raised when the first one, started to measure something, tells another.
         """
         self._server = server
         self._table = table
@@ -92,17 +95,18 @@ class Prober:
         self._fingerprint = assumed or fingerprint_here(server, spec.backend)
         self.here = digest(self._fingerprint)
         self.num_run = 0
-        """Probes; confirmations are counted nowhere."""
+        """Number of probes that were run; confirmations are counted nowhere."""
         self.num_reused = 0
-        """Measured before, or by others meanwhile; not what this one has measured itself."""
+        """Number of measurements found in the table: made before, or by others meanwhile, and not by this
+        Prober itself."""
         self._own: set[TrainConfig] = set()
         self.near_seen: dict[TrainConfig, Measurement] = {}
-        """Of the same device with another driver or other libraries, which helped the order."""
+        """Measurements of the same device with another driver or other libraries, which helped the order."""
 
     def measure(
         self, config: TrainConfig, *, watch: Watch | None = None, slow_below: float = 0.0
     ) -> Measurement:
-        """The table's measurement, or a new one, which is in the table when this returns.
+        """Return the table's measurement, or a new one, which is in the table when this returns.
 
         `watch` is called with each timed step of a new one, and may end it. `slow_below`: tokens per
         second; the table answers with what was stopped part-way, too, where it was slower.
@@ -123,12 +127,12 @@ class Prober:
         return dataclasses.replace(measurement, useful_share=share)
 
     def again(self, config: TrainConfig, *, watch: Watch | None = None) -> Measurement:
-        """A new measurement, whatever the table knows; it is in the table when this returns."""
+        """Measure anew, whatever the table knows; the result is in the table when this returns."""
         deadline_seconds = _set_up_seconds(config) + 3 * self.spec.max_seconds
         return self._run(config, self.spec, deadline_seconds=deadline_seconds, watch=watch)
 
     def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
-        """The table's confirmation of what a probe measured, or a new one."""
+        """Return the table's confirmation of what a probe measured, or run a new one."""
         num_varied = varied_steps(best.config, self.spec.backend)
         spec = dataclasses.replace(
             self.spec,
@@ -150,19 +154,19 @@ class Prober:
         return dataclasses.replace(measurement, useful_share=best.useful_share)
 
     def turn(self, study: optuna.Study) -> AbstractContextManager[None]:
-        """Within it nobody else asks the study for a trial (autotune.probe.turns)."""
+        """A lock: within it nobody else asks the study for a trial (autotune.probe.turns)."""
         return self._table.exclusive("ask", study.study_name)
 
     def alone(self, study: optuna.Study) -> AbstractContextManager[None]:
-        """For what is measured beside the trials of the study: whoever comes second finds it known."""
+        """A lock for what is measured beside the trials of the study: whoever comes second finds it known."""
         return self._table.exclusive("measure", study.study_name)
 
     def fingerprint_of(self, config: TrainConfig) -> Fingerprint:
-        """What a measurement of the configuration would have, made here and now."""
+        """The fingerprint that a measurement of the configuration would have, made here and now."""
         return fingerprint_for(config, self._fingerprint)
 
     def near(self, configs: Iterable[TrainConfig]) -> dict[TrainConfig, Near]:
-        """What was measured of them on the same device with another driver or other libraries."""
+        """Measurements of these on the same device with another driver or other libraries."""
         found = self._table.near({self._key(config, self.spec): config for config in configs})
         self.near_seen |= found
         return {
@@ -172,7 +176,7 @@ class Prober:
 
     @property
     def near_versions(self) -> tuple[str, ...]:
-        """What those measurements were made with that is not here."""
+        """Versions with which those measurements were made and that are not here."""
         others = {
             version for seen in self.near_seen.values() for version in _parts(seen.fingerprint)
         }
@@ -195,7 +199,7 @@ class Prober:
         deadline_seconds: float,
         watch: Watch | None = None,
     ) -> Measurement:
-        """Measure in a process of its own; in the table when this returns."""
+        """Measure in a process of its own; the result is in the table when this returns."""
         here = self._fingerprint
         if self._is_assumed and fingerprint_here(self._server, spec.backend) != here:
             raise NotAsAssumed
@@ -225,7 +229,7 @@ class Prober:
         return measurement
 
     def _read(self, end: WorkerEnd, config: TrainConfig, spec: ProbeSpec) -> Measurement:
-        """What the probe said, or how it ended without saying."""
+        """The measurement that the probe's process answered, or one of how the process ended without it."""
         outcome, message = "crashed", end.problem or "it ended without a measurement"
         if end.how == "ok" and end.answers:
             try:
@@ -251,10 +255,10 @@ class Prober:
 
 
 def _require_free_card(measurement: Measurement) -> None:
-    """Raise HardwareError where a probe failed, and others have what its budget needs of the card.
+    """Refuse to believe a failed probe where others have what its budget needs of the card.
 
-    They have taken it since the search began; what ran out then says nothing of the configuration.
-    What the probe itself held may be told as held for a moment after its end.
+    Raises HardwareError. The others have taken it since the search began; what ran out then says nothing of
+    the configuration. The memory of the probe itself may be reported as in use for a moment after its end.
     """
     spec = measurement.spec
     has_failed = measurement.outcome in ("oom", "crashed") or measurement.num_alloc_retries
@@ -290,7 +294,7 @@ def _near(seen: Measurement) -> Near:
 
 
 def _parts(fingerprint: Fingerprint) -> Iterator[str]:
-    """In words, what two measurements of one card may differ in."""
+    """The facts, in words, in which two measurements of one card may differ."""
     yield from (f"{name} {version}" for name, version in fingerprint.versions)
     named = {"driver": fingerprint.driver, "CUDA": fingerprint.cuda}
     yield from (f"{name} {version}" for name, version in named.items() if version)

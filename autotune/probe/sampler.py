@@ -48,8 +48,8 @@ from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
 
 STOP_BELOW = 0.05
-"""Stop when no candidate is more likely than this to fit and to be faster by more than the noise.
-[judgement] One probe in twenty that pays off is not worth the wait."""
+"""Chance below which a search stops: no candidate is more likely than this to fit and to be faster by more
+than the noise. [judgement] One probe in twenty that pays off is not worth the wait."""
 
 # [judgement] The roofline is 35 % too fast for published kernels of an A100 (docs/evidence.md),
 # most of it alike for all configurations of a model; of what is left a knob may be a factor of 1.2.
@@ -66,27 +66,27 @@ _MEMORY_DRIFT = Prior(bias=0.02, knob=0.01, residual=0.01)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Near:
-    """What a probe of a candidate measured on the same card, with another driver or other libraries."""
+    """A candidate's probe on the same card, with another driver or other libraries."""
 
     tokens_per_second: float | None
-    """None where it did not run."""
+    """Measured speed; None where it did not run."""
     peak_device_bytes: int | None
     least_bytes: int | None
-    """It ran out of memory: it needs so much or more."""
+    """Bytes that it needs at least, because it ran out of memory; None where it did not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A configuration that may be proposed, and what is predicted of it."""
+    """A configuration that may be proposed, and its predicted speed and memory."""
 
     params: Mapping[str, Any]
-    """As Optuna's trials hold them. Tells candidates apart."""
+    """Parameters as Optuna's trials hold them. They tell candidates apart."""
     knobs: Mapping[str, str | bool | float]
-    """What corrections are learnt for: text and bools by value, numbers as a slope."""
+    """Settings for which corrections are learnt: text and bools by value, numbers as a slope."""
     tokens_per_second: float
-    """Predicted."""
+    """Predicted speed."""
     peak_device_bytes: int
-    """Predicted."""
+    """Predicted peak on the device."""
 
     @classmethod
     def of(
@@ -97,7 +97,7 @@ class Candidate:
         tokens_per_second: float,
         peak_device_bytes: int,
     ) -> Candidate:
-        """From a TrainConfig; `names` are the fields that the study has as parameters."""
+        """Make a Candidate from a TrainConfig; `names` are the fields that the study has as parameters."""
         settings = {name: getattr(config, name) for name in names}
         return cls(
             params={name: value for name, value in settings.items() if value is not None},
@@ -108,7 +108,7 @@ class Candidate:
 
 
 def knobs(config: TrainConfig) -> dict[str, str | bool | float]:
-    """What may bend the prediction of a configuration, as Candidate.knobs."""
+    """The settings of a configuration that may bend its prediction, as Candidate.knobs."""
     found: dict[str, str | bool | float] = {"method": config.method}
     for name, knob in KNOBS.items():
         value = getattr(config, name)
@@ -180,11 +180,11 @@ class PredictionSampler(optuna.samplers.BaseSampler):
             self._memory.drift(_MEMORY_DRIFT)
 
     def propose(self, study: optuna.Study) -> Candidate | None:
-        """The candidate to probe next; None when all have been."""
+        """The candidate to probe next; None when all have been probed."""
         return self._next(self._history(study))
 
     def should_stop(self, study: optuna.Study) -> bool:
-        """Whether no probe is likely to find what fits and is faster by more than the noise."""
+        """Whether no probe is likely to find a candidate that fits and is faster by more than the noise."""
         return self._is_over(self._history(study))
 
     def search_space(self, candidate: Candidate) -> dict[str, BaseDistribution]:
@@ -237,7 +237,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
                 study.stop()
 
     def _history(self, study: optuna.Study, ended: FrozenTrial | None = None) -> History:
-        """Of the study, whose own record of the trial `ended` is out of date."""
+        """The history of the study, whose own record of the trial `ended` is out of date."""
         if study.direction != StudyDirection.MAXIMIZE:
             raise ValueError("A study of speeds maximizes them.")
         trials = study.get_trials(deepcopy=False)
@@ -303,6 +303,6 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         return below((self._log_budget - self._log_bytes - mean) / sd)
 
     def _excess(self, number: int, excess_bytes: float) -> float:
-        """log(measured / predicted) of the peak of a candidate that passed the budget by so much."""
+        """The log(measured / predicted) of a candidate's peak that passed the budget by so much."""
         peak_bytes = max(self._budget_bytes + excess_bytes, 1.0)
         return float(math.log(peak_bytes) - self._log_bytes[number])

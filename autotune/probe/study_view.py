@@ -1,4 +1,4 @@
-"""What the trials of a study say to a search that runs here: each is read once, when it has ended.
+"""The trials of a study as a search that runs here may use them: each is read once, when it has ended.
 
 Other processes may add trials at any moment. Those that were measured elsewhere, or with other libraries,
 stay in the study and say nothing here: hardware is never mixed.
@@ -20,10 +20,10 @@ from autotune.space.config import TrainConfig
 
 
 class Seen:
-    """The measurements of a study, as they are known after the latest `look`.
+    """The measurements of a study that count here, as they are known after the latest `look`.
 
-    `fingerprint_of`: what a measurement of a configuration made here would have. `here`: what the
-    owners of trials that run on such a machine say.
+    `fingerprint_of`: what a measurement of a configuration made here would have. `here`: what the owners of
+    trials that run on such a machine say.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Seen:
         self._from_here: dict[int, Measurement] = {}
         self._told: set[int] = set()
         self._candidates: Collection[TrainConfig] | None = None
-        """None: all."""
+        """The candidates that were chosen from; None: all."""
         self._refused: set[TrainConfig] = set()
         self.own: list[Measurement] = []
-        """Made or looked up by this search, in the order of time."""
+        """Measurements made or looked up by this search, in the order of time."""
         self.left_out: set[int] = set()
         """Numbers of trials that say nothing to this search: measured elsewhere, of no candidate, or refused
         since."""
@@ -47,7 +47,10 @@ class Seen:
         """Trials that run at this moment, on machines like this one."""
 
     def look(self) -> None:
-        """Raises StorageError for a trial that cannot be read."""
+        """Take in the trials that have ended since, and count those that run.
+
+        Raises StorageError for a trial that cannot be read.
+        """
         self.num_running = 0
         for trial in self._study.get_trials(deepcopy=False):
             if not trial.state.is_finished():
@@ -59,7 +62,7 @@ class Seen:
                 self._read.add(trial.number)
 
     def choose_from(self, configs: Collection[TrainConfig]) -> None:
-        """From now on these are the candidates.
+        """Let these be the candidates from now on.
 
         What else the study holds, of another space or another --allow, is nothing that the answer
         could be: it is not to be beaten, and no probe of this search. What was stopped as too slow
@@ -82,7 +85,7 @@ class Seen:
                 self.left_out.add(number)
 
     def refuse(self, configs: Collection[TrainConfig]) -> None:
-        """From now on, what was measured of these says nothing."""
+        """Let the measurements of these configurations say nothing from now on."""
         self._refused.update(configs)
         self._sort()
 
@@ -101,18 +104,23 @@ class Seen:
 
     @property
     def num_begun(self) -> int:
-        """Trials on machines like this one: all that run, and of candidates those that have been told what
-        was measured."""
+        """Number of trials begun on machines like this one.
+
+        All that run count, and those of candidates that have been told what was measured.
+        """
         told = sum(self._is_candidate(self._from_here[number]) for number in self._told)
         return told + self.num_running
 
     def known(self, configs: Collection[TrainConfig]) -> list[Measurement]:
-        """What was measured here of these, now or before. Of what was tried twice, the second try."""
+        """Measurements made here of these configurations, now or before.
+
+        Where one was tried twice, it is the second try.
+        """
         found = {m.config: m for m in self._from_here.values() if m.config in configs}
         return list((found | {m.config: m for m in self.own}).values())
 
     def fastest(self) -> Measurement | None:
-        """Of all candidates that fit and are not refused."""
+        """The fastest measurement of a candidate that fits and is not refused; None without one."""
         measured = [*self._from_here.values(), *self.own]
         fitting = (m for m in measured if m.fits and self._is_chosen_from(m))
         return max(fitting, key=run_speed, default=None)

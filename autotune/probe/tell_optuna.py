@@ -16,11 +16,11 @@ from autotune.records.measurement import Measurement
 from autotune.store.predicted_trials import CONSTRAINT, OVER_BUDGET
 
 Watch = Callable[[int, float], str]
-"""(timed steps, tokens per second at most) -> why the probe should stop; empty to go on."""
+"""A function (timed steps, tokens per second at most) -> why the probe should stop; empty to go on."""
 
 
 def watched(study: optuna.Study, trial: optuna.Trial) -> Watch:
-    """Reports each step of a probe to its trial, and has the study's pruner say when it is enough."""
+    """A Watch that reports each step to the trial and asks the study's pruner whether to go on."""
     pruner = study.pruner
     best_speed = pruner.best_speed(study) if isinstance(pruner, SpeedPruner) else None
 
@@ -36,13 +36,13 @@ def watched(study: optuna.Study, trial: optuna.Trial) -> Watch:
 
 
 class Failed(Exception):
-    """What became of a trial that is told as FAIL."""
+    """The outcome of a trial that Optuna is to hold as FAIL."""
 
 
 def ended(
     trial: optuna.Trial, measurement: Measurement, predicted: Estimate | None = None
 ) -> float:
-    """Keep what was measured with the trial, and return its value.
+    """Keep a measurement with its trial, and return the trial's value.
 
     The rules are in docs/ARCHITECTURE.md, "What becomes of a trial". What was predicted is kept
     beside it. Raises TrialPruned, or Failed, for outcomes without a value.
@@ -76,7 +76,7 @@ def tell(
     measurement: Measurement,
     predicted: Estimate | None = None,
 ) -> None:
-    """For who asks by hand."""
+    """Tell the study of a measurement, for callers that ask for trials by hand."""
     try:
         study.tell(trial, ended(trial, measurement, predicted))
     except optuna.TrialPruned:

@@ -1,4 +1,4 @@
-"""What the trials of a study say of its candidates.
+"""The history of a study's trials, candidate by candidate.
 
 A trial whose user attribute `evidence` is "predicted" says nothing:
 
@@ -32,31 +32,33 @@ from autotune.store.predicted_trials import CONSTRAINT
 INTERRUPTED = "interrupted"
 """User attribute `outcome` of a FAIL trial that was killed from outside, through no fault of its own."""
 OWNER = "owner"
-"""User attribute of a trial: the process that runs it, and on what (autotune.probe.turns)."""
+"""User attribute of a trial: the process that runs it, and its machine (autotune.probe.turns)."""
 MAX_ABANDONED = 5
-"""[judgement] Machines are lost by chance; a probe that so many did not survive is what killed them."""
+"""How many probes of a candidate may be abandoned before it is given up. [judgement] Machines are lost by
+chance; a probe that so many did not survive is what killed them."""
 _NEVER_FAIL = ("ok", "oom")
-"""Outcomes of which a FAIL trial was abandoned while it was told (autotune.probe.tell_optuna)."""
+"""Outcomes of which a FAIL trial was abandoned while its result was told (autotune.probe.tell_optuna)."""
 MAX_ATTEMPTS = 2
-"""A candidate that failed is tried once again (docs/ARCHITECTURE.md, "What becomes of a trial")."""
+"""How often a candidate is tried: one that failed is tried once again (docs/ARCHITECTURE.md, "What becomes of
+a trial")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What the trials of a study say, by number of candidate."""
+    """The trials of a study by number of candidate."""
 
     tried: set[int]
-    """Not to be proposed again: finished, running, or failed too often."""
+    """Candidates not to be proposed again: finished, running, or failed too often."""
     speeds: dict[int, float]
-    """Tokens per second, measured."""
+    """Measured speeds in tokens per second."""
     most_speeds: dict[int, float]
-    """Stopped part-way: tokens per second at most."""
+    """Upper bounds, in tokens per second, of candidates that were stopped part-way."""
     peaks: dict[int, float]
-    """Peak minus the budget, bytes."""
+    """Measured peak minus the budget, in bytes."""
     least_excesses: dict[int, float]
-    """Out of memory: at least so many bytes over the budget."""
+    """Bytes over the budget, at least, of candidates that ran out of memory."""
     best_speed: float | None
-    """Of all that fit, whether or not they are candidates."""
+    """Speed of the fastest trial that fits, candidate or not; None without one."""
 
     @classmethod
     def of(cls, trials: Iterable[FrozenTrial], numbers: Mapping[frozenset[Any], int]) -> History:
@@ -91,7 +93,7 @@ class History:
 
 
 def _said(trial: FrozenTrial) -> Iterator[tuple[str, float]]:
-    """(field of History, value) of one trial. What is no size or speed is passed over."""
+    """The figures of one trial, as (field of History, value); one that is no size or speed is left out."""
     is_complete = trial.state == TrialState.COMPLETE
     last = None if trial.last_step is None else trial.intermediate_values[trial.last_step]
     speed = trial.value if is_complete else last

@@ -1,4 +1,4 @@
-"""One study, several processes: each asks in its turn, and what a dead one leaves is given back.
+"""Turns of several processes in one study: each asks in its own, and a dead one's trials are given back.
 
 A turn is a lock of the database, and in it: closing what the dead have left, proposing, asking, the first
 heartbeat. So whoever proposes sees the settings of every trial that runs elsewhere, and proposes none of
@@ -39,8 +39,11 @@ from autotune.probe.trial_history import INTERRUPTED, OWNER
 
 
 class _Heartbeat(threading.Thread):
-    """Optuna's thread, which an interrupt between its start and the trial's would leave behind: no process
-    ends before its last thread, unless that is a daemon (optuna 5.0, storages/_heartbeat.py)."""
+    """Optuna's heartbeat thread as a daemon, so that an interrupt cannot leave it behind.
+
+    An interrupt between its start and the trial's would: no process ends before its last thread, unless that
+    is a daemon (optuna 5.0, storages/_heartbeat.py).
+    """
 
     def __init__(self, *, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         super().__init__(target=target, args=args, daemon=True)
@@ -49,7 +52,7 @@ class _Heartbeat(threading.Thread):
 
     @classmethod
     def stop_those_left(cls) -> None:
-        """Of trials that this thread has run."""
+        """Stop the heartbeats of trials that this thread has run."""
         for thread in threading.enumerate():
             if isinstance(thread, cls) and thread._of is threading.current_thread():
                 thread._stop_event.set()
@@ -60,7 +63,7 @@ optuna.storages._heartbeat.Thread = _Heartbeat  # type: ignore[attr-defined, ass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What a trial is to be."""
+    """The parameters that a trial is to have, and their distributions."""
 
     params: Mapping[str, Any]
     distributions: Mapping[str, BaseDistribution]
@@ -73,11 +76,11 @@ def take_turn(
     propose: Callable[[], Asked | None],
     run: Callable[[optuna.Trial, Asked], float],
 ) -> bool:
-    """Ask for what `propose` says, and run it; False, and nothing is asked for, where it says None.
+    """Ask for the trial that `propose` returns, and run it.
 
-    `run` returns the trial's value, or raises TrialPruned or Failed; whatever else it raises goes on
-    from here, and the trial is given back. Where others took it for dead meanwhile, it is theirs, and
-    that is no error.
+    Returns False, and asks for nothing, where it returns None. `run` returns the trial's value, or raises
+    TrialPruned or Failed; whatever else it raises goes on from here, and the trial is given back. Where
+    others took it for dead meanwhile, it is theirs, and that is no error.
     """
     with ExitStack() as held:
         held.enter_context(turn)
@@ -131,12 +134,12 @@ def take_turn(
 
 
 def runs_on(trial: FrozenTrial, fingerprint: str) -> bool:
-    """Whether its owner is a machine of that fingerprint; True for a trial that has none."""
+    """Whether the trial's owner is a machine of that fingerprint; True for a trial without an owner."""
     return bool(trial.user_attrs.get(OWNER, {}).get("fingerprint", fingerprint) == fingerprint)
 
 
 def _says_told_by_others(error: Exception) -> bool:
-    """Whether this is what Optuna raises of a trial that somebody else has told (optuna 5.0, study/).
+    """Whether Optuna raised this because somebody else has told the trial (optuna 5.0, study/).
 
     Its loop raises such a ValueError or AssertionError itself; those of a sampler have passed through it.
     """
@@ -147,7 +150,10 @@ def _says_told_by_others(error: Exception) -> bool:
 
 
 def give_back_abandoned(study: optuna.Study) -> None:
-    """Trials of dead processes, told as FAIL. Only in a turn: who asks has not said its name yet."""
+    """Give back the trials of dead processes: each is told as FAIL.
+
+    Only in a turn: who asks has not said its name yet.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
@@ -168,7 +174,7 @@ def give_back_abandoned(study: optuna.Study) -> None:
 
 
 def _with_heartbeat(study: optuna.Study, trial_ids: list[int]) -> set[int]:
-    """Those of the trials that ever gave a sign of life (optuna 5.0, storages/_rdb/models.py)."""
+    """Numbers of the trials that ever gave a sign of life (optuna 5.0, storages/_rdb/models.py)."""
     if not trial_ids:
         return set()
     heartbeats = sqlalchemy.table("trial_heartbeats", sqlalchemy.column("trial_id"))

@@ -1,4 +1,4 @@
-"""Of what was measured the one that wins: the fastest; of the tied what gives up least; confirmed."""
+"""Picks the winner of what was measured: the fastest; among ties the one that gives up least; confirmed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from autotune.space.knobs import describe
 from autotune.space.tradeoffs import gives_up
 
 MAX_CONFIRMATIONS = 3
-"""[judgement] Three that fail have a cause in common, which a fourth would share."""
+"""How many winners are confirmed at most. [judgement] Three that fail have a cause in common, which a fourth
+would share."""
 
 Confirm = Callable[[Measurement], Measurement]
-"""Runs what a probe measured again, longer."""
+"""A function that runs what a probe measured again, longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Final:
-    """A winner, as Measured has it."""
+    """A winner, with the fields that Measured has of it."""
 
     best: Measurement
     num_tied: int
@@ -40,7 +41,7 @@ def final(
     train_steps: int | None = None,
     num_slower: int = 0,
 ) -> Final | None:
-    """The winner of these, confirmed. None where it fails that, and is among the rejected then.
+    """Pick the winner of these and confirm it; None where it fails that, and is then among the rejected.
 
     Fast is who trains `train_steps` soonest, cold start included; None: whose steady steps are.
 
@@ -79,7 +80,7 @@ def final(
 def _winner(
     fitting: Sequence[Measurement], base: TrainConfig, speed: Callable[[Measurement], float]
 ) -> tuple[Measurement, int]:
-    """Of those that are as fast as the fastest the one that gives up least, and how many others are."""
+    """The one that gives up least among those as fast as the fastest, and how many others are as fast."""
     fastest = max(fitting, key=speed)
     noise = max(NOISE, fastest.spread or 0.0)
     tied = [m for m in fitting if speed(m) >= speed(fastest) * (1 - noise)]
