@@ -1,4 +1,4 @@
-"""An answer as files in a folder: every export that fits it, the user's own file with the answer in it."""
+"""The files of an answer in a folder: every export that fits it, and the user's own file with it applied."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from autotune.records.answer import Summary
 
 MAX_RESULT_BYTES = 16 * MIB
 SAME_TIME_SECONDS = 5.0
-"""Files of one answer are written one after the other, result.json among the first."""
+"""Most seconds between the files of one answer: they are written one after the other, result.json among the
+first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerFiles:
-    """What there is to be written, and what is to be said of it."""
+    """The files that are to be written for an answer, and what is to be said of them."""
 
     summary: Summary
     exporters: tuple[Exporter, ...]
     result: dict[str, Any]
     """The object of `find --json`; its `files` are these."""
     folder: Path | None
-    """None: nothing is written."""
+    """Folder of the files; None: nothing is written."""
     run: BaseRun | None
-    """What the user trains with so far."""
+    """The run that the user trains with so far."""
 
     @classmethod
     def of(cls, summary: Summary, *, folder: Path | None, run: BaseRun | None) -> AnswerFiles:
@@ -51,10 +52,10 @@ class AnswerFiles:
         )
 
     def write(self) -> list[Path]:
-        """All of them or none. Raises StorageError.
+        """Write all of the files or none, and return them.
 
-        Those of an earlier answer go, so that no adapter_config.json lies beside a full fine-tune; not
-        those that somebody has changed since.
+        Those of an earlier answer go, so that no adapter_config.json lies beside a full fine-tune; not those
+        that somebody has changed since. Raises StorageError.
         """
         if self.folder is None:
             return []
@@ -75,20 +76,23 @@ class AnswerFiles:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was changed in the user's own file, in words."""
+        """The changes to the user's own file, in words."""
         if self.run is None or self.folder is None:
             return ()
         return tuple(own_run.changed(self.run, self.summary.base, self.summary.exported))
 
     @property
     def unsaid(self) -> Mapping[str, tuple[str, ...]]:
-        """Settings that some of the files do not carry, and which; each file says at its top what it is."""
+        """Settings that some of the files do not carry, and which; each file says more at its top."""
         return export.unsaid_names(self.exporters, self.summary.workload, self.summary.exported)
 
 
 def _untouched_in(folder: Path) -> set[Path]:
-    """What the result.json that is in the folder says was written with it, by the names that we give, and
-    is as old as it; the folder may have moved."""
+    """The files of an earlier answer in the folder that nobody has changed since.
+
+    They are those that the folder's result.json lists under names that we give, and that are as old as it;
+    the folder may have moved.
+    """
     place = folder / result_json.filename
     try:
         result = json.loads(read_text(place, MAX_RESULT_BYTES))

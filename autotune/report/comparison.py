@@ -1,4 +1,4 @@
-"""Stored answers side by side: what was asked differently, what is different in the answer.
+"""Stored answers side by side: the differences between their questions and between the answers.
 
 A record, and the table that is drawn of it. Predicted and measured figures have rows of their own: a
 gain is one of predictions over a prediction, or of measurements over a measurement.
@@ -35,20 +35,21 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What differs between answers, a value per study in each row."""
+    """The differences between answers, a value per study in each row."""
 
     studies: tuple[str, ...]
     answers: tuple[str, ...]
     """The configurations, in words."""
     question: dict[str, tuple[Any, ...]]
-    """Model and budget; and what else differs of the workload, the card, the space and the class allowed."""
+    """Model and budget; beside them what else differs of the workload, the card, the space and the class
+    allowed."""
     settings: dict[str, tuple[Any, ...]]
-    """Fields of TrainConfig that differ, as their knob says them."""
+    """Fields of TrainConfig that differ, in their knobs' words."""
     predicted: Figures
     measured: Figures
     measured_on: tuple[str | None, ...]
     versions: dict[str, tuple[str | None, ...]]
-    """Of the libraries that differ."""
+    """Versions of the libraries that differ."""
 
     def to_dict(self) -> dict[str, object]:
         """The object of `studies compare --json`."""
@@ -106,7 +107,7 @@ def _differing(
 
 
 def _said(name: str, value: Any) -> Any:
-    """Of a setting in its knob's words; None where the configuration has no such setting."""
+    """The value of a setting in its knob's words; None where the configuration has no such setting."""
     return KNOBS[name].words(value) if name in KNOBS and value is not None else value
 
 
@@ -118,7 +119,7 @@ def _figures(found: Sequence[Estimate | Measurement | None]) -> Figures:
 
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """A label and a text per study in each row."""
+    """The rows of the table: a label and a text per study in each."""
     texts = [("study", *comparison.studies)]
     for name, values in comparison.question.items():
         say = _size if name.endswith("_bytes") else _text
@@ -155,7 +156,7 @@ def _size(size_bytes: int | None) -> str:
 
 
 def _speeds(speeds: Sequence[float | None]) -> list[str]:
-    """Each speed, and what it is against the first study's of the same evidence."""
+    """The speeds as texts, each with its gain over the first study's of the same evidence."""
     first, *_ = speeds
     texts = []
     for number, speed in enumerate(speeds):

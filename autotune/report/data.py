@@ -21,7 +21,7 @@ from autotune.store.predicted_trials import SPACE
 from autotune.store.stored_answers import StoredAnswer, load_with_trials
 
 FITS, DOES_NOT_FIT = "fits", "does not fit"
-"""Outcomes of what is predicted; measurement.OUTCOMES are those of what was measured."""
+"""Outcomes of predictions; those of measurements are measurement.OUTCOMES."""
 NOT_FINISHED = "not finished"
 """Outcome of a probe that was broken off, or is running."""
 
@@ -32,32 +32,32 @@ class TrialRow:
 
     number: int
     evidence: str
-    """predicted or measured: of the figures below that do not say which."""
+    """The kind of the figures below that do not say it: `predicted` or `measured`."""
     outcome: str
     tradeoff: str
-    """Class against the base; empty where the configuration cannot be read."""
+    """Trade-off class against the base; empty where the configuration cannot be read."""
     config: str
     tokens_per_second: float | None
     peak_device_bytes: int | None
     predicted_tokens_per_second: float | None = None
-    """Of a measured one, where it was kept."""
+    """Predicted speed of a measured trial, where it was kept."""
     predicted_peak_device_bytes: int | None = None
     reason: str = ""
-    """Why the outcome is what it is."""
+    """The reason of the outcome."""
     space: str = ""
-    """Whose search added it, where that is not the answer's space."""
+    """Name of the space whose search added the trial, where that is not the answer's space."""
     is_answer: bool = False
     is_frontier: bool = False
-    """Of those that fit, with its evidence: nothing faster needs less memory."""
+    """Whether nothing faster needs less memory, among the trials that fit and have the same evidence."""
 
     @property
     def remark(self) -> str:
-        """The reason, and that it is of another space."""
+        """The reason of the outcome, and the space where it is another one."""
         return "; ".join(filter(None, (self.reason, self.space and f"of the space {self.space}")))
 
 
 class Trial(Protocol):
-    """Optuna's, or studies.StoredTrial."""
+    """A trial of Optuna's, or a stored_answers.StoredTrial."""
 
     @property
     def number(self) -> int: ...
@@ -84,12 +84,15 @@ class ReportData:
 
 
 def read(url: str, name: str) -> ReportData:
-    """The record of a stored study. Raises ConfigError for one without an answer, StorageError."""
+    """Read the record of a stored study.
+
+    Raises ConfigError for one without an answer, and StorageError.
+    """
     return collect(*load_with_trials(url, name))
 
 
 def collect(answer: StoredAnswer, trials: Iterable[Trial]) -> ReportData:
-    """The record of an answer and its trials."""
+    """Make the record of a report from an answer and its trials."""
     rows = [_row(trial, answer) for trial in trials]
     frontier = _frontier(rows)
     return ReportData(
@@ -159,7 +162,7 @@ def _measured(attributes: Mapping[str, Any], _: int) -> dict[str, Any]:
 
 
 def _frontier(rows: Iterable[TrialRow]) -> set[int]:
-    """Numbers of the rows that nothing of their evidence beats in both speed and memory."""
+    """Numbers of the trials that nothing of their evidence beats in both speed and memory."""
     found: set[int] = set()
     fitting = [row for row in rows if row.outcome in (FITS, "ok") and not row.reason]
     for evidence in ("predicted", "measured"):

@@ -17,17 +17,20 @@ from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One line of the sum. None: the textbook has no such line, or there is no such state."""
+    """One line of the sum.
+
+    None stands where the textbook has no such line, or where there is no such state.
+    """
 
     name: str
     formula: str
     textbook_bytes: int | None
     state_bytes: int | None
-    """Once all of it exists."""
+    """Bytes of the state once all of it exists."""
     peak_bytes: int
-    """Of it, alive at the peak."""
+    """Bytes of the state that are alive at the peak."""
     why: str
-    """Why the figures differ; empty where they do not."""
+    """The reason why the figures differ; empty where they do not."""
 
 
 def explain(estimate: Estimate) -> tuple[Line, ...]:
@@ -124,12 +127,12 @@ def _product(count: int, bits: int) -> str:
 
 
 def _same(state_bytes: int, textbook_bytes: int) -> bool:
-    """Closer than what the eye can tell apart in the table."""
+    """Whether two sizes are closer than the eye can tell apart in the table."""
     return abs(state_bytes - textbook_bytes) <= max(0.002 * textbook_bytes, 4096)
 
 
 def _why_shared(estimate: Estimate, textbook_bytes: int, state_bytes: int) -> str:
-    """What several GPUs make of a state; empty where it is one GPU's, or whole on each."""
+    """The effect of several GPUs on a state, in words; empty where it is one GPU's, or whole on each."""
     if estimate.per_gpu is None or _same(state_bytes, textbook_bytes):
         return ""
     if state_bytes > textbook_bytes:

@@ -1,4 +1,4 @@
-"""What a report says, in words and figures that its HTML and its Markdown share."""
+"""The words and figures of a report that its HTML and its Markdown share."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Tile:
     figure: str
     unit: str
     evidence: str
-    """predicted or measured; empty where the figure is neither."""
+    """The kind of the figure: predicted or measured; empty where it is neither."""
     note: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """Memory at the peak of one configuration. Predicted; `measured_bytes` apart."""
+    """Predicted memory at the peak of one configuration, and the measured peak where there is one."""
 
     label: str
     config: str
@@ -40,12 +40,12 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathRow:
-    """One change on the way from the base to the answer. Predicted."""
+    """One change on the way from the base to the answer, with predicted figures."""
 
     change: str
     tokens_per_second: float
     previous_tokens_per_second: float | None
-    """None at the start."""
+    """Speed before the change; None at the start."""
     peak_device_bytes: int
     previous_peak_device_bytes: int | None
     fits: bool
@@ -68,7 +68,7 @@ class PathRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassRow:
-    """The best of a trade-off class. Predicted."""
+    """The best configuration of a trade-off class, with predicted figures."""
 
     name: str
     meaning: str
@@ -79,7 +79,7 @@ class ClassRow:
 
 
 def tiles(summary: Summary) -> tuple[Tile, ...]:
-    """Speed, memory and what they are worth."""
+    """The figures of the first screen: speed, memory and what they are worth."""
     return (_speed(summary), _memory(summary), _against_base(summary))
 
 
@@ -158,12 +158,12 @@ def _against_base(summary: Summary) -> Tile:
 
 
 def sentence(text: str) -> str:
-    """With a capital at its start."""
+    """The text with a capital at its start."""
     return text[:1].upper() + text[1:]
 
 
 def size_words(summary: Summary) -> str:
-    """`1.54 B parameters`, an adapter's not counted."""
+    """The model's size, such as `1.54 B parameters`; an adapter's are not counted."""
     best = summary.best
     count = best.parameters
     of_adapter = 0 if best.config.method == "full" else count.trainable
@@ -171,7 +171,7 @@ def size_words(summary: Summary) -> str:
 
 
 def bars(data: ReportData) -> tuple[Bar, ...]:
-    """The answer's peak, and the base's."""
+    """Bars of the answer's peak and the base's."""
     summary, details = data.answer.summary, data.answer.details
     best, found = summary.best, summary.measured
     drawn = [
@@ -219,7 +219,7 @@ def bars(data: ReportData) -> tuple[Bar, ...]:
 
 
 def settings(summary: Summary) -> list[tuple[str, str, str]]:
-    """(setting, the base's, the answer's) of what differs."""
+    """The settings that differ, as (setting, the base's value, the answer's value)."""
     base, best = summary.base, summary.best.config
     if summary.baseline is not None:
         base = summary.baseline.config
@@ -300,7 +300,7 @@ def class_rows(summary: Summary) -> tuple[ClassRow, ...]:
 
 
 def reasons(summary: Summary) -> list[str]:
-    """Why this one, and what else the terminal would say of it."""
+    """Sentences on why this configuration is the answer, and what else the terminal would say of it."""
     best, found = summary.best, summary.measured
     said = []
     if found is None:
@@ -324,7 +324,7 @@ def reasons(summary: Summary) -> list[str]:
 
 
 def provenance(data: ReportData) -> list[tuple[str, str]]:
-    """What the figures hold for, and how they were made."""
+    """Rows on what the figures hold for, and how they were made."""
     answer = data.answer
     summary = answer.summary
     workload, counts, found = summary.workload, summary.counts, summary.measured

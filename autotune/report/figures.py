@@ -16,7 +16,7 @@ from autotune.records.charts import Timeline
 from autotune.report.data import FITS, ReportData, TrialRow
 
 Figure = dict[str, Any]
-"""(name, bytes): what memory is drawn in."""
+"""A chart as plotly.js takes it: a dict of `data` and `layout`."""
 
 _STACK = (
     # category of allocator.CATEGORIES, name, colour
@@ -35,12 +35,12 @@ _PHASE_WORDS = {
 
 
 def unit_of(data: ReportData) -> Unit:
-    """Of all of a report's charts, by its budget."""
+    """The unit (name, bytes) of memory in all of a report's charts, chosen by its budget."""
     return unit_for(data.answer.summary.workload.memory_budget_bytes)
 
 
 def all_figures(data: ReportData) -> dict[str, Figure]:
-    """By the name of the place that the page has for it; what there is nothing to draw of is not there."""
+    """All charts of a report by the name of their place in the page; one with nothing to draw is left out."""
     details = data.answer.details
     figures = {"speed-memory": speed_against_memory(data)}
     if details is not None:
@@ -86,7 +86,7 @@ def all_figures(data: ReportData) -> dict[str, Figure]:
 
 
 def memory_over_step(timeline: Timeline, budget_bytes: int, top_bytes: int, unit: Unit) -> Figure:
-    """Stacked areas by category; the budget a line."""
+    """Draw memory over a step: stacked areas by category, and the budget as a line."""
     name_of_unit, unit_bytes = unit
     points = list(range(timeline.num_points))
     traces: list[Figure] = [
@@ -128,7 +128,7 @@ def memory_over_step(timeline: Timeline, budget_bytes: int, top_bytes: int, unit
 
 
 def speed_against_memory(data: ReportData) -> Figure:
-    """Every trial, the frontier, the base and what was only priced."""
+    """Draw every trial's speed against its memory, with the frontier, the base and what was only priced."""
     summary, details = data.answer.summary, data.answer.details
     budget_bytes = summary.workload.memory_budget_bytes
     name_of_unit, unit_bytes = unit = unit_of(data)
@@ -252,7 +252,10 @@ def _landmarks(data: ReportData, unit: Unit) -> list[Figure]:
 def _predicted_against_measured(
     column: str, unit: Unit, rows: list[int], values: list[float]
 ) -> Figure:
-    """Points of the diagonal were predicted right. `values`: all that is to be seen, of both axes."""
+    """Draw predictions against measurements: points on the diagonal were predicted right.
+
+    `values`: all that is to be seen, of both axes.
+    """
     margin = 0.06 * (max(values) - min(values)) or 0.05 * max(values)
     low, high = min(values) - margin, max(values) + margin
     diagonal = {

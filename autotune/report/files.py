@@ -1,4 +1,4 @@
-"""A report as text in each format, and as a file."""
+"""Writes a report as text in each format."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ TEXTS: dict[str, Callable[[ReportData], str]] = {
     "json": _json,
     "terminal": _terminal,
 }
-"""What `autotune report --format` takes, and the whole of such a file."""
+"""The formats of `autotune report --format`, and for each a function that makes the whole text."""
 
 
 def write(path: Path, text: str) -> None:
-    """The file; its folder is created. Raises StorageError."""
+    """Write the file; its folder is created where it is missing.
+
+    Raises StorageError.
+    """
     files.write_all({path: [text]}, what="The report", to=path, kind="file")

@@ -1,4 +1,4 @@
-"""Draws what generation would keep beside what training needs."""
+"""Draws the memory that generation would keep beside what training needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autotune.report import terminal
 
 
 def draw_kv_cache(cache: KvCache, estimate: Estimate, budget_bytes: int, file: TextIO) -> None:
-    """The cache, how it comes about, and what it leaves of the budget."""
+    """Draw the key-value cache: its size, how it comes about, and what it leaves of the budget."""
     weights_bytes = estimate.state.parameters_bytes
     needed_bytes = weights_bytes + cache.total_bytes
     verdict = "fits" if needed_bytes <= budget_bytes else "does not fit"

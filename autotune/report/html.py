@@ -26,7 +26,7 @@ _FILES = resources.files("autotune.report")
 
 
 def draw(data: ReportData) -> str:
-    """The page."""
+    """Draw the report as one page."""
     import jinja2
     from jinja2.utils import htmlsafe_json_dumps
 
@@ -80,7 +80,7 @@ def draw(data: ReportData) -> str:
 
 
 def _finalized(value: Any) -> Any:
-    """Text of others on one line, before it is escaped; Markup, which is ours, as it is."""
+    """Put others' text on one line, before it is escaped; Markup, which is ours, stays as it is."""
     return words.printable(value) if type(value) is str else value
 
 
@@ -112,7 +112,7 @@ def _columns(data: ReportData) -> dict[str, Any]:
 
 
 def _numbered(values: list[str]) -> dict[str, Any]:
-    """Texts that repeat, once each."""
+    """Number texts that repeat, so that each is there once."""
     numbers: dict[str, int] = {}
     listed = [numbers.setdefault(value, len(numbers)) for value in values]
     return {"texts": list(numbers), "of": listed}
@@ -135,7 +135,7 @@ def _own(name: str) -> str:
 
 
 def _plotly() -> str:
-    """plotly.js, as the Python package has it; the package itself is slow to import."""
+    """The source of plotly.js from the Python package's folder; the package itself is slow to import."""
     found = importlib.util.find_spec("plotly")
     if found is None or found.origin is None:
         raise ConfigError("plotly is not installed", remedy="Run `pip install plotly`")

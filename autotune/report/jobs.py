@@ -12,7 +12,7 @@ from autotune.store.jobs import Job
 
 
 def draw_list(jobs: Iterable[Job], file: TextIO) -> None:
-    """A row per job."""
+    """Draw a row per job."""
     headers = ("job>", "state", "model", "card", "budget>", "asked", "by", "worker", "progress")
     terminal.draw_table(headers, map(_cells, jobs), file, is_list=True)
 
@@ -32,7 +32,10 @@ def _cells(job: Job) -> tuple[str, ...]:
 
 
 def draw_job(job: Job, file: TextIO, *, files: str) -> None:
-    """What is known of a job; first its answer, as `find` draws it. `files`: what to type for them."""
+    """Draw one job: first its answer, as `find` draws it, then what else is known.
+
+    `files`: the command that writes the answer's files.
+    """
     if job.result is not None:
         terminal.draw_summary(summary_from_dict(job.result), file)
         print(file=file)

@@ -17,11 +17,11 @@ _QUESTIONS = {
     "model": ("{}", "the largest model of the catalogue"),
     "gpu": ("{}", "the smallest card of the catalogue"),
 }
-"""How a value is said, and what it is of those that fit."""
+"""How a question's value is written, and which one it is of those that fit."""
 
 
 def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
-    """The value first, then what reaches it, then what the next one would need.
+    """Draw the value first, then the configuration that reaches it, then what the next value would need.
 
     `check`: the command that prices it again.
     """
@@ -60,7 +60,10 @@ def _said(answer: Limit) -> str:
 
 
 def _accumulating(answer: Limit) -> str:
-    """Whether gradients may wait for a second micro-batch; more of them need their token ids besides."""
+    """A sentence on whether gradients may wait for a second micro-batch.
+
+    Further micro-batches need the memory of their token ids besides.
+    """
     if answer.accumulated is None:
         return "Several micro-batches per step do not go with these settings."
     if answer.best.config.gradient_accumulation_steps > 1:
@@ -81,7 +84,7 @@ def _next(answer: Limit) -> str:
 
 
 def command(answer: Limit) -> str:
-    """What prices the answer's configuration again; a card that is here need not be named."""
+    """The command that prices the answer's configuration again; a card that is here need not be named."""
     config = answer.best.config
     parts = ["autotune", "estimate", "--model", answer.model, "--task", answer.task]
     parts += ["--gpu", answer.best.gpu] if not answer.card_is_here else []

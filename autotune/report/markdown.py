@@ -10,11 +10,11 @@ from autotune.report import facts, figures, words
 from autotune.report.data import ReportData, TrialRow
 
 MAX_TRIALS = 20
-"""The fastest; all of them are in the HTML."""
+"""Most trials that are listed, the fastest first; all of them are in the HTML."""
 
 
 def draw(data: ReportData) -> str:
-    """The document."""
+    """Draw the report as one Markdown document."""
     summary = data.answer.summary
     budget_bytes = summary.workload.memory_budget_bytes
     banner = "Predicted, nothing was run"
@@ -124,7 +124,7 @@ def _speed(row: TrialRow) -> float:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A column whose header ends in `>` is aligned to the right."""
+    """A Markdown table; a column whose header ends in `>` is aligned to the right."""
     lines = [
         "| " + " | ".join(header.removesuffix(">") for header in headers) + " |",
         "|" + "|".join("---:" if header.endswith(">") else "---" for header in headers) + "|",
@@ -134,6 +134,6 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that Markdown, and the HTML in it, leave alone; our own ** stays."""
+    """Escape text so that Markdown, and the HTML in it, leave it alone; our own ** stays."""
     line = " ".join(words.printable(text).split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`|_\[\]~$#]|(?<!\*)\*(?!\*))", r"\\\1", line)

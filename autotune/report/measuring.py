@@ -1,4 +1,4 @@
-"""How far the measuring is, on stderr: a screen that goes away on a terminal, lines in a log.
+"""Progress of measuring, on stderr: a screen that goes away on a terminal, lines in a log.
 
 The time left is an upper end by what was seen so far: all the probes that are still allowed, each as long
 as the longest, and the confirmation at the speed of the best. The search usually stops before; a slower
@@ -37,7 +37,7 @@ _REFRESHES_PER_SECOND = 4
 
 
 class Tally:
-    """What is known while probes run: what runs now, the best so far, how long the rest takes at most."""
+    """The state of a search while probes run: the run now, the best so far, the most time the rest takes."""
 
     def __init__(
         self,
@@ -79,7 +79,10 @@ class Tally:
 
     @property
     def most_seconds_left(self) -> float | None:
-        """None where that is not known: before anything has run, or when a confirmation takes longer."""
+        """Seconds that the rest takes at most; None where that is not known.
+
+        It is not known before anything has run, nor when a confirmation takes longer than planned.
+        """
         longest_seconds, running_seconds = self._longest_seconds, self.running_seconds
         if longest_seconds is None:
             return None
@@ -115,7 +118,7 @@ class Tally:
 
 
 def _rounded(seconds: float) -> str:
-    """Whole seconds: the rest is no news."""
+    """The time in whole seconds: the rest is no news."""
     return format_seconds(seconds) if seconds >= 100 else f"{seconds:.0f} s"
 
 
@@ -123,7 +126,7 @@ def _rounded(seconds: float) -> str:
 def measuring_on_stderr(
     counts: Counts, max_probes: int, confirm_steps: int, *, quiet: bool
 ) -> Iterator[Measuring]:
-    """Hears of the probes and tells of them as autotune.report.stderr has it."""
+    """Listen to the probes and report them on stderr, in the way that autotune.report.stderr names."""
     tally = Tally(max_probes=max_probes, confirm_steps=confirm_steps)
     kind = output(quiet=quiet)
     if kind is Output.SCREEN:
@@ -137,7 +140,7 @@ def measuring_on_stderr(
 
 
 def _lines(tally: Tally, *, milestones: bool) -> Measuring:
-    """A line per probe, or per new best only; and one per confirmation."""
+    """Report in lines: one per probe, or per new best only; and one per confirmation."""
 
     def on_run(config: TrainConfig, spec: ProbeSpec) -> None:
         tally.on_run(config, spec)
@@ -175,7 +178,7 @@ def _screen(draw: Callable[[], Table]) -> Iterator[None]:
 
 
 def _drawn(tally: Tally, counts: Counts) -> Table:
-    """The funnel, the probe that runs, the best, what is left: a row each."""
+    """A table for the screen: the funnel, the probe that runs, the best, what is left, a row each."""
     from rich.table import Table
     from rich.text import Text
 

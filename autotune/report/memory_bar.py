@@ -1,4 +1,4 @@
-"""What is alive at the peak as a bar as long as the budget: each part is as wide as it is large."""
+"""A bar of the memory at the peak, as long as the budget: each part is as wide as it is large."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autotune.records.estimate import Estimate
 from autotune.report import words
 
 Segment = tuple[str, str]
-"""Text and its style."""
+"""A piece of text and its style."""
 
 _STYLES = (
     "black on cyan",
@@ -20,14 +20,16 @@ _STYLES = (
     "black on white",
     "white on red",
 )
-"""Of the parts, in the order of words.memory_parts."""
+"""Styles of the parts, in the order of words.memory_parts."""
 _ROOM_STYLE = "dim"
 
 
 def memory_bar(
     estimate: Estimate, budget_bytes: int, width: int, *, colours: bool
 ) -> list[list[Segment]]:
-    """The lines of the bar. Without colours `|` begins each part, and `.` is what is left over.
+    """Draw the bar as lines: one, or two where the parts pass the budget.
+
+    Without colours `|` begins each part, and `.` is what is left over.
 
     Where the parts pass the budget, they fill the bar and a second line marks it.
     """

@@ -1,4 +1,4 @@
-"""An answer as a notebook shows it: a small table, the memory as a bar, and what is evidence for it.
+"""Draws an answer for a notebook: a small table, the memory as a bar, and the evidence for it.
 
 HTML without scripts or links. Text of others is escaped; colours are those that read on light and dark.
 """
@@ -21,7 +21,7 @@ of words.memory_parts."""
 
 
 def html(summary: Summary, notes: Iterable[str] = ()) -> str:
-    """The answer, its figures, the memory at the peak against the budget."""
+    """Draw the answer as HTML: its figures, and the memory at the peak against the budget."""
     best, found = summary.best, summary.measured
     rows = [
         ("model", words.model_name(summary.workload.model)),
@@ -58,7 +58,7 @@ def _cell(text: str) -> str:
 
 
 def _bar(summary: Summary) -> str:
-    """What is alive at the predicted peak, as wide as its share of the budget."""
+    """A bar of the memory at the predicted peak, each part as wide as its share of the budget."""
     best, budget_bytes = summary.best, summary.workload.memory_budget_bytes
     scale_bytes = max(budget_bytes, best.peak_device_bytes)
     parts = [

@@ -1,4 +1,4 @@
-"""How far a search is, on stderr: a bar on a terminal, lines in a log."""
+"""Progress of a search, on stderr: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ _FUNNEL = {
     "priced": "may fit {done:,}",
     "replayed": "replayed {done:,}",
 }
-"""What stays on the bar's line."""
+"""The parts of the funnel that stay on the bar's line."""
 _LINE_EVERY = 20
-"""Traces per line of a log."""
+"""Traces between two lines of a log."""
 
 
 def on_stderr(*, quiet: bool) -> Listener:
-    """All of it on stderr. `quiet` leaves a log the notes alone."""
+    """A Listener that reports all of a search on stderr.
+
+    `quiet` leaves only the notes in a log.
+    """
     return Listener(
         note=_note,
         searching=functools.partial(progress_on_stderr, quiet=quiet),
@@ -49,7 +52,10 @@ def _note(text: str) -> None:
 
 @contextlib.contextmanager
 def progress_on_stderr(*, quiet: bool) -> Iterator[Progress]:
-    """Something that `tune.find` can call. `quiet` keeps it out of a log, not off a terminal."""
+    """Show a search's progress on stderr, through a function that the search calls.
+
+    `quiet` keeps it out of a log, not off a terminal.
+    """
     kind = output(quiet=quiet)
     if kind is not Output.SCREEN:
         yield functools.partial(_log_progress, kind)

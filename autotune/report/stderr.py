@@ -1,4 +1,4 @@
-"""How much is told on stderr while a command works: it depends on who reads.
+"""How much a command writes to stderr while it works: it depends on who reads.
 
 | stderr is a     | as it is    | with --json |
 |-----------------|-------------|-------------|
@@ -17,13 +17,13 @@ _NO = ("", "0", "false")
 
 
 class Output(enum.Enum):
-    """What suits the reader."""
+    """Amounts of output on stderr, by who reads it."""
 
     SCREEN = enum.auto()
-    """Redrawn in place, gone at the end."""
+    """A screen that is redrawn in place, and gone at the end."""
     LINES = enum.auto()
     MILESTONES = enum.auto()
-    """The few lines that a log of a CI job has use for."""
+    """The few lines that the log of a CI job has use for."""
     NONE = enum.auto()
 
 

@@ -11,11 +11,11 @@ from autotune.report.words import printable
 from autotune.store.stored_answers import ListedStudy, StoredAnswer
 
 _ENDINGS = {"complete": "fit", "pruned": "do not fit"}
-"""Of predicted trials, by what Optuna was told."""
+"""Words for how predicted trials ended, by the state that Optuna holds."""
 
 
 def draw_list(studies: Iterable[ListedStudy], file: TextIO) -> None:
-    """A row per study; what is not autotune's is said to be so."""
+    """Draw a row per study; a study that is not autotune's is marked as such."""
     headers = ("study", "model", "budget>", "evidence", "tokens/s>", "trials>", "last trial")
     terminal.draw_table(headers, map(_cells, studies), file, is_list=True)
 
@@ -43,7 +43,7 @@ def draw_stored(
     commands: Mapping[str, str],
     file: TextIO,
 ) -> None:
-    """The answer as `find` drew it, then what made it and what the study holds.
+    """Draw the answer as `find` drew it, then what made it and what the study holds.
 
     `place`: its name and database; `commands`: what to type for its report and files, labelled.
     """
@@ -63,7 +63,7 @@ def draw_stored(
 
 
 def trials_in_words(evidence: str, outcomes: Mapping[str, int]) -> str:
-    """`300 predicted (280 fit, 20 do not fit)`."""
+    """The trials in words, such as `300 predicted (280 fit, 20 do not fit)`."""
     said = _ENDINGS if evidence == "predicted" else {}
     each = ", ".join(f"{count:,} {said.get(name, name)}" for name, count in outcomes.items())
     return f"{sum(outcomes.values()):,} {evidence} ({each})"

@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PIPED_WIDTH_COLUMNS = 100
-"""Of what is no terminal: rich's own 80 would break lines that a log has room for."""
+"""Width of output that goes to no terminal: rich's own 80 would break lines that a log has room for."""
 LIST_COLUMNS = 8
-"""Of a terminal, per column of a list: with fewer, words are spelt downwards."""
+"""Fewest columns of a terminal per column of a list: with fewer, words are spelt downwards."""
 
 _LABEL_WIDTH = 9
 
 Row = tuple[str, str] | tuple[str, str, str]
-"""Label, text, and perhaps a style."""
+"""A labelled line: label, text, and perhaps a style."""
 
 
 def draw_summary(summary: Summary, file: TextIO) -> None:
-    """The answer of a search: what it is, why it is that one, and what else there is."""
+    """Draw the answer of a search: what it is, why it is that one, and what else there is."""
     best, counts = summary.best, summary.counts
     budget_bytes = summary.workload.memory_budget_bytes
     console = console_on(file)
@@ -122,7 +122,7 @@ def draw_outcome(
     report: str = "",
     unsaid: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """What was written where, what to do next, and what a prediction leaves out.
+    """Draw where files were written, what to do next, and what a prediction leaves out.
 
     No files, or an empty study: they could not be written. `model`: what was asked about; a configuration
     alone cannot be trained. `report`: the command that draws one. `unsaid`: settings that some files do
@@ -157,7 +157,7 @@ def draw_outcome(
 
 
 def _places(files: Sequence[Path]) -> str:
-    """The folder with the names in it; of folders below it, how many files they hold."""
+    """Name the folder and the files in it; of folders below it, how many files they hold."""
     folder = files[0].parent
     names = [printable(path.name) for path in files if path.parent == folder]
     below = Counter(path.parent.name for path in files if path.parent != folder)
@@ -168,7 +168,7 @@ def _places(files: Sequence[Path]) -> str:
 def draw_estimate(
     estimate: Estimate, *, model: str, gpu_reason: str, budget_bytes: int, file: TextIO
 ) -> None:
-    """One configuration: whether it fits, where the memory goes, how fast it is."""
+    """Draw one configuration: whether it fits, where the memory goes, how fast it is."""
     console = console_on(file)
     _print_header(console, model, estimate)
     state, count = estimate.state, estimate.parameters
@@ -216,17 +216,17 @@ def draw_estimate(
 
 
 def draw_header(model: str, estimate: Estimate, file: TextIO) -> None:
-    """The model, its size, and that the figures are predicted."""
+    """Draw the model, its size, and that the figures are predicted."""
     _print_header(console_on(file), model, estimate)
 
 
 def draw_rows(rows: Iterable[Row], file: TextIO) -> None:
-    """Labelled lines."""
+    """Draw labelled lines."""
     _print_rows(console_on(file), rows)
 
 
 def draw_explanation(lines: Sequence[Line], file: TextIO) -> None:
-    """The textbook's sum beside the traced figures."""
+    """Draw the textbook's sum beside the traced figures."""
     console = console_on(file)
     unit, unit_bytes = unit_for(max(line.peak_bytes or 0 for line in lines))
     table = _table(unit, "textbook", "=>", "whole>", "at the peak>", "why")
@@ -239,7 +239,7 @@ def draw_explanation(lines: Sequence[Line], file: TextIO) -> None:
 
 
 def draw_gpus(here: Sequence[Gpu], known: Sequence[Gpu], file: TextIO) -> None:
-    """The cards of this machine, then the catalogue's; what is unknown says so."""
+    """Draw the cards of this machine, then the catalogue's; what is unknown says so."""
     console = console_on(file)
     found = ", ".join(f"{card.name} ({format_bytes(card.capacity_bytes)})" for card in here)
     console.print(printable(f"Here: {found or 'no CUDA GPU'}"), soft_wrap=True)
@@ -265,7 +265,7 @@ def _gpu_cells(card: Gpu) -> tuple[str, ...]:
 def draw_table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], file: TextIO, *, is_list: bool = False
 ) -> None:
-    """A plain table; a column whose header ends in `>` is aligned to the right.
+    """Draw a plain table; a column whose header ends in `>` is aligned to the right.
 
     `is_list`: the first column has names that are typed again. A pipe gets a line per row, and a
     terminal unbroken names, as long as they take half of it at most.
@@ -287,7 +287,7 @@ def draw_table(
 
 
 def console_on(file: TextIO) -> Console:
-    """As wide as the terminal; text of others is no markup to it."""
+    """A console as wide as the terminal, which takes the text of others for no markup."""
     from rich.console import Console
 
     width = None if file.isatty() or os.environ.get("COLUMNS") else PIPED_WIDTH_COLUMNS
@@ -337,7 +337,10 @@ def _print_header(
 
 
 def _print_rows(console: Console, rows: Iterable[Row]) -> None:
-    """A column of labels, and text that wraps beside it. A path too long for the line stays whole."""
+    """Print a column of labels, and text that wraps beside it.
+
+    A path too long for the line stays whole.
+    """
     from rich.text import Text
 
     width = max(console.width - _LABEL_WIDTH, 20)
@@ -351,7 +354,10 @@ def _print_rows(console: Console, rows: Iterable[Row]) -> None:
 
 
 def _print_bar(console: Console, estimate: Estimate, budget_bytes: int) -> None:
-    """Beside the labels. Colours where the terminal shows them, else plain characters."""
+    """Print the memory bar beside the labels.
+
+    It has colours where the terminal shows them, else plain characters.
+    """
     from rich.text import Text
 
     colours = console.color_system is not None and not console.no_color
@@ -361,7 +367,7 @@ def _print_bar(console: Console, estimate: Estimate, budget_bytes: int) -> None:
 
 
 def _print_classes(console: Console, summary: Summary) -> None:
-    """The best of each trade-off class beside the winner."""
+    """Print the best of each trade-off class beside the winner."""
     unit, unit_bytes = unit_for(summary.workload.memory_budget_bytes)
     table = _table("class", "fastest of its class", "tokens/s>", f"{unit}>", "speed>")
     for name in TRADEOFF_CLASSES:

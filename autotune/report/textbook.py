@@ -1,4 +1,4 @@
-"""The sum as it is taught, P, 2P, 4P, 8P, for every optimizer, beside what lives at the peak.
+"""The sum as it is taught, P, 2P, 4P, 8P, for every optimizer, beside the memory at the peak.
 
 Taught: so many bytes per parameter for weights, gradients and optimizer state, times the parameter
 count that the model is named after, and nothing else: 70 B in 16 bits make 140 + 140 + 280 = 560 GB.
@@ -27,32 +27,35 @@ from autotune.space.rules import Context, broken_rules
 
 _GB = 10**9
 _SIDE = 4096
-"""Of the matrix whose state is looked at: what is kept per row or per block hardly counts."""
+"""Side of the matrix whose optimizer state is looked at: what is kept per row or per block hardly counts."""
 
 # `70B`, `1.5b`, `135M`, but not the 7B of `8x7B`.
 _COUNT_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
 _OFF_BY_AT_MOST = 0.15
-"""A name that is further off counts something else."""
+"""Share by which the count in a model's name may be off: a name that is further off counts something else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taught:
-    """One optimizer's sum. The figures of the peak are None where the optimizer does not go with the
-    configuration; `difference` says why then."""
+    """One optimizer's sum.
+
+    The figures of the peak are None where the optimizer does not go with the configuration; `difference` says
+    why then.
+    """
 
     optimizer: str
     state_bytes_per_parameter: int
-    """As taught: rounded."""
+    """Bytes of state per parameter as taught: rounded."""
     state_bytes: int
-    """Taught, for the count that the model is named after."""
+    """Bytes of state as taught, for the count that the model is named after."""
     total_bytes: int
-    """Taught: weights, gradients, state."""
+    """Bytes of weights, gradients and state as taught."""
     exact_state_bytes: int | None
-    """Predicted, all of it."""
+    """Predicted bytes of all of the state."""
     peak_device_bytes: int | None
-    """Predicted."""
+    """Predicted peak on the device."""
     difference: str
-    """What the peak has that is not taught, and the other way around."""
+    """Words for what the peak has that is not taught, and the other way around."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +117,7 @@ def _two_figures(count: int) -> int:
 
 
 def per_parameter_bytes(optimizer: str, dtype: str) -> float:
-    """What an optimizer keeps on the device for each element of a large linear layer's weight."""
+    """Bytes that an optimizer keeps on the device for each element of a large linear layer's weight."""
     matrix = TensorSpec(shape=(_SIDE, _SIDE), dtype=dtype, linear=True)
     return sum(state_bytes(optimizer, [matrix])) / matrix.num_elements
 
@@ -166,7 +169,7 @@ def _named(estimate: Estimate, kept_bytes: int, others_bytes: int, trainable: in
 
 
 def draw_textbook(book: Textbook, file: TextIO) -> None:
-    """Three lines of the sum, then a row per optimizer, in GB."""
+    """Draw three lines of the sum, then a row per optimizer, in GB."""
     bits, each = book.weight_bits, book.gradient_bytes_per_parameter
     stated, exact = format_count(book.stated_parameters), f"{book.num_parameters:,}"
     rows: list[terminal.Row] = [

@@ -1,4 +1,4 @@
-"""An answer's figures in words, one line each: what the terminal draws."""
+"""An answer's figures in words, one line each, as the terminal draws them."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ CLASS_MEANINGS = (
     "exact: the mathematics of the base; numerics: other rounding; recipe: another training run"
 )
 LIMITS = "torch.compile, overlapping streams, data loading, evaluation, logging"
-"""Of every prediction; autotune.predict.estimator and autotune.speed.roofline name the finer ones."""
+"""Parts of training that no prediction contains; autotune.predict.estimator and autotune.speed.roofline name
+the finer ones."""
 
 MAX_NAME_CHARS = 120
 GLUE = "\N{NO-BREAK SPACE}"
-"""Where a line of ours must not break; printed as a space."""
+"""The space where a line of ours must not break; printed as a plain one."""
 
 
 def printable(text: str) -> str:
-    """Text of others on one line: control characters, line breaks and the like escaped."""
+    """Others' text on one line: control characters, line breaks and the like escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def model_name(name: str) -> str:
-    """The name as typed, printable, its end cut off where it is endless."""
+    """The model's name as typed, printable, its end cut off where it is endless."""
     return printable(name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}...")
 
 
 def exact_size(size_bytes: int) -> str:
-    """`12 GB = 11.18 GiB`: as it may have been typed, and as everything else is printed."""
+    """The size as it may have been typed and as everything else is printed: `12 GB = 11.18 GiB`."""
     name, unit_bytes = unit_for(size_bytes)
     size = f"{size_bytes / unit_bytes:.2f} {name}"
     return f"{typed} = {size}" if (typed := typed_size(size_bytes)) else size
 
 
 def short_size(size_bytes: int) -> str:
-    """`12 GB` where it was typed so, else `11.18 GiB`."""
+    """The size as `12 GB` where it was typed so, else as `11.18 GiB`."""
     return typed_size(size_bytes) or format_bytes(size_bytes)
 
 
 def typed_size(size_bytes: int) -> str:
-    """Whole GB, or fewer MB than one has; empty for what is neither."""
+    """The size in whole GB, or in MB below one GB; empty where it is whole in neither."""
     name, unit_bytes = ("GB", 10**9) if size_bytes >= 10**9 else ("MB", 10**6)
     return "" if size_bytes % unit_bytes else f"{size_bytes // unit_bytes} {name}"
 
@@ -72,19 +73,19 @@ def measured(measurement: Measurement) -> str:
 
 
 def probed(measurement: Measurement) -> str:
-    """What was probed and how it ended."""
+    """A probed configuration and how its probe ended."""
     said = measurement.message if measurement.outcome != "ok" else measured(measurement)
     return f"{describe(measurement.config)}: {measurement.outcome}, {printable(said)}"
 
 
 def predicted(estimate: Estimate) -> str:
-    """What was predicted, beside what was measured."""
+    """The predicted figures, to stand beside measured ones."""
     whose = "predicted without torch.compile" if estimate.is_bound else "predicted"
     return f"{whose} {speed(estimate)}, {format_bytes(estimate.peak_device_bytes)}"
 
 
 def run(found: Measured) -> str:
-    """What the cold start costs a run of the length at hand, or that none was given."""
+    """The speed of a run of the length at hand, cold start included; or that no length was given."""
     cold = "an unknown cold start"
     if found.final.cold_start_seconds is not None:
         cold = f"a cold start of {format_seconds(found.final.cold_start_seconds)}"
@@ -124,7 +125,7 @@ def _batch_time(time: LoaderTime) -> str:
 
 
 def compilation(found: Measured) -> str:
-    """What torch.compile was seen to be worth against the fastest without it."""
+    """The measured worth of torch.compile against the fastest configuration without it."""
     if found.compiled is None or found.eager is None:
         tried = f"{found.num_compiled} tried"
         return f"torch.compile: {tried}, none ran to its end within the budget"
@@ -144,7 +145,7 @@ def compilation(found: Measured) -> str:
 
 
 def confirmation(found: Measured) -> str:
-    """Over what the winner was confirmed, or that it was not, and why."""
+    """The steps over which the winner was confirmed; or that it was not, and why."""
     if found.confirmation is None:
         return "not confirmed: --confirm-steps 0"
     if not found.is_confirmed:
@@ -171,7 +172,7 @@ def rejected(measurement: Measurement) -> str:
 
 
 def against_measured_baseline(found: Measured, base_name: str) -> str:
-    """The measured speed-up over the measured base, or what became of that."""
+    """The measured speed-up over the measured base, or why there is none."""
     if found.baseline is None:
         return f"{base_name} are predicted to fit at no micro-batch"
     if found.speedup is None:
@@ -182,7 +183,7 @@ def against_measured_baseline(found: Measured, base_name: str) -> str:
 
 
 def off(predicted: float | None, seen: float | None) -> str:
-    """By how much a prediction was off: `+3 %` is too high."""
+    """The error of a prediction: `+3 %` is too high."""
     return "unknown" if not predicted or not seen else f"{100 * (predicted / seen - 1):+.0f} %"
 
 
@@ -200,7 +201,7 @@ def probes(found: Measured) -> str:
 
 
 def near(found: Measured) -> str:
-    """That others' probes helped, as a further sentence; empty where none did."""
+    """A further sentence where others' probes helped the order; empty where none did."""
     if not found.num_near:
         return ""
     were = "probes" if found.num_near > 1 else "probe"
@@ -212,7 +213,7 @@ def near(found: Measured) -> str:
 
 
 def data(workload: Workload) -> str:
-    """How long the dataset's samples are."""
+    """The lengths of the dataset's samples."""
     lengths = workload.lengths
     assert lengths is not None
     return (
@@ -223,7 +224,7 @@ def data(workload: Workload) -> str:
 
 
 def carried(workload: Workload) -> str:
-    """What the user has set and no setting decides."""
+    """The names that the user has set and no setting of ours decides."""
     return f"{', '.join(map(printable, workload.extra))}: untouched, as your base has them"
 
 
@@ -281,7 +282,7 @@ def describe_base(config: TrainConfig) -> str:
 
 
 def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
-    """What is alive at the peak, in bytes; the parts add up to the peak on the device."""
+    """The parts of memory that are alive at the peak, in bytes; they add up to the peak on the device."""
     parts = estimate.breakdown
     paged = bool(estimate.state.optimizer_state_managed_bytes)
     return [
@@ -309,7 +310,7 @@ def memory(estimate: Estimate, budget_bytes: int) -> str:
 
 
 def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
-    """What several GPUs share out, gather and send; nothing where there is one."""
+    """Rows on what several GPUs share out, gather and send; none where there is one GPU."""
     share = estimate.per_gpu
     if share is None:
         return []
@@ -338,7 +339,7 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
 
 
 def why(summary: Summary) -> str:
-    """What stands in the way of a faster one, and what each setting that was changed is good for."""
+    """The reason why nothing is faster, and what each setting that was changed is good for."""
     best, more = summary.best, summary.more_memory
     more_gb = f"{MORE_MEMORY_BYTES / 10**9:.0f} GB more"
     if more is None:
@@ -357,7 +358,7 @@ def why(summary: Summary) -> str:
 
 
 def changed(change: Change, best: Estimate, budget_bytes: int) -> str:
-    """The answer with one setting put back."""
+    """The effect of putting one setting of the answer back."""
     words = KNOBS[change.setting].words(change.value)
     if change.fits:
         return f"With {words}: {gain(change.estimate, best)}."
@@ -366,7 +367,7 @@ def changed(change: Change, best: Estimate, budget_bytes: int) -> str:
 
 
 def gain(estimate: Estimate, best: Estimate) -> str:
-    """`+14 %` against the answer's speed."""
+    """The speed against the answer's, such as `+14 %`."""
     assert estimate.tokens_per_second is not None
     assert best.tokens_per_second is not None
     ratio = estimate.tokens_per_second / best.tokens_per_second - 1
@@ -374,7 +375,7 @@ def gain(estimate: Estimate, best: Estimate) -> str:
 
 
 def bound(setting: str) -> str:
-    """What a setting that is not predicted leaves of the figures."""
+    """A note on a setting that is not predicted: what that means for the figures."""
     return f"{setting} is not predicted: the figures are those without it, a bound to be measured"
 
 
@@ -387,7 +388,7 @@ def paging(estimate: Estimate) -> str:
 
 
 def unfused_casts(config: TrainConfig) -> str:
-    """What fp8 is without torch.compile; empty where that is not so."""
+    """A note on fp8 without torch.compile; empty for other configurations."""
     if not PRECISIONS[config.precision].fp8 or config.torch_compile != "none":
         return ""
     return (
@@ -404,7 +405,7 @@ def tied(summary: Summary) -> str:
 
 
 def widened(summary: Summary) -> str:
-    """Why the answer is of a higher class than was wanted; empty where it is not."""
+    """The reason why the answer is of a higher class than was wanted; empty where it is not."""
     if not summary.widened:
         return ""
     lower = TRADEOFF_CLASSES[: TRADEOFF_CLASSES.index(summary.best_class)]
@@ -414,7 +415,7 @@ def widened(summary: Summary) -> str:
 
 
 def class_entry(name: str, summary: Summary) -> str:
-    """The best of a class, as a row of the table says it."""
+    """The best configuration of a class, as a row of the table words it."""
     estimate = summary.best_by_class.get(name)
     if estimate is None:
         return "none in this space" if name in summary.classes_outside else "none fits"
@@ -429,7 +430,7 @@ def class_entry(name: str, summary: Summary) -> str:
 
 
 def difference(config: TrainConfig, other: TrainConfig) -> str:
-    """What `config` has that `other` has not."""
+    """The settings of `config` that `other` does not have."""
     words = []
     if config.method != other.method:
         return describe(config)
