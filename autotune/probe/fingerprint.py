@@ -36,7 +36,9 @@ def fingerprint_here(server: ForkServer, backend: str) -> Fingerprint:
     try:
         return json_records.read(Fingerprint, answer.get("fingerprint"), "fingerprint")
     except ValueError as error:
-        raise WorkerError("The fingerprint process talked nonsense", why=str(error)) from error
+        raise WorkerError(
+            "The answer of the fingerprint process cannot be read", why=str(error)
+        ) from error
 
 
 def digest(fingerprint: Fingerprint) -> str:

@@ -270,7 +270,7 @@ def _require_free_card(measurement: Measurement) -> None:
             time.sleep(isolate.POLL_SECONDS)
             continue
         raise HardwareError(
-            "Others have taken the card meanwhile",
+            "Other programs took memory of the card during the search",
             why=f"{format_bytes(taken.free_bytes)} are free, and the budget is "
             f"{format_bytes(spec.memory_budget_bytes)}: {taken}",
             remedy="What was measured before is kept, and the same command goes on",

@@ -77,7 +77,7 @@ def _accumulating(answer: Limit) -> str:
 def _next(answer: Limit) -> str:
     beyond = answer.beyond
     if beyond is None:
-        return f"Memory does not end it: {answer.limit}."
+        return f"Memory is not the limit: {answer.limit}."
     value = _QUESTIONS[answer.what][0].format(beyond.value)
     need, lack = format_bytes(beyond.smallest.peak_device_bytes), format_bytes(beyond.lacks_bytes)
     return f"{value} needs {need} at least, {lack} too much ({describe(beyond.smallest.config)})"

@@ -106,7 +106,7 @@ class Tally:
         if self.confirms and self._longest_seconds is None:
             return "how long the confirmation takes is not known: nothing was run before it"
         if self.confirms and seconds is None:
-            return "the confirmation takes longer than its steps were thought to"
+            return "the confirmation takes longer than expected"
         if seconds is None:
             return f"at most {counted(num_left, 'probe')}; how long one takes is not known yet"
         until = datetime.datetime.now() + datetime.timedelta(seconds=seconds)

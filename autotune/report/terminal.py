@@ -135,10 +135,11 @@ def draw_outcome(
     if files:
         rows.append(("written", _places(files)))
         if unsaid:
-            said = (f"{name} in {', '.join(names)}" for name, names in unsaid.items())
-            rows.append(("unsaid", printable(f"{'; '.join(said)}: see the top of each"), "dim"))
+            said = (f"{name} is not in {', '.join(names)}" for name, names in unsaid.items())
+            lacking = f"{'; '.join(said)}: the top of each file says more"
+            rows.append(("missing", printable(lacking), "dim"))
     if study:
-        rows.append(("study", printable(study)))
+        rows.append(("stored", f"as study {printable(study)}"))
     if report:
         rows.append(("report", printable(report).replace(" ", words.GLUE)))
     for path in files:

@@ -104,7 +104,7 @@ def loader(summary: Summary) -> str:
             why = "timed beside measured steps only"
         if summary.workload.sets_loader:
             why = "what you have set is not changed"
-        return f"as {summary.base_name} have it: {why}"
+        return f"the same as in {summary.base_name}: {why}"
     chosen, needed = timed.chosen, timed.micro_step_seconds
     verdict = "keeps up" if chosen.keeps_up(needed) else "the step waits for it"
     said = f"{_loader_settings(chosen)}: {_batch_time(chosen)}, {verdict}"
@@ -174,7 +174,7 @@ def rejected(measurement: Measurement) -> str:
 def against_measured_baseline(found: Measured, base_name: str) -> str:
     """The measured speed-up over the measured base, or why there is none."""
     if found.baseline is None:
-        return f"{base_name} are predicted to fit at no micro-batch"
+        return f"{base_name} are predicted not to fit at any micro-batch"
     if found.speedup is None:
         return f"{base_name}: {found.baseline.outcome}"
     if found.baseline.config == found.best.config:
@@ -190,7 +190,7 @@ def off(predicted: float | None, seen: float | None) -> str:
 def probes(found: Measured) -> str:
     """How many probes, how they ended, and how far the prediction of the winner was off."""
     outcomes = ", ".join(f"{count} {name}" for name, count in sorted(found.outcomes.items()))
-    reused = f", {found.num_reused} known from before" if found.num_reused else ""
+    reused = f", {found.num_reused} known from earlier" if found.num_reused else ""
     best, estimate = found.final, found.predicted
     whose = "Eager's prediction" if estimate.is_bound else "The prediction of the answer"
     return (
@@ -225,7 +225,7 @@ def data(workload: Workload) -> str:
 
 def carried(workload: Workload) -> str:
     """The names that the user has set and no setting of ours decides."""
-    return f"{', '.join(map(printable, workload.extra))}: untouched, as your base has them"
+    return f"{', '.join(map(printable, workload.extra))}: unchanged from your base"
 
 
 def epoch(summary: Summary) -> str:
@@ -266,7 +266,7 @@ def against_baseline(summary: Summary) -> str:
     """The speed-up over the base, or that there is none to speak of."""
     baseline = summary.baseline
     if baseline is None:
-        return f"{summary.base_name} ({describe_base(summary.base)}) fit at no micro-batch"
+        return f"{summary.base_name} ({describe_base(summary.base)}) do not fit at any micro-batch"
     if baseline.config == summary.best.config:
         return f"{summary.base_name}, at the largest micro-batch that fits"
     assert baseline.tokens_per_second is not None
@@ -343,15 +343,14 @@ def why(summary: Summary) -> str:
     best, more = summary.best, summary.more_memory
     more_gb = f"{MORE_MEMORY_BYTES / 10**9:.0f} GB more"
     if more is None:
-        bound = str(best.bound)
         sentences = [
-            f"{bound[0].upper()}{bound[1:]} binds, memory does not: {more_gb} would make nothing "
-            "faster."
+            f"Bound by {best.bound}, not by the amount of memory: {more_gb} would make nothing faster."
         ]
     else:
+        settings = difference(more.estimate.config, best.config)
         sentences = [
-            "Memory binds.",
-            f"With {more_gb}: {difference(more.estimate.config, best.config)}, {gain(more.estimate, best)}.",
+            f"The amount of memory limits the speed: {more_gb} would allow {settings}, "
+            f"{gain(more.estimate, best)}."
         ]
     budget_bytes = summary.workload.memory_budget_bytes
     return " ".join([*sentences, *(changed(c, best, budget_bytes) for c in summary.changes)])
@@ -361,9 +360,9 @@ def changed(change: Change, best: Estimate, budget_bytes: int) -> str:
     """The effect of putting one setting of the answer back."""
     words = KNOBS[change.setting].words(change.value)
     if change.fits:
-        return f"With {words}: {gain(change.estimate, best)}."
+        return f"With {words} instead: {gain(change.estimate, best)}."
     excess_bytes = change.estimate.peak_device_bytes - budget_bytes
-    return f"With {words}: does not fit, by {format_bytes(excess_bytes)}."
+    return f"With {words} instead: {format_bytes(excess_bytes)} too much."
 
 
 def gain(estimate: Estimate, best: Estimate) -> str:
@@ -392,9 +391,9 @@ def unfused_casts(config: TrainConfig) -> str:
     if not PRECISIONS[config.precision].fp8 or config.torch_compile != "none":
         return ""
     return (
-        "Without torch.compile every cast to fp8 is kernels of its own: more memory and, but for very "
-        "wide layers, more time than with bfloat16 (pytorch/ao issue 685). TrainingArguments has no "
-        "field for it: train.py and accelerate_config.yaml switch it on."
+        "Without torch.compile every cast to fp8 runs in kernels of its own: more memory and, except for "
+        "very wide layers, more time than with bfloat16 (pytorch/ao issue 685). TrainingArguments has "
+        "no field for it: train.py and accelerate_config.yaml switch it on."
     )
 
 

@@ -182,7 +182,7 @@ class JobTable:
                     "progress": "",
                 }
                 if row.num_claims >= MAX_CLAIMS:
-                    problem = f"{MAX_CLAIMS} workers fell silent at it, the last was {row.worker}"
+                    problem = f"{MAX_CLAIMS} workers fell silent while they ran it, the last was {row.worker}"
                     values = self._ended(FAILED, problem=problem, exit_code=5)
                 is_same = (table.c.id == row.id) & (table.c.num_claims == row.num_claims)
                 changed = connection.execute(

@@ -191,8 +191,8 @@ def _keep(connection: Connection, suffix: str) -> Path | None:
     except (sqlite3.Error, OSError) as error:
         partial.unlink(missing_ok=True)
         raise StorageError(
-            f"The database {named(connection.engine.url)} is of an older autotune, and was not upgraded",
-            why=f"The copy {kept.name} that is kept of it cannot be written: {error}",
+            f"The database {named(connection.engine.url)} was made by an older autotune and was not upgraded",
+            why=f"Its backup {kept.name} cannot be written: {error}",
             remedy=f"Nothing was changed. Free some space beside it, {ELSEWHERE}",
         ) from error
     return kept

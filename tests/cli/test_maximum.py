@@ -77,7 +77,7 @@ def test_the_answer_is_drawn_first_and_all_of_it_is_predicted(main: Main) -> Non
     )
     assert answer
     assert "PREDICTED, not measured" in head
-    assert "Memory does not end it: the model's configuration has positions for no more." in said
+    assert "Memory is not the limit: the model's configuration has positions for no more." in said
     assert "check autotune estimate --model" in said
     assert "checkpoint every layer" in said
 

@@ -365,7 +365,9 @@ def test_what_runs_out_because_others_took_the_card_is_held_against_nobody(
     holder = nvml.Holder(pid=7, name="another", used_bytes=10**10)
     taken = nvml.Occupancy(free_bytes=BUDGET_BYTES - 1, used_bytes=10**10, holders=(holder,))
     monkeypatch.setattr(nvml, "occupancy", lambda: taken)
-    with pytest.raises(HardwareError, match=r"Others have taken .* another \(process 7") as raised:
+    with pytest.raises(
+        HardwareError, match=r"Other programs took memory .* another \(process 7"
+    ) as raised:
         find(out_of_memory)
     assert raised.value.exit_code == 3
     assert all(trial.state.is_finished() for trial in trials(url))
@@ -484,12 +486,12 @@ def unusable(reason: str) -> WorkerEnd:
             ("cannot use the GPU", "built with CUDA"),
         ),
         (unusable("CUDA unknown error"), HardwareError, ("CUDA unknown error", "nvidia-smi")),
-        (ended(), WorkerError, ("nonsense", "fingerprint is None")),
-        (ended({"fingerprint": 5}), WorkerError, ("nonsense", "fingerprint is 5")),
+        (ended(), WorkerError, ("cannot be read", "fingerprint is None")),
+        (ended({"fingerprint": 5}), WorkerError, ("cannot be read", "fingerprint is 5")),
         (
             ended({"fingerprint": dataclasses.asdict(HERE) | {"driver": 5}}),
             WorkerError,
-            ("nonsense", "fingerprint.driver is 5"),
+            ("cannot be read", "fingerprint.driver is 5"),
         ),
         (ended(how="crashed", code=1, said="Oh"), WorkerError, ("Oh",)),
     ],

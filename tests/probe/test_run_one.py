@@ -347,7 +347,7 @@ def test_a_card_that_others_have_taken_is_asked_about_where_memory_may_be_why(
         seen(**changed), spec=dataclasses.replace(SPEC, backend=backend)
     )
     if is_refused:
-        with pytest.raises(HardwareError, match="Others have taken the card"):
+        with pytest.raises(HardwareError, match="Other programs took memory of the card"):
             _require_free_card(measurement)
     else:
         _require_free_card(measurement)

@@ -135,7 +135,7 @@ def test_the_figures_are_said() -> None:
         )
     )
     not_timed = words.loader(answers.summary(measured=answers.measured()))
-    assert not_timed == "as the Trainer's defaults have it: timed with --dataset only"
+    assert not_timed == "the same as in the Trainer's defaults: timed with --dataset only"
 
 
 THEIRS = {

@@ -56,9 +56,9 @@ def test_the_answer_says_everything_on_one_screen() -> None:
         "8.00 s at 32 x 1,024 tokens, bound by compute (44 % of the card's peak)",
         "10.0 of 11.2 GiB weights 3.0 | gradients 2.0 | optimizer 1.0 | activations 1.7 | logits 0.2",
         "| cached 0.5 | CUDA 1.5",
-        "Memory binds. With 2 GB more: no checkpointing, +14 %.",
-        "With no checkpointing: does not fit, by 1.82 GiB.",
-        "With adamw_torch_fused: -80 %.",
+        "The amount of memory limits the speed: 2 GB more would allow no checkpointing, +14 %.",
+        "With no checkpointing instead: 1.82 GiB too much.",
+        "With adamw_torch_fused instead: -80 %.",
         "within 2 %, so no worse: eager attention",
         "numerics the answer",
         "trains 3.2 % of the weights",
@@ -137,7 +137,7 @@ def test_a_winner_that_was_not_confirmed_is_said_to_be_none() -> None:
 
 def test_the_base_that_never_fits_is_said() -> None:
     shown = one_line(drawn(answers.summary(baseline=None)))
-    assert "defaults (full, bf16-true, adamw_torch_fused) fit at no micro-batch" in shown
+    assert "defaults (full, bf16-true, adamw_torch_fused) do not fit at any micro-batch" in shown
 
 
 def test_an_answer_that_is_the_base_claims_no_gain() -> None:
@@ -156,14 +156,17 @@ def test_what_is_carried_is_named() -> None:
     extra = '{"learning_rate": 0.1, "seed": 1}'
     workload = dataclasses.replace(answers.WORKLOAD, extra_arguments=extra)
     shown = one_line(drawn(answers.summary(workload=workload)))
-    assert "carried learning_rate, seed: untouched, as your base has them" in shown
+    assert "carried learning_rate, seed: unchanged from your base" in shown
     assert "carried" not in drawn(answers.summary())
 
 
 def test_where_memory_does_not_bind_the_bound_is_said() -> None:
     shown = one_line(drawn(answers.summary(more_memory=None)))
-    assert "Compute binds, memory does not: 2 GB more would make nothing faster." in shown
-    assert "Memory binds" not in shown
+    assert (
+        "Bound by compute, not by the amount of memory: 2 GB more would make nothing faster."
+        in shown
+    )
+    assert "memory limits" not in shown
 
 
 def test_a_widened_answer_and_empty_classes_are_said() -> None:
@@ -274,7 +277,7 @@ def test_a_command_stays_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     terminal.draw_outcome(files, "name in sqlite:///x.db", file)
     command = "python 'studies/a folder of a rather long name/train.py' --dataset FILE.jsonl"
     assert any(line.endswith(command) for line in file.getvalue().splitlines())
-    assert "name in sqlite:///x.db" in one_line(file.getvalue())
+    assert "stored as study name in sqlite:///x.db" in one_line(file.getvalue())
 
 
 def test_further_files_are_counted_and_what_they_lack_is_said() -> None:
@@ -284,7 +287,10 @@ def test_further_files_are_counted_and_what_they_lack_is_said() -> None:
     terminal.draw_outcome([Path("out/train.py"), *further], "", file, unsaid=lacking)
     text = one_line(file.getvalue())
     assert "out/ train.py exports/ (2 more)" in text
-    assert "unsaid precision in torchtune.yaml; trainer in a.yaml, \\x1bb.yaml: see the top" in text
+    assert (
+        "missing precision is not in torchtune.yaml; trainer is not in a.yaml, \\x1bb.yaml: "
+        "the top of each file says more" in text
+    )
     assert text.count("--dataset") == 1
 
 

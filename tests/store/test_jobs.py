@@ -131,7 +131,7 @@ def test_a_job_that_nobody_survives_is_not_tried_for_ever(jobs: JobTable) -> Non
     assert jobs.claim(OTHER) is None
     job = jobs.get(number)
     assert (job.state, job.exit_code) == ("failed", 5)
-    assert "3 workers fell silent" in job.problem
+    assert "3 workers fell silent while they ran it" in job.problem
 
 
 def test_a_job_that_is_given_back_is_free_at_once_and_as_often_as_one_likes(jobs: JobTable) -> None:

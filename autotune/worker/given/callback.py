@@ -287,7 +287,7 @@ class WatchCallback(TrainerCallback):
     def _told_speed(self) -> str:
         speed = self._pace.speed
         if speed is None:
-            return "too few to tell a speed"
+            return "too few to measure a speed"
         speed *= self._num_processes
         if self._not_checked or self._planned_speed is None:
             return f"{speed:,.0f} tokens/s (not checked: {self._not_checked})"
