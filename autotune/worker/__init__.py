@@ -1,1 +1,1 @@
-"""Runs in a child process: the only home of torch, transformers, peft and bitsandbytes."""
+"""The code that runs in child processes: the only home of torch, transformers, peft and bitsandbytes."""

@@ -130,7 +130,7 @@ def _loader(request: dict[str, Any]) -> Answers:
 def _as_it_comes(
     work: Callable[[Callable[[dict[str, Any]], None]], dict[str, Any]],
 ) -> Answers:
-    """What `work` hands out while it runs, then what it returns.
+    """Yield what `work` hands out while it runs, then what it returns.
 
     It runs in a thread: a Trainer calls back and cannot be asked for its next step.
     """
@@ -168,7 +168,10 @@ def main() -> None:
 
 
 def answer_request(verbs: Mapping[str, Verb], request_file: str, result_file: str) -> None:
-    """Run the verb that the request names; write its answers. Exits on another schema version."""
+    """Run the verb that the request names and write its answers.
+
+    Exits on a request of another schema version.
+    """
     envelope = json.loads(Path(request_file).read_text(encoding="utf-8"))
     if envelope["schema_version"] != SCHEMA_VERSION:
         sys.exit(f"request has schema version {envelope['schema_version']}, not {SCHEMA_VERSION}")

@@ -1,4 +1,4 @@
-"""What only a process with torch can say of a machine, for `autotune doctor`: part by part.
+"""Answers of a process with torch about this machine, for `autotune doctor`: part by part.
 
 Each part is an answer of its own, the likeliest to end the process late: what was said before is kept.
 """
@@ -16,11 +16,14 @@ from autotune.worker.uncompiled import uncompiled
 Part = dict[str, Any]
 
 FLASH_ATTENTION = {"flash-attn": "flash_attn", "flash-attn-3": "flash_attn_interface"}
-"""pip's name, and the module whose import loads the compiled part."""
+"""Modules whose import loads the compiled part of FlashAttention, by pip's name of the package."""
 
 
 def examine() -> Iterator[dict[str, Part]]:
-    """An answer per part, under its name. A part that fails says why in `problem`."""
+    """Answer part by part, each under its name.
+
+    A part that fails says why in `problem`.
+    """
     for name, ask in _PARTS.items():
         try:
             part = ask()
@@ -41,7 +44,7 @@ def _torch() -> Part:
 
 
 def _card() -> Part:
-    """One kernel, which also tells whether this build has any for the card."""
+    """Run one kernel on the card, which also tells whether this build has any for it."""
     import torch
 
     torch.cuda.init()

@@ -10,7 +10,7 @@ from autotune.records.fingerprint import Fingerprint
 
 
 def fingerprint(backend: str, allocator: str) -> Fingerprint:
-    """Of the first visible CUDA device, or of the CPU. Needs no CUDA context.
+    """The fingerprint of the first visible CUDA device, or of the CPU. It needs no CUDA context.
 
     `allocator`: its settings, without what the configuration adds to them.
     """
@@ -25,7 +25,7 @@ def fingerprint(backend: str, allocator: str) -> Fingerprint:
 
 
 def _driver() -> str:
-    """Empty without NVML."""
+    """The driver's version; empty without NVML."""
     try:
         pynvml.nvmlInit()
         try:

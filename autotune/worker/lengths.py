@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 MAX_TOKENISED = 20_000
-"""A larger dataset is sampled. [judgement] Its mean is then known to a per cent."""
+"""Most samples that are tokenised: a larger dataset is sampled. [judgement] Its mean is then known to a per
+cent."""
 NUM_LONGEST = 200
-"""Texts, of the most characters, among which the sample of the most tokens is looked for."""
+"""Number of texts, those of the most characters, among which the sample of the most tokens is looked for."""
 _AT_ONCE = 1000
 
 
 _NOT_TEXT = (".arrow", ".csv", ".gz", ".json", ".parquet", ".tsv", ".zip", ".zst")
-"""Files that people keep samples in, whose lines are none."""
+"""Endings of files that people keep samples in, but whose lines are no samples."""
 
 
 class UnreadableDataset(Exception):
-    """The dataset or the tokenizer cannot be used, and what to do; for the user."""
+    """The dataset or the tokenizer cannot be used; the message, for the user, says what to do."""
 
     def __init__(self, why: str, remedy: str = "") -> None:
         super().__init__(why)
@@ -31,7 +32,7 @@ class UnreadableDataset(Exception):
 
 
 def count_lengths(dataset: str, text_field: str, tokenizer: str) -> dict[str, Any]:
-    """{"num_samples": all, "counts": [[tokens, samples], ...], "longest": tokens}.
+    """Count tokens: {"num_samples": all, "counts": [[tokens, samples], ...], "longest": tokens}.
 
     The counts are of at most MAX_TOKENISED samples. Raises UnreadableDataset.
     """
@@ -63,7 +64,10 @@ def _counted(tokenise: Any, texts: list[str]) -> Counter[int]:
 
 
 def load_tokenizer(tokenizer: str) -> Any:
-    """From local files. Raises UnreadableDataset."""
+    """Load the tokenizer from local files.
+
+    Raises UnreadableDataset.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -79,7 +83,7 @@ def load_tokenizer(tokenizer: str) -> Any:
 
 
 def _texts(path: Path, text_field: str) -> Iterator[str]:
-    """As train.py reads them: objects of a .jsonl, or lines of text."""
+    """Read the texts as train.py does: objects of a .jsonl, or lines of text."""
     as_jsonl = (
         "Write it as .jsonl, with the text in a field (datasets: load_dataset(...).to_json(FILE))"
     )

@@ -53,7 +53,7 @@ _IMPORT_ENVIRONMENT = {
 }
 _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 _NOT_INITIALIZED = 3
-"""CUDA_ERROR_NOT_INITIALIZED of cuda.h."""
+"""Value of CUDA_ERROR_NOT_INITIALIZED in cuda.h."""
 
 
 def main(
@@ -106,7 +106,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _capability_without_cuda() -> Iterator[None]:
-    """Have NVML say what libraries ask torch as they are imported, which would initialise CUDA.
+    """Let NVML answer what libraries ask torch as they are imported, which would initialise CUDA.
 
     bitsandbytes asks for the compute capability of every card (0.50, cuda_specs.py) and shows it in
     its diagnostics only; torchao, which Transformers imports where it is installed, asks whether a
@@ -254,7 +254,7 @@ class _Server:
 
 
 def _wake_on_signals() -> tuple[int, int]:
-    """A pipe: from its first end the numbers of the handled signals can be read."""
+    """Make a pipe from whose first end the numbers of the handled signals can be read."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable)
@@ -264,7 +264,7 @@ def _wake_on_signals() -> tuple[int, int]:
 
 
 def _state() -> dict[str, int | bool]:
-    """What a fork depends on: other threads' locks, and CUDA, which does not survive one."""
+    """The facts that a fork depends on: other threads' locks, and CUDA, which does not survive one."""
     torch = sys.modules.get("torch")
     return {
         "num_threads": len(os.listdir("/proc/self/task")),
@@ -321,7 +321,7 @@ def _print_into(path: str) -> None:
 
 
 def _work(verbs: Mapping[str, Verb], job: dict[str, str]) -> int:
-    """Run a job as `python -m autotune.worker` would; its exit code."""
+    """Run a job as `python -m autotune.worker` would; return its exit code."""
     # Python reseeds its own generator in a fork, and torch's starts from a constant anyway.
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -1,4 +1,4 @@
-"""Imports without what they compile."""
+"""Imports of libraries without what they compile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Have torch.compile do nothing.
+    """Let torch.compile do nothing for the length of a `with` block.
 
     bitsandbytes compiles its CPU kernels as it is imported, which loads the compiler: 0.9 s for what
     is never run here.

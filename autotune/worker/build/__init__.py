@@ -1,1 +1,1 @@
-"""The model that is trained: architecture, adapter, quantisation."""
+"""Builds the model that is trained: architecture, adapter, quantisation."""

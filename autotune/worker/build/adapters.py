@@ -1,4 +1,7 @@
-"""PEFT's adapter on a model, by the fields of space.adapters: on `meta` for a trace, for real in a probe."""
+"""PEFT's adapter on a model, by the fields of space.adapters.
+
+It is added on `meta` for a trace, for real in a probe.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from autotune.worker.build.model import UnsupportedModel, first_line, reason_of
 from autotune.worker.trace.stand_ins import replaced
 
 RANK = 10_007
-"""Rank of a trace: a prime that divides no model dimension, so that sizes tell their factors."""
+"""LoRA rank of a trace: a prime that divides no model dimension, so that sizes tell their factors."""
 
 
 def add_adapter(model: Any, task: str, choice: Choice, rank: int | None = None) -> nn.Module:
-    """The model with PEFT's adapter, where the model is; weights in fp32 where PEFT casts them.
+    """Add PEFT's adapter to the model, on the model's device; its weights are fp32 where PEFT casts them.
 
     `rank` replaces the choice's. Raises UnsupportedModel where PEFT has no such adapter for the model.
     """
@@ -54,12 +57,15 @@ def add_adapter(model: Any, task: str, choice: Choice, rank: int | None = None) 
 
 
 def _in_order(count: int, *, generator: Any = None, **place: Any) -> torch.Tensor:
-    """What torch.randperm gives, but for the order."""
+    """Stand in for torch.randperm: the same numbers, in their order."""
     return torch.arange(count, **place)
 
 
 def peft_config(model: Any, task: str, fields: dict[str, Any], method: str) -> Any:
-    """PEFT's configuration object, what is left to the model filled in."""
+    """Make PEFT's configuration object, with what is left to the model filled in.
+
+    Raises UnsupportedModel for a type, field or task that PEFT does not have.
+    """
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     kinds = {kind.value: config_class for kind, config_class in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -92,8 +98,11 @@ def peft_config(model: Any, task: str, fields: dict[str, Any], method: str) -> A
 
 
 def true_masks(choice: Choice) -> contextlib.AbstractContextManager[Any]:
-    """Elements picked by a mask without values: all of them, for the type of adapter that asks whether
-    places lie within a weight (peft 0.21 tuners/waveft/layer.py). Elsewhere torch refuses."""
+    """Let a mask without values pick all of its elements.
+
+    For the type of adapter that asks whether places lie within a weight (peft 0.21 tuners/waveft/layer.py).
+    Elsewhere torch refuses.
+    """
     settings: Any = fx_config
     if choice.method == "peft" and peft_fields(choice)["peft_type"] == "WAVEFT":
         picks_all: contextlib.AbstractContextManager[Any] = settings.patch(
@@ -104,7 +113,10 @@ def true_masks(choice: Choice) -> contextlib.AbstractContextManager[Any]:
 
 
 def _present(model: nn.Module, wanted: list[str]) -> list[str]:
-    """The names that linear layers of this model have; all must be there but for `attention`."""
+    """The names of target modules that linear layers of this model have.
+
+    All must be there but for `attention`. Raises UnsupportedModel.
+    """
     names = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_projection(m)}
     found = [name for name in wanted if name in names]
     missing = [name for name in wanted if name not in names]
@@ -125,7 +137,7 @@ def _is_projection(module: nn.Module) -> bool:
 
 
 def _leave_no_values(model: nn.Module) -> None:
-    """What PEFT made on the CPU all the same goes to `meta` too: a trace must see it."""
+    """Move to `meta` what PEFT made on the CPU all the same: a trace must see it."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_meta:

@@ -15,7 +15,10 @@ from torch import nn
 
 
 def convert(model: nn.Module) -> None:
-    """As accelerate's Accelerator.prepare with export.training_args.environment."""
+    """Convert a model's linear layers to float8.
+
+    It is done as accelerate's Accelerator.prepare does with export.training_args.environment.
+    """
     from accelerate.utils.ao import convert_model_to_fp8_ao
     from torchao.float8 import Float8LinearConfig
 
@@ -28,14 +31,17 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def wrappers() -> tuple[type[torch.Tensor], ...]:
-    """torchao's tensors, which are made of others: operations on those are what there is to see."""
+    """Classes of torchao's tensors, which are made of others: a trace looks at operations on those."""
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
     return (Float8TrainingTensor,)
 
 
 def check_trained(model: nn.Module, optimizer: Any) -> list[str]:
-    """That layers are converted, and that what they multiply with is what the optimizer updates."""
+    """Check that layers are converted, and that the optimizer updates the weights they multiply with.
+
+    Returns complaints, none when all is well.
+    """
     layers: list[Any] = [module for module in model.modules() if is_converted(module)]
     weights = [layer.weight for layer in layers]
     if not weights:

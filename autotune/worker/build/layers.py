@@ -1,4 +1,4 @@
-"""A model's repeated layers: where they are, and after how many of them the pattern of layers repeats.
+"""Finds a model's repeated layers, and after how many of them their pattern repeats.
 
 The pattern is read off the model itself, built without weights: some layers of a mixture of experts are
 dense (DeepSeek's first three), some attend to a window only, some are no attention at all. What a
@@ -17,34 +17,37 @@ from torch import nn
 from transformers import PretrainedConfig
 
 Kind = frozenset[Any]
-"""All there is to say of a layer that could change what it allocates and computes."""
+"""The facts of a layer that could change what it allocates and computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pattern:
-    """From layer `first` on, the layers repeat every `period`."""
+    """A pattern of layers: from layer `first` on, they repeat every `period`."""
 
     first: int
     period: int
 
     def num_traced(self, num_layers: int, num_periods: int) -> int:
-        """Layers enough for what comes first, so many periods, and the remainder."""
+        """The number of layers that make up what comes first, so many periods, and the remainder."""
         return self.first + num_periods * self.period + (num_layers - self.first) % self.period
 
 
 def num_layers(config: PretrainedConfig) -> int:
-    """Of the part that reads text; 0 where the configuration does not say."""
+    """The number of layers in the part that reads text; 0 where the configuration does not say."""
     number = getattr(text_part(config), "num_hidden_layers", None)
     return number if isinstance(number, int) else 0
 
 
 def text_part(config: PretrainedConfig) -> Any:
-    """Itself, or the text's part of a configuration that is of images and sound besides."""
+    """The configuration of the part that reads text; for an encoder and decoder, the whole one.
+
+    Other models may have parts for images and sound besides.
+    """
     return config if config.is_encoder_decoder else config.get_text_config()
 
 
 def with_layers(config: PretrainedConfig, num: int) -> PretrainedConfig:
-    """The same architecture with fewer layers, in a decoder beside an encoder too."""
+    """The same configuration with fewer layers, in a decoder beside an encoder too."""
     small = copy.deepcopy(config)
     of_text = text_part(small)
     before = of_text.num_hidden_layers
@@ -80,7 +83,7 @@ def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def find_pattern(kinds: Sequence[Any], *, step: int, num_periods: int) -> Pattern | None:
-    """The pattern that takes the fewest layers to trace; None where that is no fewer than all.
+    """Find the pattern that takes the fewest layers to trace; None where that is no fewer than all.
 
     `step`: the period is a multiple of it (every how many layers one is checkpointed).
     """
@@ -97,11 +100,11 @@ def find_pattern(kinds: Sequence[Any], *, step: int, num_periods: int) -> Patter
 
 
 def kinds_of(model: nn.Module, config: PretrainedConfig) -> list[Kind]:
-    """What each layer is; empty where it is unclear which the layers are.
+    """The kind of each layer; empty where it is unclear which modules are the layers.
 
-    Equal are those of the same modules, with parameters of the same shapes and equal settings, and of
-    the same kind in every list that the configuration has for its layers; in models that are the same
-    outside of them (Gemma 4 has an embedding that is as wide as its layers are many).
+    Layers are equal that have the same modules, with parameters of the same shapes and equal settings, and
+    the same kind in every list that the configuration has for its layers; in models that are the same outside
+    of them (Gemma 4 has an embedding that is as wide as its layers are many).
     """
     stacks = layer_stacks(model)
     if not stacks:
@@ -143,7 +146,7 @@ def _shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _facts(layer: nn.Module) -> dict[Any, Any]:
-    """What there is to say of a layer's modules, parameters and settings."""
+    """The facts that tell layers apart: their modules, parameters and settings."""
     facts: dict[Any, Any] = {}
     for name, module in layer.named_modules():
         facts[name, ""] = type(module)
@@ -158,7 +161,7 @@ def _facts(layer: nn.Module) -> dict[Any, Any]:
 
 
 def _drop_numbers_of_layers(facts: list[dict[Any, Any]]) -> None:
-    """Layers know their number, counted from anywhere: that makes none of them another kind."""
+    """Drop settings that only number the layers, counted from anywhere: they make no layer another kind."""
     for key in {key for fact in facts for key in fact}:
         values = {layer: fact[key] for layer, fact in enumerate(facts) if key in fact}
         if all(type(value) is int for value in values.values()) and _rises_evenly(values):
@@ -167,7 +170,7 @@ def _drop_numbers_of_layers(facts: list[dict[Any, Any]]) -> None:
 
 
 def _rises_evenly(values: Mapping[int, int]) -> bool:
-    """Whether each is as much more than the one before as it is later."""
+    """Whether values grow by the same amount from layer to layer."""
     pairs = list(itertools.pairwise(values.items()))
     rises = {(b - a) / (later - earlier) for (earlier, a), (later, b) in pairs}
     return len(rises) == 1 and rises != {0}

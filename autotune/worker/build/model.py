@@ -1,4 +1,4 @@
-"""The model that the Trainer trains, on `meta`: architecture and checkpointing.
+"""Builds the model that the Trainer trains, on `meta`: architecture and checkpointing.
 
 `quantize` and `adapters` beside it change it; `real_model` gives it weights on a device.
 
@@ -35,11 +35,14 @@ class UnsupportedModel(Exception):
 
 
 class CrashedStep(UnsupportedModel):
-    """Its training step ended in an error that nobody has foreseen, perhaps a mistake of the tracer."""
+    """The training step ended in an error that nobody has foreseen, perhaps a mistake of the tracer."""
 
 
 def load_config(config: dict[str, Any]) -> PretrainedConfig:
-    """Transformers' configuration object. UnsupportedModel for an architecture that needs remote code."""
+    """Make Transformers' configuration object.
+
+    Raises UnsupportedModel for an architecture that needs remote code.
+    """
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(
@@ -55,7 +58,10 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
 
 
 def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Module:
-    """The bare model on `meta`, dtype of its weights as `from_pretrained(dtype=...)` would load it."""
+    """Build the bare model on `meta`, with the dtype that `from_pretrained(dtype=...)` would load.
+
+    Raises UnsupportedModel.
+    """
     auto = getattr(transformers, _AUTO_CLASSES[task])
     config = copy.deepcopy(config)
     config.use_cache = False  # TrainingArguments.use_cache's default
@@ -83,7 +89,10 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
 
 
 def enable_checkpointing(model: Any, spec: TraceSpec) -> None:
-    """What Trainer does for `activation_checkpointing=True`, by the names of the installed version."""
+    """Enable checkpointing as Trainer does for `activation_checkpointing=True`, in the installed version.
+
+    Raises UnsupportedModel where that version cannot do what is asked for.
+    """
     kwargs: dict[str, Any] = {"use_reentrant": False}
     enable = getattr(model, "activation_checkpointing_enable", None)
     if (
@@ -109,7 +118,7 @@ def _inner(model: Any) -> Any:
 
 
 def decayed_parameters(model: nn.Module) -> set[int]:
-    """Ids of the parameters in the Trainer's first group: no biases, no norms.
+    """Ids of the parameters in the Trainer's first group, which are decayed: no biases, no norms.
 
     Source: transformers 5.23 Trainer.get_decay_parameter_names.
     """
@@ -121,9 +130,9 @@ def decayed_parameters(model: nn.Module) -> set[int]:
 
 
 def linear_weights(model: nn.Module) -> set[int]:
-    """Ids of what the Trainer lets GaLore and APOLLO project under `all-linear`.
+    """Ids of the weights that the Trainer lets GaLore and APOLLO project under `all-linear`.
 
-    A weight that an embedding shares goes by the embedding's name, and is none. Source: transformers
+    A weight that an embedding shares goes by the embedding's name, and is none of them. Source: transformers
     5.23 trainer_optimizer.py, _setup_low_rank_optimizer.
     """
     names = {
@@ -133,7 +142,7 @@ def linear_weights(model: nn.Module) -> set[int]:
 
 
 def accepts_loss_kwargs(model: Any) -> bool:
-    """Trainer's own question: does the forward pass take `num_items_in_batch`?"""
+    """Whether the forward pass takes `num_items_in_batch`, as Trainer asks it."""
     inner = _inner(model)
     declared = getattr(inner, "accepts_loss_kwargs", None)
     if declared is not None:
@@ -143,7 +152,7 @@ def accepts_loss_kwargs(model: Any) -> bool:
 
 
 def shifts_labels(model: Any) -> bool:
-    """Trainer's own question: is what a place foretells the label of the next?"""
+    """Whether each place foretells the next one's label, as Trainer asks it."""
     inner = _inner(model)
     loss = LOSS_MAPPING.get(getattr(inner, "loss_type", ""))
     return loss is ForCausalLMLoss and not inner.config.is_encoder_decoder
@@ -154,16 +163,16 @@ _ASKS_FOR_VALUES = (
     "register_meta function for torch.nonzero()",
     "cannot be called on meta tensors",
 )
-"""What torch 2.13 says where a tensor on `meta` would have to know its values."""
+"""Parts of torch 2.13's messages where a tensor on `meta` would have to know its values."""
 
 
 def asks_for_values(error: Exception) -> bool:
-    """Whether a prediction can never have what was asked for."""
+    """Whether an error says that values are needed, which a prediction can never have."""
     return any(part in str(error) for part in _ASKS_FOR_VALUES)
 
 
 def reason_of(error: Exception) -> str:
-    """Why a library could not do it without data, short enough for a message."""
+    """The reason why a library could not do it without data, short enough for a message."""
     if asks_for_values(error):
         return (
             "it looks at values of weights or of what they make, and a prediction has shapes alone"
@@ -172,5 +181,5 @@ def reason_of(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception of a library says, short enough for a message."""
+    """The first line of a library's exception, short enough for a message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

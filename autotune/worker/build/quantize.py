@@ -1,4 +1,4 @@
-"""A base stored in few bits: bitsandbytes' layers, its own code for the weights, and CUDA's for int8."""
+"""Quantises a base: bitsandbytes' layers, its own code for the weights, and CUDA's for int8."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = ("Linear4bit", "Linear8bitLt")
 
 
 def quantize(model: Any, task: str, spec: TraceSpec) -> None:
-    """Linear layers become bitsandbytes', their weights still to be made (`quantize_weight`)."""
+    """Replace linear layers by bitsandbytes', their weights still to be made (`quantize_weight`)."""
     import bitsandbytes as bnb
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
@@ -59,13 +59,13 @@ def quantize(model: Any, task: str, spec: TraceSpec) -> None:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether it is bitsandbytes' layer, and not PEFT's of the same name around it."""
+    """Whether a module is bitsandbytes' layer, and not PEFT's of the same name around it."""
     kind = type(module)
     return kind.__name__ in LAYERS and kind.__module__.startswith("bitsandbytes.")
 
 
 def quantize_weight(linear: Any, weight: torch.Tensor) -> None:
-    """Quantise one layer's weight, given in 16 bits: what loading does, layer by layer.
+    """Quantise one layer's weight, given in 16 bits, as loading does it layer by layer.
 
     The caller should hold no reference to `weight`, so that it is gone with the call.
     """
@@ -102,7 +102,7 @@ def quantize_weight(linear: Any, weight: torch.Tensor) -> None:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """bitsandbytes' operations as its CUDA backend computes them, for a trace to look into.
+    """Bitsandbytes' operations as its CUDA backend computes them, for a trace to look into.
 
     It multiplies more than 1,536 rows of 4-bit weights by dequantising first.
     Source: bitsandbytes 0.50, backends/cuda/ops.py.
@@ -122,7 +122,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _quantize_4bit(
     weight: torch.Tensor, blocksize: int, quant_type: str, quant_storage: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and the scales of blocks, which are made first."""
+    """Make the codes and the scales of blocks; the scales are made first."""
     weight = weight.contiguous()
     num = weight.numel()
     scales = torch.empty(-(-num // blocksize), dtype=torch.float32, device=weight.device)
@@ -142,7 +142,7 @@ def _gemm_4bit(
     table_of_scales: torch.Tensor | None = None,
     mean_of_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """_dequant_linear_fallback, whose every step is alive until it ends."""
+    """Multiply as _dequant_linear_fallback does, whose every step is alive until it ends."""
     defined = torch.ops.bitsandbytes
     if codes_of_scales is not None:
         quantized = codes_of_scales, scales, table_of_scales, 256, torch.float32
@@ -157,7 +157,10 @@ def _gemm_4bit(
 def _int8_vectorwise_quant(
     tensor: torch.Tensor, threshold: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Rows of float16 -> int8 and a scale. A trace has no values, so no column has an outlier."""
+    """Quantise rows of float16 to int8 and a scale.
+
+    A trace has no values, so no column has an outlier.
+    """
     num_rows = tensor.numel() // tensor.shape[-1]
     scales = torch.empty(num_rows, dtype=torch.float32, device=tensor.device)
     codes = torch.empty(tensor.shape, dtype=torch.int8, device=tensor.device)
@@ -190,7 +193,7 @@ def _int8_scaled_mm(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The product in int32, scaled to float16, converted to the dtype asked for."""
+    """Multiply in int32, scale to float16 and convert to the dtype asked for."""
     product = torch._int_mm(codes.reshape(-1, codes.shape[-1]), weight.t())
     product = product.reshape(*codes.shape[:-1], weight.shape[0])
     output = torch.empty_like(product, dtype=torch.float16).copy_(product)

@@ -1,4 +1,4 @@
-"""The model on a device with random weights, in no more memory than it needs there.
+"""Builds the model on a device with random weights, in no more memory than it needs there.
 
 No weights are read: the model is made on `meta` and each module gets its storages where they are to
 stay. A weight that is quantised exists in 16 bits for as long as that takes, one layer at a time.
@@ -19,15 +19,16 @@ from autotune.worker.build import adapters, quantize
 from autotune.worker.build import model as models
 
 STANDARD_DEVIATION = 0.02
-"""Of quantised weights; the others get what Transformers gives their architecture (mostly the same)."""
+"""Standard deviation of quantised weights. The others get what Transformers gives their architecture (mostly
+the same)."""
 
 
 def build(
     config: PretrainedConfig, task: str, train_config: TrainConfig, device: torch.device
 ) -> nn.Module:
-    """The model that the Trainer gets: base, quantised where it should be, with its adapter.
+    """Build the model that the Trainer gets: base, quantised where it should be, with its adapter.
 
-    Raises models.UnsupportedModel.
+    Raises model.UnsupportedModel.
     """
     spec = TraceSpec.of(train_config)
     model = models.build_base(config, task, spec)

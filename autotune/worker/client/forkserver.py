@@ -36,10 +36,10 @@ from autotune.worker.client import isolate, launching
 from autotune.worker.client.orphans import adopt_orphans
 
 READY_SECONDS = 180.0
-"""For the imports: 4 s here, a minute from a cold network disk."""
+"""Time that a server may take for its imports: 4 s here, a minute from a cold network disk."""
 CLOSE_SECONDS = 1.0
 PATIENCE_SECONDS = 30.0
-"""For a killed process to go: a driver may take seconds to give its memory back."""
+"""Time that a killed process may take to go: a driver may take seconds to give its memory back."""
 MAX_STARTS = 2
 
 _TAIL_BYTES = 4096
@@ -47,17 +47,17 @@ _TAIL_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fork:
-    """What the server saw just before it forked a job."""
+    """The state of the server just before it forked a job."""
 
     pid: int
-    """The job's process."""
+    """Process id of the job."""
     server_pid: int
     num_threads: int
-    """Of the server."""
+    """Number of the server's threads."""
     cuda_initialized: bool
-    """As torch or the driver says."""
+    """Whether CUDA is initialised, by what torch or the driver says."""
     cuda_device_open: bool
-    """As the kernel says: a context exists, whichever library made it."""
+    """Whether a CUDA context exists, by what the kernel says, whichever library made it."""
 
 
 class ForkServer:
@@ -70,7 +70,10 @@ class ForkServer:
     def __init__(
         self, *, command: Sequence[str] | None = None, fresh_command: Sequence[str] | None = None
     ) -> None:
-        """`command` replaces the server's, `fresh_command` that of jobs that are not forked."""
+        """Remember the commands; nothing is started.
+
+        `command` replaces the server's, `fresh_command` that of jobs that are not forked.
+        """
         self._command = [sys.executable, "-P", "-m", "autotune.worker.server"]
         if command is not None:
             self._command = list(command)
@@ -102,9 +105,10 @@ class ForkServer:
         deadline_seconds: float,
         on_answer: Callable[[isolate.Answer], None] | None = None,
     ) -> isolate.WorkerEnd:
-        """Run one job to its end; as isolate.run. The imports do not count for its deadline.
+        """Run one job to its end, as isolate.run does.
 
-        Raises WorkerError when no server can be started or the request cannot be written.
+        The imports do not count for its deadline. Raises WorkerError when no server can be started or the
+        request cannot be written.
         """
         (end,) = isolate.run_jobs(
             verb,
@@ -116,7 +120,7 @@ class ForkServer:
         return end
 
     def start(self, verb: str) -> None:
-        """Have a server import for jobs of this verb, without waiting for it."""
+        """Let a server import what jobs of this verb need, without waiting for it."""
         environment = launching.worker_environment(verb)
         if self._server is not None and not self._server.suits(environment):
             self.close()
@@ -124,7 +128,10 @@ class ForkServer:
             self._server = _Server(self._command, environment)
 
     def close(self) -> None:
-        """End the server and what it runs. Safe to call twice; a later job starts another."""
+        """End the server and the job that it runs.
+
+        It is safe to call this twice; a later job starts another server.
+        """
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -153,15 +160,15 @@ class ForkServer:
 
 
 class _ServerGone(Exception):
-    """The server died, or did not answer in time: its last words."""
+    """The server died, or did not answer in time; the message has its last words."""
 
 
 class _Unfit(Exception):
-    """The server will not fork: why."""
+    """The server will not fork; the message says why."""
 
 
 class _Forked:
-    """The server's job, as launching.Process."""
+    """A job of the server, as a launching.Process."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server
@@ -177,7 +184,10 @@ class _Forked:
 
 
 class _Server:
-    """A server process and its one job. Not reaped before `close`: its id stays its own."""
+    """A server process and its one job.
+
+    The process is not reaped before `close`, so that its id stays its own.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -213,13 +223,16 @@ class _Server:
         self._requests, self._replies = self._process.stdin, self._process.stdout
 
     def suits(self, environment: Mapping[str, str]) -> bool:
-        """Whether it still runs and its jobs see these variables."""
+        """Whether the server still runs and its jobs see these variables."""
         if self._is_closed or environment != self._environment:
             return False
         return not _has_ended(self.pid)
 
     def fork(self, job: launching.Job) -> Fork:
-        """Start a job. Raises _Unfit or _ServerGone: then it has not begun."""
+        """Start a job.
+
+        Raises _Unfit or _ServerGone: then it has not begun.
+        """
         assert self._is_job_gone
         self._read_until(lambda: self._is_ready)
         self._expect_job()
@@ -257,7 +270,10 @@ class _Server:
         return self._exit_code
 
     def close(self) -> None:
-        """End the server and its job, and reap both. Safe to call twice."""
+        """End the server and its job, and reap both.
+
+        It is safe to call this twice.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -318,7 +334,7 @@ class _Server:
             self._read(isolate.POLL_SECONDS)
 
     def _read(self, timeout_seconds: float) -> bool:
-        """Take in the messages that are there or arrive in time; whether there were any."""
+        """Take in the messages that are there or arrive in time; return whether there were any."""
         if self._has_hung_up:
             time.sleep(timeout_seconds)
             return False
@@ -350,12 +366,15 @@ class _Server:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child has ended. It is left a zombie. Raises ChildProcessError for no child."""
+    """Whether a child has ended, which is left a zombie.
+
+    Raises ChildProcessError where it is no child.
+    """
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _reap_group(group: int) -> None:
-    """Reap what was killed and adopted; what does not die in time is left to init."""
+    """Reap the killed and adopted processes of a group; one that does not die in time is left to init."""
     give_up = time.monotonic() + PATIENCE_SECONDS
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < give_up:

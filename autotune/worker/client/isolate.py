@@ -48,33 +48,38 @@ Answer = dict[str, Any]
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 1.0
-"""Between TERM and KILL."""
+"""Time that a child gets between TERM and KILL."""
 MAX_STDERR_BYTES = 64 * 2**10
 MAX_LOGGED_LINES = 60
-"""Of what a child printed that did not end well: a traceback through Trainer has some 40."""
+"""Most lines that are logged of what a child printed that did not end well: a traceback through Trainer has
+some 40."""
 MAX_CHILDREN = 2
-"""More would compete for the memory of a small machine: importing torch takes 0.3 GiB each."""
+"""Most children at once: more would compete for the memory of a small machine, as importing torch takes 0.3
+GiB each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerEnd:
-    """How one child ended. The answers that came before the end are kept whatever it was."""
+    """The end of one child.
+
+    The answers that came before the end are kept whatever it was.
+    """
 
     how: str
-    """ok, crashed, timeout or unreadable."""
+    """Kind of the end: ok, crashed, timeout or unreadable."""
     exit_code: int
-    """As subprocess gives it: minus the signal's number when a signal ended the child."""
+    """Exit code as subprocess gives it: minus the signal's number when a signal ended the child."""
     answers: tuple[Answer, ...]
     num_partial_lines: int
-    """1 when the child died while it wrote its last line."""
+    """Number of lines cut off: 1 when the child died while it wrote its last line."""
     problem: str
-    """What happened, in one clause; empty when ok."""
+    """The problem in one clause; empty when ok."""
     stderr_tail: str
     """The last MAX_STDERR_BYTES that the child printed."""
 
     @property
     def last_words(self) -> str:
-        """What the child ended with."""
+        """The line that the child ended with, as last_line picks it."""
         return last_line(self.stderr_tail)
 
     def to_error(self, verb: str) -> WorkerError:
@@ -199,7 +204,7 @@ class _Child:
         self._deadline_seconds = deadline_seconds
 
     def is_over(self) -> bool:
-        """Whether the child has ended, be it because its deadline has passed."""
+        """Whether the child has ended, or was ended because its deadline has passed."""
         assert self._process is not None
         if self._process.has_exited():
             return True
@@ -214,7 +219,7 @@ class _Child:
         return self._how == "unreadable"
 
     def read_answers(self) -> list[Answer]:
-        """The answers that have arrived since the last call, up to the first unreadable line."""
+        """Return the answers that have arrived since the last call, up to the first unreadable line."""
         new: list[Answer] = []
         *lines, self._rest = (self._rest + (self._result.readall() or b"")).split(b"\n")
         for line in lines:
@@ -259,7 +264,10 @@ class _Child:
         return end
 
     def close(self) -> None:
-        """Kill what still runs and close what is open. Safe to call twice."""
+        """Kill what still runs and close what is open.
+
+        It is safe to call this twice.
+        """
         try:
             self._stop()
         finally:
@@ -268,7 +276,7 @@ class _Child:
                 self._reap()
 
     def _stop(self) -> None:
-        """TERM, a second, KILL to the group; at once KILL if the child has exited already."""
+        """End the group: TERM, a second, KILL; at once KILL if the child has exited already."""
         process = self._process
         if process is None or self._exit_code is not None:
             return
@@ -290,7 +298,10 @@ class _Child:
 
 
 def private_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for this user alone, removed at the end of a `with`. Raises WorkerError."""
+    """Make a folder for this user alone, which is removed at the end of the `with` block.
+
+    Raises WorkerError.
+    """
     try:
         return tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -323,14 +334,17 @@ def _describe_exit(exit_code: int) -> str:
 
 
 def tail(file: IO[bytes], max_bytes: int) -> str:
-    """The end of what a process printed there."""
+    """Read the end of what a process printed to that file."""
     size_bytes = file.seek(0, os.SEEK_END)
     file.seek(max(0, size_bytes - max_bytes))
     return file.read().decode("utf-8", errors="replace")
 
 
 def last_line(printed: str) -> str:
-    """What it ended with: an exception's own line, whatever libraries print after it; else the last."""
+    """The line that a process ended with: the last one that is an exception's own, else the last of all.
+
+    Libraries may print further lines after an exception.
+    """
     lines = printed.strip().splitlines()
     tracebacks = [n for n, line in enumerate(lines) if line.startswith("Traceback (most recent")]
     after = lines[tracebacks[-1] + 1 :] if tracebacks else []

@@ -32,17 +32,20 @@ _VERB_ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a child is started with: its verb and its three files."""
+    """A child's job: its verb and its three files."""
 
     verb: str
     request_path: Path
     result_path: Path
     printed_path: Path
-    """Where its stdout and stderr go."""
+    """File that gets the child's stdout and stderr."""
 
 
 class Process(Protocol):
-    """A started child, leader of a process group. Nothing else can take its id before `reap`."""
+    """A started child, leader of a process group.
+
+    Nothing else can take its id before `reap`.
+    """
 
     def has_exited(self) -> bool: ...
 
@@ -50,15 +53,15 @@ class Process(Protocol):
         """Send a signal to the whole group; nothing happens when all of it is gone."""
 
     def reap(self) -> int:
-        """Wait for the end; the exit code, as subprocess gives it."""
+        """Wait for the end and return the exit code, as subprocess gives it."""
 
 
 Launch = Callable[[Job], Process]
-"""Starts a child. Raises WorkerError when it cannot."""
+"""A function that starts a child. It raises WorkerError when it cannot."""
 
 
 def worker_command() -> list[str]:
-    """`python -m autotune.worker`, without the current folder on its path.
+    """The command `python -m autotune.worker`, without the current folder on its path.
 
     `-P`, because a `torch.py` beside a downloaded model must not be run in place of torch.
     """
@@ -66,7 +69,7 @@ def worker_command() -> list[str]:
 
 
 def worker_environment(verb: str) -> dict[str, str]:
-    """The parent's variables with ours on top; an uninstalled checkout stays importable."""
+    """The parent's environment variables with ours on top; an uninstalled checkout stays importable."""
     environment = os.environ | _COMMON_ENVIRONMENT | _VERB_ENVIRONMENT.get(verb, {})
     environment[PARENT_VARIABLE] = str(os.getpid())
     root = Path(__file__).resolve().parents[3]
@@ -77,7 +80,10 @@ def worker_environment(verb: str) -> dict[str, str]:
 
 
 class _Spawned:
-    """A child of this process. Not reaped before `reap`: its id stays its own."""
+    """A child of this process.
+
+    It is not reaped before `reap`, so that its id stays its own.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -100,7 +106,7 @@ class _Spawned:
 
 
 def spawn(command: Sequence[str], job: Job) -> Process:
-    """The Launch that starts a fresh process: `command` with the job's two files."""
+    """Make the Launch that starts a fresh process: `command` with the job's two files."""
     arguments = [*command, str(job.request_path), str(job.result_path)]
     try:
         with job.printed_path.open("wb") as printed:

@@ -1,4 +1,4 @@
-"""A process whose parent has died: it ends too, or is adopted."""
+"""Ends or adopts a process whose parent has died."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 PARENT_VARIABLE = "AUTOTUNE_PARENT_PID"
-"""Of a worker: the process that started it."""
+"""Environment variable of a worker: the id of the process that started it."""
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -18,7 +18,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 
 def die_with_parent(death_signal: int = signal.SIGKILL) -> None:
-    """For a worker's first line: have the kernel send this signal when its parent dies.
+    """Have the kernel send this process the signal when its parent dies; for a worker's first line.
 
     Exits at once when the parent is gone already. Does nothing in a process that `run` did not
     start, and nothing but that check outside Linux.
@@ -33,7 +33,7 @@ def die_with_parent(death_signal: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> bool:
-    """Whether descendants that lose their parent become this process's children; was it so before?
+    """Adopt descendants that lose their parent; return whether that was so before.
 
     Linux only. What is adopted must be reaped: init does so no longer.
     """

@@ -1,1 +1,1 @@
-"""What a user's own program is given: the answer as objects of its libraries, and a callback."""
+"""Objects for a user's own program: the answer as its libraries take it, and a callback."""

@@ -39,30 +39,33 @@ from autotune.worker.given.pace import Pace
 from autotune.worker.probe.steps import CpuClock, CudaClock
 
 TOLERANCES = {"measured": 0.1, "predicted": 0.3}
-"""Of speed. [judgement] A run of hours beside a minute's probe, and beside the model of a card."""
+"""Shares by which the speed may differ from the plan. [judgement] A run of hours beside a minute's probe, and
+beside the model of a card."""
 MEMORY_TOLERANCES = {"measured": 0.05, "predicted": 0.1}
-"""Of the peak that torch's allocator reserves. [judgement]"""
+"""Shares by which the peak that torch's allocator reserves may differ from the plan. [judgement]"""
 MEMORY_EVERY_STEPS = 10
-"""Beside the first as many: torch's counters lose nothing in between."""
+"""Steps between two looks at memory, after as many first ones: torch's counters lose nothing in between."""
 SLOW_LOADER_SHARE = 0.2
-"""[judgement] Of the time, spent before a step begins."""
+"""Share of the time spent before a step begins, above which the loader is called slow. [judgement]"""
 OTHERS_BYTES = 512 * MIB
-"""[judgement] Of a card's memory: less is a display, or what a context takes more than planned."""
+"""Memory of a card that other programs may hold unnoticed: less is a display, or what a context takes more
+than planned. [judgement]"""
 BUSY = 1.5
-"""[judgement] Threads that want to run, per core: more than one run's own."""
+"""Threads that want to run, per core, above which the CPU is called busy: more than one run's own.
+[judgement]"""
 LONGER = 1.05
-"""[judgement] A batch of so many times the planned tokens is another batch."""
+"""Factor from which on a batch of more tokens than planned is another batch. [judgement]"""
 
 Say = Callable[[str], None]
 
 
 def say_on_stderr(line: str) -> None:
-    """Above the Trainer's progress bar."""
+    """Print a line on stderr, above the Trainer's progress bar."""
     tqdm.write(line, file=sys.stderr)
 
 
 class WatchCallback(TrainerCallback):
-    """Watches a run of the configuration that a Summary answers with.
+    """A callback that watches a run of the configuration that a Summary answers with.
 
     `lines` has what was said. `tolerance` is the share by which the speed may differ [default: 0.1 of
     what was measured, 0.3 of what was predicted], `window_steps` how many steps a speed is taken over.
@@ -82,7 +85,7 @@ class WatchCallback(TrainerCallback):
         self._card = summary.gpu
         self._plan: Estimate | Measurement = summary.best
         self._planned_bytes: int | None = summary.best.peak_reserved_bytes
-        """Of torch's allocator, at the peak."""
+        """Planned bytes that torch's allocator reserves at the peak."""
         if summary.measured is not None:
             self._plan = summary.measured.final
             self._planned_bytes = summary.measured.final.most_reserved_bytes
@@ -154,7 +157,7 @@ class WatchCallback(TrainerCallback):
         self._say(f"{told}: {verdict}")
 
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The batch of a forward pass: its shape, which the host knows."""
+        """Take in the shape of a forward pass's batch, which the host knows."""
         ids = kwargs.get("input_ids", args[0] if args else None)
         if module.training and isinstance(ids, torch.Tensor) and ids.dim() == 2:
             self._step_tokens += ids.numel()
@@ -164,12 +167,12 @@ class WatchCallback(TrainerCallback):
 
     @property
     def _planned_speed(self) -> float | None:
-        """Tokens per second of a batch, padding included."""
+        """Planned tokens per second, padding included; None where the plan has no speed."""
         seconds = self._plan.step_seconds
         return None if seconds is None else self._config.tokens_per_step / seconds
 
     def _why_not_checked(self) -> str:
-        """Why the speed is not compared; empty where it is."""
+        """The reason why the speed is not compared; empty where it is."""
         if self._planned_speed is None:
             return "the plan has none"
         if isinstance(self._plan, Measurement):
@@ -213,7 +216,7 @@ class WatchCallback(TrainerCallback):
         return self._why_different(busy or otherwise)
 
     def _why_busy(self) -> str:
-        """What keeps the card from being as fast as it was; empty where nothing can be seen."""
+        """The reason why the card is slower than it was; empty where nothing can be seen."""
         stats = torch.cuda.memory_stats(self._device)
         retries = stats.get("num_alloc_retries", 0)
         if retries:
@@ -227,7 +230,7 @@ class WatchCallback(TrainerCallback):
         return f"the card is slowed down: {slowed}" if slowed else ""
 
     def _why_different(self, otherwise: str) -> str:
-        """What of the run is not what was planned."""
+        """The first difference between the run and the plan, else `otherwise`."""
         if self._differences:
             return self._told_differences()
         config = self._config
@@ -268,7 +271,7 @@ class WatchCallback(TrainerCallback):
 
     @property
     def _peak_bytes(self) -> int:
-        """Reserved since training began, as far as that can be told from what was before."""
+        """Bytes reserved since training began, as far as earlier peaks do not hide them."""
         peak = torch.cuda.max_memory_reserved(self._device)
         return peak if peak > self._reserved_before_bytes else self._held_bytes
 

@@ -33,13 +33,13 @@ ONLY_CUDA = ("fp16", "tf32", "use_liger_kernel")
 
 _MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 OF_DATASET = ("max_length", "packing", "packing_strategy")
-"""SFTConfig's fields that say how TRL prepares the dataset."""
+"""Fields of SFTConfig that say how TRL prepares the dataset."""
 
 
 def training_arguments(
     config: TrainConfig, extra: Mapping[str, object], overrides: Mapping[str, Any]
 ) -> TrainingArguments:
-    """New arguments: a workload's extra ones, what was decided, the overrides; else the defaults.
+    """Make new arguments: a workload's extra ones, then what was decided, then the overrides.
 
     An SFTConfig for a configuration of TRL's trainer. Raises ConfigError for an unknown override.
     """
@@ -59,7 +59,7 @@ def training_arguments(
 
 
 def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArguments:
-    """A copy of somebody's arguments, of their class, that says what was decided and is theirs otherwise."""
+    """Copy somebody's arguments, keeping their class and all that was not decided here."""
     _set_environment(config)
     decided = decided_arguments(config, field_names(type(arguments)))
     if "accelerator_config" in decided:
@@ -71,8 +71,10 @@ def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArgume
 
 
 def _set_environment(config: TrainConfig) -> None:
-    """What is taken from this process's environment: by the Trainer as its arguments are made (fp8, or
-    not), by torch's allocator when CUDA is first used."""
+    """Set the environment variables of the configuration in this process.
+
+    The Trainer reads them as its arguments are made (fp8, or not), torch's allocator when CUDA is first used.
+    """
     wanted = environment(config)
     os.environ.update(wanted)
     if config.expandable_segments and torch.cuda.is_initialized():
@@ -84,7 +86,7 @@ def _set_environment(config: TrainConfig) -> None:
 
 
 def differences(config: TrainConfig, arguments: TrainingArguments) -> dict[str, tuple[Any, Any]]:
-    """Of each decided field that says otherwise: (what it says, what was decided)."""
+    """Decided fields that the arguments set otherwise, each with (the argument's value, what was decided)."""
     wanted = decided_arguments(config, field_names(type(arguments)))
     if (getattr(arguments, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         # The rows are cut already, and TRL does not ask how.
@@ -115,7 +117,7 @@ def field_names(kind: type) -> list[str]:
 
 
 def _for_this_machine(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, less what cannot be without a CUDA device, which is said."""
+    """The values without those that need a CUDA device, where there is none; a line on stderr says so."""
     if torch.cuda.is_available():
         return values
     kept = _without_cuda(values)
@@ -139,7 +141,7 @@ def _without_cuda(values: dict[str, Any]) -> dict[str, Any]:
 def adapter_config(
     config: TrainConfig, task: str, *, model_config: Mapping[str, Any] | None, model: Any = None
 ) -> PeftConfig | None:
-    """The PeftConfig of the adapter, what PEFT leaves to the model filled in; None for a full fine-tune.
+    """Make the PeftConfig of the adapter, with what PEFT leaves to the model; None for a full fine-tune.
 
     `model` is the one to be trained; without it one of the architecture `model_config` is made, without
     weights. Raises ConfigError where PEFT has no such adapter.
@@ -170,7 +172,7 @@ def needs_model(config: TrainConfig) -> bool:
 
 
 def quantization_config(config: TrainConfig, task: str) -> BitsAndBytesConfig | None:
-    """How the frozen base is stored; None where it is not quantised."""
+    """The quantisation of the frozen base for `from_pretrained`; None where it is not quantised."""
     if config.quantization == "none":
         return None
     fields = quantization_fields(config, task)
@@ -182,7 +184,7 @@ def quantization_config(config: TrainConfig, task: str) -> BitsAndBytesConfig | 
 def model_kwargs(config: TrainConfig, task: str) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained`: dtype, attention, and the quantisation where there is one.
 
-    Quantised weights are the first that CUDA hears of, so what is told by the environment is told here.
+    Loading quantised weights is the first use of CUDA, so the environment variables are set here.
     """
     _set_environment(config)
     kwargs: dict[str, Any] = {

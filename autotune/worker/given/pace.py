@@ -1,4 +1,4 @@
-"""How fast a real run is: its steps between marks of the device, which nobody waits for."""
+"""The speed of a real run: its steps between marks of the device, which nobody waits for."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Pace:
         self._last_mark: Any = None
         self._seconds = self._host_seconds = self._waiting_seconds = 0.0
         self.num_tokens = 0
-        """Of the steps that count."""
+        """Number of tokens in the steps that count."""
         self._is_interrupted = False
         self._ended = self._host.mark()
         self._waited_seconds = 0.0
         self.num_steps = 0
 
     def interrupt(self) -> None:
-        """Something else than training is done before the next step ends."""
+        """Note that something else than training is done before the next step ends."""
         self._is_interrupted = True
 
     def begin_step(self) -> None:
-        """The batches are here."""
+        """Begin a step: its batches are here."""
         self._waited_seconds = self._host.seconds(self._ended, self._host.mark())
 
     def end_step(self, tokens: int) -> None:
@@ -65,17 +65,17 @@ class Pace:
 
     @property
     def waiting_share(self) -> float:
-        """Of the time, spent before a step began: on the host, which loads the data."""
+        """Share of the time that was spent before a step began: on the host, which loads the data."""
         return self._waiting_seconds / self._host_seconds if self._host_seconds else 0.0
 
     @property
     def speed(self) -> float | None:
-        """Over all steps; None where none counts."""
+        """Tokens per second over all steps; None where none counts."""
         return self.num_tokens / self._seconds if self._seconds else None
 
     @property
     def recent_speed(self) -> float | None:
-        """Over the window; None until it is full."""
+        """Tokens per second over the window; None until it is full."""
         if len(self._window) < self._window_steps:
             return None
         return sum(tokens for _, tokens in self._window) / sum(s for s, _ in self._window)

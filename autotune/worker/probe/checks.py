@@ -1,4 +1,4 @@
-"""Whether what was asked for is really on: asked of the model, of its first micro-step, of the optimizer.
+"""Checks that settings are really on, by asking the model, its first micro-step and the optimizer.
 
 Each function returns its complaints, none when all is well. Where the model can lie (a flag that some
 wrapper does not forward), the step itself is watched: which layers are computed a second time in the
@@ -27,7 +27,7 @@ from autotune.worker.trace.tracker import in_backward
 
 
 class Invalid(Exception):
-    """What was asked for is not on, or cannot be trained. The message says what."""
+    """A setting is not on, or cannot be trained. The message says which and why."""
 
 
 class NotFinite(Invalid):
@@ -35,18 +35,18 @@ class NotFinite(Invalid):
 
 
 def require(complaints: Sequence[str]) -> None:
-    """Raise Invalid when there are any."""
+    """Raise Invalid when there are any complaints."""
     if complaints:
         raise Invalid("; ".join(complaints))
 
 
 def check_backend(config: TrainConfig, backend: str) -> list[str]:
-    """What a probe or a CPU cannot do: said, not left out."""
+    """Complain of settings that a CPU cannot run, rather than leave them out."""
     return list(requirements.of_cuda(config)) if backend == "cpu" else []
 
 
 def check_model(model: Any, config: TrainConfig) -> list[str]:
-    """dtypes, quantisation, attention, and that something trains."""
+    """Check dtypes, quantisation, attention, and that something trains."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         return ["no parameter of the model is trainable"]
@@ -73,7 +73,10 @@ def check_model(model: Any, config: TrainConfig) -> list[str]:
 
 
 def _adapter_dtype(config: TrainConfig) -> str:
-    """float32 where PEFT casts it; else that of the weights beside it, where they are of a float one."""
+    """The dtype that an adapter should have.
+
+    float32 where PEFT casts it; else that of the weights beside it, where they are of a float one.
+    """
     if ADAPTERS[config.method].is_float32:
         return "float32"
     if config.quantization == "none":
@@ -82,7 +85,7 @@ def _adapter_dtype(config: TrainConfig) -> str:
 
 
 def _check_adapter(model: Any, config: TrainConfig) -> list[str]:
-    """PEFT's own configuration of the model, against what was asked for."""
+    """Compare PEFT's own configuration of the model with what was asked for."""
     configs = getattr(model, "peft_config", None)
     if not configs:
         return ["the model has no adapter"]
@@ -119,7 +122,7 @@ def _check_base(model: nn.Module, config: TrainConfig, base_dtype: str) -> list[
 
 
 def _quantization_of(module: Any) -> tuple[object, ...] | None:
-    """(codes, double, compute dtype, dtype) of 4 bits, (dtype,) of 8, None of what is not quantised."""
+    """A module's quantisation: (codes, double, compute dtype, dtype) in 4 bits, (dtype,) in 8, else None."""
     state = getattr(module.weight, "quant_state", None)
     if state is not None:
         return (state.quant_type, state.nested, module.compute_dtype, module.weight.dtype)
@@ -127,7 +130,7 @@ def _quantization_of(module: Any) -> tuple[object, ...] | None:
 
 
 def _bulk_dtype(parameters: Iterable[nn.Parameter]) -> str:
-    """dtype of most elements."""
+    """The dtype of most elements."""
     counts: dict[str, int] = {}
     for parameter in parameters:
         name = str(parameter.dtype).removeprefix("torch.")
@@ -142,7 +145,7 @@ class FirstStep:
         self._modules = list(model.modules())
         self._layers = [m for m in self._modules if isinstance(m, GradientCheckpointingLayer)]
         self._ran: set[int] = set()
-        """Layers that see images do not, in a step on text."""
+        """Numbers of the layers that ran; those that see images do not in a step on text."""
         self._recomputed: set[int] = set()
         self._autocast: list[torch.dtype | None] = []
         self._device_type = device_type
@@ -182,7 +185,10 @@ class FirstStep:
         ]
 
     def _check_liger(self, config: TrainConfig) -> list[str]:
-        """Liger binds functions of its own to modules, and the Trainer asks it to as training begins."""
+        """Check whether Liger has bound functions of its own to modules, as it should have or not.
+
+        The Trainer asks it to as training begins.
+        """
         functions = [getattr(m.forward, "__func__", m.forward) for m in self._modules]
         num_patched = sum(f.__module__.startswith("liger_kernel.") for f in functions)
         if bool(num_patched) == config.liger:
@@ -217,9 +223,10 @@ class FirstStep:
 
 
 def check_compiled(model: Any, config: TrainConfig) -> list[str]:
-    """The Trainer's wrapped model, after its first micro-step: compiled, by the backend, in one mode.
+    """Check the Trainer's wrapped model after its first micro-step: compiled, or not.
 
-    Of a compiled step FirstStep sees nothing: what says that checkpointing is on is asked instead.
+    Of a compiled step FirstStep sees nothing: whether checkpointing is on is read off the layers' settings
+    instead.
     """
     is_compiled = isinstance(model, OptimizedModule)
     if is_compiled != config.is_compiled:
@@ -238,7 +245,7 @@ def check_compiled(model: Any, config: TrainConfig) -> list[str]:
 
 
 def check_optimizer(optimizer: Any, config: TrainConfig) -> list[str]:
-    """Class, library, bits, paging and fusion of the innermost optimizer."""
+    """Check class, library, bits, paging and fusion of the innermost optimizer."""
     row = OPTIMIZERS[config.optimizer]
     if row.updates == "at-once":
         # The Trainer's own is a dummy, which holds one for each parameter.
@@ -265,7 +272,7 @@ def _is_fused(optimizer: Any) -> bool:
 
 
 def check_precision(accelerator: Any, config: TrainConfig, backend: str) -> list[str]:
-    """Loss scaling, TF32 and fp8."""
+    """Check loss scaling, TF32 and fp8."""
     precision = PRECISIONS[config.precision]
     complaints = []
     if (accelerator.mixed_precision == "fp8") != precision.fp8:
@@ -280,7 +287,7 @@ def check_precision(accelerator: Any, config: TrainConfig, backend: str) -> list
 
 
 def check_allocator(config: TrainConfig, backend: str) -> list[str]:
-    """Whether segments grow: torch warns and goes on where the platform cannot."""
+    """Check that segments grow: torch warns and goes on where the platform cannot let them."""
     if backend != "cuda" or not config.expandable_segments:
         return []
     segments = torch.cuda.memory_snapshot()
@@ -297,7 +304,7 @@ def _tf32_is_on() -> bool:
 
 
 def check_gradients(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[str]:
-    """Before the optimizer's first step: gradients have arrived, and they are not all zero.
+    """Check before the optimizer's first step that gradients have arrived, and are not all zero.
 
     Nothing can be said where the backward pass has used them up.
     """

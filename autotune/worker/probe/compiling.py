@@ -1,4 +1,4 @@
-"""What torch.compile needs of a probe: caches that are cold, and bytes that no dispatch mode sees."""
+"""Help for probes of torch.compile: caches that are cold, and bytes that no dispatch mode sees."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch._inductor.runtime import runtime_utils
 from torch.profiler import ProfilerActivity
 
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""torch 2.13 torch/_inductor/runtime/cache_dir_utils.py: variable, and the folder it gets here."""
+"""Environment variables of caches, each with its folder here (torch 2.13
+torch/_inductor/runtime/cache_dir_utils.py)."""
 
 
 @contextlib.contextmanager
 def cold_caches(folder: str) -> Iterator[None]:
-    """Have what is compiled cached in the folder: nothing is there before, and nothing stays."""
+    """Put torch.compile's caches into the folder: nothing is there before, and nothing stays elsewhere."""
     before = {name: os.environ.get(name) for name in _CACHES}
     os.environ.update({name: str(Path(folder) / part) for name, part in _CACHES.items()})
     # Where precompiled C++ headers go, whatever the variables say: codecache.py asks as it is imported,
@@ -37,7 +38,7 @@ def cold_caches(folder: str) -> Iterator[None]:
 
 
 class AllocationProfile:
-    """Every allocation of the CPU's allocator while active, whoever asks for it.
+    """A recording of every allocation of the CPU's allocator while active, whoever asks for it.
 
     torch skips compilation under a dispatch mode, and compiled code calls the allocator itself. What
     operators allocate inside is seen as well, which a Tracker does not.
@@ -59,7 +60,10 @@ class AllocationProfile:
         self._profile.__exit__(None, None, None)
 
     def sizes_and_events(self) -> tuple[list[int], list[int]]:
-        """As autotune.memory.allocator.replay takes them. What was freed and is older is left out."""
+        """Sizes and events as autotune.memory.allocator.replay takes them.
+
+        What was freed and is older is left out.
+        """
         seen = [e for e in self._all_events() if e.tag == _EventType.Allocation]
         sizes: list[int] = []
         events: list[int] = []

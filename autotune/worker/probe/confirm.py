@@ -1,4 +1,4 @@
-"""What a confirmation does beside training: an evaluation pass and a checkpoint, both the Trainer's own.
+"""The parts of a confirmation beside training: an evaluation pass and a checkpoint, both the Trainer's own.
 
 Not yet run on a GPU.
 """
@@ -16,7 +16,8 @@ from autotune.common.units import format_bytes
 from autotune.worker.probe.checks import NotFinite
 
 NUM_EVALUATION_BATCHES = 2
-"""[judgement] All have the same length; a second one starts while the first's memory is cached."""
+"""Number of batches of the evaluation. [judgement] All have the same length; a second one starts while the
+first's memory is cached."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_ROOM_WORDS = (
@@ -35,7 +36,10 @@ class FullDisk(Exception):
 
 
 def evaluate(trainer: Any, rows: torch.utils.data.Dataset[Any]) -> None:
-    """Trainer.evaluate over the rows. Raises NotFinite, or whatever a forward pass raises."""
+    """Run Trainer.evaluate over the rows.
+
+    Raises NotFinite, or whatever a forward pass raises.
+    """
     for module in trainer.model.modules():
         # On a CPU bitsandbytes 0.50 would pack 4-bit weights anew, in a way that cannot be trained.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -46,7 +50,7 @@ def evaluate(trainer: Any, rows: torch.utils.data.Dataset[Any]) -> None:
 
 
 def save_checkpoint(trainer: Any) -> None:
-    """What the Trainer saves in its course, optimizer included, into its output_dir.
+    """Save a checkpoint as the Trainer does in its course, optimizer included, into its output_dir.
 
     Raises FullDisk where it does not fit there, before anything is written if that can be foreseen.
     """
@@ -65,7 +69,7 @@ def save_checkpoint(trainer: Any) -> None:
 
 
 def checkpoint_bytes(model: Any, optimizer: Any) -> int:
-    """Tensors that a checkpoint holds: the weights, of an adapter alone its own; the optimizer's state."""
+    """Bytes of the tensors in a checkpoint: the weights, or an adapter's alone, and the optimizer's state."""
     is_adapter = hasattr(model, "peft_config")
     weights = [p for p in model.parameters() if p.requires_grad or not is_adapter]
     states = [

@@ -23,16 +23,17 @@ from autotune.records.loader_times import LoaderTime
 from autotune.worker.lengths import UnreadableDataset, load_tokenizer
 
 MAX_SAMPLES = 5_000
-"""Of the dataset. [judgement] A batch takes as long whichever samples it is made of."""
+"""Most samples of the dataset that are read. [judgement] A batch takes as long whichever samples it is made
+of."""
 MAX_BATCHES = 300
 MIN_BATCHES = 60
-"""Of an epoch; a smaller dataset is repeated."""
+"""Fewest batches of an epoch; a smaller dataset is repeated."""
 MAX_SECONDS = 2.0
-"""For each setting."""
+"""Longest time that one setting is timed for."""
 
 
 class _NoModel(nn.Module):
-    """The Trainer drops what a model's forward pass does not take."""
+    """A model that only tells the Trainer what a forward pass takes, for it drops everything else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class _NoModel(nn.Module):
 
 
 def time_loaders(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Fields of a LoaderTime for each of the settings, up to the first that keeps up.
+    """Yield fields of a LoaderTime for each of the settings, up to the first that keeps up.
 
     Raises UnreadableDataset.
     """
@@ -69,14 +70,17 @@ def time_loaders(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _program(text: str) -> Any:
-    """The module that autotune.export.train_py has written."""
+    """Make a module of the program that autotune.export.train_py has written."""
     program = types.ModuleType("train")
     exec(compile(text, "train.py", "exec"), program.__dict__)
     return program
 
 
 def _rows(program: Any, request: dict[str, Any]) -> tuple[Any, Any]:
-    """What train.py makes of the dataset: (rows, collator)."""
+    """Make what train.py makes of the dataset: (rows, collator).
+
+    Raises UnreadableDataset.
+    """
     options = argparse.Namespace(
         text_field=request["text_field"], answer_field=program.ANSWER_FIELD
     )
@@ -117,7 +121,7 @@ def _arguments(
 
 
 def _timed(loader: Any, setting: dict[str, Any]) -> tuple[float, int]:
-    """(seconds per batch, how many): from when the batches that wait at the start are used up."""
+    """Time a loader once the batches that wait at the start are used up: (seconds per batch, how many)."""
     batches = iter(loader)
     num_waiting = setting["num_workers"] * (setting["prefetch_factor"] or 0)
     for _ in itertools.islice(batches, min(1 + num_waiting, MIN_BATCHES // 2)):

@@ -1,4 +1,4 @@
-"""What a probe's memory is, and that it cannot pass the budget: on a CUDA device, or on the CPU.
+"""Measures a probe's memory and keeps it within the budget: on a CUDA device, or on the CPU.
 
 On CUDA torch's allocator is capped, so that what it reserves and everything outside it stay within
 the budget. What is outside is measured: all that the device holds, less what the allocator reserved,
@@ -43,12 +43,13 @@ from autotune.worker.probe.compiling import AllocationProfile
 from autotune.worker.trace.tracker import Tracker
 
 NUM_TRACKED_STEPS = 2
-"""The first makes the optimizer's state, the second is like all that follow."""
+"""Optimizer steps that are tracked. The first makes the optimizer's state, the second is like all that
+follow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peaks:
-    """Measurement's fields of the same names."""
+    """Peaks of a probe's memory: Measurement's fields of the same names."""
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
@@ -57,7 +58,7 @@ class Peaks:
 
 
 class DeviceMemory(Protocol):
-    """One probe's memory; a context manager around building and training."""
+    """The memory of one probe: a context manager around building and training."""
 
     device: torch.device
 
@@ -66,19 +67,19 @@ class DeviceMemory(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def model_is_built(self) -> None:
-        """Peaks count from here, where the device can tell."""
+        """Count peaks from here, where the device can tell."""
 
     def settle(self, optimizer: Any, num_steps: int) -> bool:
-        """After each warm-up step: whether memory is steady, so that timing may begin.
+        """Tell after each warm-up step whether memory is steady, so that timing may begin.
 
         `num_steps`: those in which the optimizer did something.
         """
 
     def peaks(self, optimizer: Any) -> Peaks:
-        """After the last step."""
+        """Return the peaks, after the last step."""
 
     def start_again(self) -> bool:
-        """Give back what is cached, and count peaks from here; whether the device can."""
+        """Give back what is cached, and count peaks from here; return whether the device can."""
 
 
 def device_memory(backend: str, budget_bytes: int, config: TrainConfig) -> DeviceMemory:
@@ -90,7 +91,7 @@ def device_memory(backend: str, budget_bytes: int, config: TrainConfig) -> Devic
 
 
 def left_bytes(backend: str) -> int | None:
-    """What the device has free at this moment; None where nobody tells, as after a broken context."""
+    """Bytes that the device has free at this moment; None where nobody tells, as after a broken context."""
     if backend != "cuda":
         return None
     try:
@@ -100,7 +101,7 @@ def left_bytes(backend: str) -> int | None:
 
 
 class CudaMemory:
-    """The first visible CUDA device. Not yet run on a GPU."""
+    """Memory of the first visible CUDA device. Not yet run on a GPU."""
 
     def __init__(
         self, budget_bytes: int, compute_dtype: torch.dtype, *, expandable_segments: bool = False
@@ -110,9 +111,9 @@ class CudaMemory:
         self._budget_bytes = budget_bytes
         self._compute_dtype = compute_dtype
         self._nontorch_bytes = 0
-        """Outside the allocator, managed memory aside."""
+        """Bytes outside the allocator, managed memory aside."""
         self._reserved_bytes: int | None = None
-        """After the last warm-up step."""
+        """Bytes reserved after the last warm-up step."""
         self._num_earlier_retries = 0
 
     def __enter__(self) -> CudaMemory:
@@ -183,7 +184,7 @@ class CudaMemory:
 
 
 def _used_before_context_bytes() -> int | None:
-    """Device memory that is in use now, by NVML, all of it by others.
+    """Device memory that is in use now, by NVML, all of it by other processes.
 
     None without NVML, on a slice of a card (MIG), and when this process has a context already.
     """
@@ -208,7 +209,7 @@ def _used_before_context_bytes() -> int | None:
 
 
 def _is_split(handle: Any) -> bool:
-    """Into slices (MIG)."""
+    """Whether the card is split into slices (MIG)."""
     try:
         current, _pending = pynvml.nvmlDeviceGetMigMode(handle)
     except pynvml.NVMLError:  # Not Supported: by most cards.
@@ -227,7 +228,7 @@ def _load_libraries(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _fraction_of_bytes(device: torch.device) -> int:
-    """Bytes of which set_per_process_memory_fraction takes a fraction.
+    """The number of bytes of which set_per_process_memory_fraction takes a fraction.
 
     It was cudaMemGetInfo's total and is cudaDeviceProp's now. Asked for one byte of either, torch
     keeps one byte and then says which fraction of its total that is. The quarter is for totals that
@@ -239,7 +240,7 @@ def _fraction_of_bytes(device: torch.device) -> int:
 
 
 def _managed_bytes(optimizer: Any) -> int:
-    """What a paged optimizer of bitsandbytes keeps in CUDA managed memory."""
+    """Bytes that a paged optimizer of bitsandbytes keeps in CUDA managed memory."""
     return sum(
         value.nbytes
         for state in optimizer.state.values()
@@ -249,7 +250,7 @@ def _managed_bytes(optimizer: Any) -> int:
 
 
 class CpuMemory:
-    """Storages on the CPU, watched by the tracker and refused beyond the budget."""
+    """Memory of storages on the CPU, watched by the tracker and refused beyond the budget."""
 
     def __init__(self, budget_bytes: int, watcher: AllocationProfile | None = None) -> None:
         self.device = torch.device("cpu")
@@ -274,7 +275,10 @@ class CpuMemory:
         pass
 
     def settle(self, optimizer: Any, num_steps: int) -> bool:
-        """Raises torch.OutOfMemoryError when no order of segments fits the budget."""
+        """Replay the tracked steps once there are enough; return whether there are.
+
+        Raises torch.OutOfMemoryError when no order of segments fits the budget.
+        """
         if num_steps < NUM_TRACKED_STEPS:
             return False
         self._watching.close()
@@ -311,7 +315,7 @@ class CappedTracker(Tracker):
         self._num_counted_events = 0
 
     def sizes_and_events(self) -> tuple[list[int], list[int]]:
-        """As autotune.memory.allocator.replay takes them."""
+        """Sizes and events as autotune.memory.allocator.replay takes them."""
         sizes = [tensor.size_bytes for tensor in self.recording.tensors]
         return sizes, list(self.recording.events)
 
@@ -336,7 +340,7 @@ class CappedTracker(Tracker):
 def out_of_budget(
     request_bytes: int, *, held_bytes: int, budget_bytes: int
 ) -> torch.OutOfMemoryError:
-    """The exception, in the words of torch's own."""
+    """An out-of-memory exception in the words of torch's own."""
     return torch.OutOfMemoryError(
         f"CPU out of memory. Tried to allocate {request_bytes} bytes. {budget_bytes} bytes allowed; "
         f"Of the allocated memory {held_bytes} bytes is allocated by PyTorch"

@@ -1,4 +1,4 @@
-"""A paged optimizer's managed memory: none is asked for that the host could not hold.
+"""Refuses managed memory for a paged optimizer that the host could not hold.
 
 On the card it has as much of its state as finds room there; the rest waits in the host's memory, and a
 checkpoint reads all of it from there. CUDA hands out managed memory without having it, so that what is too
@@ -18,7 +18,7 @@ from autotune.space.optimizers import OPTIMIZERS
 
 
 def managed_bytes(model: Any, config: TrainConfig) -> int:
-    """Of the optimizer's state, what will be in managed memory once the first step has made it."""
+    """Bytes of the optimizer's state that will be in managed memory once the first step has made it."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     specs = [
         TensorSpec(
@@ -33,7 +33,10 @@ def managed_bytes(model: Any, config: TrainConfig) -> int:
 
 
 def require_host_memory(model: Any, config: TrainConfig, left_bytes: int | None) -> None:
-    """Raises MemoryError where the host has less left. None: it does not say."""
+    """Raise MemoryError where the host has less memory left than the optimizer will page.
+
+    `left_bytes`: None where the host does not say.
+    """
     wanted_bytes = managed_bytes(model, config)
     if left_bytes is not None and wanted_bytes > left_bytes:
         raise MemoryError(

@@ -1,4 +1,4 @@
-"""Activation offloading's pinned memory: none is asked for that the host could not hold.
+"""Refuses pinned memory for activation offloading that the host could not hold.
 
 Pinned memory is had at once and is never swapped out, so that what is too much is felt by the whole
 machine, whose kernel then ends processes. The first forward pass parks as much as all others do: it alone
@@ -25,7 +25,10 @@ from autotune.worker.trace.stand_ins import replaced
 def within_host_memory(
     config: TrainConfig, left_bytes: Callable[[], int | None]
 ) -> AbstractContextManager[None]:
-    """Parking raises MemoryError within it where the host has less left. None: it does not say."""
+    """Let parking raise MemoryError where the host has less memory left, for the length of a `with` block.
+
+    `left_bytes`: returns None where the host does not say.
+    """
     if not config.activation_offloading or config.is_compiled:
         return contextlib.nullcontext()
     guard = _Guard(left_bytes)
@@ -38,7 +41,7 @@ class _Guard:
         self._is_first_pass = True
 
     def save_on_cpu(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's own, whose every tensor is asked about before it is parked."""
+        """Torch's own save_on_cpu, whose every tensor is asked about before it is parked."""
         hooks = torch.autograd.graph.save_on_cpu(*args, **kwargs)
         pack, unpack = hooks.pack_hook, hooks.unpack_hook
 

@@ -36,21 +36,21 @@ from autotune.worker.probe.steps import (
 from autotune.worker.probe.training import MAX_WARM_UP_STEPS, train
 
 MIN_COMPILED_WARM_UP_STEPS = 3
-"""CUDA graphs run once, are recorded the second time and replayed from the third on
-(torch 2.13 torch/_inductor/cudagraph_trees.py)."""
+"""Fewest warm-up steps of a compiled model: CUDA graphs run once, are recorded the second time and replayed
+from the third on (torch 2.13 torch/_inductor/cudagraph_trees.py)."""
 MIN_TIMED_STEPS = 3
-"""Fewer say nothing of their spread."""
+"""Fewest timed steps: fewer say nothing of their spread."""
 NUM_UPDATES_BEFORE_EVALUATION = 2
-"""The first makes the optimizer's state, the second is like all that follow."""
+"""Updates before an evaluation. The first makes the optimizer's state, the second is like all that follow."""
 LONG_STEP_SECONDS = 0.5
-"""After a step as long as this the host may wait for the device: what that costs is nothing to it."""
+"""Length of a step after which the host may wait for the device: what that costs is nothing to it."""
 
 OnProgress = Callable[[dict[str, Any]], None]
 StopReason = Callable[[], str]
 
 
 class ProbeCallback(TrainerCallback):
-    """Follows the Trainer: checks, warm-up, timing, and when it is enough."""
+    """A callback that follows the Trainer: checks, warm-up, timing, and when it is enough."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ProbeCallback(TrainerCallback):
         self.memory = memory
         self.steps: list[StepSeconds] = []
         self.stopped = ""
-        """Why, where it was told to; else empty."""
+        """The reason why the timing was stopped from outside; else empty."""
         self._on_progress = on_progress
         self._stop_reason = stop_reason
         self._clock: Clock = CudaClock() if spec.backend == "cuda" else CpuClock()
@@ -75,12 +75,12 @@ class ProbeCallback(TrainerCallback):
         self._loss: torch.Tensor | None = None
         self._num_steps = 0
         self._num_updates = 0
-        """Warm-up steps whose gradients were finite. Of fp16 the first steps are often skipped, until the
-        loss is scaled by less: they make no state of the optimizer's."""
+        """Number of warm-up steps whose gradients were finite. In fp16 the first steps are often skipped,
+        until the loss is scaled by less: they make no state of the optimizer's."""
         self._warm_up_seconds: list[float] = []
-        """Of each step, as it ran."""
+        """Seconds of each warm-up step, as it ran."""
         self._run_seconds: list[float] = []
-        """The same of those that are timed: without the micro-steps that were left out."""
+        """Seconds of each timed step as it ran, without the micro-steps that were left out."""
         self._is_timing = False
         self._timing_began = 0.0
         self._step_began = 0.0
@@ -88,7 +88,9 @@ class ProbeCallback(TrainerCallback):
         self._pending: list[Marks] = []
 
     def train(self, trainer: Any, evaluation_rows: Any) -> None:
-        """Raises Invalid, or whatever the training step raises.
+        """Train, following the trainer with this callback.
+
+        Raises Invalid, or whatever the training step raises.
 
         `evaluation_rows`: None where there is no evaluation.
         """
@@ -107,12 +109,12 @@ class ProbeCallback(TrainerCallback):
         self._check_loss()
 
     def innermost_optimizer(self) -> Any:
-        """accelerate puts its own around it."""
+        """The optimizer itself: accelerate puts its own around it."""
         optimizer = self._trainer.optimizer
         return getattr(optimizer, "optimizer", optimizer)
 
     def cold_start_seconds(self) -> float:
-        """What the steps before the timed ones took beyond as many of those."""
+        """Seconds that the steps before the timed ones took beyond as many of those."""
         steady_seconds = statistics.median(self._run_seconds)
         return max(sum(s - steady_seconds for s in self._warm_up_seconds), 0.0)
 
@@ -184,13 +186,13 @@ class ProbeCallback(TrainerCallback):
             raise NotFinite("loss is NaN" if math.isnan(loss) else "loss is infinite")
 
     def _ready(self) -> list[Marks]:
-        """Steps that the device has finished, so that nobody waits to read their times."""
+        """Timed steps that the device has finished, so that nobody waits to read their times."""
         if time.perf_counter() - self._step_began > LONG_STEP_SECONDS:
             return list(self._pending)
         return [marks for marks in self._pending if self._clock.is_past(marks.ended)]
 
     def _take(self, ready: list[Marks]) -> bool:
-        """Read the times of finished steps; whether there were any."""
+        """Read the times of finished steps; return whether there were any."""
         for marks in list(ready):
             self._pending.remove(marks)
             self._run_seconds.append(self._clock.seconds(marks.began, marks.ended))

@@ -1,4 +1,4 @@
-"""A probe: a few real optimizer steps of one configuration, and what they took.
+"""A probe: a few real optimizer steps of one configuration, with their time and memory.
 
 The real transformers.Trainer, or TRL's SFTTrainer, runs with the arguments that are exported
 (`training`), on token ids at random and weights at random, until it has been timed well
@@ -56,7 +56,7 @@ def probe(
     folder: str | None = None,
     stop_reason: StopReason = lambda: "",
 ) -> Measurement:
-    """Measure one configuration. The process should have run no other on this device.
+    """Measure one configuration, in a process that has run no other on this device.
 
     `folder`: where its temporary folder goes [default: where all go].
     `on_progress` gets {"step": timed steps so far, "tokens_per_second_at_most": float}; `stop_reason`
@@ -88,7 +88,7 @@ def probe(
 
 
 def _figures_of(error: Exception, backend: str) -> dict[str, Any]:
-    """Fields of the Measurement of a run that ended so; none for what is no outcome of a probe."""
+    """Fields of the Measurement of a run that ended in this error; none where it is no probe's outcome."""
     if isinstance(error, (Invalid, models.UnsupportedModel)):
         is_finite = False if isinstance(error, NotFinite) else None
         return {"outcome": "invalid", "message": str(error), "loss_is_finite": is_finite}
@@ -119,7 +119,7 @@ def _figures_of(error: Exception, backend: str) -> dict[str, Any]:
 def _run(
     model_config: dict[str, Any], callback: ProbeCallback, folder: str | None
 ) -> dict[str, Any]:
-    """Fields of the Measurement of a run that came to its end."""
+    """Run to the end; return fields of the Measurement."""
     config, spec, memory = callback.config, callback.spec, callback.memory
     checks.require(checks.check_backend(config, spec.backend))
     torch.manual_seed(0)
@@ -153,7 +153,7 @@ def _run(
 
 
 def _vary(trainer: Any, hf_config: PretrainedConfig, callback: ProbeCallback) -> dict[str, Any]:
-    """Fields of the Measurement of steps with varied lengths; none where none are asked for."""
+    """Run steps with varied lengths; return fields of the Measurement, none where none are asked for."""
     config, spec, memory = callback.config, callback.spec, callback.memory
     if not spec.varied_steps:
         return {}
@@ -175,9 +175,10 @@ def _vary(trainer: Any, hf_config: PretrainedConfig, callback: ProbeCallback) ->
 
 
 def _output_folder(parent: str | None) -> tempfile.TemporaryDirectory[str]:
-    """What cannot be removed from it is no reason to lose a measurement.
+    """A temporary folder for output, removed as far as that is possible.
 
-    Inductor's processes end with this one's group, and may still write into their caches.
+    Something that cannot be removed from it is no reason to lose a measurement. Inductor's processes end with
+    this one's group, and may still write into their caches.
     """
     return tempfile.TemporaryDirectory(
         prefix="autotune-probe-", dir=parent, ignore_cleanup_errors=True

@@ -1,4 +1,4 @@
-"""What TRL's SFTTrainer wants for a probe beside what Transformers' does: its arguments, rows, a tokenizer.
+"""Parts of a probe that TRL's SFTTrainer wants beside Transformers': arguments, rows, a tokenizer.
 
 The rows are tokens already, as those of the exported train.py: TRL prepares nothing.
 """
@@ -14,7 +14,10 @@ from autotune.worker.build.model import UnsupportedModel
 
 
 def trainer_class(task: str) -> type[Trainer]:
-    """SFTTrainer. Raises UnsupportedModel where it trains no such task, or is not installed."""
+    """Return the class SFTTrainer.
+
+    Raises UnsupportedModel where it trains no such task, or is not installed.
+    """
     if task != "causal-lm":
         raise UnsupportedModel("SFTTrainer trains causal language models only")
     try:
@@ -27,7 +30,7 @@ def trainer_class(task: str) -> type[Trainer]:
 
 
 def arguments(values: dict[str, Any], config: TrainConfig) -> TrainingArguments:
-    """As train.py.template has them."""
+    """SFTTrainer's arguments, as train.py.template makes them."""
     from trl.trainer.sft_config import SFTConfig
 
     return SFTConfig(
@@ -39,7 +42,10 @@ def arguments(values: dict[str, Any], config: TrainConfig) -> TrainingArguments:
 
 
 def dataset(rows: Any) -> Any:
-    """The rows' tokens. TRL's collator masks what it pads: a place without a token is none here."""
+    """The rows' tokens as a dataset.
+
+    TRL's collator masks what it pads: a place without a token is none here.
+    """
     from datasets import Dataset
 
     def tokens(row: dict[str, Any], number: int) -> dict[str, list[int]]:
@@ -52,7 +58,7 @@ def dataset(rows: Any) -> Any:
 
 
 def tokenizer() -> Any:
-    """One that knows how to pad: a probe has no text."""
+    """A tokenizer that only knows how to pad: a probe has no text."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Clocks, and what optimizer steps took: medians, spread, and the speed at any accumulation.
+"""Clocks, and the times of optimizer steps: medians, spread, and the speed at any accumulation.
 
 An optimizer step is cut at marks, so that its parts add up to all of it:
 
@@ -22,13 +22,13 @@ import torch
 
 class Clock(Protocol):
     def mark(self) -> Any:
-        """Now: on the device's own time line, where it has one."""
+        """Return a mark of now: on the device's own time line, where it has one."""
 
     def is_past(self, mark: Any) -> bool:
         """Whether the device has come to the mark."""
 
     def seconds(self, first: Any, last: Any) -> float:
-        """Between two marks; waits for the second."""
+        """Seconds between two marks; waits for the second."""
 
 
 class CpuClock:
@@ -43,7 +43,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """CUDA events on the current stream. Not yet run on a GPU."""
+    """A clock of CUDA events on the current stream. Not yet run on a GPU."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -60,7 +60,7 @@ class CudaClock:
 
 @dataclass(slots=True)
 class Marks:
-    """Of one optimizer step: with one or two micro-steps, or with all of them."""
+    """Marks of one optimizer step: with one or two micro-steps, or with all of them."""
 
     began: Any
     micro_steps: list[tuple[Any, Any]] = field(default_factory=list)
@@ -72,13 +72,16 @@ class StepSeconds:
     """Parts of one optimizer step at a configuration's accumulation."""
 
     micro_step_seconds: float
-    """Mean over the micro-steps: fetching the batch, forward, backward."""
+    """Mean time of a micro-step: fetching the batch, forward, backward."""
     optimizer_step_seconds: float
     total_seconds: float
 
 
 def step_seconds(clock: Clock, marks: Marks, accumulation: int) -> StepSeconds:
-    """Extrapolate a step's marks to `accumulation` micro-steps. Waits for its end."""
+    """Extrapolate a step's marks to `accumulation` micro-steps.
+
+    Waits for the step's end.
+    """
     last = marks.micro_steps[-1]
     optimizer = clock.seconds(last[1], marks.ended)
     first = marks.micro_steps[0]
@@ -97,7 +100,10 @@ def step_seconds(clock: Clock, marks: Marks, accumulation: int) -> StepSeconds:
 
 
 def whole_step_seconds(clock: Clock, marks: Marks) -> StepSeconds:
-    """A step that ran all its micro-steps, as it was. Waits for its end."""
+    """Times of a step that ran all its micro-steps.
+
+    Waits for the step's end.
+    """
     micro_steps_ended = marks.micro_steps[-1][1]
     micro = clock.seconds(marks.began, micro_steps_ended)
     optimizer = clock.seconds(micro_steps_ended, marks.ended)
@@ -110,7 +116,7 @@ def whole_step_seconds(clock: Clock, marks: Marks) -> StepSeconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
-    """What Measurement says of several steps."""
+    """Measurement's fields about the times of several steps."""
 
     micro_step_seconds: float
     optimizer_step_seconds: float

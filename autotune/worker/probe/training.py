@@ -27,14 +27,14 @@ from autotune.worker.probe import confirm, sft_trainer
 from autotune.worker.probe.checks import Invalid
 
 MAX_WARM_UP_STEPS = 8
-"""[judgement] Reserved bytes grow in the first two steps, seldom in a third."""
+"""Most warm-up steps. [judgement] Reserved bytes grow in the first two steps, seldom in a third."""
 MAX_ACCUMULATION = 2
 
 
 def build_trainer(
     model: Any, hf_config: PretrainedConfig, config: TrainConfig, spec: ProbeSpec, folder: str
 ) -> Any:
-    """The Trainer, or TRL's SFTTrainer, whose attribute `micro_step` runs each of its micro-steps.
+    """Build the Trainer, or TRL's SFTTrainer, with an attribute `micro_step` that runs its micro-steps.
 
     `folder`: where it writes a checkpoint.
     """
@@ -56,7 +56,7 @@ def build_trainer(
 
 
 def evaluation_rows(hf_config: PretrainedConfig, config: TrainConfig, spec: ProbeSpec) -> Any:
-    """Those that a confirmation evaluates; None for another probe."""
+    """The rows that a confirmation evaluates; None for another probe."""
     if not spec.confirm_steps:
         return None
     num_rows = confirm.NUM_EVALUATION_BATCHES * config.micro_batch_size
@@ -71,7 +71,7 @@ def varied_rows(
     *,
     seed: int,
 ) -> Any:
-    """Those of so many optimizer steps of a confirmation with varied lengths."""
+    """Rows for so many optimizer steps of a confirmation with varied lengths."""
     per_step = config.micro_batch_size * config.gradient_accumulation_steps
     num_rows, kept = num_steps * per_step, 2 * config.micro_batch_size
     lengths = draw(spec.lengths, config.sequence_length, num_rows, seed=seed)
@@ -79,7 +79,10 @@ def varied_rows(
 
 
 def train(trainer: Any) -> None:
-    """Raises Invalid where it cannot be trained so, and whatever else the training step raises."""
+    """Run the trainer.
+
+    Raises Invalid where the configuration cannot be trained so, and whatever else the training step raises.
+    """
     try:
         trainer.train()
     except (RuntimeError, ValueError) as error:
@@ -104,7 +107,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArguments:
-    """Those that are exported; what else is set changes no step."""
+    """The arguments that are exported, with others beside them that change no step."""
     values: dict[str, Any] = training_arguments(config, installed_fields())
     accumulation = config.gradient_accumulation_steps
     if not spec.confirm_steps:

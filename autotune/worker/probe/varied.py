@@ -1,4 +1,4 @@
-"""What a confirmation trains on beside batches of full length: batches of varied lengths.
+"""Trains a confirmation on batches of varied lengths, beside those of full length.
 
 PyTorch's allocator keeps blocks of the sizes that were asked for, and cuts them; where each batch asks for
 other sizes, what is free is in pieces that none fits into, and it reserves more than at any one length.
@@ -21,8 +21,9 @@ from autotune.space.config import TrainConfig
 from autotune.worker.probe.training import is_out_of_memory, train
 
 NUM_RUNS = 2
-"""[judgement] What is held depends on the order in which lengths come by more than on how many there are
-(studies/no-card): two orders tell more than one for twice as long, and a third may need more still."""
+"""Number of trainings with varied lengths. [judgement] What is held depends on the order in which lengths
+come by more than on how many there are (studies/no-card): two orders tell more than one for twice as long,
+and a third may need more still."""
 
 
 class RanOut(Exception):
@@ -31,7 +32,7 @@ class RanOut(Exception):
     def __init__(self, num_steps: int, cause: Exception) -> None:
         super().__init__(str(cause))
         self.num_steps = num_steps
-        """That were begun."""
+        """Number of steps that were begun."""
         self.cause = cause
 
 
@@ -45,7 +46,7 @@ def release(trainer: Any) -> None:
 
 
 def runs(num_steps: int) -> list[int]:
-    """Steps of each of the NUM_RUNS trainings in which so many are run."""
+    """The number of steps of each of the NUM_RUNS trainings that make up so many."""
     shares = [num_steps * number // NUM_RUNS for number in range(NUM_RUNS + 1)]
     return [end - start for start, end in itertools.pairwise(shares) if end > start]
 
@@ -53,7 +54,9 @@ def runs(num_steps: int) -> list[int]:
 def train_varied(
     trainer: Any, rows: Any, config: TrainConfig, num_steps: int, *, num_before: int
 ) -> None:
-    """A further training, of so many steps over these rows. Raises RanOut, or as `train` does.
+    """Train further, for so many steps over these rows.
+
+    Raises RanOut, or as `train` does.
 
     `num_before`: steps with varied lengths of an earlier one.
     """
@@ -74,7 +77,7 @@ def train_varied(
 
 
 class _Begun(TrainerCallback):
-    """Counts steps."""
+    """A callback that counts steps."""
 
     num_steps = 0
 

@@ -35,7 +35,7 @@ aten = torch.ops.aten
 _CALL = "_flash_attention_forward"
 
 LARGEST_HEAD = 256
-"""Elements. Both versions refuse more."""
+"""Most elements of a head: both versions refuse more."""
 
 _FORWARD = aten._scaled_dot_product_flash_attention.default
 _BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
@@ -54,11 +54,11 @@ KERNEL_NAMES = {
         "flash3", (_FORWARD, _VARLEN_FORWARD), (_BACKWARD, _VARLEN_BACKWARD)
     ),
 }
-"""What speed.roofline calls the kernels of an implementation, where the operation does not say it."""
+"""Names of an implementation's kernels in speed.roofline, where the operation does not say it."""
 
 
 def buffers_of(attention: str, default: HiddenBuffers) -> HiddenBuffers:
-    """The buffers inside kernels, by the implementation of attention."""
+    """A function that finds the buffers inside kernels, for this implementation of attention."""
     if attention not in FLASH_ATTENTIONS:
         return default
     backward = _third_backward if attention == "flash_attention_3" else _second_backward
@@ -84,13 +84,16 @@ def buffers_of(attention: str, default: HiddenBuffers) -> HiddenBuffers:
 
 
 _BLOCK_ROWS = 128
-"""Queries of a block. FlashAttention 3 has smaller ones too."""
+"""Number of queries in a block. FlashAttention 3 has smaller ones too."""
 
 
 def _second_backward(
     q: torch.Tensor, num_rows: int, heads: int, key_heads: int, num_keys: int
 ) -> tuple[int, ...]:
-    """softmax_d and dq_accum in fp32; dK and dV for every query head where heads are grouped."""
+    """Sizes of FlashAttention 2's backward buffers.
+
+    They are softmax_d and dq_accum in fp32; dK and dV for every query head where heads are grouped.
+    """
     buffers = [4 * num_rows * heads, 4 * num_rows * heads * _rounded_size(q.shape[-1])]
     if key_heads != heads:
         buffers += 2 * [num_keys * heads * q.shape[-1] * q.element_size()]
@@ -100,7 +103,10 @@ def _second_backward(
 def _third_backward(
     q: torch.Tensor, num_rows: int, heads: int, key_heads: int, _: int
 ) -> tuple[int, ...]:
-    """softmax_d, lse_log2 and dq_accum, and dk_accum and dv_accum where heads are grouped; fp32."""
+    """Sizes of FlashAttention 3's backward buffers.
+
+    They are softmax_d, lse_log2 and dq_accum, and dk_accum and dv_accum where heads are grouped; all in fp32.
+    """
     per_head = 4 * num_rows * _rounded_size(q.shape[-1])
     buffers = [4 * num_rows * heads, 4 * num_rows * heads, heads * per_head]
     if key_heads != heads:
@@ -114,7 +120,7 @@ def _rounded_size(head_size: int) -> int:
 
 
 def decompositions(spec: TraceSpec, sequence_length: int) -> dict[Any, Callable[..., Any]]:
-    """What unpadding asks of values, answered for a batch whose every place holds a token."""
+    """Answers to what unpadding asks of values, for a batch whose every place holds a token."""
     if spec.attention not in FLASH_ATTENTIONS or spec.batching != "padded":
         return {}
 
@@ -132,7 +138,7 @@ def decompositions(spec: TraceSpec, sequence_length: int) -> dict[Any, Callable[
 
 @contextlib.contextmanager
 def without_library(attention: str) -> Iterator[None]:
-    """Models can be made with, and trained with, an implementation that is not installed."""
+    """Let models be made and trained with an implementation that is not installed."""
     if attention not in FLASH_ATTENTIONS:
         yield
         return
@@ -181,7 +187,10 @@ def flash(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """flash_attn_func of (batch, length, heads, size), in 16 bits."""
+    """Stand in for flash_attn_func: (batch, length, heads, size), in 16 bits.
+
+    Raises ValueError for heads or dtypes that FlashAttention refuses.
+    """
     _require(q)
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
     out = flash_attention(query, key, value, dropout_p, causal, scale=softmax_scale)
@@ -203,7 +212,10 @@ def varlen(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """flash_attn_varlen_func of (tokens, heads, size), in 16 bits."""
+    """Stand in for flash_attn_varlen_func: (tokens, heads, size), in 16 bits.
+
+    Raises ValueError for heads or dtypes that FlashAttention refuses.
+    """
     _require(q)
     padding = -q.shape[-1] % 8
     if padding:

@@ -1,4 +1,4 @@
-"""torch.autocast as CUDA or a CPU applies it: its lists of functions, and its cache of cast weights.
+"""Applies torch.autocast as CUDA or a CPU does: its lists of functions, and its cache of cast weights.
 
 On `meta` autocast does nothing. Its state here is that of the CPU (`torch.is_autocast_enabled("cpu")`), which
 `meta` tensors ignore and which activation checkpointing saves and restores.
@@ -21,18 +21,18 @@ HALF = (torch.float16, torch.bfloat16)
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 Policy = Callable[["Autocast", Any, Any], _Call]
-"""How a function's arguments are cast."""
+"""A function that casts another function's arguments."""
 
 
 class Autocast:
-    """Casts as a device's autocast would."""
+    """Casts functions' arguments as a device's autocast would."""
 
     def __init__(self, policies: Mapping[Any, Policy]) -> None:
         self._policies = policies
         self._cast_weights: dict[int, torch.Tensor] = {}
 
     def cast(self, func: Any, args: Any, kwargs: Any) -> _Call:
-        """The arguments as the function gets them while autocast is on."""
+        """Cast the arguments as the function gets them while autocast is on."""
         policy = self._policies.get(func)
         # Autocast leaves a function alone that is told where to put its result.
         if policy is None or "out" in kwargs or not torch.is_autocast_enabled("cpu"):
@@ -53,7 +53,7 @@ class Autocast:
         return cast
 
     def stands_for_cudas(self) -> contextlib.AbstractContextManager[None]:
-        """Within it torch's questions about CUDA's autocast are answered by the CPU's state.
+        """Let the CPU's state answer torch's questions about CUDA's autocast, within a `with` block.
 
         The cast weights are forgotten whenever autocast forgets its own.
         """
@@ -79,7 +79,7 @@ class Autocast:
 
 
 class _AutocastOfMeta(torch.autocast):
-    """torch.autocast that takes `meta` and `cuda` for the CPU, whose state stands for CUDA's."""
+    """A torch.autocast that takes `meta` and `cuda` for the CPU, whose state stands for CUDA's."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if device_type in ("meta", "cuda") else device_type, *args, **kwargs)
@@ -104,7 +104,7 @@ def _cast_lower(autocast: Autocast, args: Any, kwargs: Any) -> _Call:
 
 
 def _cast_list_lower(autocast: Autocast, args: Any, kwargs: Any) -> _Call:
-    """Operands that C++ gets as a list are cast in its order (autocast_mode.h, cached_cast)."""
+    """Cast operands that C++ gets as a list, in its order (autocast_mode.h, cached_cast)."""
     (operands,), kwargs = _cast_lower(autocast, (args,), kwargs)
     return operands, kwargs
 
@@ -114,7 +114,7 @@ def _cast_float32(_: Autocast, args: Any, kwargs: Any) -> _Call:
 
 
 def _default_float32(_: Autocast, args: Any, kwargs: Any) -> _Call:
-    """Autocast names the result's dtype and leaves the input as it is (fp32_set_opt_dtype)."""
+    """Name the result's dtype and leave the input as it is, as autocast does (fp32_set_opt_dtype)."""
     if args[0].dtype not in HALF or any(isinstance(a, torch.dtype) for a in args):
         return args, kwargs
     return args, {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
@@ -173,4 +173,4 @@ _OF_CPU: dict[Any, Policy] = {
 }
 
 POLICIES: dict[str, Mapping[Any, Policy]] = {"cuda": _OF_CUDA, "cpu": _OF_CPU}
-"""By backend."""
+"""Policies of functions, by backend."""

@@ -1,4 +1,4 @@
-"""A loss that goes through the tokens in chunks: two chunks are traced, and the second stands for all.
+"""Traces a loss that goes through the tokens in chunks: two are traced, the second stands for all.
 
 How many tokens a chunk has is no product of the traced dimensions. A trace with a symbolic micro-batch
 therefore runs such a loop for two chunks of CHUNK_ROWS tokens (a prime that divides no dimension):
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from autotune.worker.trace.tracker import Tracker
 
 CHUNK_ROWS = 499_979
-"""Two chunks are fewer tokens than any symbolic micro-batch has."""
+"""Tokens of a chunk in a trace: two chunks are fewer tokens than any symbolic micro-batch has."""
 
 
 @dataclass(slots=True)
@@ -25,13 +25,13 @@ class Chunks:
     tracker: Tracker
     is_symbolic: bool
     rule: tuple[str, int, int] | None = None
-    """(name of the rule for a chunk's tokens, tokens of the micro-batch, the rule's constant)."""
+    """Rule for a chunk's tokens, if there is one: (its name, tokens of the micro-batch, its constant)."""
 
     def meets(self, name: str, num_tokens: int, constant: int) -> None:
         self.rule = (name, num_tokens, constant)
 
     def over_chunks(self, *bounds: int) -> Iterator[int]:
-        """`range` of a loop whose body handles one chunk of tokens."""
+        """Replace `range` in a loop whose body handles one chunk of tokens."""
         numbers = builtins.range(*bounds)
         if not self.is_symbolic:
             yield from numbers

@@ -1,4 +1,4 @@
-"""What a device would do where a trace on `meta` does something else.
+"""Makes a trace on `meta` do what a device would, where it would do something else.
 
 * which attention kernel `scaled_dot_product_attention` picks (autotune.worker.trace.sdpa);
 * the fused kernels that CUDA has and `meta` has not (dropout, half-precision softmax); a CPU has none
@@ -30,19 +30,21 @@ aten = torch.ops.aten
 
 _MOST_THREADS_PER_SM = 2048
 _THREADS_PER_SM = {(7, 5): 1024, **dict.fromkeys([(8, 6), (8, 9), (12, 0), (12, 1)], 1536)}
-"""CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability"."""
+"""Threads of a multiprocessor by compute capability, where they are not _MOST_THREADS_PER_SM (CUDA C++
+Programming Guide 13.0, "Technical Specifications per Compute Capability")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What a trace must know of the card."""
+    """The facts of a card that a trace must know."""
 
     compute_capability: tuple[int, int]
     cublas_workspace_bytes: int
     num_sms: int = 108
-    """Liger's norms make a row of fp32 for each: 1.7 MB at a width of 4,096. Of an A100 unless known."""
+    """Number of multiprocessors, an A100's unless known. Liger's norms make a row of fp32 for each: 1.7 MB at
+    a width of 4,096."""
     backend: str = "cuda"
-    """cuda or cpu: whose kernels run."""
+    """Whose kernels run: cuda or cpu."""
 
     @property
     def multiprocessors(self) -> Multiprocessors:
@@ -51,7 +53,7 @@ class Device:
 
 @contextlib.contextmanager
 def device_choices(device: Device) -> Iterator[None]:
-    """Functions go where the device would send them, and autocast's casts are applied while it is on."""
+    """Send functions where the device would, and apply autocast's casts while it is on."""
     mode = _DeviceChoices(device)
     with mode.autocast.stands_for_cudas(), mode:
         yield
@@ -91,7 +93,7 @@ def _softmax(
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """CUDA softmaxes fp16 into fp32 without a copy; bf16 is converted first (SoftMax.cpp)."""
+    """Softmax as CUDA does it: fp16 into fp32 without a copy; bf16 is converted first (SoftMax.cpp)."""
     assert dim is not None
     if dtype == torch.float32 and input.dtype == torch.float16:
         return _HalfToFloatSoftmax.apply(input, dim)
@@ -99,8 +101,11 @@ def _softmax(
 
 
 def _cross_entropy(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Autocast knows only its second half: logarithms in 16 bits, and float32 of them for the loss
-    (LossNLL.cpp, cross_entropy_loss_prob_target aside; autocast_mode.h, nll_loss)."""
+    """Cross entropy under autocast, which knows only its second half.
+
+    Logarithms are in 16 bits, and made float32 for the loss (LossNLL.cpp, cross_entropy_loss_prob_target
+    aside; autocast_mode.h, nll_loss).
+    """
     given = dict(zip(_CROSS_ENTROPY_ARGUMENTS, args, strict=False)) | kwargs
     of_classes = target.dtype is torch.int64 and not given.pop("label_smoothing", 0.0)
     if not (of_classes and input.dtype in HALF and torch.is_autocast_enabled("cpu")):
@@ -126,7 +131,7 @@ def _of_cpu(_: Device) -> dict[Any, Callable[..., Any]]:
 
 
 _FUNCTIONS = {"cuda": _of_cuda, "cpu": _of_cpu}
-"""What takes a function's place, by backend."""
+"""Makers of the functions that take others' places, by backend."""
 
 
 class _HalfToFloatSoftmax(torch.autograd.Function):
@@ -154,7 +159,7 @@ _MATRIX_PRODUCTS = {
 
 
 class Workspaces:
-    """One cuBLAS workspace for the thread of the forward pass, one for autograd's, made at first use."""
+    """The cuBLAS workspaces: one for the forward pass's thread, one for autograd's, made at first use."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes

@@ -1,4 +1,4 @@
-"""A trace as it is answered: sizes as terms, allocations and kernels in blocks by layer.
+"""A trace as the worker answers it: sizes as terms, allocations and kernels in blocks by layer.
 
 Sizes are written as `coefficient x micro_batch^i x rank^j`, which is known because both are traced
 with primes that no model dimension contains (one more or less than that is told apart).
@@ -23,7 +23,7 @@ Term = tuple[int, int, int]
 
 
 class Symbols:
-    """Numbers of a trace as terms: (coefficient, power of the micro-batch, power of the rank)."""
+    """Translates a trace's numbers into terms: (coefficient, power of the micro-batch, power of the rank)."""
 
     def __init__(
         self, spec: TraceSpec, *, micro_batch: int, rank: int, sequence_length: int
@@ -36,27 +36,27 @@ class Symbols:
             "padding-free": ((micro_batch, 1), (row, 1), (row, -1)),
         }
         self._near = () if spec.single else near.get(spec.batching, ())
-        """(what is a term, what makes it none): where each sample begins, and the last ends; the tokens
-        of a row with one before or behind, or without the last."""
+        """Numbers that are near a term, as (the term, the difference): where each sample begins, and the last
+        ends; the tokens of a row with one before or behind, or without the last."""
 
     def term(self, number: int) -> Term:
-        """Of a number that is near a term, that one."""
+        """The term of a number; of a number that is near a term, that one."""
         base, factor, _ = self._near_term(number)
         return self._monomial(base * factor)
 
     def beyond(self, number: int) -> int:
-        """How much more the number is than its term; it has no factors beside."""
+        """The difference between a number and its term; it has no factors beside."""
         return self._near_term(number)[2]
 
     def rule(self, number: int) -> list[Any] | None:
-        """How to work out exactly a number that is no term."""
+        """A rule to work out exactly a number that is no term; None for one that is."""
         base, factor, beyond = self._near_term(number)
         if not beyond:
             return None
         return ["near", *map(self._monomial, (base, factor, beyond))]
 
     def of_weight(self, number: int) -> Term:
-        """A dimension or a number of elements, which the micro-batch is no part of."""
+        """The term of a dimension or a number of elements of a weight, in which there is no micro-batch."""
         rank_power = 0
         while number and number % self._rank == 0:
             number //= self._rank
@@ -86,7 +86,10 @@ def encode(
     layers: dict[str, int],
     made_by: Mapping[int, str],
 ) -> dict[str, Any]:
-    """What autotune.memory.traces.Trace reads. `made_by`: what made each tensor, where that was asked for."""
+    """Encode a trace as autotune.memory.traces.Trace reads it.
+
+    `made_by`: what made each tensor, where that was asked for.
+    """
     recording = step.tracker.recording
     blocks = _blocks(recording, step, chunks, symbols)
     model: Any = step.model
@@ -144,14 +147,14 @@ def encode(
 
 
 def _per_row(number: int, chunks: Chunks) -> tuple[int, bool]:
-    """Of what is as large as a chunk of tokens, the part of one token."""
+    """The part of one token in a size that is as large as a chunk of tokens, and whether it is one."""
     if number and chunks.rule is not None and chunks.is_symbolic and number % CHUNK_ROWS == 0:
         return number // CHUNK_ROWS, True
     return number, False
 
 
 def _count_parameters(model: nn.Module, symbols: Symbols) -> dict[str, Any]:
-    """Elements of the traced layers, 4-bit weights counted unpacked, by layer as in `blocks`."""
+    """Count elements of the traced layers by layer as in `blocks`, 4-bit weights unpacked."""
     linears: list[Any] = [m for m in model.modules() if type(m).__name__ == "Linear4bit"]
     quantised: dict[int, int] = {id(m.weight): m.in_features * m.out_features for m in linears}
     place_of = place_finder(model)
@@ -197,7 +200,7 @@ def _blocks(
 
 
 def _count_kernels(kernels: list[TrackedKernel], chunks: Chunks, symbols: Symbols) -> list[Any]:
-    """Equal kernels of a block once: [name, dtype, flops, [bytes ...], recomputed, count].
+    """Count equal kernels of a block: [name, dtype, flops, [bytes ...], recomputed, count].
 
     One that handles a chunk of tokens has two parts more: the bytes per token of it, apart from the
     others (its operations are per token too), and whether it stands for all chunks but the first.

@@ -31,7 +31,7 @@ from autotune.worker.trace.tracker import Tracker
 
 FLEX = "flex_attention"
 SMALLEST_HEAD = 16
-"""Elements: Triton's products take no fewer."""
+"""Fewest elements of a head: Triton's products take no fewer."""
 
 _BLOCK = 128
 _KERNEL = "_scaled_dot_product_flex_attention"
@@ -39,7 +39,7 @@ _KERNEL = "_scaled_dot_product_flex_attention"
 
 @contextlib.contextmanager
 def on_meta(tracker: Tracker) -> Iterator[None]:
-    """flex_attention and its masks for tensors without values, and what they allocate and launch."""
+    """Let flex_attention and its masks run without values, and record what they allocate and launch."""
     from transformers import masking_utils
     from transformers.integrations import flex_attention
 
@@ -56,8 +56,11 @@ def on_meta(tracker: Tracker) -> Iterator[None]:
 
 
 def block_mask(mask_mod: Callable[..., Any], *, device: Any = "meta", **given: Any) -> Any:
-    """create_block_mask's result. It is compiled: Inductor's code for it, on the CPU as well, counts the
-    places of a block without a tensor of every pair."""
+    """The result of create_block_mask.
+
+    That function is compiled: Inductor's code for it, on the CPU as well, counts the places of a block
+    without a tensor of every pair.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     batch, heads = given["B"] or 1, given["H"] or 1
@@ -108,7 +111,7 @@ def _attend(
 
 
 def _held(function: Any) -> Iterator[Any]:
-    """The function, and every function and tensor that its closure holds, at any depth."""
+    """Yield the function, and every function and tensor that its closure holds, at any depth."""
     yield function
     for value in inspect.getclosurevars(function).nonlocals.values():
         for each in value if isinstance(value, tuple) else (value,):
@@ -119,7 +122,7 @@ def _held(function: Any) -> Iterator[Any]:
 
 
 class _Flex(torch.autograd.Function):
-    """The graphs that AOTAutograd makes of flex_attention, in the order in which Inductor runs them."""
+    """Flex attention's graphs as AOTAutograd makes them, in the order in which Inductor runs them."""
 
     @staticmethod
     def forward(
@@ -170,7 +173,7 @@ class _Flex(torch.autograd.Function):
 
 
 def _like(tensor: torch.Tensor, size: int | None = None) -> torch.Tensor:
-    """Another with its dimensions in the same order in memory, without gaps; heads of `size`."""
+    """Make another tensor with its dimensions in the same order in memory, without gaps; heads of `size`."""
     shape = [*tensor.shape[:-1], size or tensor.shape[-1]]
     order = sorted(range(tensor.dim()), key=lambda place: tensor.stride(place), reverse=True)
     within = tensor.new_empty([shape[place] for place in order])
@@ -186,9 +189,11 @@ def _num_flops(
     of_scores: int,
     of_values: int,
 ) -> int:
-    """Of so many products over a head's query and value. A head is filled up to a power of two; a
-    block above the diagonal is left out. The backward pass counts five products, as FlashAttention's,
-    although it makes seven: its rate is said of five."""
+    """Floating-point operations of so many products over a head's query and value.
+
+    A head is filled up to a power of two; a block above the diagonal is left out. The backward pass counts
+    five products, as FlashAttention's, although it makes seven: its rate is given for five.
+    """
     filled = [1 << (tensor.shape[-1] - 1).bit_length() for tensor in (query, value)]
     pairs = math.prod(query.shape[:-1]) * key.shape[-2]
     flops = 2 * pairs * (of_scores * filled[0] + of_values * filled[1])

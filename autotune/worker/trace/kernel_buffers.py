@@ -29,14 +29,14 @@ def _ceil_to(value: int, step: int) -> int:
 
 
 def _flash_head(size: int) -> int:
-    """Elements of a head in flash attention's sums."""
+    """Elements that a head has in flash attention's sums."""
     return _ceil_to(size, 32 if size <= 128 else 64)
 
 
 def _flash_forward_buffers(
     num_sms: int, q: torch.Tensor, k: torch.Tensor, dropout_p: float
 ) -> tuple[Buffer, ...]:
-    """The parts' logarithms and sums where the keys are split; never with dropout."""
+    """Logarithms and sums of the parts where flash attention splits the keys; never with dropout."""
     if dropout_p:
         return ()
     batch, heads, length, size = q.shape
@@ -46,7 +46,7 @@ def _flash_forward_buffers(
 
 
 def _flash_backward_copies(gradient: torch.Tensor, out: torch.Tensor) -> tuple[Buffer, ...]:
-    """Of what does not lie token by token: the result does not where queries are rotated in part (Phi).
+    """Copies of what does not lie token by token: the result does not where queries are partly rotated (Phi).
 
     pytorch v2.13 aten/src/ATen/native/transformers/cuda/attention_backward.cu, _flash_attention_backward.
     """
@@ -55,7 +55,10 @@ def _flash_backward_copies(gradient: torch.Tensor, out: torch.Tensor) -> tuple[B
 
 
 def _flash_backward_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
-    """dq_accum and softmax_d in fp32; dK and dV for every query head when heads are grouped."""
+    """Sizes of flash attention's backward buffers.
+
+    They are dq_accum and softmax_d in fp32; dK and dV for every query head when heads are grouped.
+    """
     batch, heads, length, size = q.shape
     rounded_length = _ceil_to(length, 128)
     buffers = [
@@ -68,25 +71,25 @@ def _flash_backward_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]
 
 
 def _efficient_backward_buffers(q: torch.Tensor) -> tuple[int, ...]:
-    """The fp32 accumulator of dQ in global memory."""
+    """Size of the fp32 accumulator of dQ in global memory (memory-efficient attention)."""
     batch, heads, length, size = q.shape
     return (batch * heads * _ceil_to(length * size, 4) * 4,)
 
 
 def _cudnn_backward_bytes(q: torch.Tensor) -> int:
-    """softmax_sum and dQ_accum in fp32, in one workspace (get_fe_workspace_size_node)."""
+    """Size of softmax_sum and dQ_accum in fp32, in one workspace (get_fe_workspace_size_node)."""
     batch, heads, length, size = q.shape
     return 4 * batch * heads * length * (size + 1)
 
 
 EMBEDDING_SORT_THRESHOLD = 3072
-"""Up to so many indices the backward of an embedding needs no buffer (Embedding.cu)."""
+"""Most indices with which the backward of an embedding needs no buffer (Embedding.cu)."""
 
 
 def _embedding_backward_buffers(
     gradient: torch.Tensor, indices: torch.Tensor, rows: int
 ) -> tuple[Buffer, ...]:
-    """What is alive together when the partial sums are made (EmbeddingBackwardKernel.cu).
+    """Buffers alive together when an embedding's partial sums are made (EmbeddingBackwardKernel.cu).
 
     Per index: the sorted ones, where they stood, where segments start. Per segment, of which there
     are at most `rows`: its number of partial sums and their offset. Two counters. Per partial sum:
@@ -115,13 +118,13 @@ def _embedding_backward_buffers(
 
 
 Multiprocessors = tuple[int, int]
-"""(how many, threads of each)."""
+"""The card's multiprocessors: (how many, threads of each)."""
 
 
 def _reduction_buffers(
     multiprocessors: Multiprocessors, tensor: torch.Tensor, out: torch.Tensor, dims: set[int]
 ) -> tuple[Buffer, ...]:
-    """Partial results, and a semaphore for each block of threads that shares an output."""
+    """Buffers of a reduction: partial results, and a semaphore for each block that shares an output."""
     kept = [d for d in range(tensor.ndim) if d not in dims and tensor.shape[d] > 1]
     reduced = [d for d in dims if tensor.shape[d] > 1]
     num_outputs = math.prod(tensor.shape[d] for d in kept)
@@ -144,7 +147,7 @@ def _least_stride(tensor: torch.Tensor, dims: Iterable[int]) -> int:
 
 
 def _row_of(tensor: torch.Tensor, dims: Sequence[int]) -> int:
-    """Items that lie side by side along these dimensions; 1 where none do."""
+    """Number of items that lie side by side along these dimensions; 1 where none do."""
     items = 1
     for d in sorted(dims, key=tensor.stride):
         if tensor.stride(d) != items:
@@ -163,7 +166,7 @@ def _sums(multiprocessors: Multiprocessors, tensor: torch.Tensor, dims: Any, out
 
 
 def _cast(tensor: torch.Tensor, out: torch.Tensor) -> Found:
-    """What is summed as integers is made some first (ReduceOpsUtils.h, make_reduction)."""
+    """The float copy of integers that are summed (ReduceOpsUtils.h, make_reduction)."""
     is_cast = tensor.dtype is not out.dtype and not tensor.is_floating_point()
     return (Buffer(tensor.numel() * out.element_size()),) if is_cast else ()
 
@@ -199,24 +202,24 @@ def _of_embedding_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
 
 
 def _of_index_put(_: Multiprocessors, args: Args, out: Any) -> Found:
-    """Adding goes by sorted places (index_put_with_sort_kernel): linear, sorted, original, range."""
+    """Buffers of adding by sorted places (index_put_with_sort_kernel): linear, sorted, original, range."""
     if len(args) < 4 or not args[3]:
         return ()
     return 4 * (Buffer(8 * max(index.numel() for index in args[1] if index is not None)),)
 
 
 def _of_safe_softmax(_: Multiprocessors, args: Args, out: Any) -> Found:
-    """Which scores are masked, and which rows as a whole."""
+    """Masks of a safe softmax: which scores are masked, and which rows as a whole."""
     return Buffer(out.numel()), Buffer(out.numel() // out.shape[args[1]])
 
 
 def _of_softmax_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
-    """SoftMax.cu: `tmp = grad * output`."""
+    """The product `tmp = grad * output` in the backward of a softmax (SoftMax.cu)."""
     return (Buffer(args[0].nbytes),)
 
 
 def _of_cumsum(_: Multiprocessors, args: Args, out: Any) -> Found:
-    """ScanUtils.cuh, scan_dim; ReduceOps.cpp, impl_func_cum_ops."""
+    """Copy of the input of a cumulative sum (ScanUtils.cuh, scan_dim; ReduceOps.cpp, impl_func_cum_ops)."""
     if cast := _cast(args[0], out):
         return cast
     return () if args[0].is_contiguous() else (Buffer(args[0].nbytes),)
@@ -231,7 +234,10 @@ def _of_convolution_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
 
 
 def _copies(tensors: Iterable[torch.Tensor]) -> Found:
-    """In one dimension: taken for two, of operands in order (Convolution.cpp, _convolution)."""
+    """Copies in order of the operands of a convolution in one dimension, which is taken for two.
+
+    Source: Convolution.cpp, _convolution.
+    """
     out_of_order = (t for t in tensors if t.ndim == 3 and not t.is_contiguous())
     return tuple(Buffer(tensor.nbytes, comes_first=True) for tensor in out_of_order)
 

@@ -1,4 +1,4 @@
-"""What a GPU does for one ATen call: whether it launches a kernel, its arithmetic, the bytes it moves."""
+"""Costs of one ATen call on a GPU: whether it launches a kernel, its arithmetic, the bytes it moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations, a causal attention's by half."""
+    """Count the floating-point operations of a call, a causal attention's by half."""
     operands = _PRODUCT_OPERANDS.get(func)
     if operands is not None:
         left, right = args[operands].shape, args[operands + 1].shape
@@ -47,7 +47,7 @@ _PRODUCT_OPERANDS = {
     aten.baddbmm.default: 1,
     aten._int_mm.default: 0,
 }
-"""Where the left matrix of a product stands among the arguments."""
+"""Position of a product's left matrix among the arguments."""
 _ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default: (0, 1, 1),
     aten._scaled_dot_product_efficient_attention.default: (0, 1, 1),
@@ -56,15 +56,15 @@ _ATTENTION = {
     aten._scaled_dot_product_efficient_attention_backward.default: (1, 3, 2),
     aten._scaled_dot_product_flash_attention_backward.default: (1, 3, 2),
 }
-"""Where the queries (batch, heads, tokens, size) stand, keys and values after them; products over the size
-of queries, and over that of values. PyTorch's own counter refuses fewer heads of keys than of queries
-before 2.13."""
+"""Position of the queries (batch, heads, tokens, size) among the arguments, keys and values after them;
+numbers of products over the size of queries, and over that of values. PyTorch's own counter refuses fewer
+heads of keys than of queries before 2.13."""
 _VARLEN_ATTENTION = {
     aten._flash_attention_forward.default: (0, 4),
     aten._flash_attention_backward.default: (1, 10),
 }
-"""Samples in one row: where the queries (tokens, heads, size) stand, and operations per element: two
-products, or five. PyTorch's own counter makes a list of the samples, a million in a trace."""
+"""Attention over samples in one row: position of the queries (tokens, heads, size), and operations per
+element: two products, or five. PyTorch's own counter makes a list of the samples, a million in a trace."""
 _GROUPED_PRODUCTS = {aten._grouped_mm.default}
 
 
@@ -98,11 +98,14 @@ _GATHERS = {
     aten.index_select.default,
     aten.nll_loss_forward.default,
 }
-"""Read no more of their input than they write."""
+"""Operations that read no more of their input than they write."""
 
 
 def launches(func: Any, fresh: bool) -> bool:
-    """Views, aliases and uninitialised memory cost no kernel; a view that had to copy does."""
+    """Whether a call launches a kernel.
+
+    Views, aliases and uninitialised memory cost none; a view that had to copy does.
+    """
     if func in _EMPTY:
         return False
     return fresh or not (func in _ALIAS or func.is_view)
@@ -111,7 +114,7 @@ def launches(func: Any, fresh: bool) -> bool:
 def tensor_bytes(
     func: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[int, ...]:
-    """What the kernel writes and reads, tensor by tensor."""
+    """Bytes that the kernel writes and reads, tensor by tensor."""
     written = tuple(map(moved_bytes, outputs))
     if func in _GATHERS:
         return 2 * written
@@ -121,7 +124,7 @@ def tensor_bytes(
 
 
 def moved_bytes(tensor: torch.Tensor) -> int:
-    """Bytes a kernel touches of it: an expanded tensor is read once."""
+    """Bytes of a tensor that a kernel touches: an expanded tensor is read once."""
     num_elements = tensor.numel()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if not stride and size:
@@ -130,7 +133,7 @@ def moved_bytes(tensor: torch.Tensor) -> int:
 
 
 def dtype_of(func: Any, args: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """What it computes with: what a product adds to may be wider than what it multiplies."""
+    """The dtype that a call computes with: what a product adds to may be wider than what it multiplies."""
     operands = _PRODUCT_OPERANDS.get(func, 0)
     dtype: torch.dtype = (args[operands] if operands else tensors[0]).dtype
     return dtype

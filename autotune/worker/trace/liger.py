@@ -36,11 +36,14 @@ PASSES = {
     "_geglu_tanh_backward_kernel": 2,
     "element_mul_kernel": 2,
 }
-"""How often a kernel touches its tensors, where that is not once."""
+"""Number of times that a kernel touches its tensors, where that is not once."""
 
 
 def apply(model: Any, task: str, trainer: str) -> None:
-    """What TrainingArguments(use_liger_kernel=True) does to a model; SFTTrainer keeps its own loss."""
+    """Apply Liger as TrainingArguments(use_liger_kernel=True) does; SFTTrainer keeps its own loss.
+
+    Raises UnsupportedModel where Liger is not installed or does not know the model.
+    """
     if task != "causal-lm":
         raise UnsupportedModel("Liger replaces the forward pass of causal language models only")
     kind = _base(model).config.model_type
@@ -92,7 +95,7 @@ def on_meta(tracker: Tracker, device: Device, chunks: Chunks) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_on_cuda(device_type: str, device: Device, launch: Callable[..., None]) -> Iterator[None]:
-    """Liger takes tensors of that type for CUDA's, on that card; `launch` gets its Triton kernels.
+    """Let Liger take tensors of that type for CUDA's, on that card; `launch` gets its Triton kernels.
 
     What Liger patches in Transformers is undone at the end.
     """
@@ -120,7 +123,10 @@ def as_on_cuda(device_type: str, device: Device, launch: Callable[..., None]) ->
 
 
 def _differ(_: torch.Tensor, one: torch.Tensor) -> bool:
-    """The gradient of a mean over tokens is not 1. On `meta` torch.tensor(1.0) is made unseen."""
+    """Answer that the gradient of a mean over tokens is not 1.
+
+    On `meta` torch.tensor(1.0) is made unseen.
+    """
     torch.empty_like(one)
     return False
 
@@ -143,7 +149,7 @@ class _Counting:
 
 
 class _ChunkSizes:
-    """`triton` as the loss asks it for the size and the number of its chunks."""
+    """A stand-in for `triton` that the loss asks for the size and the number of its chunks."""
 
     def __init__(self, triton: ModuleType, chunks: Chunks) -> None:
         self._triton = triton
@@ -165,7 +171,10 @@ class _ChunkSizes:
 
 @contextlib.contextmanager
 def _unpatched_afterwards() -> Iterator[None]:
-    """Liger replaces functions and classes of Transformers' modules, and some classes' forward pass."""
+    """Undo Liger's changes afterwards.
+
+    It replaces functions and classes of Transformers' modules, and some classes' forward pass.
+    """
     modules = [m for n, m in sys.modules.items() if n.startswith("transformers.models.") and m]
     names = {module: dict(vars(module)) for module in modules if ".modeling_" in module.__name__}
     classes = {c for values in names.values() for c in values.values() if isinstance(c, type)}

@@ -1,4 +1,4 @@
-"""A model's way through set-up, forward and backward on `meta`, as `transformers.Trainer` runs them.
+"""Takes a model through set-up, forward and backward on `meta`, as `transformers.Trainer` runs them.
 
 Source of the order of operations: transformers 5.23 Trainer.training_step and Trainer._run_epoch,
 accelerate 1.15 Accelerator.prepare_model.
@@ -24,7 +24,7 @@ from autotune.worker.trace import liger, sft
 from autotune.worker.trace.tracker import Tracker, in_backward
 
 Place = tuple[int, int]
-"""(stack, layer) of the repeated layers; OUTSIDE elsewhere."""
+"""Place of a layer: (stack, layer) of the repeated layers; OUTSIDE elsewhere."""
 OUTSIDE = (0, -1)
 
 
@@ -41,15 +41,15 @@ class MetaStep:
         self._rank = rank
         self._last: tuple[str, Place] = ("", OUTSIDE)
         self.parameters: dict[int, nn.Parameter] = {}
-        """tensor index -> parameter"""
+        """Parameters by the number of their tensor."""
         self.gradients: dict[int, int] = {}
-        """tensor index of a gradient -> tensor index of its parameter"""
+        """Numbers of parameters' tensors, by the number of their gradient's tensor."""
         self.handed_over: dict[int, list[int]] = {}
-        """event position -> gradients that autograd hands over there"""
+        """Gradients that autograd hands over, by the position of the event."""
         self._kept: list[Any] = []
-        """What the Trainer keeps after the micro-step: its list of micro-batches, and the loss."""
+        """Tensors that the Trainer keeps after the micro-step: its list of micro-batches, and the loss."""
         self.loss = -1
-        """Tensor index of the loss."""
+        """Number of the loss's tensor."""
 
     def mark(self, phase: str, place: Place = OUTSIDE) -> None:
         self._last = phase, place
@@ -60,7 +60,7 @@ class MetaStep:
             self.mark(phase, place)
 
     def set_up(self) -> None:
-        """Weights and buffers reach the device; then the adapter's."""
+        """Let weights and buffers reach the device, and then the adapter's."""
         spec = self.spec
         if spec.quantization != "none":
             quantize.quantize(self.model, self.task, spec)
@@ -96,7 +96,9 @@ class MetaStep:
             _wrap_forward(self.model, getattr(torch, precision.compute_dtype))
 
     def settle(self, micro_batch: int, sequence_length: int) -> None:
-        """What the first step changes for good: LLM.int8 converts its biases to its input's dtype.
+        """Make the changes that the first step makes for good.
+
+        LLM.int8 converts its biases to its input's dtype.
 
         Source: bitsandbytes 0.50 nn/modules.py, Linear8bitLt.forward.
         """
@@ -110,7 +112,7 @@ class MetaStep:
         self._own_new("settled", place_finder(self.model))
 
     def _own_new(self, phase: str, place_of: Callable[[str], Place]) -> None:
-        """Tensors of the model that have come since the last time."""
+        """Record tensors of the model that have come since the last time."""
         for name, module in self.model.named_modules():
             for tensor in _tensors_of(module):
                 if not self.tracker.knows(tensor):
@@ -123,7 +125,7 @@ class MetaStep:
             self.parameters[index] = tensor
 
     def forward_backward(self, micro_batch: int, sequence_length: int) -> None:
-        """Trainer.training_step: loss under autocast, scaled, backward."""
+        """Run Trainer.training_step: loss under autocast, scaled, backward."""
         precision = PRECISIONS[self.spec.precision]
         handles = self._hook_gradients()
         self.mark("batch")
@@ -161,7 +163,7 @@ class MetaStep:
             handle.remove()
 
     def _loss(self, inputs: dict[str, Any], *, accepts: bool) -> torch.Tensor:
-        """Trainer.compute_loss, and what training_step divides it by."""
+        """Compute the loss as Trainer.compute_loss does, divided as in training_step."""
         model: Any = self.model
         if self.spec.trainer == "trl-sft":
             num_items = inputs.pop("num_items_in_batch")
@@ -228,14 +230,14 @@ class MetaStep:
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Of the module itself, its scales where it is quantised in 8 bits."""
+    """Tensors of the module itself, its scales among them where it is quantised in 8 bits."""
     held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     scales = getattr(module.weight, "SCB", None) if quantize.is_quantized(module) else None
     return held if scales is None else [*held, scales]
 
 
 def place_finder(model: Any) -> Callable[[str], Place]:
-    """Where among the repeated layers a module or parameter of that name lies."""
+    """A function that finds the place of a module or parameter among the repeated layers, by its name."""
     names = {id(module): name for name, module in model.named_modules()}
     prefixes = [names[id(stack)] + "." for stack in layer_stacks(model)]
 
@@ -250,7 +252,7 @@ def place_finder(model: Any) -> Callable[[str], Place]:
 
 
 def _batch(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int) -> dict[str, Any]:
-    """What the Trainer's collator gives: token ids, a mask, labels; or samples one behind the other.
+    """The batch of the Trainer's collator: token ids, a mask, labels; or samples one behind the other.
 
     Packed rows have no mask (export/train.py.template), but where TRL's collator makes one.
     """
@@ -269,7 +271,7 @@ def _batch(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int) -
 
 
 def _num_items(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    """Trainer._get_num_items_in_batch, of one micro-batch."""
+    """The value of Trainer._get_num_items_in_batch, for one micro-batch."""
     counted = labels[..., 1:] if models.shifts_labels(model) else labels
     total = 0 + counted.ne(-100).sum()
     return total / 1
@@ -282,8 +284,11 @@ def _one_row(
     *,
     has_sample_numbers: bool,
 ) -> dict[str, Any]:
-    """As transformers 5.23 DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives it, and TRL
-    1.16 DataCollatorForLanguageModeling(padding_free=True), which numbers the samples besides."""
+    """A batch whose samples lie one behind the other in a row.
+
+    It is as transformers 5.23 DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives it, and TRL
+    1.16 DataCollatorForLanguageModeling(padding_free=True), which numbers the samples besides.
+    """
     row = 1, micro_batch * sequence_length
     names = ("input_ids", "labels", "position_ids")
     batch: dict[str, Any] = {name: empty(*row) for name in names}
@@ -296,7 +301,7 @@ def _one_row(
 
 
 def _wrap_forward(model: Any, dtype: torch.dtype) -> None:
-    """What accelerate does to a model under mixed precision: autocast, outputs converted to fp32."""
+    """Wrap the forward pass as accelerate does under mixed precision: autocast, outputs converted to fp32."""
     from accelerate.utils import convert_outputs_to_fp32
 
     forward = model.forward.__func__

@@ -1,4 +1,4 @@
-"""What tensors on `meta` cannot say, or say slowly: values that a model asks for, shapes of results."""
+"""Answers what tensors on `meta` cannot say, or say slowly: values that are asked for, shapes of results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ELEMENTWISE = {
 
 
 def quick_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation on `meta` returns, without PyTorch's shape functions; None: ask them."""
+    """Return the result of an operation on `meta` without PyTorch's shape functions; None: ask them."""
     if func in _ELEMENTWISE:
         return _like_first(args, kwargs)
     if func is aten._grouped_mm.default:
@@ -32,8 +32,9 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The experts of a mixture, each with its rows, or each expert's gradient, as CUDA lays it out: rows
-    of whole 16 bytes.
+    """Multiply the experts of a mixture, each with its rows, or make each expert's gradient.
+
+    The result is laid out as by CUDA: rows of whole 16 bytes.
 
     PyTorch's own shape function takes bfloat16 alone, while CUDA multiplies float32 and float16 as well,
     expert by expert. Source: torch 2.13 _meta_registrations.py, _create_grouped_mm_output_tensor;
@@ -88,7 +89,7 @@ def _broadcasts(small: torch.Size, shape: torch.Size) -> bool:
 
 
 def labelled_rows(mask: torch.Tensor) -> Any:
-    """Which samples have a label (DeBERTa's classifier asks): all. In place of `nonzero`."""
+    """Answer that all samples have a label, in place of `nonzero` (DeBERTa's classifier asks)."""
     if not mask.is_meta or mask.dim() != 1:
         return NotImplemented
     return torch.empty((mask.shape[0], 1), dtype=torch.int64, device=mask.device)
@@ -99,8 +100,10 @@ FAULTS = {aten.isinf.default, aten.isnan.default, aten.any.default}
 
 
 def note_question(tensor: torch.Tensor, out: Any) -> None:
-    """Remember that `all` is asked of a mask (batch, length), be it by comparing its sum with its size
-    (transformers 5.23 masking_utils.py, fast_all)."""
+    """Remember that `all` is asked of a mask (batch, length).
+
+    It may be asked by comparing the mask's sum with its size (transformers 5.23 masking_utils.py, fast_all).
+    """
     if (tensor.dtype is torch.bool and tensor.dim() == 2) or hasattr(tensor, "is_of_mask"):
         out.is_of_mask = True
 
@@ -112,7 +115,7 @@ def note_fault(func: Any, tensor: torch.Tensor, out: Any) -> None:
 
 
 def scalar_of(tensor: torch.Tensor, *, has_padding: bool) -> bool:
-    """What `.item()` says of a tensor without values.
+    """The answer of `.item()` for a tensor without values.
 
     Transformers asks whether a whole mask is ones: yes, unless there is padding; and whether each row of
     a batch is one sample: yes. PEFT asks whether weights are infinite: no. A number cannot be answered.

@@ -1,4 +1,4 @@
-"""What made each tensor of a trace: an operation, or for a weight its name. For autotune.debug."""
+"""Names the maker of each tensor of a trace: an operation, or for a weight its name. For autotune.debug."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NamingTracker(Tracker):
     def __init__(self, *args: Any, **rest: Any) -> None:
         super().__init__(*args, **rest)
         self.operations: dict[int, str] = {}
-        """By the tensor's number."""
+        """Operations by the number of the tensor that they made."""
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         first = len(self.recording.tensors)

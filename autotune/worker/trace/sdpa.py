@@ -1,6 +1,7 @@
-"""scaled_dot_product_attention by the kernel that a CUDA device would run, or a CPU.
+"""Runs scaled_dot_product_attention by the kernel that a CUDA device would choose, or a CPU.
 
-Of PyTorch built for CUDA 13: an older one comes with a cuDNN whose attention PyTorch does not prefer.
+The choice is that of PyTorch built for CUDA 13: an older one comes with a cuDNN whose attention PyTorch does
+not prefer.
 
 Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, sdp_utils_cpp.h and
 attention.cpp beside it; studies/attention-kernels, what PyTorch's CUDA build itself chose.
@@ -34,7 +35,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention by the kernel that the card would run."""
+    """Stand in for scaled_dot_product_attention, by the kernel that the card would run."""
     call = Call(
         query=query,
         key=key,
@@ -70,8 +71,11 @@ def attention(
 
 
 class MaskAddedInPlace(TorchDispatchMode):
-    """The unfused kernel adds the mask to the scores where they are, unless a dispatch mode is on
-    (attention.cpp, _scaled_dot_product_attention_math: areAnyTensorSubclassLike)."""
+    """A mode that adds the mask to the scores where they are, as the unfused kernel does.
+
+    That kernel does so unless a dispatch mode is on (attention.cpp, _scaled_dot_product_attention_math:
+    areAnyTensorSubclassLike).
+    """
 
     def __torch_dispatch__(
         self,
@@ -95,7 +99,10 @@ def attention_on_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """By a CPU's one fused kernel, which has neither dropout nor a gradient of the mask; else unfused."""
+    """Stand in for attention on a CPU.
+
+    Its one fused kernel has neither dropout nor a gradient of the mask; else attention is unfused.
+    """
     learns_mask = attn_mask is not None and attn_mask.requires_grad
     broadcasts = key.shape[1] != query.shape[1] and not enable_gqa
     if dropout_p or learns_mask or broadcasts or query.shape[-1] != value.shape[-1]:
@@ -118,7 +125,7 @@ def attention_on_cpu(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What PyTorch chooses a kernel by: tensors of (batch, heads, length, size)."""
+    """The arguments by which PyTorch chooses a kernel: tensors of (batch, heads, length, size)."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -136,23 +143,26 @@ class Call:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Of the queries and of the keys."""
+        """Lengths of the queries and of the keys."""
         return self.query.shape[2], self.key.shape[2]
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Of the heads of queries and keys, and of values."""
+        """Sizes of the heads of queries and keys, and of values."""
         return self.query.shape[3], self.value.shape[3]
 
     def is_half(self, capability: tuple[int, int]) -> bool:
-        """In 16 bits that the card's kernels take (check_dtypes_low_precision)."""
+        """Whether all is in 16 bits that the card's kernels take (check_dtypes_low_precision)."""
         dtype = self.query.dtype
         return dtype is torch.float16 or (dtype in HALF and capability >= (8, 0))
 
     def suits_all(self, *, groups: bool) -> bool:
-        """What every fused kernel wants: rows of neighbours in memory, and a head of keys for each of the
-        queries unless it is told of groups and knows them. A plain product takes fewer heads, as Falcon's
-        one (check_last_dim_stride_equals_1_dense, check_batch_size_and_num_heads_dense)."""
+        """Whether the call is as every fused kernel wants it.
+
+        Rows of neighbours lie side by side in memory, and there is a head of keys for each of the queries
+        unless the kernel knows groups and is asked for them. A plain product takes fewer heads, as Falcon's
+        one (check_last_dim_stride_equals_1_dense, check_batch_size_and_num_heads_dense).
+        """
         tensors = [t for t in (self.query, self.key, self.value, self.mask) if t is not None]
         heads, key_heads, value_heads = (t.shape[1] for t in (self.query, self.key, self.value))
         grouped = groups and self.enable_gqa and heads % key_heads == 0
@@ -169,7 +179,10 @@ def attention_kernel(
     call: Call,
     torch_version: tuple[int, ...] = TORCH_VERSION,
 ) -> str:
-    """cudnn, flash, efficient or math: the first of PyTorch's order that can run the call."""
+    """Choose the kernel: the first of cudnn, flash, efficient and math that can run the call.
+
+    The order is PyTorch's.
+    """
     if _cudnn_can(compute_capability, call, torch_version):
         return "cudnn"
     if _flash_can(compute_capability, call):
@@ -181,12 +194,15 @@ _CUDNN_SIZES: dict[int, Callable[[int, int], bool]] = {
     9: lambda size, value_size: max(size, value_size) <= 256,
     10: lambda size, value_size: max(size, value_size) <= 128 or (size, value_size) == (192, 128),
 }
-"""Heads that cuDNN's attention takes, by the major number of those cards that prefer it
+"""Sizes of heads that cuDNN's attention takes, by the major number of those cards that prefer it
 (check_prefer_cudnn_attention, check_cudnn_tensor_shapes)."""
 
 
 def _cudnn_can(capability: tuple[int, int], call: Call, torch_version: tuple[int, ...]) -> bool:
-    """can_use_cudnn_attention. Since 2.13 cuDNN drops sixteenths only: of 0.1 it is not asked."""
+    """Whether cuDNN can run the call, as can_use_cudnn_attention says.
+
+    Since 2.13 cuDNN drops sixteenths only: of 0.1 it is not asked.
+    """
     fits = _CUDNN_SIZES.get(capability[0])
     length, key_length = call.lengths
     drops = call.dropout_p > 0
@@ -205,8 +221,11 @@ def _cudnn_can(capability: tuple[int, int], call: Call, torch_version: tuple[int
 
 
 def _flash_can(capability: tuple[int, int], call: Call) -> bool:
-    """can_use_flash_attention. Training with the largest heads lacks shared memory on some cards
-    (check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120)."""
+    """Whether flash attention can run the call, as can_use_flash_attention says.
+
+    Training with the largest heads lacks shared memory on some cards
+    (check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120).
+    """
     size, value_size = call.sizes
     length, key_length = call.lengths
     small_card = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
@@ -223,7 +242,7 @@ def _flash_can(capability: tuple[int, int], call: Call) -> bool:
 
 
 def _efficient_can(capability: tuple[int, int], call: Call) -> bool:
-    """can_use_mem_efficient_attention."""
+    """Whether memory-efficient attention can run the call, as can_use_mem_efficient_attention says."""
     step = _efficient_alignment(capability, call.query.dtype)
     return (
         (call.query.dtype is torch.float32 or call.is_half(capability))
@@ -233,7 +252,7 @@ def _efficient_can(capability: tuple[int, int], call: Call) -> bool:
 
 
 def _efficient_alignment(compute_capability: tuple[int, int], dtype: torch.dtype) -> int:
-    """What the sizes of heads must be multiples of (minimum_gemm_alignment)."""
+    """The number that sizes of heads must be multiples of (minimum_gemm_alignment)."""
     on_tensor_cores = compute_capability >= (8, 0) or (
         compute_capability >= (7, 0) and dtype in HALF
     )
@@ -251,7 +270,7 @@ def flash_attention(
     *,
     scale: float | None,
 ) -> torch.Tensor:
-    """Of (batch, heads, length, size); heads are padded to a multiple of eight."""
+    """Run flash attention on (batch, heads, length, size); heads are padded to a multiple of eight."""
     size = query.shape[-1]
     padding = -size % 8
     if padding:
@@ -264,14 +283,14 @@ def flash_attention(
 
 
 MASK_ALIGNMENT = 8
-"""Elements. Memory-efficient attention wants a mask's rows to begin at multiples of it, and copies a
-mask whose rows do not (attention.cpp, preprocess_mask)."""
+"""Number of elements of which a mask's rows must begin at multiples: memory-efficient attention copies a mask
+whose rows do not (attention.cpp, preprocess_mask)."""
 
 
 def _additive_mask(
     mask: torch.Tensor | None, query: torch.Tensor, *, aligned: bool
 ) -> torch.Tensor | None:
-    """A boolean mask becomes one that is added, in the query's dtype, expanded to every head.
+    """Make a boolean mask one that is added, in the query's dtype, expanded to every head.
 
     Each layer makes its own, and keeps it for its backward pass.
     """

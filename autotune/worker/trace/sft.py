@@ -28,11 +28,14 @@ from autotune.worker.trace.tracker import Buffer, Tracker
 aten = torch.ops.aten
 
 PASSES = {"_backward_kernel": 2}
-"""In place: read and written."""
+"""Number of times that a kernel touches its tensors, which it reads and writes in place."""
 
 
 def prepare(model: Any, task: str, *, is_quantized: bool) -> None:
-    """What SFTTrainer does to a model with its adapter; `is_quantized`: the base of it."""
+    """Prepare a model with its adapter as SFTTrainer does; `is_quantized`: the base of it.
+
+    Raises UnsupportedModel for another task, or where TRL is not installed.
+    """
     if task != "causal-lm":
         raise UnsupportedModel("SFTTrainer trains causal language models only")
     try:
@@ -50,7 +53,7 @@ def prepare(model: Any, task: str, *, is_quantized: bool) -> None:
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor) -> Any:
-    """SFTTrainer.compute_loss, on one device."""
+    """Compute the loss with SFTTrainer.compute_loss, on one device."""
     from trl.trainer.sft_trainer import SFTTrainer
 
     trainer: Any = SimpleNamespace(
@@ -118,7 +121,7 @@ def on_meta(tracker: Tracker, chunks: Chunks) -> Iterator[None]:
 def as_on_cuda(
     chunked_logprob: Any, utils: Any, launch: Callable[[str, Iterable[Any]], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """TRL takes the way it takes on CUDA; `launch` gets its Triton kernels."""
+    """Let TRL take the way it takes on CUDA; `launch` gets its Triton kernels."""
     division = SimpleNamespace(cdiv=lambda dividend, divisor: -(-dividend // divisor))
     return replaced(
         [
@@ -134,7 +137,7 @@ def as_on_cuda(
 
 
 class _Kernel:
-    """A Triton kernel: `kernel[grid](...)`."""
+    """A stand-in for a Triton kernel, called as `kernel[grid](...)`."""
 
     def __init__(self, name: str, launch: Callable[[str, Iterable[Any]], None]) -> None:
         self._name = name
@@ -145,7 +148,7 @@ class _Kernel:
 
 
 def places_of(mask: torch.Tensor) -> tuple[Buffer, ...]:
-    """What `nonzero` makes of a mask that indexes, and is gone with the operation (Indexing.cu)."""
+    """The places that `nonzero` finds in an indexing mask, gone with the operation (Indexing.cu)."""
     return (Buffer(mask.numel() * mask.dim() * 8),)
 
 

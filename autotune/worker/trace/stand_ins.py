@@ -1,4 +1,4 @@
-"""Changing what other libraries' modules hold, for as long as a trace takes."""
+"""Changes what other libraries' modules hold, for as long as a trace takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def taken_for_cuda(device_type: str, package: str) -> Iterator[None]:
-    """In a package's functions the name `cuda`, that they compare a device's with, becomes another."""
+    """Replace the name `cuda`, that a package's functions compare a device's with, by another."""
     codes = {
         function: function.__code__
         for name, module in list(sys.modules.items())

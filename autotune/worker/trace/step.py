@@ -1,4 +1,4 @@
-"""One optimizer step's forward and backward on `meta`, as `transformers.Trainer` runs them.
+"""Traces one optimizer step's forward and backward on `meta`, as `transformers.Trainer` runs them.
 
 A padded micro-batch is one of the longest samples: as many tokens as places, with a mask all the same.
 
@@ -49,11 +49,11 @@ MICRO_BATCH = 1_000_003
 
 
 _OF_THE_MACHINE = (MemoryError, OSError)
-"""No fault of the model: what it does not support is remembered."""
+"""Exceptions of the machine, no fault of the model: what a model does not support is remembered."""
 
 
 def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The answers of the worker's verb `trace` (autotune.worker.__main__)."""
+    """Yield the answers of the worker's verb `trace` (autotune.worker.__main__)."""
     device = Device(
         compute_capability=tuple(request["compute_capability"]),
         cublas_workspace_bytes=request["cublas_workspace_bytes"],
@@ -91,7 +91,7 @@ def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _crashed(number: int, reason: str) -> dict[str, Any]:
-    """The answer about what is being handled."""
+    """The answer for a spec whose tracing ended in the exception that is being handled."""
     return {"id": number, "crashed": reason, "traceback": traceback.format_exc()}
 
 
@@ -105,8 +105,9 @@ def trace_step(
     whole: bool = False,
     operations: bool = False,
 ) -> dict[str, Any]:
-    """Trace one micro-step. `whole`: every layer, nothing extrapolated. `operations`: with what made
-    each tensor.
+    """Trace one micro-step.
+
+    `whole`: every layer, nothing extrapolated. `operations`: with what made each tensor.
 
     Raises UnsupportedModel where the model cannot be built or run on `meta`: CrashedStep where that
     may be a mistake.
@@ -170,7 +171,7 @@ def _whole(
 
 
 def _few(config: PretrainedConfig, task: str, spec: TraceSpec) -> tuple[nn.Module, dict[str, int]]:
-    """A model with just the layers that stand for all; the whole one where there is none."""
+    """Build a model with just the layers that stand for all; the whole one where there are none such."""
     kinds = _kinds_of_whole(config, task, spec)
     pattern = layers.find_pattern(
         kinds,
@@ -191,7 +192,7 @@ def _few(config: PretrainedConfig, task: str, spec: TraceSpec) -> tuple[nn.Modul
 
 
 _KINDS: dict[tuple[str, str, str], list[layers.Kind]] = {}
-"""What was found of each configuration: a process traces one model in many ways."""
+"""Kinds of each configuration's layers: a process traces one model in many ways."""
 
 
 def _kinds_of_whole(config: PretrainedConfig, task: str, spec: TraceSpec) -> list[layers.Kind]:
@@ -202,7 +203,7 @@ def _kinds_of_whole(config: PretrainedConfig, task: str, spec: TraceSpec) -> lis
 
 
 def _num_periods(config: PretrainedConfig, spec: TraceSpec) -> int:
-    """A first, a repeating and a last period of layers.
+    """Number of periods of layers that are traced: a first, a repeating and a last one.
 
     One more where the copies of the second take what they refer to from the third, which must not
     be the last: where the first layers make what the others share (T5's position bias), and where a
@@ -215,7 +216,7 @@ def _num_periods(config: PretrainedConfig, spec: TraceSpec) -> int:
 def _techniques(
     spec: TraceSpec, tracker: Tracker, device: Device, chunks: Chunks
 ) -> Iterator[None]:
-    """What libraries beside Transformers need in order to be traced."""
+    """Install what libraries beside Transformers need in order to be traced."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(attention.without_library(spec.attention))
         stack.enter_context(true_masks(spec))
@@ -230,7 +231,7 @@ def _techniques(
 
 @contextlib.contextmanager
 def _trace_settings(tracker: Tracker) -> Iterator[None]:
-    """Offloading parks tensors without a host copy; nothing is collected at a random moment."""
+    """Let offloading park tensors without a host copy, and nothing be collected at a random moment."""
     import transformers.modeling_utils as modeling_utils
 
     original = getattr(modeling_utils, "save_on_cpu", None)
@@ -250,7 +251,7 @@ def _trace_settings(tracker: Tracker) -> Iterator[None]:
 
 
 class _ParkOnHost(torch.autograd.graph.saved_tensors_hooks):
-    """torch.autograd.graph.save_on_cpu for tensors without values."""
+    """A stand-in for torch.autograd.graph.save_on_cpu, for tensors without values."""
 
     def __init__(
         self, tracker: Tracker, pin_memory: bool = False, device_type: str = "cuda"

@@ -1,4 +1,4 @@
-"""Watch every storage that PyTorch allocates and frees on one device, and every kernel it launches.
+"""Watches every storage that PyTorch allocates and frees on one device, and every kernel it launches.
 
 A TorchDispatchMode sees each ATen call once it has been decomposed by autograd. A storage that appears
 in an output for the first time is an allocation; a weak reference to it tells when it is freed. Both go
@@ -46,12 +46,15 @@ def _mask_first(_: tuple[Any, ...], out: Any) -> Any:
 
 
 def _seed_first(_: tuple[Any, ...], out: Any) -> Any:
-    """And the offset."""
+    """Put seed and offset first."""
     return (*out[6:8], *out[:6], *out[8:])
 
 
 def _weight_first_by_depth(args: tuple[Any, ...], out: Any) -> Any:
-    """Where each channel is convolved by itself, PyTorch's own kernels run; else cuDNN's."""
+    """Order a convolution's gradients: the weight's first where each channel is convolved by itself.
+
+    PyTorch's own kernels run there; else cuDNN's.
+    """
     gradient_of_input, gradient_of_weight, gradient_of_bias = out
     if args[1].shape[1] == args[9] > 1:
         return gradient_of_weight, gradient_of_input, gradient_of_bias
@@ -75,16 +78,17 @@ class Buffer:
     size_bytes: int
     rule: tuple[Any, ...] | None = None
     comes_first: bool = False
-    """There before the results are."""
+    """Whether the buffer is there before the results are."""
 
 
 HiddenBuffers = Callable[[Any, tuple[Any, ...], Any], tuple[Buffer, ...]]
-"""(operation, arguments, output) -> the buffers that the CUDA kernel allocates and frees inside."""
+"""A function from (operation, arguments, output) to the buffers that the CUDA kernel allocates and frees
+inside."""
 
 
 @dataclass(slots=True)
 class TrackedTensor:
-    """One storage: bytes, and the shape and dtype of the tensor it was made for."""
+    """One storage: its bytes, and the shape and dtype of the tensor it was made for."""
 
     size_bytes: int
     shape: tuple[int, ...]
@@ -94,21 +98,21 @@ class TrackedTensor:
 
 @dataclass(slots=True)
 class TrackedKernel:
-    """One launch: arithmetic and the bytes it reads and writes, tensor by tensor."""
+    """One launch of a kernel: its arithmetic and the bytes it reads and writes, tensor by tensor."""
 
     name: str
     dtype: str
     num_flops: int
     tensor_bytes: tuple[int, ...]
     recomputed: bool
-    """Launched by activation checkpointing's second forward pass."""
+    """Whether activation checkpointing's second forward pass launched it."""
     repeated: bool = False
-    """Launched for each chunk of tokens but the first (autotune.worker.trace.chunks)."""
+    """Whether it is launched for each chunk of tokens but the first (autotune.worker.trace.chunks)."""
 
 
 @dataclass(slots=True)
 class Recording:
-    """Everything seen, in order. `marks` are (events so far, kernels so far, label)."""
+    """All tensors, events and kernels seen, in order. `marks` are (events so far, kernels so far, label)."""
 
     tensors: list[TrackedTensor] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
@@ -134,14 +138,15 @@ class Tracker(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.decompositions = decompositions or {}
-        """What takes the place of an operation; NotImplemented lets it run."""
+        """Functions that take the place of operations; one that returns NotImplemented lets the operation
+        run."""
         self._kernel_names = kernel_names or {}
         self._wrappers = wrappers
         self.recording = Recording()
         self.is_repeated = False
-        """Kernels belong to the chunk of tokens that stands for others."""
+        """Whether kernels belong to the chunk of tokens that stands for others."""
         self.has_padding = False
-        """Some places of the batch hold no token: what the mask (batch, length) says, if asked."""
+        """Whether some places of the batch hold no token: what the mask (batch, length) says, if asked."""
         self._device_type = device_type
         self._hidden_buffers = hidden_buffers
         self._at_launch = at_launch
@@ -159,7 +164,7 @@ class Tracker(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._index_of
 
     def index_of(self, tensor: torch.Tensor) -> int:
-        """Number of the tensor's storage; a storage never seen before is recorded as allocated now."""
+        """The number of a tensor's storage; a storage never seen before is recorded as allocated now."""
         storage = tensor.untyped_storage()
         index = self._index_of.get(storage._cdata)
         if index is None:
@@ -190,7 +195,7 @@ class Tracker(TorchDispatchMode):
         return index
 
     def record_buffers(self, buffers: tuple[Buffer, ...]) -> None:
-        """Buffers that live and die inside one kernel."""
+        """Record buffers that live and die inside one kernel."""
         self._free(self._allocated(buffers))
 
     def _allocated(self, buffers: Iterable[Buffer]) -> list[int]:
@@ -202,11 +207,11 @@ class Tracker(TorchDispatchMode):
         return indices
 
     def _free(self, indices: list[int]) -> None:
-        """The last is the first to go, as locals do."""
+        """Free buffers, the last one first, as locals go."""
         self.recording.events.extend(~index for index in reversed(indices))
 
     def record_forever(self, size_bytes: int) -> int:
-        """A buffer that the process keeps (a library workspace)."""
+        """Record a buffer that the process keeps (a library workspace); return its number."""
         return self._record_allocation(size_bytes, (), torch.uint8)
 
     def _engine_adds_in_place(self, args: tuple[Any, ...]) -> bool:
@@ -258,7 +263,7 @@ class Tracker(TorchDispatchMode):
         return out
 
     def _answer_instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """By what takes the place of the operation; NotImplemented where it runs itself."""
+        """Let what takes the place of the operation answer; NotImplemented where it runs itself."""
         decomposition = self.decompositions.get(func)
         if decomposition is not None:
             with self:
@@ -273,7 +278,7 @@ class Tracker(TorchDispatchMode):
         return NotImplemented
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """What the operation allocated, and the kernel that it launched."""
+        """Record what the operation allocated, and the kernel that it launched."""
         order = _ORDERS.get(func)
         outputs = self._tensors_here(out if order is None else order(args, out))
         inputs = self._tensors_here((args, tuple(kwargs.values())))
@@ -302,7 +307,7 @@ class Tracker(TorchDispatchMode):
     def record_kernel(
         self, name: str, arguments: Any, *, passes: int = 1, num_flops: int = 0
     ) -> None:
-        """A kernel that is no operation of PyTorch's, and touches its tensors so many times."""
+        """Record a kernel that is no operation of PyTorch's, and touches its tensors so many times."""
         tensors = self._tensors_here(arguments)
         moved = tuple(passes * moved_bytes(tensor) for tensor in tensors)
         self._launch(name, tensors[0].dtype, num_flops, moved)
@@ -347,14 +352,14 @@ def _is_composite(func: Any) -> bool:
 
 
 def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
-    """References to the tensor and to its storage, those of the Python objects included."""
+    """Count references to the tensor and to its storage, those of the Python objects included."""
     storage = tensor.untyped_storage()
     return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _sole_owner_counts() -> tuple[int, int]:
-    """`_use_counts` that a dispatch mode sees of a gradient which only the engine holds."""
+    """The `_use_counts` that a dispatch mode sees of a gradient which only the engine holds."""
 
     class Probe(TorchDispatchMode):
         counts = (0, 0)
