@@ -1,4 +1,4 @@
-"""A stand-in for pynvml: there is no card where the tests run."""
+"""A stand-in for pynvml, for there is no card where the tests run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from autotune.common.units import MIB
 
 Process = tuple[int, int | None]
-"""(process id, bytes)."""
+"""A process that holds memory of a card: (process id, bytes)."""
 
 
 class NvmlError(Exception):
@@ -35,7 +35,7 @@ def fake_nvml(
     driver: str = "580.65.06",
     cuda: int = 13000,
 ) -> list[str]:
-    """Install the stand-in; return the list that records nvmlShutdown. `error` is what init says."""
+    """Install the stand-in; return the list that records nvmlShutdown. `error` is raised by nvmlInit."""
     calls: list[str] = []
 
     def init() -> None:

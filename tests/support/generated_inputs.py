@@ -1,4 +1,4 @@
-"""Commands made up at random, with files and databases that are nearly right, run in this process.
+"""Makes up commands at random, with files and databases that are nearly right, and runs them here.
 
 An input is a list of words for the command line and the files that they name. Most begin as something that
 works: a search space, another trainer's file, a stored study; then values, keys, bytes and cells change.
@@ -76,7 +76,7 @@ class Input:
 
 @dataclass(frozen=True)
 class End:
-    """How a command ended."""
+    """The end of a command: its exit code, its stderr and its time."""
 
     code: int
     err: str
@@ -84,7 +84,7 @@ class End:
 
     @property
     def problem(self) -> str:
-        """Empty where it ended as every command should."""
+        """The fault of this end; empty where it is one that every command may have."""
         last = (self.err.splitlines() or [""])[-1]
         if "internal error" in self.err or "Traceback" in self.err:
             return self.err[-400:]
@@ -102,7 +102,7 @@ class End:
 
 
 class Seeds:
-    """What works, made once in a folder: files of every kind that is read, and a database."""
+    """Files of every kind that is read, and a database, all of which work; made once in a folder."""
 
     def __init__(self, folder: Path) -> None:
         workload = answers.summary().workload
@@ -137,7 +137,7 @@ def _example(name: str) -> str:
 
 
 def draw(random: Random, seeds: Seeds) -> Input:
-    """One input."""
+    """Draw one input at random."""
     return random.choice(KINDS)(random, seeds)
 
 
@@ -191,7 +191,7 @@ def _dataset(random: Random, _: Seeds) -> Input:
 
 
 def _lines(random: Random, seeds: Seeds) -> Input:
-    """What `studies export` wrote."""
+    """Draw an import of the lines that `studies export` wrote, one of them changed."""
     exported = seeds.folder / "exported.jsonl"
     if not exported.exists():
         run(Input("seed", ("studies", "export", "--out", "exported.jsonl")), seeds.folder)
@@ -222,7 +222,7 @@ def _database(random: Random, seeds: Seeds) -> Input:
 
 
 def _command(random: Random, seeds: Seeds) -> Input:
-    """Options of a command with values that are wild."""
+    """Draw a command whose options have wild values."""
     import click
 
     path: list[str] = []
@@ -268,7 +268,7 @@ def _word(random: Random, seeds: Seeds) -> str:
 
 
 def _changed(random: Random, text: str) -> bytes:
-    """A document with a few values, keys, lines or bytes changed."""
+    """Change a document at random: a few of its values, keys, lines or bytes."""
     content: Any = None
     if random.random() < 0.7:
         with contextlib.suppress(yaml.YAMLError, ValueError):
@@ -295,7 +295,7 @@ def _plain(value: Any) -> Any:
 
 
 def _change_a_value(random: Random, content: Any) -> None:
-    """In the mapping, or in one below it."""
+    """Change a value in the mapping, or in one below it."""
     while True:
         keys = list(content) if isinstance(content, dict) else list(range(len(content)))
         if not keys:
@@ -358,7 +358,7 @@ def _bytes_changed(random: Random, data: bytes) -> bytes:
 
 
 def _cells_changed(random: Random, data: bytes) -> bytes:
-    """Of a database: values of the type that SQLite takes for any column."""
+    """Change cells of a database: values become of types that SQLite takes for any column."""
 
     def change(connection: sqlite3.Connection) -> None:
         query = "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"
@@ -393,7 +393,7 @@ def _cells_changed(random: Random, data: bytes) -> bytes:
 
 
 def _tables_changed(random: Random, data: bytes) -> bytes:
-    """Of a database: its tables, or what says how they were made."""
+    """Change a database's tables, or the statements that say how they were made."""
 
     def change(connection: sqlite3.Connection) -> None:
         query = "SELECT name, sql FROM sqlite_master WHERE type = 'table' ORDER BY name"
@@ -425,7 +425,7 @@ def _with_database(data: bytes, change: Callable[[sqlite3.Connection], None]) ->
 
 
 def run(made: Input, folder: Path) -> End:
-    """Run it there, without what takes a process or a network; the folder is the input's alone."""
+    """Run the command, without what takes a process or a network; the folder is the input's alone."""
     for name, content in made.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -445,7 +445,7 @@ def run(made: Input, folder: Path) -> End:
 
 
 def run_apart(made: Input, folder: Path) -> End:
-    """As `run`, in a folder below that is emptied first."""
+    """Run the command as `run` does, in a folder below that is emptied first."""
     shutil.rmtree(folder / "here", ignore_errors=True)
     (folder / "here").mkdir(parents=True)
     return run(made, folder / "here")

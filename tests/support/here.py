@@ -1,4 +1,4 @@
-"""Commands in the process of the tests, and workers that are forked from one which has imported all.
+"""Runs commands in the process of the tests, and workers forked from one that has imported all.
 
 For tests of what a command answers: `python -m autotune` takes a second to import what it needs, each
 worker three to five. Whether processes start, end and are cleaned up is tested with real ones.
@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`autotune ARGUMENTS`, run in that folder. What a process takes to its grave is put back."""
+    """Run `autotune ARGUMENTS` in that folder; what the command changed in the process is put back."""
     out, err = io.StringIO(), io.StringIO()
     with (
         contextlib.chdir(cwd),
@@ -71,7 +71,7 @@ class Workers:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Within it no worker is started that could be forked."""
+        """Let no worker start that could be forked, for the length of a `with` block."""
         run_many = isolate.run_many
 
         def run_forked(
@@ -104,5 +104,8 @@ class Workers:
         self._server(verb).start(verb)
 
     def _server(self, verb: str) -> ForkServer:
-        """A trace sees other variables than the other verbs, for which one server would start anew."""
+        """The server for a verb.
+
+        A trace needs other variables than the other verbs, for which one server would start anew.
+        """
         return self._servers.setdefault(verb == "trace", ForkServer())

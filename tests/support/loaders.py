@@ -1,4 +1,6 @@
-"""Other trainers, which `make test` installs from tests/loaders.txt and a plain `[dev]` install has not.
+"""Marks for tests that need another trainer.
+
+`make test` installs these trainers from tests/loaders.txt; a plain `[dev]` install has none of them.
 
 What needs one is skipped where it is not installed. `make pytest` sets AUTOTUNE_TEST_LOADERS=required:
 there a trainer that is missing is a failure, so that nothing passes because it was skipped.
@@ -15,7 +17,7 @@ VARIABLE = "AUTOTUNE_TEST_LOADERS"
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """For a test, or a module's pytestmark."""
+    """Mark a test, or a module by its pytestmark, as in need of this package."""
     is_missing = importlib.util.find_spec(package) is None
     is_required = os.environ.get(VARIABLE) == "required"
     return pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""A CUDA card that is made up: torch's counters, and who holds what. It runs nothing and refuses nothing."""
+"""A made-up CUDA card: torch's counters, and who holds what. It runs nothing and refuses nothing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Card:
     """A card of 24 GiB, two of them taken by others; torch's counters for one process."""
 
     total_bytes: int = 24 * GIB + 511
-    """Of which torch takes a fraction."""
+    """Total bytes of the card, of which torch takes a fraction."""
     info_bytes: int = 24 * GIB + 511
-    """What cudaMemGetInfo calls total."""
+    """Bytes that cudaMemGetInfo calls total."""
     context_bytes: int = CONTEXT
     managed_bytes: int = 0
     reserved_bytes: int = 0
@@ -32,7 +32,7 @@ class Card:
     retries: int = 0
     allowed_bytes: int | None = None
     to_whole: Callable[[float], int] = math.floor
-    """What torch makes of part of a byte: 2.11 and 2.13 differ."""
+    """The function by which torch makes part of a byte whole: 2.11 and 2.13 differ."""
     calls: list[str] = field(default_factory=list)
 
     def set_fraction(self, fraction: float, _: Any = None) -> None:
@@ -58,7 +58,7 @@ class Card:
 
 
 def made_up_card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    """Install one."""
+    """Install a made-up card and return it."""
     card = Card()
     functions: dict[str, Callable[..., Any]] = {
         "synchronize": lambda _=None: None,

@@ -1,4 +1,4 @@
-"""Processes that share a tiny model over gloo on the CPU, and say what each of them holds.
+"""Processes that share a tiny model over gloo on the CPU, and report what each of them holds.
 
     python parallel_child.py CASES.json REPORT.json
 
@@ -57,7 +57,7 @@ def build(case: dict[str, Any]) -> Any:
 
 
 def quantize(model: Any, choices: dict[str, Any]) -> None:
-    """What from_pretrained makes of it, on the CPU."""
+    """Quantise a model as from_pretrained does it on the CPU."""
     weights = dict(model.named_parameters())
     config = BitsAndBytesConfig(**choices)
     replace_with_bnb_linear(model, ["lm_head"], quantization_config=config)
@@ -140,7 +140,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_buckets(case: dict[str, Any]) -> dict[str, Any]:
-    """DDP's buckets over bare weights, used in the order they are given."""
+    """Find DDP's buckets over bare weights, used in the order they are given."""
 
     class Bare(nn.Module):
         def __init__(self) -> None:

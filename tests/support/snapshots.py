@@ -1,4 +1,4 @@
-"""Snapshots as PyTorch writes them, of runs that never were: its keys, its order of entries, its types.
+"""Snapshots of runs that never were, as PyTorch writes them: its keys, order of entries and types.
 
 Source: torch 2.13 csrc/cuda/Module.cpp, THCPModule_memorySnapshot; cuda/memory.py, _dump_snapshot.
 """
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 SEGMENT_BYTES = 1 << 44
-"""All tensors of a made-up run lie in one segment."""
+"""Size of the one segment in which all tensors of a made-up run lie."""
 
 
 def stack(*functions: str) -> list[dict[str, Any]]:
-    """Frames, the innermost first, with what lies around Python's."""
+    """A stack of frames, the innermost first, with what lies around Python's."""
     inside = [{"filename": "??", "line": 0, "name": "torch::unwind::unwind()"}]
     return [
         *inside,
@@ -28,7 +28,7 @@ def stack(*functions: str) -> list[dict[str, Any]]:
 
 
 class Run:
-    """Writes a history as the allocator does; the tensors of before it may be given."""
+    """Writes a history as the allocator does, optionally beginning with tensors from before the recording."""
 
     def __init__(self, before: Sequence[int] = ()) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -41,7 +41,7 @@ class Run:
             self._enter("segment_alloc", self._start, SEGMENT_BYTES, stack("first"))
 
     def alloc(self, size: int, *functions: str) -> int:
-        """Allocate; the address says which one it is."""
+        """Allocate a tensor; the address that is returned says which one it is."""
         frames = stack(*functions)
         address = self._place(size, frames)
         self._enter("alloc", address, size, frames)
@@ -57,7 +57,7 @@ class Run:
         self.entries[-1]["device_free"] = self.entries[-1].pop("addr")
 
     def snapshot(self, *, num_devices: int = 1, device: int = 0) -> dict[str, Any]:
-        """What torch.cuda.memory._snapshot() returns."""
+        """Return what torch.cuda.memory._snapshot() would."""
         blocks = []
         position = self._start
         for address, (size, frames) in sorted(self._live.items()):
@@ -131,7 +131,7 @@ def _block(
 
 
 def run_of(sizes: Sequence[int], events: Iterable[int]) -> Run:
-    """A run that does what a tape says."""
+    """Make a Run that does what a tape says."""
     run = Run()
     addresses: dict[int, int] = {}
     for event in events:
@@ -144,7 +144,7 @@ def run_of(sizes: Sequence[int], events: Iterable[int]) -> Run:
 
 
 def dump(path: Path, snapshot: object, *, protocol: int | None = None) -> Path:
-    """As torch.cuda.memory._dump_snapshot writes it."""
+    """Write the snapshot to a file as torch.cuda.memory._dump_snapshot does."""
     with path.open("wb") as file:
         pickle.dump(snapshot, file, protocol=protocol)
     return path

@@ -22,7 +22,7 @@ Table = Mapping[TrainConfig, Measurement]
 
 @functools.cache
 def records() -> tuple[dict[str, Any], ...]:
-    """Each a `prediction` and a `measurement`."""
+    """The records of the sweep, each a `prediction` and a `measurement`."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return tuple(json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines())
 
@@ -40,8 +40,10 @@ def search(
     max_probes: int,
     near: Mapping[TrainConfig, Near] | None = None,
 ) -> list[Measurement]:
-    """What is probed until the search stops, by itself or at `max_probes`: the predictions are the
-    recorded ones, what a probe says is in the table."""
+    """Search in the sweep until the search stops, by itself or at `max_probes`; return what was probed.
+
+    The predictions are the recorded ones; what a probe says is in the table.
+    """
     near = near or {}
     study = optuna.create_study(direction="maximize")
     distributions = parameter_distributions(study, list(table))

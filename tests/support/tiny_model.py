@@ -106,6 +106,6 @@ def configs(methods: tuple[str, ...] = METHODS) -> list[TrainConfig]:
 
 @functools.cache
 def traces() -> Mapping[TraceSpec, Trace]:
-    """Every trace of the space, from real worker processes."""
+    """Make every trace of the space, by real worker processes."""
     specs = {TraceSpec.of(config) for config in configs()}
     return trace_all(MODEL, "causal-lm", SEQUENCE_LENGTH, gpu(), specs)

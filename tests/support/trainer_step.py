@@ -21,11 +21,11 @@ from autotune.worker.trace.tracker import TrackedTensor, Tracker
 NUM_STEPS = 2
 
 Events = list[tuple[str, int, int]]
-"""("alloc" or "free", number of the tensor by first appearance, bytes)."""
+"""Events as ("alloc" or "free", number of the tensor by first appearance, bytes)."""
 
 
 def canonical(events: Iterable[int], sizes: Sequence[int]) -> Events:
-    """Tensors numbered by first appearance."""
+    """Number the events' tensors by first appearance."""
     number_of: dict[int, int] = {}
     return [
         (
@@ -38,7 +38,7 @@ def canonical(events: Iterable[int], sizes: Sequence[int]) -> Events:
 
 
 class NamingTracker(Tracker):
-    """The tracker, noting which operation made each storage."""
+    """The tracker, which also notes the operation that made each storage."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class NamingTracker(Tracker):
 
 @dataclass
 class Run:
-    """What the tracker saw. A window is (first event, last event)."""
+    """The recording of the tracker. A window is (first event, last event)."""
 
     model: Any
     tensors: list[TrackedTensor]
@@ -68,18 +68,18 @@ class Run:
     micro_steps: list[tuple[int, int]] = field(default_factory=list)
     optimizer_steps: list[tuple[int, int]] = field(default_factory=list)
     gradients: list[list[int]] = field(default_factory=list)
-    """Per optimizer step, the storages of the gradients in the model's order."""
+    """Storages of the gradients in the model's order, per optimizer step."""
 
     def window(self, window: tuple[int, int]) -> list[int]:
         return self.events[slice(*window)]
 
 
 NUM_PADDED = 3
-"""Places of every second sample of a padded batch that hold no token."""
+"""Number of places of every second sample of a padded batch that hold no token."""
 
 
 def ragged(num_samples: int, sequence_length: int, num_missing: int) -> list[dict[str, list[int]]]:
-    """Samples in the model's tokens alone, as a tokenizer gives them: every second one is shorter."""
+    """Cut samples to the model's tokens alone, as a tokenizer gives them: every second one is shorter."""
     rows = torch.arange(num_samples * sequence_length).reshape(num_samples, -1) % 500
     lengths = [sequence_length - num_missing * (number % 2) for number in range(num_samples)]
     return [
@@ -100,7 +100,7 @@ def tokenizer() -> Any:
 
 
 def samples(num_samples: int, sequence_length: int, task: str) -> list[dict[str, torch.Tensor]]:
-    """Packed rows of a causal language model have no mask, as those of the exported train.py."""
+    """Make samples; packed rows of a causal language model have no mask, as in the exported train.py."""
     tokens = torch.arange(num_samples * sequence_length).reshape(num_samples, -1) % 500
     if task == "causal-lm":
         return [{"input_ids": row, "labels": row} for row in tokens]
@@ -131,12 +131,11 @@ def run_trainer(
     more: Mapping[str, Any] = {},
     **arguments: Any,
 ) -> Run:
-    """Two optimizer steps of the real Trainer with AdamW, its kernels foreach as on CUDA.
+    """Run two optimizer steps of the real Trainer with AdamW, its kernels foreach as on CUDA.
 
     `decompositions`: operations that are computed by others, as in a trace. `rows`: the
     samples; None: tensors of full length. `more`: what else the Trainer wants beside its arguments.
     """
-
     tracker = NamingTracker("cpu", decompositions, wrappers)
     recording = tracker.recording
     run = Run(model, recording.tensors, recording.events, tracker.made_by)

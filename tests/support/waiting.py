@@ -1,4 +1,4 @@
-"""For what happens in another process."""
+"""Waiting for what happens in another process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def wait_until(is_true: Callable[[], bool]) -> bool:
-    """Whether it came true, within half a minute: a busy machine takes its time."""
+    """Wait until it is true; return whether it came true within half a minute: a busy machine takes time."""
     give_up = time.monotonic() + 30
     while time.monotonic() < give_up:
         if is_true():
