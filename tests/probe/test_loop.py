@@ -491,7 +491,7 @@ def unusable(reason: str) -> WorkerEnd:
         (
             ended({"fingerprint": dataclasses.asdict(HERE) | {"driver": 5}}),
             WorkerError,
-            ("cannot be read", "fingerprint.driver is 5"),
+            ("cannot be read", "fingerprint.driver: Expected str, got int"),
         ),
         (ended(how="crashed", code=1, said="Oh"), WorkerError, ("Oh",)),
     ],
@@ -972,7 +972,7 @@ def test_another_version_of_what_only_some_use_is_another_measurement(
     probed = []
     for version in ("1", "1", "2"):
         monkeypatch.setattr(
-            "autotune.space.requirements.version", lambda _, version=version: version
+            "autotune.records.fingerprint.version", lambda _, version=version: version
         )
         server = Server(measured)
         prober = Prober(server, table, MODEL, SPEC)  # type: ignore[arg-type]
