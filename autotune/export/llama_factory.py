@@ -1,9 +1,9 @@
 """llama_factory.yaml: the settings in LLaMA-Factory's words, and LLaMA-Factory's words back.
 
 Keys, values and defaults are those of llamafactory 0.9.5, hparams/model_args.py, finetuning_args.py,
-data_args.py, and of the Seq2SeqTrainingArguments that its training_args.py extends; what they do, of
-its hparams/parser.py, model/adapter.py, model/model_utils/. tests/contracts/test_llama_factory.py
-asks its own parser.
+data_args.py, and of the Seq2SeqTrainingArguments that its training_args.py extends; what they do is in its
+hparams/parser.py, model/adapter.py, model/model_utils/. tests/contracts/test_llama_factory.py asks its own
+parser.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ _YOURS = {
     "num_train_epochs": 3.0,
     "output_dir": "./output",
 }
-"""For the user to fill in, where no base has said it: a name of data/dataset_info.json, ..."""
+"""Values for the user to fill in, where no base has said them: a name of data/dataset_info.json, ..."""
 
 
 def applies(config: TrainConfig) -> bool:
@@ -267,11 +267,11 @@ def applies(config: TrainConfig) -> bool:
 
 
 def cannot_express(config: TrainConfig) -> tuple[str, ...]:
-    """Words for each setting that the file does not carry."""
+    """Return words for each setting that the file does not carry."""
     return unsaid(TARGET, config)
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """A YAML file for `llamafactory-cli train`; the data and the learning rate are to be filled in."""
+    """Return a YAML file for `llamafactory-cli train`; the data and the learning rate are to be filled in."""
     keys = {"model_name_or_path": workload.model, **keys_of(TARGET, config)}
     return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

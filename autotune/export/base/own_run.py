@@ -1,4 +1,4 @@
-"""`--base FILE`: what the user trains with so far, and their own file with the answer in it."""
+"""`--base FILE`: the user's training so far, and their own file with the answer in it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def read_run(
     note: Callable[[str], None],
     files: Files | None = None,
 ) -> BaseRun:
-    """The run of the file. Another trainer's may say nothing of GPUs, of the length of a sequence, of the
-    method, or of batches: then these are taken. `files` None: the disk's."""
+    """Return the run of the file, as a search takes it.
+
+    Another trainer's may say nothing of GPUs, of the length of a sequence, of the method, or of batches: then
+    these are taken. `files` None: the disk's.
+    """
     method = methods[0] if len(methods) == 1 else "full"
     run = read_base(
         path,
@@ -64,7 +67,7 @@ def read_run(
 def searched(
     space: SearchSpace, run: BaseRun, base: TrainConfig, task: str, *, has_lengths: bool
 ) -> tuple[SearchSpace, TrainConfig]:
-    """The space as far as the run's trainer has words for it, and the base to compare with.
+    """Return the space as far as the run's trainer has words for it, and the base to compare with.
 
     Without a dataset nobody knows what padding costs: then how batches are filled is left alone.
     """
@@ -78,7 +81,7 @@ def searched(
 def with_edited(
     exporters: Sequence[Exporter], folder: Path, run: BaseRun, base: TrainConfig
 ) -> tuple[Exporter, ...]:
-    """The exporters, and the user's file among them: in the place of ours if it has that name."""
+    """Return the exporters, and the user's file among them: in the place of ours if it has that name."""
     if run.target is None:
         return tuple(exporters)
     copies = []
@@ -98,7 +101,7 @@ def with_edited(
 
 
 def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
-    """What the user's file has other than before, and what could not be said in it, in words."""
+    """Return in words what changes in the user's file, and what could not be said in it."""
     if run.target is None:
         return []
     made = changes(run, base, answer)
