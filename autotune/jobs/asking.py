@@ -42,8 +42,8 @@ from autotune.store.jobs import Job, Wanted
 from autotune.store.recommendations import question_of
 
 VERSION = 2
-"""Of a question. One that has neither `lengths` nor a `base` is still of version 1, which workers of
-before there were any can answer."""
+"""Version of a question. One that has neither `lengths` nor a `base` is still of version 1, which older
+workers can answer."""
 _OF_A_MODEL = ("name", "config", "origin", "num_parameters_known", "requires_remote_code", "notes")
 _ERRORS = (ConfigError, HardwareError, NothingFitsError, WorkerError, StorageError)
 SPACE_FILE = "space.yaml"
@@ -58,7 +58,7 @@ class Asked:
 
 
 class _WithoutSecrets(Disk):
-    """This machine's files as they may be passed on."""
+    """Files of this machine as they may be passed on."""
 
     def read(self, path: Path, max_bytes: int, *, usual: str = "") -> str:
         text = file_without_secrets(path.name, super().read(path, max_bytes, usual=usual))
@@ -67,7 +67,7 @@ class _WithoutSecrets(Disk):
 
 
 def prepare(options: FindOptions, *, note: Callable[[str], None]) -> tuple[dict[str, Any], Wanted]:
-    """The question as JSON, and what it wants of a machine. `note` hears what is made of the options.
+    """Return the question as JSON, and what it wants of a machine. `note` hears what is made of the options.
 
     Raises ConfigError for what no machine can answer, or none but this one; HardwareError, WorkerError.
     """
@@ -126,9 +126,9 @@ def _wanted(options: FindOptions) -> tuple[Gpu, Wanted]:
 
 
 def read(question: Mapping[str, Any], folder: Path, *, backend: str) -> Asked:
-    """As `prepare` has made it, to be measured on that backend; files that it needs go into the folder.
+    """Read a question that `prepare` has made, to be measured on that backend.
 
-    Raises ConfigError for what another version has asked.
+    Files that it needs go into the folder. Raises ConfigError for what another version has asked.
     """
     try:
         options = dataclasses.replace(_options(question), backend=backend)
@@ -168,17 +168,17 @@ def _lengths(question: Mapping[str, Any]) -> Lengths | None:
 
 
 def _texts(question: Mapping[str, Any]) -> dict[Path, str]:
-    """Of the base's files, by where they are on the machine that has asked."""
+    """Texts of the base's files, by where they are on the machine that has asked."""
     if "base" not in question["options"]:
         return {}
     return {Path(path): str(text) for path, text in question["base"]["texts"].items()}
 
 
 def answered(job: Job, folder: Path) -> tuple[AnswerFiles, list[str]]:
-    """The files of a job's answer, as `find` would write them into the folder; and notes.
+    """Return the files of a job's answer, as `find` would write them into the folder; and notes.
 
-    The user's own file is the one that was asked about: as it is on this disk, secrets and all, unless it
-    is another by now. Raises ConfigError.
+    The user's own file is the one that was asked about: as it is on this disk, secrets and all, unless it is
+    another by now. Raises ConfigError.
     """
     assert job.result is not None
     notes: list[str] = []
@@ -192,7 +192,7 @@ def answered(job: Job, folder: Path) -> tuple[AnswerFiles, list[str]]:
 
 
 def _as_it_is(path: Path, text: str, note: Callable[[str], None]) -> str:
-    """The file's text with its secrets, where it is still the one that the question has."""
+    """Return the file's text with its secrets, where it is still the one that the question has."""
     try:
         now = files.read_text(path, MAX_FILE_BYTES)
     except ConfigError:
@@ -207,13 +207,13 @@ def _as_it_is(path: Path, text: str, note: Callable[[str], None]) -> str:
 
 
 def error_of(problem: str, exit_code: int | None) -> AutotuneError:
-    """Why a job has no answer, as the exception that `find` would have ended with."""
+    """Return the exception that `find` would have ended with, for a job that has no answer."""
     kinds = {kind.exit_code: kind for kind in _ERRORS}
     return kinds.get(exit_code or 0, WorkerError)(problem)
 
 
 def who() -> str:
-    """`name@machine`, as far as they are known."""
+    """Return `name@machine`, as far as they are known."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have none
