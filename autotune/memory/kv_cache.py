@@ -216,8 +216,8 @@ def kv_cache(config: Config, *, batch_size: int, context: int, dtype: str) -> Kv
     family = CACHES.get(config["model_type"])
     if family is None:
         raise ConfigError(
-            f"What {config['model_type']} keeps while it generates is not modelled",
-            why="Its cache is another one, or there is none (an encoder, say)",
+            f"The KV cache of {config['model_type']} is not modelled",
+            why="It has another kind of cache, or none (an encoder, say)",
             remedy="Leave --kv-cache out",
         )
     known = {**family.defaults, **config}
@@ -252,7 +252,7 @@ def _window(config: Config, family: Family, layer: int) -> int | None:
     kind = types[layer] if layer < len(types) else None
     if kind not in ("full_attention", "sliding_attention"):
         raise ConfigError(
-            f"What layer {layer} keeps while the model generates is not modelled",
+            f"The KV cache of layer {layer} is not modelled",
             why=f"Its kind is {kind!r}",
             remedy="Leave --kv-cache out",
         )
