@@ -330,7 +330,7 @@ def _refuse_giants(source: ModelSource) -> None:
                 said = f"{value:,} layers ({key})" if key in _LAYER_KEYS else f"{key} {value:,}"
                 raise ConfigError(
                     f"The configuration {_shown(str(source.path))} has {said[:80]}",
-                    why=f"More than {most:,} is taken for a slip",
+                    why=f"More than {most:,} is taken for a typing error",
                     remedy="Correct it, or fetch it again",
                 )
 
