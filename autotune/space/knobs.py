@@ -189,7 +189,7 @@ KNOBS: dict[str, Knob] = {
             words=lambda rank: f"rank {rank}",
             flag="--rank",
             metavar="N",
-            summary="Of the adapter [default: 16; vera 256, miss 64].",
+            summary="Rank of the adapter [default: 16; vera 256, miss 64].",
         ),
         Knob(
             name="lora_targets",
@@ -254,7 +254,8 @@ KNOBS: dict[str, Knob] = {
             words=lambda number: f"{number} tokens",
             flag="--virtual-tokens",
             metavar="N",
-            summary="Tokens that train: of a prompt or prefix, or the vocabulary's last [default: 20].",
+            summary="Number of tokens that train: of a prompt or prefix, or the vocabulary's last "
+            "[default: 20].",
         ),
         Knob(
             name="quantization",

@@ -38,10 +38,10 @@ def of_cuda(config: TrainConfig) -> tuple[str, ...]:
             precision.grad_scaler or precision.tf32,
             f"precision {config.precision} needs a CUDA device",
         ),
-        (precision.fp8, "fp8 is taken as CUDA's autocast has it, and needs a CUDA device"),
+        (precision.fp8, "fp8 runs under CUDA's autocast, and needs a CUDA device"),
         (config.activation_offloading, "activation offloading needs a CUDA device"),
         (OPTIMIZERS[config.optimizer].only_cuda, f"{config.optimizer} needs a CUDA device"),
-        (config.expandable_segments, "expandable segments are those of CUDA's allocator"),
+        (config.expandable_segments, "expandable segments need CUDA's allocator"),
         (config.liger, "Liger's kernels need a CUDA device"),
         # torch 2.13 nn/attention/flex_attention.py, _validate_device.
         (

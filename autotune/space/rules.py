@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="adapter-needs-rank",
-        reason="an adapter needs what its method is sized by: rank and targets, tokens, or a --peft file",
+        reason="an adapter needs the settings of its size: rank and targets, tokens, or a --peft file",
         breaks=lambda c, _: any(
             not getattr(c, name) for name in _OF_ADAPTERS if c.method in KNOBS[name].methods
         ),
@@ -248,7 +248,7 @@ RULES: tuple[Rule, ...] = (
         # transformers 5.23 masking_utils.py, packed_sequence_mask_function; trl 1.16 SFTConfig says
         # the same of its padding_free.
         name="padding-free-needs-flash-attention",
-        reason="only FlashAttention is told where samples begin: others keep them apart by a mask of the "
+        reason="only FlashAttention takes where samples begin: others keep them apart by a mask of the "
         "whole micro-batch's length squared",
         breaks=lambda c, _: c.batching == "padding-free" and c.attention not in FLASH_ATTENTIONS,
     ),
@@ -268,14 +268,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="prefetch-needs-workers",
-        reason="without workers there is nobody to load a batch beforehand",
+        reason="without workers no batch is loaded ahead",
         breaks=lambda c, _: (
             c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers
         ),
     ),
     Rule(
         name="compile-backend-needs-compile",
-        reason="a backend of torch.compile says nothing where nothing is compiled",
+        reason="a backend of torch.compile has no effect where nothing is compiled",
         breaks=lambda c, _: c.torch_compile_backend != "inductor" and not c.is_compiled,
     ),
     Rule(

@@ -38,7 +38,7 @@ def one_of(known: Sequence[str], what: str) -> Callable[[object], str]:
 
 def optimizer(value: object) -> str:
     if isinstance(value, str) and value in LEFT_OUT:
-        raise ValueError(f"is not priced: it {LEFT_OUT[value]}")
+        raise ValueError(f"is not predicted: it {LEFT_OUT[value]}")
     return one_of(tuple(OPTIMIZERS), "optimizer")(value)
 
 
