@@ -101,7 +101,7 @@ def why_not(exporter: Exporter, workload: Workload, config: TrainConfig) -> str:
         return str(reason)
     applies = getattr(exporter, "applies", None)
     if applies is not None and not applies(config):
-        return f"It has no words for this configuration: {describe(config)}"
+        return f"It cannot express this configuration: {describe(config)}"
     return ""
 
 
@@ -126,7 +126,7 @@ def check_targets(exporters: Sequence[Exporter], chosen: Sequence[targets.Target
         if not any(target.library in _libraries(exporter) for exporter in exporters):
             names = ", ".join(exporter.name for exporter in exporters)
             raise ConfigError(
-                f"--target {target.library}=={target.version} names nothing in {names}",
+                f"--target {target.library}=={target.version} has no effect on {names}",
                 why=f"There are no names of {target.library} in it",
             )
 

@@ -58,8 +58,8 @@ CHANGES_STEP: dict[str, str] = {
     "full_determinism": "its kernels are not modelled",
     "hub_token": "it would be written into files: set HF_TOKEN instead",
     "label_smoothing_factor": "its loss, with a copy of the logits, is not modelled",
-    "use_cache": "what it keeps is not modelled",
-    "use_cpu": "a card is planned for",
+    "use_cache": "the cache that it keeps is not modelled",
+    "use_cpu": "the run is planned for a GPU",
 }
 """Fields that are refused where they are on, and why."""
 
@@ -96,7 +96,7 @@ def _problem(name: Any, value: object, fields: Mapping[str, str] | None) -> str:
     if value and name in CHANGES_STEP:
         return f"cannot be on: {CHANGES_STEP[name]}"
     if name == "max_grad_norm" and not value:
-        return "must be a positive number: the priced step clips its gradients"
+        return "must be a positive number: the predicted step clips its gradients"
     allowed = [part.partition("[")[0] for part in (fields or {}).get(name, "").split(" | ")]
     # Another name in an annotation, such as an enumeration's, is for Transformers to read.
     if not _PLAIN_TYPES.issuperset(allowed):

@@ -135,7 +135,7 @@ ACCELERATE = Target(
         f"{_FSDP}.fsdp_activation_checkpointing": "checkpoints beside TrainingArguments: say it there",
     },
     unpredicted={
-        "dynamo_config": "compiles the model, which only a measurement prices",
+        "dynamo_config": "compiles the model, whose gain only a measurement shows",
         f"{_PLUGIN}.gradient_clipping": "is DeepSpeed's own clipping",
     },
 )

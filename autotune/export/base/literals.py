@@ -96,7 +96,7 @@ class Program:
             spread = self.bound(node)
             if entries_of(spread) is None:
                 self.problems.append(
-                    f"line {node.lineno}: what **{self.source(node)} spreads is no literal: write it out"
+                    f"line {node.lineno}: what **{self.source(node)} spreads is not a literal: write it out"
                 )
                 continue
             assert isinstance(spread, (ast.Call, ast.Dict))

@@ -111,7 +111,9 @@ def _check_kind(key: str, content: Mapping[str, Any], value: object) -> None:
         raise ValueError(f"{folder} must be a mapping of settings to values")
     for each in (above, value):
         if isinstance(each, NotLiteral):
-            raise ValueError(f"{key}: {each} is no literal, and nothing is run: write its value")
+            raise ValueError(
+                f"{key}: {each} is not a literal, and programs are not run: write its value"
+            )
 
 
 def _may_be_off(name: str) -> bool:

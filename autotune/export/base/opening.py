@@ -175,7 +175,7 @@ def _open_program(part: Part, method: str) -> Opened:
     ]
     notes = list(program.notes)
     if left:
-        notes.append(f"no literal, so that no other file has it: {', '.join(left)}")
+        notes.append(f"not literal values, so not in the other files: {', '.join(left)}")
     return Opened(
         parts=(part,),
         target=target,

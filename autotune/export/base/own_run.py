@@ -50,9 +50,11 @@ def read_run(
         note(f"{path.name}: {words}.")
     if run.taken:
         taken = ", ".join(f"{name}: {getattr(run.config, name)}" for name in run.taken)
-        note(f"{path.name} does not say how it trains: {taken} are taken.")
+        note(f"{path.name} does not say how it trains: {taken} are assumed.")
     if not run.has_length and seq_len is None:
-        note(f"{path.name} does not say how long a sequence is: --seq-len {usual_length} is taken.")
+        note(
+            f"{path.name} does not say how long a sequence is: --seq-len {usual_length} is assumed."
+        )
     if run.has_gpus:
         return run
     parallelism = run.config.parallelism
@@ -114,7 +116,7 @@ def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
             f"your {part.path.name} is written beside the other files, with {words or 'no change'}."
         )
         if left:
-            notes.append(f"{part.path.name} is yours to change there: {_listed(left)}.")
+            notes.append(f"change {part.path.name} there yourself: {_listed(left)}.")
         if not keeps_comments:
             notes.append(
                 f"its comments are lost: {part.path.name} has YAML that is not edited in place."

@@ -186,7 +186,7 @@ TARGET = Target(
     defaults={"model.apply_lora_to_mlp": False, "model.lora_dropout": 0.0},
     fixed={"trainer": "transformers"},
     refused={
-        "optimizer_in_bwd": "steps in the backward pass, which is not priced",
+        "optimizer_in_bwd": "steps in the backward pass, which is not predicted",
         "tensor_parallel_dim": "shares the run among GPUs as no prediction does",
         "teacher_model": "distils from a second model",
         "policy_model": "trains by reinforcement",
@@ -206,5 +206,7 @@ TARGET = Target(
         "clip_grad_norm": "max_grad_norm",
         "seed": "seed",
     },
-    caveats=((lambda _: True, "torchtune's own loop and loss are not Trainer's, which is priced"),),
+    caveats=(
+        (lambda _: True, "torchtune's own loop and loss are not Trainer's, which is predicted"),
+    ),
 )

@@ -110,7 +110,7 @@ def target_for(
         refused={
             **TRAINING_ARGUMENTS.refused,
             f"{MODEL}load_in_16bit": "is said by load_in_4bit=False, which is on by default",
-            f"{MODEL}load_in_fp8": "is a base that is not priced",
+            f"{MODEL}load_in_fp8": "is a base that is not predicted",
             f"{MODEL}qat_scheme": "adds quantisation to the step",
         },
         unpredicted=UNPREDICTED,
