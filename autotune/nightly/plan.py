@@ -226,7 +226,7 @@ def _state(
     if capacity_bytes is not None and size is not None and parse_bytes(size) > capacity_bytes:
         return IMPOSSIBLE, f"the card has {format_bytes(capacity_bytes)}, the cell asks for {size}"
     if deaths is not None and deaths >= MAX_DEATHS:
-        return FATAL, f"{deaths} nights died over it"
+        return FATAL, f"{deaths} nights crashed during it"
     if deaths is not None:
         return INTERRUPTED, "an earlier night began it and did not end"
     searched = [night for night in nights if night.has_searched]
@@ -239,7 +239,7 @@ def _state(
     if old_seconds >= matrix.retune_after_seconds:
         return DUE, FUTURE if old_seconds == math.inf else f"tuned {_age(old_seconds)} ago"
     if nights[-1].kind == drift.SUSPECT:
-        return FRESH, "last night was a suspect"
+        return FRESH, "last night's speed was suspect"
     return FRESH, f"nothing has changed since {last.made_at[:10]}"
 
 
