@@ -94,7 +94,7 @@ def prepare(options: FindOptions, *, note: Callable[[str], None]) -> tuple[dict[
         question["schema_version"] = VERSION
         question["lengths"] = dataclasses.asdict(taken.workload.lengths)
         if not taken.workload.sets_loader:
-            note("the dataset stays here, so that no loader is timed: its settings stay.")
+            note("the dataset stays on this machine, so no loader is timed: its settings stay.")
     if options.base is not None:
         question["schema_version"] = VERSION
         texts = {str(path.absolute()): text for path, text in disk.has_read.items()}
@@ -201,7 +201,7 @@ def _as_it_is(path: Path, text: str, note: Callable[[str], None]) -> str:
         return now
     hidden = f", with {HIDDEN} for its secrets" if HIDDEN in text else ""
     note(
-        f"{path} is gone or has changed since it was asked about: its text of then is taken{hidden}."
+        f"{path} is gone or has changed since the question was asked: the text that was sent is used{hidden}."
     )
     return text
 
