@@ -19,7 +19,7 @@ _WHEN_UNUSABLE = (
     ("driver on your system is too old", "See the line on cuda"),
     (
         "busy or unavailable",
-        "End what has the card to itself: `nvidia-smi -q -d COMPUTE` tells the mode",
+        "Stop the process that has the card to itself: `nvidia-smi -q -d COMPUTE` tells the mode",
     ),
     ("initialization error", "Load the driver's second half: sudo modprobe nvidia_uvm"),
     ("unknown error", "Load the driver's second half: sudo modprobe nvidia_uvm; else restart"),
@@ -45,7 +45,7 @@ def torch(machine: Machine) -> Verdict:
     if problem := machine.ask("card")["problem"]:
         remedy = next((remedy for part, remedy in _WHEN_UNUSABLE if part in problem), _GET_TORCH)
         if says_out_of_memory(problem):
-            remedy = "End what holds the card's memory: `nvidia-smi` names it"
+            remedy = "Stop the process that holds the card's memory: `nvidia-smi` names it"
         return fail(f"{found}, cannot use the {card.name}: {problem}", remedy)
     return ok(f"{found}, ran on the {card.name}")
 
