@@ -1,9 +1,7 @@
 """The implementations of attention, and which families Transformers has no fast one for.
 
-Families are named by `model_type`.
-
-Of Transformers 5.23, as their classes for language models and for classification say;
-tests/contracts/test_attention_support.py asks the installed ones.
+Families are named by `model_type`. Facts are those of Transformers 5.23, as its classes for language models
+and for classification say; tests/contracts/test_attention_support.py asks the installed ones.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ WITHOUT_SDPA = frozenset({
     "rwkv", "squeezebert", "switch_transformers", "t5gemma", "tapas", "trocr", "vaultgemma",
     "xglm", "xlm", "xlnet", "xlstm", "yoso",
 })  # fmt: skip
-"""`_supports_sdpa`: soft caps, sinks, relative positions, or no attention at all."""
+"""Families without sdpa (`_supports_sdpa`): soft caps, sinks, relative positions, or no attention at all."""
 
 WITHOUT_FLASH = frozenset({
     "axk2", "big_bird", "bigbird_pegasus", "bloom", "blt", "canine", "codegen", "convbert",
@@ -37,7 +35,7 @@ WITHOUT_FLASH = frozenset({
     "seamless_m4t_v2", "squeezebert", "switch_transformers", "t5", "t5gemma2", "tapas", "trocr",
     "umt5", "xglm", "xlm", "xlnet", "xlstm", "yoso",
 })  # fmt: skip
-"""`_supports_flash_attn`."""
+"""Families without flash attention (`_supports_flash_attn`)."""
 
 WITHOUT_FLEX = frozenset({
     "aria_text", "audioflamingo3", "axk2", "bailing_hybrid", "bamba", "big_bird",
@@ -57,7 +55,7 @@ WITHOUT_FLEX = frozenset({
     "switch_transformers", "t5gemma2", "tapas", "trocr", "vibevoice_asr", "xglm", "xlm",
     "xlnet", "xlstm", "yoso", "zamba",
 })  # fmt: skip
-"""`_supports_flex_attn`."""
+"""Families without flex attention (`_supports_flex_attn`)."""
 
 WITHOUT = {
     "sdpa": WITHOUT_SDPA,
@@ -65,4 +63,4 @@ WITHOUT = {
     "flash_attention_3": WITHOUT_FLASH,
     "flex_attention": WITHOUT_FLEX,
 }
-"""Families that have none, by the name of the attention; every family has eager."""
+"""Families that lack an attention, by its name; every family has eager."""

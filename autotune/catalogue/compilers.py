@@ -1,7 +1,7 @@
-"""Whether kernels can be compiled here while a program runs: Inductor's for a CPU, Triton's for a card.
+"""Compilers for kernels that are built while a program runs: Inductor's for a CPU, Triton's for a card.
 
-Sources: torch 2.13 torch/_inductor/config.py (cpp.cxx) and cpp_builder.py (_get_python_include_dirs);
-triton 3.6 runtime/build.py (_find_compiler, _build).
+Sources: torch 2.13 torch/_inductor/config.py (cpp.cxx) and cpp_builder.py (_get_python_include_dirs); triton
+3.6 runtime/build.py (_find_compiler, _build).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ HEADER = "Python.h"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiler:
-    """What is looked for on one backend."""
+    """The compiler that one backend looks for."""
 
     language: str
     variable: str
-    """Names another; what it names is taken, whether it is there or not."""
+    """Environment variable that names another; what it names is taken, whether it is there or not."""
     programs: tuple[str, ...]
 
 
@@ -34,20 +34,20 @@ COMPILERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lack:
-    """What is missing, in a clause, and what to do about it."""
+    """A missing part, in a clause, and what to do about it."""
 
     said: str
     remedy: str
 
 
 def found(backend: str) -> str | None:
-    """The path of the compiler; None where there is none."""
+    """Return the path of the backend's compiler; None where there is none."""
     paths = (shutil.which(program) for program in _programs(backend))
     return next((path for path in paths if path is not None), None)
 
 
 def lacking(backend: str) -> Lack | None:
-    """None where nothing is."""
+    """Return what the backend's compiler lacks; None where nothing is missing."""
     compiler = COMPILERS[backend]
     if found(backend) is None:
         tried = " or ".join(name or repr(name) for name in _programs(backend))

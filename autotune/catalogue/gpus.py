@@ -62,49 +62,53 @@ class Gpu:
     name: str
     aliases: tuple[str, ...] = ()
     vendor: str
-    """nvidia or amd; cpu of what stands in for a card."""
+    """`nvidia` or `amd`; `cpu` for a stand-in without a card."""
     architecture: str
     compute_capability: tuple[int, int] | None
-    """(major, minor); None when the card does not run CUDA."""
+    """Compute capability as (major, minor); None when the card does not run CUDA."""
     capacity_bytes: int
-    """What torch.cuda.mem_get_info calls total: less than the nominal memory."""
+    """The total that torch.cuda.mem_get_info gives: less than the nominal memory."""
     capacity_source: str
     nominal_memory_bytes: int
     memory_bandwidth_bytes_per_second: float | None
     peak_flop_per_second: Mapping[str, float] = field(hash=False)
-    """Of PEAK_DTYPES: dense, fp32 accumulation. A missing dtype is unknown or not in hardware."""
+    """Peak rates, by keys of PEAK_DTYPES: dense, fp32 accumulation. A missing dtype is unknown or not in
+    hardware."""
     measured_matmul_bfloat16_flop_per_second: float | None = None
     """Best rate that somebody measured on large matrix products, as published."""
     context_bytes: int | None
     """Device memory of one process outside torch's allocator: context, kernels, driver."""
     context_source: str
     cublas_workspace_bytes: int | None
-    """One workspace; eager training holds two, inside torch's allocator."""
+    """Bytes of one cuBLAS workspace; eager training holds two, inside torch's allocator."""
     num_sms: int | None = None
-    """Streaming multiprocessors."""
+    """Number of streaming multiprocessors."""
     pcie_bandwidth_bytes_per_second: float | None
-    """One direction, of the link, before protocol overhead."""
+    """Bandwidth of the PCIe link in one direction, before protocol overhead."""
     nvlink_bandwidth_bytes_per_second: float | None = None
-    """One direction, all links of the card together. None: its machines connect cards over PCIe; a
-    bridge that is sold apart is not counted on."""
+    """Bandwidth in one direction, all links of the card together. None: its machines connect cards over PCIe;
+    a bridge that is sold apart is not counted on."""
     source: str
     confidence: str
-    """high, medium, low; `detected` for a card that is here but not in the catalogue."""
+    """How sure the row is: high, medium, low; `detected` for a card that is here but not in the catalogue."""
     notes: str = ""
 
     @property
     def slug(self) -> str:
-        """The name for the command line: `rtx-4070`."""
+        """The card's name for the command line, such as `rtx-4070`."""
         return "-".join(_words(self.name))
 
     @property
     def backend(self) -> str:
-        """Whose kernels run: cuda or cpu."""
+        """The backend whose kernels run: cuda or cpu."""
         return "cpu" if self.vendor == "cpu" else "cuda"
 
     @property
     def has_bfloat16(self) -> bool:
-        """CUDA C++ Programming Guide, arithmetic instructions; taken for granted of an unknown card."""
+        """Whether the card computes in bfloat16; taken for granted where the capability is unknown.
+
+        Source: CUDA C++ Programming Guide, arithmetic instructions.
+        """
         return self.compute_capability is None or self.compute_capability >= (8, 0)
 
     @property
@@ -113,12 +117,12 @@ class Gpu:
 
     @property
     def nccl_bytes(self) -> int:
-        """Of NCCL's buffers, outside torch's allocator, where GPUs work together."""
+        """Bytes of NCCL's buffers, outside torch's allocator, where GPUs work together."""
         return _NCCL_CHANNELS[self.interconnect] * _NCCL_CHANNEL_BYTES
 
     @property
     def interconnect_bandwidth_bytes_per_second(self) -> float | None:
-        """To the other GPUs of the machine, one direction; None when it is unknown."""
+        """Bandwidth to the other GPUs of the machine, one direction; None when it is unknown."""
         return self.nvlink_bandwidth_bytes_per_second or self.pcie_bandwidth_bytes_per_second
 
 
@@ -161,7 +165,7 @@ def for_budget(budget_bytes: int) -> Gpu:
 
 
 def cpu_stand_in() -> Gpu:
-    """A card for probes on the CPU: so that memory is predicted as the tracker counts it.
+    """Return a stand-in for a card, for probes on the CPU: memory is predicted as the tracker counts it.
 
     Its rates are [judgement] for two cores; what is measured corrects them.
     """

@@ -1,4 +1,4 @@
-"""How much memory the host has left, and the control groups of this process. Linux; elsewhere unknown."""
+"""Memory that the host has left, and the control groups of this process. Linux; elsewhere unknown."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-"""Has proc/ and sys/."""
+"""The folder that has proc/ and sys/."""
 
 
 def left_bytes(root: Path = ROOT) -> int | None:
-    """What a process may still take: the machine's, within the groups' limits. None where nobody tells."""
+    """Bytes that a process may still take: the machine's, within the groups' limits; None where unknown."""
     known = (available_bytes(root), left_in_group_bytes(root))
     return min((size_bytes for size_bytes in known if size_bytes is not None), default=None)
 
 
 def available_bytes(root: Path = ROOT) -> int | None:
-    """Of the whole machine, without swapping."""
+    """Bytes that the whole machine has available, without swapping; None where unknown."""
     for line in _lines(root / "proc/meminfo"):
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
@@ -25,7 +25,7 @@ def available_bytes(root: Path = ROOT) -> int | None:
 
 
 def left_in_group_bytes(root: Path = ROOT) -> int | None:
-    """The least that a control group of this process or one above it has left; None without a limit.
+    """Least bytes that a control group of this process or one above it has left; None without a limit.
 
     Linux, Documentation/admin-guide/cgroup-v2.rst (memory.max, memory.current) and
     cgroup-v1/memory.rst. Files that were read count as used there, and are given up first.
@@ -56,11 +56,11 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 _UNLIMITED_BYTES = 2**60
-"""Version 1 has no word for it: a number near 2^63."""
+"""Limit from which on there is none: version 1 has no word for it but a number near 2^63."""
 
 
 def _number(path: Path) -> int | None:
-    """None where there is none; version 2 says `max`."""
+    """Number in the file; None where there is none, as version 2 says `max`."""
     text = "".join(_lines(path)[:1]).strip()
     return int(text) if text.isdecimal() and int(text) < _UNLIMITED_BYTES else None
 

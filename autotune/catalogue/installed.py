@@ -1,4 +1,4 @@
-"""The libraries that are installed here, in which versions, and the processor they run on."""
+"""Installed libraries with their versions, and the processor they run on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @functools.cache
 def version(library: str) -> str | None:
-    """Of what is installed, by pip's name for it; None where it is not."""
+    """Return the installed version of a library, named as pip names it; None where it is not installed."""
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -18,7 +18,7 @@ def version(library: str) -> str | None:
 
 
 def is_installed(library: str) -> bool:
-    """By pip's name for it."""
+    """Return whether a library, named as pip names it, is installed."""
     return version(library) is not None
 
 
@@ -26,13 +26,16 @@ LIBRARIES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """Of every measurement. Raises PackageNotFoundError."""
+    """Return (name, version) of every library that may change a measurement, and Python's.
+
+    Raises PackageNotFoundError.
+    """
     of_libraries = [(name, metadata.version(name)) for name in LIBRARIES]
     return tuple(sorted([*of_libraries, ("python", platform.python_version())]))
 
 
 def cpu_name() -> str:
-    """As the kernel names it; the architecture where it does not."""
+    """Return the processor's name as the kernel gives it; the architecture where it gives none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

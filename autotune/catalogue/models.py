@@ -1,8 +1,8 @@
-"""What a `--model` may be, and the configuration behind it: never weights, never remote code.
+"""Values of `--model`, and the configuration behind each: never weights, never remote code.
 
-In this order: an existing folder with a config.json, an existing configuration file, a name of the
-catalogue (data/models.csv; needs no network), a Hub id `organisation/name`, of which config.json
-alone is downloaded. Nothing that is read is executed; JSON is the only format.
+In this order: an existing folder with a config.json, an existing configuration file, a name of the catalogue
+(data/models.csv; needs no network), a Hub id `organisation/name`, of which config.json alone is downloaded.
+Nothing that is read is executed; JSON is the only format.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from autotune.errors import ConfigError, nearest
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = MIB
-"""Configurations are a few KiB; the largest of the Hub, with label maps, some hundreds."""
+"""Most bytes of a configuration: usual ones have a few KiB; the largest of the Hub, with label maps, some
+hundreds."""
 
 MAX_LAYERS = 1_000
-"""The deepest models of the Hub have some hundreds. Every layer is replayed, and ten times as many take
-sixty times as long."""
+"""Most layers: the deepest models of the Hub have some hundreds. Every layer is replayed, and ten times as
+many take sixty times as long."""
 MAX_WIDTH = 10_000_000
-"""Of a vocabulary, a hidden size, a number of heads: the largest of the Hub are below a million."""
+"""Most entries of a vocabulary, hidden size or heads: the largest of the Hub are below a million."""
 
 HUB_TIMEOUT_SECONDS = 5.0
 
@@ -96,18 +97,18 @@ class ModelSource:
     num_parameters_known: int | None = None
     """The catalogue's exact count (of the task's usual class: see `notes`)."""
     requires_remote_code: bool
-    """The configuration names Python code of its repository (`auto_map`). That code never runs: the
+    """Whether the configuration names Python code of its repository (`auto_map`). That code never runs: the
     model is usable only when Transformers itself knows its `model_type`, which a worker checks."""
     notes: str = ""
 
     @property
     def folder_or_id(self) -> str:
-        """Where its tokenizer would be."""
+        """The place where its tokenizer would be: a folder or a Hub id."""
         return str(self.path.parent) if self.origin in ("folder", "file") else self.name
 
     @property
     def task(self) -> str:
-        """What the model is trained for unless the user says otherwise, of config.TASKS."""
+        """The task that the model is trained for unless the user says otherwise, of config.TASKS."""
         architectures = self.config.get("architectures")
         architecture = ""
         if isinstance(architectures, list) and architectures:
@@ -123,20 +124,25 @@ class ModelSource:
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """Of the part that reads text, where the model reads images or sound besides; else all of it."""
+        """Configuration of the part that reads text, where there are other parts; else all of it.
+
+        A model that reads images or sound too has other parts.
+        """
         text = self.config.get("text_config")
         return text if isinstance(text, dict) else self.config
 
     @property
     def num_layers(self) -> int | None:
-        """None where the configuration does not say it by the usual key."""
+        """Number of layers; None where the configuration does not say it by the usual key."""
         number = self.text_config.get("num_hidden_layers")
         return number if isinstance(number, int) else None
 
     @property
     def is_float32(self) -> bool:
-        """Whether `from_pretrained` gives float32 weights (dtype="auto", transformers 5.23): as the
-        configuration says, else as such checkpoints are."""
+        """Whether `from_pretrained` gives float32 weights (dtype="auto", transformers 5.23).
+
+        The configuration says so, else such checkpoints usually do.
+        """
         configs = (self.config, self.text_config)
         names = ("dtype", "torch_dtype")
         said = next((c[name] for c in configs for name in names if c.get(name)), None)
@@ -193,7 +199,7 @@ class CatalogueEntry:
 
     hub_id: str
     file: str
-    """Name inside data/models/."""
+    """File name inside data/models/."""
     num_parameters: int
     """Distinct parameters of the model, as Transformers builds it from the configuration."""
     stated_parameters: str
@@ -315,7 +321,7 @@ def _source(
 
 
 def _refuse_giants(source: ModelSource) -> None:
-    """ConfigError for more layers, or wider ones, than any model has."""
+    """Raise ConfigError for more layers, or wider ones, than any model has."""
     for part in (source.config, source.text_config):
         for key, value in part.items():
             most = MAX_LAYERS if key in _LAYER_KEYS else MAX_WIDTH
@@ -324,7 +330,7 @@ def _refuse_giants(source: ModelSource) -> None:
                 said = f"{value:,} layers ({key})" if key in _LAYER_KEYS else f"{key} {value:,}"
                 raise ConfigError(
                     f"The configuration {_shown(str(source.path))} has {said[:80]}",
-                    why=f"More than {most:,} is taken for a slip",
+                    why=f"More than {most:,} is taken for a typing error",
                     remedy="Correct it, or fetch it again",
                 )
 

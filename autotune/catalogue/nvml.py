@@ -1,4 +1,4 @@
-"""What NVML says of the cards here: which a process sees, how much is free, and who holds the rest.
+"""NVML's facts about the cards here: which a process sees, how much is free, and who holds the rest.
 
 Needs no CUDA context. Not yet run on a GPU. Not modelled: MIG slices, and CUDA_DEVICE_ORDER other than
 PCI_BUS_ID. In a container the processes of others have no name, and often are not listed at all.
@@ -16,9 +16,9 @@ from typing import Any
 from autotune.common.units import MIB, format_bytes
 
 IDLE_BYTES = 128 * MIB
-"""[judgement] Held of a card that nobody uses: a driver's daemon, another process's bare context."""
+"""Bytes held of a card that nobody uses: a driver's daemon, another process's bare context. [judgement]"""
 MAX_NAMED = 3
-"""Holders in one line, the largest first."""
+"""Most holders named in one line, the largest first."""
 
 _NO_DRIVER = "NVML Shared Library Not Found"
 _EXPLANATIONS = {
@@ -45,9 +45,9 @@ class Holder:
     """A process that has memory of a card."""
 
     pid: int
-    """Of the host."""
+    """Process id on the host."""
     name: str
-    """Empty where it cannot be read."""
+    """Name of the program, empty where it cannot be read."""
     used_bytes: int | None
 
     def __str__(self) -> str:
@@ -57,16 +57,16 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Occupancy:
-    """Who holds how much of a card."""
+    """A card's memory that is in use, and who holds it."""
 
     free_bytes: int
     used_bytes: int
-    """What the driver keeps for itself aside, where it tells."""
+    """Bytes in use, those that the driver keeps for itself aside, where it tells."""
     holders: tuple[Holder, ...]
-    """Largest first; may be fewer than there are."""
+    """Processes that hold memory, largest first; may be fewer than there are."""
 
     def __str__(self) -> str:
-        """From whom it is taken, in one clause."""
+        """Return in one clause which processes hold the memory."""
         if not self.holders:
             return f"{format_bytes(self.used_bytes)} are held by processes that cannot be seen from here"
         named = ", ".join(map(str, self.holders[:MAX_NAMED]))
@@ -77,7 +77,7 @@ class Occupancy:
 
 @contextlib.contextmanager
 def opened() -> Iterator[Any]:
-    """The module pynvml, ready to be asked. Raises NoCard where it cannot be."""
+    """Yield the module pynvml, ready to be asked. Raises NoCard where it cannot be."""
     try:
         import pynvml
     except ImportError as error:
@@ -126,7 +126,7 @@ def visible(pynvml: Any) -> list[Any]:
 
 
 def why_no_card() -> str:
-    """One clause; empty where there is a card."""
+    """Return one clause that says why no card is visible; empty where there is one."""
     try:
         with opened() as pynvml:
             visible(pynvml)
@@ -136,7 +136,10 @@ def why_no_card() -> str:
 
 
 def occupancy() -> Occupancy | None:
-    """Of the first visible card, before this process has a context. None where nobody can tell."""
+    """Return who holds memory of the first visible card, before this process has a context.
+
+    None where nobody can tell.
+    """
     try:
         with opened() as pynvml:
             handle = visible(pynvml)[0]
@@ -151,7 +154,10 @@ def occupancy() -> Occupancy | None:
 
 
 def taken_of(budget_bytes: int) -> Occupancy | None:
-    """Who has of the card what a budget needs of it; None where nobody has, or can be seen to have."""
+    """Return who holds the part of the card that a budget needs.
+
+    None where nobody does, or can be seen to.
+    """
     taken = occupancy()
     if taken is None or taken.used_bytes <= IDLE_BYTES or budget_bytes <= taken.free_bytes:
         return None
@@ -160,11 +166,11 @@ def taken_of(budget_bytes: int) -> Occupancy | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardState:
-    """What the driver says of the first visible card. None where it does not tell."""
+    """State of the first visible card as the driver tells it. None where it does not tell."""
 
     name: str
     num_visible: int
-    """Cards that this process sees, this one among them."""
+    """Number of cards that this process sees, this one among them."""
     compute_capability: tuple[int, int]
     driver: str
     cuda: tuple[int, int] | None
@@ -172,7 +178,7 @@ class CardState:
 
 
 def card_state() -> CardState:
-    """Raises NoCard."""
+    """Return the state of the first visible card. Raises NoCard."""
     with opened() as pynvml:
         handles = visible(pynvml)
         handle = handles[0]
@@ -191,7 +197,10 @@ def card_state() -> CardState:
 
 
 def driver_version() -> str:
-    """With the newest CUDA that it runs; raises NoCard. There may be a driver and no card."""
+    """Return the driver's version, with the newest CUDA that it runs. There may be a driver and no card.
+
+    Raises NoCard.
+    """
     with opened() as pynvml:
         cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
         driver = text(pynvml.nvmlSystemGetDriverVersion())
@@ -209,7 +218,7 @@ _SLOWED = {
 
 
 def slowed_down() -> str:
-    """Why the first visible card's clocks are lower than they could be; empty where nothing says so."""
+    """Return why the first visible card's clocks are lower than they could be; empty where nothing is."""
     try:
         with opened() as pynvml:
             reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(visible(pynvml)[0])
@@ -219,7 +228,7 @@ def slowed_down() -> str:
 
 
 def memory_of(pynvml: Any, handle: Any) -> Any:
-    """NVML's memory info; by version 2 where the driver has it, which tells its own share apart."""
+    """Return NVML's memory info; by version 2 where the driver has it, which tells its own share apart."""
     try:
         return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
     except pynvml.NVMLError:
@@ -227,7 +236,7 @@ def memory_of(pynvml: Any, handle: Any) -> Any:
 
 
 def text(value: str | bytes) -> str:
-    """NVML's Python binding has returned bytes before version 12."""
+    """Text from NVML's Python binding, which returned bytes before version 12."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -249,7 +258,7 @@ def _holders(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
 
 
 def _name(pynvml: Any, pid: int) -> str:
-    """Of its program, without the folders."""
+    """Name of a process's program, without the folders."""
     try:
         name = PurePath(text(pynvml.nvmlSystemGetProcessName(pid)).strip()).name
     except (pynvml.NVMLError, UnicodeDecodeError):

@@ -1,1 +1,1 @@
-"""What any program needs: bytes and seconds, files, the log, secrets, JSON records."""
+"""Tools that any program needs: bytes and seconds, files, the log, secrets, JSON records."""

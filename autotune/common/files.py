@@ -1,7 +1,7 @@
-"""Files as a whole: small ones read with a limit, others written beside their place and moved there; folders
-whose names outlast a cut of the power.
+"""Files read with a limit of size, written all or none, and folders that survive a power cut.
 
-What is read may be this machine's (Disk), or have come with a question from another one (Carried).
+What is written is written beside its place and moved there. What is read may be this machine's (Disk), or
+have come with a question from another one (Carried).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autotune.errors import ConfigError, StorageError
 
 
 def read_text(path: Path, max_bytes: int, *, usual: str = "") -> str:
-    """A user's file of UTF-8 text, of whole KiB at most. `usual` says how large one is.
+    """Text of a user's file in UTF-8, of whole KiB at most. `usual` says how large one is.
 
     Raises ConfigError for what cannot be read, is too large or is no text.
     """
@@ -47,15 +47,15 @@ class Files(Protocol):
     def is_file(self, path: Path) -> bool: ...
 
     def read(self, path: Path, max_bytes: int, *, usual: str = "") -> str:
-        """As read_text."""
+        """Text of the file at that path, under the rules and errors of read_text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """This machine's."""
+    """The files of this machine."""
 
     has_read: dict[Path, str] = field(default_factory=dict)
-    """What was read so far."""
+    """Text of every file that was read so far, by path."""
 
     def is_folder(self, path: Path) -> bool:
         return os.path.isdir(path)
@@ -71,7 +71,7 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Another machine's: these and no others, whatever is at their paths here."""
+    """Files that came from another machine: these and no others, whatever is at their paths here."""
 
     texts: Mapping[Path, str]
 
@@ -123,8 +123,10 @@ def _beside(paths: Iterable[Path]) -> dict[Path, Path]:
 
 
 def _move(places: Mapping[Path, Path], earlier: Mapping[Path, Path]) -> None:
-    """Move every file from its place to its path; if one fails, put back what was at the others' paths,
-    which is kept under its name in `earlier` meanwhile."""
+    """Move every file from its place to its path, or none.
+
+    If one fails, what was at the others' paths is put back; it is kept under its name in `earlier` meanwhile.
+    """
     is_new = {path: not os.path.lexists(path) for path in places}
     for path, kept in earlier.items():
         if not is_new[path]:
@@ -153,7 +155,7 @@ def _keep(path: Path, name: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make it, and what is missing above it; there to stay, whatever happens next. Raises OSError."""
+    """Make a folder, and what is missing above it; there to stay, whatever happens next. Raises OSError."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -161,7 +163,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_names(folder: Path) -> None:
-    """What was made, moved or removed in the folder is on the disk when this returns.
+    """Write the names in a folder to disk: what was made, moved or removed there is kept after a power cut.
 
     A file's own fsync says nothing of its name (fsync(2)). A file system that refuses is not waited for:
     SQLite takes that for no error, either (os_unix.c, unixSync).

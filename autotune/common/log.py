@@ -28,13 +28,13 @@ VARIABLE = "AUTOTUNE_LOG"
 MAX_BYTES = 2**20
 BACKUPS = 3
 SAID = {"said": True}
-"""`extra` of a record whose text is on stderr already: -v does not say it again."""
+"""Value of `extra` in a record whose text is on stderr already: -v does not say it again."""
 
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 _STDERR_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 OnStage = Callable[[str, int, int], None]
-"""(stage, done, total)."""
+"""Called with (stage, done, total)."""
 
 # Without it Python prints warnings on stderr where a program has set nothing up.
 logging.getLogger(NAME).addHandler(logging.NullHandler())
@@ -45,7 +45,7 @@ def logger(name: str) -> logging.Logger:
 
 
 def path() -> Path:
-    """Where the log goes, unless a command was told otherwise (XDG Base Directory Specification)."""
+    """Return where the log goes, unless a command names another file (XDG Base Directory Specification)."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
@@ -78,7 +78,7 @@ def set_up(file: Path | None, *, verbosity: int, warn: Callable[[str], None]) ->
 
 
 def file_in_use() -> Path | None:
-    """Where records go; None where no file is set up, or it could not be written."""
+    """Return where records go; None where no file is set up, or it could not be written."""
     for handler in logging.getLogger(NAME).handlers:
         if isinstance(handler, logging.FileHandler):
             return Path(handler.baseFilename)
@@ -98,7 +98,7 @@ def tear_down() -> None:
 
 
 def stages(to: logging.Logger, heard: OnStage) -> OnStage:
-    """Tells `heard`, and logs what each stage came to, with the seconds since the one before."""
+    """Return a function that passes stages on to `heard`, and logs each with the seconds since the last."""
     since = time.monotonic()
 
     def tell(stage: str, done: int, total: int) -> None:
@@ -125,7 +125,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Stderr(logging.Handler):
-    """What is sys.stderr at the time: a progress bar takes its place, and keeps lines above itself."""
+    """Writes to sys.stderr as it is at the time: a progress bar replaces it, and keeps lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
@@ -133,11 +133,11 @@ class _Stderr(logging.Handler):
 
 
 def _file_handler(target: Path, warn: Callable[[str], None]) -> logging.Handler | None:
-    """None where the file cannot be opened."""
+    """Handler that writes to the file, or None where it cannot be opened."""
     from logging.handlers import RotatingFileHandler
 
     class Handler(RotatingFileHandler):
-        """Gives up at its first failure."""
+        """A handler that gives up at its first failure."""
 
         def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
             error = sys.exception()

@@ -16,19 +16,20 @@ from typing import Literal
 HIDDEN = "***"
 
 _Kind = Literal["text", "settings", "program"]
-"""A line of a log, which nobody reads back; YAML or JSON; Python. The latter two have to stay such."""
+"""Kind of a text: `text` is a line of a log, which nobody reads back; `settings` is YAML or JSON; `program`
+is Python. The latter two have to stay valid."""
 
 _KEY = r"(?:api|access|secret)[_-]?key|secret|passw(?:or)?d"
 _NAME = rf"(?i:(?:\b|(?:hub|hf|ms|om|auth|access|api)[_-]?)token|{_KEY})"
 """How the name of such a setting ends: hf_hub_token, WANDB_API_KEY. A file needs its pad_token."""
 _NAME_IN_TEXT = rf"(?i:token|pwd|{_KEY})"
 _QUOTE = r"\\{0,8}[\"']"
-"""With backslashes where the text is a string in a string."""
+"""A quotation mark, with backslashes before it where the text is a string in a string."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What a secret looks like, and what is shown in its place.
+    """The look of one kind of secret, and what is shown in its place.
 
     Every repetition in front of the secret is bounded, so that a long line costs no more than its length.
     """
@@ -96,6 +97,9 @@ def _without_secrets(kind: _Kind, text: str) -> str:
 
 
 def command_line(words: Iterable[str]) -> str:
-    """What was typed, quoted for a shell; a password may hold spaces here, as a word has an end."""
+    """Return what was typed, quoted for a shell, without secrets.
+
+    A password may hold spaces here, as the end of a word is known.
+    """
     hidden = (re.sub(r"(?s)(?<=://).*@", f"{HIDDEN}@", word) for word in words)
     return redacted(shlex.join(hidden))

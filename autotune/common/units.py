@@ -24,7 +24,7 @@ BYTES_PER_UNIT = {
 }
 
 MAX_SIZE_BYTES = 10**15
-"""1 PB: more than any machine has; a larger size is a slip of the keyboard."""
+"""Largest size, 1 PB: more than any machine has; a larger one is a slip of the keyboard."""
 
 _UNIT_BY_FOLDED = {unit.casefold(): unit for unit in BYTES_PER_UNIT}
 _SIZE = re.compile(
@@ -66,7 +66,7 @@ Unit = tuple[str, int]
 
 
 def unit_for(size_bytes: float) -> Unit:
-    """In what figures up to that one are read most easily: GiB, or MiB below half a GiB."""
+    """Return the unit in which figures up to that one read most easily: GiB, or MiB below half a GiB."""
     return ("GiB", GIB) if size_bytes >= GIB / 2 else ("MiB", MIB)
 
 
@@ -108,7 +108,7 @@ def format_count(count: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 probe`, `20 probes`, `1,000 probes`: of a noun that takes an s."""
+    """Return `1 probe`, `20 probes`, `1,000 probes`: a count and its noun, which takes an s."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

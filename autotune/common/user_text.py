@@ -10,23 +10,23 @@ import json
 from typing import Any
 
 MAX_DIGITS = 300
-"""Of a whole number; the largest float has 309."""
+"""Most digits of a whole number; the largest float has 309."""
 
 
 def load_json(text: str) -> Any:
-    """What the text says. Raises ValueError (json.JSONDecodeError where it is no JSON), RecursionError."""
+    """Parse JSON. Raises ValueError (json.JSONDecodeError where it is no JSON), RecursionError."""
     return json.loads(text, parse_int=_whole)
 
 
 def load_yaml(text: str, loader: type[Any] | None = None) -> Any:
-    """What the text says. Raises yaml.YAMLError, ValueError, RecursionError."""
+    """Parse YAML. Raises yaml.YAMLError, ValueError, RecursionError."""
     import yaml
 
     return yaml.load(text, loader or yaml_loader())
 
 
 def yaml_loader() -> type[Any]:
-    """PyYAML's safe loader. A value that is not what its tag says is an error with its place.
+    """PyYAML's safe loader, in which a value that is not what its tag says is an error with its place.
 
     PyYAML 6.0 lets some of them through as whatever Python raised: `!!timestamp x` is an AttributeError,
     `!!bool x` a KeyError, `!!int ""` an IndexError.

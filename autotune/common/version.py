@@ -1,3 +1,3 @@
-"""The version of autotune: of its own, since the package's root reaches for everything else."""
+"""The version of autotune, in a module of its own, since the package's root imports everything else."""
 
 __version__ = "0.1.0"

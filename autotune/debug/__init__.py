@@ -1,1 +1,1 @@
-"""For a prediction that turned out wrong: what was predicted in full, and where a real run parts from it."""
+"""Tools for a prediction that was wrong: the prediction in full, and where a real run parts from it."""

@@ -19,20 +19,20 @@ from autotune.debug.snapshot import Recorded, RecordedEvent
 from autotune.debug.tape import TapeFile, rounded
 
 LEAST_BYTES = MIB
-"""Tensors up to it live in PyTorch's pool of small blocks."""
+"""Bytes of the largest tensor that lives in PyTorch's pool of small blocks."""
 
 _NUM_ALIKE = 3
-"""Allocations that are alike in a row, from which a place to begin is recognised."""
+"""Number of allocations, alike in a row, from which a place to begin is recognised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """One of our allocations."""
+    """An allocation of the prediction."""
 
     event: int
     """Index into the tape's events."""
     size_bytes: int
-    """Rounded to 512 B."""
+    """Size, rounded to 512 B."""
     operation: str
     phase: str
     layer: int | None
@@ -41,12 +41,12 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """One of the run's allocations."""
+    """An allocation of the run."""
 
     event: int
     """Index into device_traces."""
     size_bytes: int
-    """Rounded to 512 B."""
+    """Size, rounded to 512 B."""
     frames: tuple[str, ...]
 
 
@@ -57,7 +57,7 @@ class Parting:
     predicted: Predicted | None
     seen: Seen | None
     more_bytes: int = 0
-    """By how much more is live in the run, where that is the difference."""
+    """Bytes by which more is live in the run, where that is the difference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class PredictedGroup:
     """Tensors of one size and origin that live at the peak of the prediction, and not of the run."""
 
     size_bytes: int
-    """Of one, rounded to 512 B."""
+    """Size of one tensor, rounded to 512 B."""
     count: int
     operation: str
     phase: str
@@ -76,41 +76,41 @@ class SeenGroup:
     """Tensors of one size and origin that live at the peak of the run, and not of the prediction."""
 
     size_bytes: int
-    """Of one, rounded to 512 B."""
+    """Size of one tensor, rounded to 512 B."""
     count: int
     frames: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Where a prediction and a run part."""
+    """Places where a prediction and a run part, with their figures."""
 
     least_bytes: int
-    """Smaller tensors are left out of sequences and groups."""
+    """Size below which tensors are left out of sequences and groups."""
     predicted_live_bytes: int
-    """At the peak: sizes rounded to 512 B, as all live bytes here."""
+    """Bytes live at the peak: sizes rounded to 512 B, as all live bytes here."""
     seen_live_bytes: int
     predicted_reserved_bytes: int
     seen_reserved_bytes: int
     seen_before_bytes: int
-    """Live when the record begins."""
+    """Bytes live when the record begins."""
     num_out_of_memory: int
-    """Requests of the run that failed."""
+    """Number of the run's requests that failed."""
     num_skipped: int
-    """Allocations of the run before the first that is laid beside one of ours."""
+    """Number of the run's allocations before the first that is laid beside one of ours."""
     begins_step: int
     """Optimizer step at which the record is taken to begin; -1: before the first."""
     num_equal: int
-    """Allocations from there on that are equal."""
+    """Number of allocations from there on that are equal."""
     num_predicted: int
     num_seen: int
-    """Allocations from there on."""
+    """Number of the run's allocations from there on."""
     sizes: Parting | None
-    """Where an allocation has another size; None where all are equal up to the end of either."""
+    """First allocation with another size; None where all are equal up to the end of either."""
     live: Parting | None
-    """Where before that something was freed earlier or later."""
+    """Place before that at which something was freed earlier or later; None where there is none."""
     only_predicted: tuple[PredictedGroup, ...]
-    """The largest first."""
+    """Groups that only the prediction has, the largest first."""
     only_seen: tuple[SeenGroup, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,11 +122,14 @@ class _Allocation:
     position: int
     size_bytes: int
     live_bytes: int
-    """With it."""
+    """Bytes live with this allocation included."""
 
 
 def compare(tape: TapeFile, run: Recorded, *, least_bytes: int = LEAST_BYTES) -> Comparison:
-    """Lay a prediction and a recorded run side by side. `least_bytes`: of the tensors that count."""
+    """Lay a prediction and a recorded run side by side.
+
+    `least_bytes`: size below which tensors do not count.
+    """
     seen = list(_seen(run, least_bytes))
     best = max(
         (_beside(ours, seen, start) for start, ours in _starts(tape, least_bytes)),
@@ -195,7 +198,10 @@ def _seen(run: Recorded, least_bytes: int) -> Iterator[_Allocation]:
 
 
 def _starts(tape: TapeFile, least_bytes: int) -> Iterator[tuple[int, list[_Allocation]]]:
-    """Where a record may begin, and our allocations from there on: before all, and at each step."""
+    """Yield each place where a record may begin, and our allocations from there on.
+
+    The places are before all, and at each step.
+    """
     ours = list(_predicted(tape, least_bytes))
     yield 0, ours
     for step in sorted({phase.step for phase in tape.phases if phase.step >= 0}):
@@ -210,12 +216,12 @@ class _Beside:
     start: int
     ours: list[_Allocation]
     offset: int
-    """Of theirs, how many come before."""
+    """Number of their allocations that come before ours."""
     num_equal: int
 
 
 def _beside(ours: list[_Allocation], theirs: list[_Allocation], start: int) -> _Beside:
-    """Ours from a start laid beside theirs where most are equal in a row."""
+    """Lay our allocations from a start beside theirs where most are equal in a row."""
     our_sizes = [each.size_bytes for each in ours]
     their_sizes = [each.size_bytes for each in theirs]
     num_alike = min(_NUM_ALIKE, len(ours))
@@ -262,7 +268,7 @@ def _live_parting(
     theirs: Sequence[_Allocation],
     least_bytes: int,
 ) -> Parting | None:
-    """The first of equal allocations at which the live bytes differ by a tensor that counts."""
+    """First of equal allocations at which the live bytes differ by a tensor that counts."""
     if not ours:
         return None
     # What is there before the record is not ours to judge.
@@ -277,7 +283,7 @@ def _live_parting(
 def _groups(
     tape: TapeFile, run: Recorded, least_bytes: int
 ) -> tuple[tuple[PredictedGroup, ...], tuple[SeenGroup, ...]]:
-    """What lives at the one peak and not at the other, of each size so many as it has more."""
+    """Tensors that live at one peak and not at the other, of each size so many as it has more."""
     ours = [tape.tensors[number] for number in tape.live_at_peak()]
     our_sizes = Counter(rounded(tensor.size_bytes) for tensor in ours)
     their_sizes = Counter(tensor.size_bytes for tensor in run.live_at_peak)
@@ -302,7 +308,7 @@ def _groups(
 def _surplus(
     tensors: Iterable[tuple[int, tuple[str, ...]]], more: Counter[int]
 ) -> list[tuple[int, tuple[str, ...], int]]:
-    """(size, origin, count) of the sizes that one side has more of, the most bytes first.
+    """Triples (size, origin, count) of the sizes that one side has more of, the most bytes first.
 
     Which of several origins of a size is the one too many, nobody can tell: the last made are taken.
     """

@@ -32,10 +32,10 @@ from autotune.errors import ConfigError
 
 MAX_FILE_BYTES = 256 * MIB
 MAX_DEPTH = 64
-"""Containers within containers: a snapshot has seven."""
+"""Most containers within containers: a snapshot has seven."""
 
 _NUM_FRAMES = 3
-"""Of a stack, the innermost."""
+"""Innermost frames of a stack that are kept."""
 
 HOW_TO_RECORD = (
     "Call torch.cuda.memory._record_memory_history(stacks='python') before the model is loaded, and "
@@ -57,11 +57,11 @@ _HARMLESS = frozenset(
 )
 _REMEMBERS_AT = frozenset(("PUT", "BINPUT", "LONG_BINPUT"))
 _CLOSES = frozenset(("APPENDS", "SETITEMS", "LIST", "DICT", "TUPLE"))
-"""Instructions that take everything back to the last MARK."""
+"""Pickle instructions that take everything back to the last MARK."""
 
 
 class _Data(pickle.Unpickler):
-    """Reads data alone: whatever a pickle names is refused."""
+    """An unpickler that reads data alone: whatever a pickle names is refused."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
@@ -71,7 +71,7 @@ class _Data(pickle.Unpickler):
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """The snapshot in a file, whatever is in it. Raises ConfigError for what is none."""
+    """Return the snapshot in a file, whatever is in it. Raises ConfigError for what is not one."""
     content = _content(path)
     is_json = content.lstrip()[:1] == b"{"
     try:
@@ -107,7 +107,7 @@ def _content(path: Path) -> bytes:
 
 
 class _Refused(Exception):
-    """A pickle that does more than hold data."""
+    """Raised for a pickle that does more than hold data."""
 
 
 def _unpickled(content: bytes) -> Any:
@@ -116,7 +116,7 @@ def _unpickled(content: bytes) -> Any:
 
 
 def _check_instructions(content: bytes) -> None:
-    """Look through a pickle without running it. Raises _Refused, and ValueError for what is none.
+    """Look through a pickle without running it. Raises _Refused, and ValueError for what is not one.
 
     A place to remember something at is one of the next: the unpickler makes room for as many as the
     largest says.
@@ -147,12 +147,12 @@ def _no_snapshot(path: Path, why: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class RecordedTensor:
-    """What the run allocated, as far as the history tells."""
+    """An allocation of the run, as far as the history tells."""
 
     size_bytes: int
-    """Rounded to 512 B."""
+    """Size, rounded to 512 B."""
     frames: tuple[str, ...]
-    """`file.py:line:function`, the innermost first."""
+    """Frames as `file.py:line:function`, the innermost first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Recorded:
     device: int
     events: tuple[RecordedEvent, ...]
     before_bytes: int
-    """Live when the history begins."""
+    """Bytes live when the history begins."""
     peak_live_bytes: int
     peak_reserved_bytes: int
     live_at_peak: tuple[RecordedTensor, ...]
@@ -180,7 +180,7 @@ class Recorded:
 
 
 def recorded(snapshot: Mapping[str, Any], path: Path, device: int | None = None) -> Recorded:
-    """The history in a snapshot; of the device with the longest one, where none is named.
+    """Return the history in a snapshot; of the device with the longest one, where none is named.
 
     Raises ConfigError where there is none, and for what is not as PyTorch writes it.
     """
@@ -195,7 +195,7 @@ def recorded(snapshot: Mapping[str, Any], path: Path, device: int | None = None)
 
 
 class _NoHistory(Exception):
-    """Nothing was recorded."""
+    """Raised where nothing was recorded."""
 
 
 def _recorded(snapshot: Mapping[str, Any], device: int | None) -> Recorded:
@@ -229,7 +229,7 @@ def _recorded(snapshot: Mapping[str, Any], device: int | None) -> Recorded:
 
 
 def _end(segments: list[Any], device: int) -> tuple[dict[int, RecordedTensor], int]:
-    """What is live by address, and the bytes reserved, when the snapshot is taken."""
+    """Live tensors by address, and the bytes reserved, when the snapshot is taken."""
     live: dict[int, RecordedTensor] = {}
     reserved = 0
     for number, each in enumerate(segments):
@@ -299,7 +299,7 @@ class _History:
                 self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved_bytes)
 
     def live_at(self, position: int) -> list[RecordedTensor]:
-        """What is live after an entry; before all for -1."""
+        """Return the tensors that live after an entry; before all for -1."""
         live = dict(self._before)
         for entry in self._entries[: position + 1]:
             if entry.get("action") == "alloc":
@@ -331,7 +331,7 @@ def _in_words(frame: Mapping[str, Any]) -> str:
 
 
 def _text(value: object) -> str:
-    """A value in words. Containers may hold each other many times over: they are named, not written."""
+    """Describe a value. Containers may hold each other many times over: they are named, not written."""
     is_plain = value is None or isinstance(value, (str, int, float))
     return str(value) if is_plain else f"a {type(value).__name__}"
 

@@ -1,9 +1,10 @@
-"""What is predicted of one configuration in full, as a file: docs/debugging.md has its format.
+"""The whole prediction of one configuration as a file: docs/debugging.md has its format.
 
 Every allocation and free of the first optimizer steps in order, with the operation that made each tensor;
 what lives at the peak; the kernels of a micro-step and of an optimizer step.
 
 Known limitations
+
 - Buffers that a kernel of another library allocates have no operation.
 - Micro-batches after the first of a step are alike: they are there once, `repeats` says how many they are.
   Their labels are counted once, however many there are.
@@ -33,36 +34,36 @@ SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 256 * MIB
 
 _BLOCK_BYTES = 512
-"""Allocations are rounded up to it: autotune.memory.allocator."""
+"""Unit to which allocations are rounded up: autotune.memory.allocator."""
 
 
 def rounded(size_bytes: int) -> int:
-    """Bytes that PyTorch's allocator takes for so many."""
+    """Bytes that PyTorch's allocator takes for a request of so many."""
     return -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TapeTensor:
-    """One tensor; it may be allocated again in later steps."""
+    """A tensor; it may be allocated again in later steps."""
 
     size_bytes: int
-    """Requested. Negative: no tensor, but torch.cuda.empty_cache()."""
+    """Requested size. Negative: no tensor, but torch.cuda.empty_cache()."""
     category: str
     """One of allocator.CATEGORIES."""
     operation: str
     """ATen's name of the operation that allocates it, or a weight's name; empty where nobody knows."""
     phase: str
-    """In which it is allocated first."""
+    """Phase in which it is allocated first."""
     layer: int | None
-    """Of the model; None outside of its layers."""
+    """Layer of the model; None outside of its layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TapePhase:
-    """A stretch of events, up to the next one's first."""
+    """A stretch of events, up to the first event of the next one."""
 
     step: int
-    """Optimizer step, from 0; -1 before the first."""
+    """Number of the optimizer step, from 0; -1 before the first."""
     phase: str
     first_event: int
     repeats: int
@@ -71,7 +72,7 @@ class TapePhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TapeKernel:
-    """Launches that are alike, of a micro-step; those of phase `update`: of an optimizer step."""
+    """Launches that are alike: of a micro-step, or in phase `update` of an optimizer step."""
 
     name: str
     kind: str
@@ -79,9 +80,9 @@ class TapeKernel:
     phase: str
     count: float
     flops: float
-    """Of one launch."""
+    """Floating-point operations of one launch."""
     bytes_moved: float
-    """Of one launch."""
+    """Bytes that one launch reads and writes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +90,11 @@ class TapePeak:
     """The moment at which most is allocated, and the counters' predicted peaks."""
 
     allocated_bytes: int
-    """torch.cuda.max_memory_allocated."""
+    """Value of torch.cuda.max_memory_allocated."""
     reserved_bytes: int
-    """torch.cuda.max_memory_reserved."""
+    """Value of torch.cuda.max_memory_reserved."""
     device_bytes: int
-    """Reserved, and what lies outside of PyTorch's allocator."""
+    """Bytes reserved, and what lies outside of PyTorch's allocator."""
     event: int
     """Index into events; -1 where there are none."""
 
@@ -111,16 +112,16 @@ class TapeFile:
     phases: tuple[TapePhase, ...]
     tensors: tuple[TapeTensor, ...]
     events: tuple[int, ...]
-    """In order: i where tensor i is allocated, ~i where it is freed."""
+    """Events in order: i where tensor i is allocated, ~i where it is freed."""
     kernels: tuple[TapeKernel, ...]
 
     def phase_at(self, event: int) -> TapePhase:
-        """The phase of an event."""
+        """Return the phase of an event."""
         starts = [phase.first_event for phase in self.phases]
         return self.phases[max(bisect_right(starts, event) - 1, 0)]
 
     def live_at_peak(self) -> list[int]:
-        """Numbers of the tensors that live at the peak, the largest first."""
+        """Return numbers of the tensors that live at the peak, the largest first."""
         live: dict[int, None] = {}
         for event in self.events[: self.peak.event + 1]:
             if event < 0:
@@ -138,18 +139,18 @@ class TapeFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveGroup:
-    """Tensors of one operation that live at the peak."""
+    """Tensors of one operation, phase and category that live at the peak."""
 
     operation: str
     phase: str
     category: str
     count: int
     size_bytes: int
-    """Of all of them, each rounded to 512 B."""
+    """Bytes of all of them, each rounded to 512 B."""
 
 
 def live_groups(tape: TapeFile) -> list[LiveGroup]:
-    """What lives at the peak by operation, phase and category, the largest group first."""
+    """Return tensors that live at the peak by operation, phase and category, the largest group first."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
     for number in tape.live_at_peak():
@@ -166,7 +167,7 @@ def live_groups(tape: TapeFile) -> list[LiveGroup]:
 
 
 def tape_of(estimator: Estimator, config: TrainConfig, *, model: str, task: str) -> TapeFile:
-    """The prediction of a configuration whose trace was asked for with its operations."""
+    """Return the prediction of a configuration whose trace was asked for with its operations."""
     steps, replay = estimator.replayed(config)
     estimate = estimator.estimate(config)
     trace = estimator.trace_of(config)
@@ -243,7 +244,7 @@ _FIELDS = {field.name for field in dataclasses.fields(TapeFile)}
 
 
 def read_tape(path: Path) -> TapeFile:
-    """The file that `autotune debug trace` wrote. Raises ConfigError, which says what is wrong with it."""
+    """Read the file that `autotune debug trace` wrote. Raises ConfigError, which says what is wrong."""
     text = read_text(path, MAX_FILE_BYTES, usual="A prediction is a few MB")
     try:
         return _tape(json.loads(text))

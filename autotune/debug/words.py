@@ -12,7 +12,7 @@ NUM_GROUPS = 10
 
 
 def lines_of_tape(tape: TapeFile, words: str) -> Iterator[str]:
-    """The peak, and the largest that live there. `words`: of the configuration."""
+    """Yield the peak, and the largest that live there, as lines. `words` describes the configuration."""
     peak = tape.peak
     phase = tape.phase_at(peak.event)
     when = "before the first step" if phase.step < 0 else f"in {phase.phase} of step {phase.step}"
@@ -38,7 +38,7 @@ def lines_of_tape(tape: TapeFile, words: str) -> Iterator[str]:
 
 
 def lines_of_comparison(found: Comparison) -> Iterator[str]:
-    """What is equal, where they part, and what only one of them has."""
+    """Yield lines for what is equal, where they part, and what only one of them has."""
     yield "                predicted        the run"
     yield _row("live at peak", found.predicted_live_bytes, found.seen_live_bytes)
     yield _row("reserved", found.predicted_reserved_bytes, found.seen_reserved_bytes)

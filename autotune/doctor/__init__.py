@@ -1,4 +1,4 @@
-"""What a machine has for autotune, and what is in the way: a table of checks, each one line.
+"""Checks of this machine for autotune: what it has, and what is in the way, one line each.
 
 Only what makes autotune fail, and no other program says: `nvidia-smi` tells who holds the card and what
 slows it, `pip check` what is missing, `free` the host's memory.
@@ -23,12 +23,12 @@ from autotune.records.estimate import SCHEMA_VERSION
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One line."""
+    """A check, whose result is one line."""
 
     name: str
     ask: Callable[[Machine], Verdict]
     error: type[AutotuneError]
-    """Whose exit code a failure has."""
+    """Error whose exit code a failure has."""
 
 
 CHECKS = (
@@ -46,7 +46,7 @@ CHECKS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a check found, and how long it took."""
+    """A check's result, and how long it took."""
 
     check: Check
     verdict: Verdict
@@ -86,7 +86,7 @@ def exit_code(findings: list[Finding]) -> int:
 
 
 def to_dict(findings: list[Finding]) -> dict[str, object]:
-    """The object of `doctor --json`."""
+    """Return the object of `doctor --json`."""
     worst = max((found.verdict.status for found in findings), key=list(Status).index)
     return {
         "schema_version": SCHEMA_VERSION,

@@ -25,7 +25,7 @@ def driver(machine: Machine) -> Verdict:
 
 
 def cuda(machine: Machine) -> Verdict:
-    """Whether the driver is new enough for the CUDA that torch was built for.
+    """Check that the driver is new enough for the CUDA that torch was built for.
 
     Within a major version an older driver runs what a newer CUDA compiled, but compiles nothing itself
     (NVIDIA, CUDA Compatibility: minor version compatibility).

@@ -1,4 +1,4 @@
-"""Draws what the doctor found: a line per check as it is known, its remedy below it."""
+"""Lines of the doctor's findings, one per check as it is known, its remedy below it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _STYLES = {Status.OK: "green", Status.WARN: "bold yellow", Status.FAIL: "bold re
 _STATUS_WIDTH = 6
 _NAME_WIDTH = max(len(check.name) for check in CHECKS) + 2
 _NARROW_COLUMNS = 60
-"""Below that the text goes under its label, where there is room for it."""
+"""Width below which the text goes under its label, where there is room for it."""
 
 
 def draw_finding(found: Finding, file: TextIO) -> None:
-    """A status word, which needs no colour, the check's name, what was found, what to do."""
+    """Draw a status word, which needs no colour, the check's name, what was found, what to do."""
     from rich.text import Text
 
     console = terminal.console_on(file)
@@ -48,7 +48,7 @@ def draw_finding(found: Finding, file: TextIO) -> None:
 
 
 def draw_end(findings: Sequence[Finding], file: TextIO) -> None:
-    """How many of each, and how long it took."""
+    """Draw how many there are of each, and how long it took."""
     counts = Counter(found.verdict.status for found in findings)
     seconds = sum(found.seconds for found in findings)
     each = ", ".join(f"{counts[status]} {status.value}" for status in Status)

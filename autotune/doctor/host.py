@@ -16,7 +16,8 @@ from autotune.store.database import file_of, parse_url
 
 FAIL_DISK_BYTES = GIB // 4
 WARN_DISK_BYTES = 10 * GIB
-"""[judgement] the winner's confirmation writes a checkpoint; `find` checks no disk before."""
+"""Least free bytes without a warning: the winner's confirmation writes a checkpoint; `find` checks no disk
+before. [judgement]"""
 
 
 _HUBS_CACHE = "the Hub's cache"
@@ -28,7 +29,7 @@ _REMEDIES = {
 
 
 def disk(machine: Machine) -> Verdict:
-    """Where studies, the Hub's cache and workers' files (a confirmation's checkpoint) go.
+    """Check that the folders for studies, the Hub's cache and workers' files can be written and have room.
 
     Whether files can be written there is asked by writing one, as a full quota says nothing before.
     """
@@ -63,7 +64,7 @@ def _places(storage: str) -> Mapping[str, Path]:
 
 
 def _temporary_folder() -> str:
-    """As tempfile would choose it; where none can be written it says so, and that is our own check."""
+    """Folder that tempfile would choose; where none can be written it says so, and that is our own check."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -71,7 +72,7 @@ def _temporary_folder() -> str:
 
 
 def _studies_folder(storage: str) -> Path:
-    """Of SQLite's file; `find` writes its own files into studies/ anyway."""
+    """Folder of SQLite's file; `find` writes its own files into studies/ anyway."""
     try:
         file = file_of(parse_url(storage))
     except StorageError:  # which the check of the database tells
@@ -80,7 +81,7 @@ def _studies_folder(storage: str) -> Path:
 
 
 def _existing(path: Path) -> Path:
-    """The folder, or the one that it would be made in."""
+    """Return the folder, or the one that it would be made in."""
     for each in (path, *path.parents):
         if each.exists():
             return each

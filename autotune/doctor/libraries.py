@@ -1,4 +1,4 @@
-"""Checks of torch and what is built on it: a worker loads them, and says what happened."""
+"""Checks of torch and what is built on it: a worker loads them, and tells what happened."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHEN_UNUSABLE = (
     ("driver on your system is too old", "See the line on cuda"),
     (
         "busy or unavailable",
-        "End what has the card to itself: `nvidia-smi -q -d COMPUTE` tells the mode",
+        "Stop the process that has the card to itself: `nvidia-smi -q -d COMPUTE` tells the mode",
     ),
     ("initialization error", "Load the driver's second half: sudo modprobe nvidia_uvm"),
     ("unknown error", "Load the driver's second half: sudo modprobe nvidia_uvm; else restart"),
@@ -27,7 +27,7 @@ _WHEN_UNUSABLE = (
 
 
 def torch(machine: Machine) -> Verdict:
-    """Whether it loads, and can use the card where there is one."""
+    """Check that torch loads, and can use the card where there is one."""
     build = machine.ask("torch")
     if build["problem"]:
         return fail(f"torch does not load: {build['problem']}", f"Reinstall it. {_GET_TORCH}")
@@ -45,13 +45,13 @@ def torch(machine: Machine) -> Verdict:
     if problem := machine.ask("card")["problem"]:
         remedy = next((remedy for part, remedy in _WHEN_UNUSABLE if part in problem), _GET_TORCH)
         if says_out_of_memory(problem):
-            remedy = "End what holds the card's memory: `nvidia-smi` names it"
+            remedy = "Stop the process that holds the card's memory: `nvidia-smi` names it"
         return fail(f"{found}, cannot use the {card.name}: {problem}", remedy)
     return ok(f"{found}, ran on the {card.name}")
 
 
 def kernels(machine: Machine) -> Verdict:
-    """Whether this build of torch has machine code for the card.
+    """Check that this build of torch has machine code for the card.
 
     Code for X.y runs on X.z, z not below y; from PTX the driver compiles for any later card
     (torch 2.13 cuda/__init__.py: _check_cubins, _code_compatible_with_device).
@@ -94,7 +94,10 @@ def bitsandbytes(machine: Machine) -> Verdict:
 
 
 def flash_attention(machine: Machine) -> Verdict:
-    """Optional: torch's sdpa has flash kernels too. One that does not load spoils every probe of it."""
+    """Check flash attention, which is optional: torch's sdpa has flash kernels too.
+
+    One that does not load spoils every probe of it.
+    """
     part = machine.ask("flash_attention")
     found: dict[str, Any] = part.get("found", {})
     for name, each in found.items():
@@ -108,6 +111,6 @@ def flash_attention(machine: Machine) -> Verdict:
 
 
 def _numbers(architectures: Iterable[str], kind: str) -> list[int]:
-    """`sm_86`, `sm_90a`, `compute_120` -> 86, 90, 120, of one kind."""
+    """Return numbers of one kind: `sm_86`, `sm_90a`, `compute_120` become 86, 90, 120."""
     found = (re.fullmatch(rf"{kind}_(\d+)[a-z]?", name) for name in architectures)
     return [int(match[1]) for match in found if match]

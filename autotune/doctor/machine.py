@@ -1,4 +1,4 @@
-"""What the checks look at, each asked for once: the card and the worker's answers."""
+"""Facts of the machine that the checks look at, each asked for once: the card and the worker's answers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from autotune.worker.client import isolate
 from autotune.worker.client.isolate import WorkerEnd
 
 DEADLINE_SECONDS = 60.0
-"""For importing torch from a slow disk and making a CUDA context: 5 s on 2 cores, from a warm cache."""
+"""Seconds for importing torch from a slow disk and making a CUDA context: 5 s on 2 cores, from a warm
+cache."""
 
 VERB = "examine"
 
 
 class NotAnswered(Exception):
-    """The worker ended before it came to this part; its text is a clause that says how."""
+    """Raised where the worker ended before it came to this part; its text is a clause that says how."""
 
     def __init__(self, problem: str, *, is_cause: bool) -> None:
         super().__init__(problem)
@@ -35,7 +36,7 @@ class Machine:
         command: Sequence[str] | None = None,
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
-        """`command` takes the place of `python -m autotune.worker`."""
+        """Take the database that is asked about; `command` takes the place of `python -m autotune.worker`."""
         self.storage = storage
         self._command = command
         self._deadline_seconds = deadline_seconds
@@ -48,7 +49,7 @@ class Machine:
             return reason
 
     def ask(self, part: str) -> dict[str, Any]:
-        """What the worker says of a part of the installation. Raises NotAnswered."""
+        """Return the worker's answer about a part of the installation. Raises NotAnswered."""
         answers = self._answers
         if isinstance(answers.get(part), dict):
             return dict(answers[part])
@@ -69,4 +70,4 @@ class Machine:
 
 
 PARTS = ("torch", "card", "bitsandbytes", "flash_attention")
-"""In the order in which autotune.worker.examine answers."""
+"""Parts of the installation in the order in which autotune.worker.examine answers."""

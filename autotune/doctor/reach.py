@@ -1,4 +1,4 @@
-"""Checks of what is elsewhere: the database and the Hub."""
+"""Checks of the database and the Hub, which are elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HUB_TIMEOUT_SECONDS = 3.0
 _HUB_FILE = ("openai-community/gpt2", "config.json")
-"""Public, small, and unlikely to go."""
+"""File on the Hub that is asked for: public, small, and unlikely to go."""
 _WITHOUT_HUB = (
     "Connect to name other models; those of `autotune models`, folders, config.json files and what "
     "the Hub's cache has work without"
@@ -24,7 +24,7 @@ _WITHOUT_HUB = (
 
 
 def database(machine: Machine) -> Verdict:
-    """Whether it can be read and written, and whose versions wrote it. Nothing is created."""
+    """Check that the database can be read and written, and whose versions wrote it. Nothing is created."""
     from autotune.store.schema import HEAD
 
     try:
@@ -51,7 +51,7 @@ def database(machine: Machine) -> Verdict:
 
 
 def _ask(url: URL) -> tuple[str, list[str], str | None]:
-    """The server and its version, the names of its tables, the revision of ours.
+    """Return the server and its version, the names of its tables, the revision of ours.
 
     Raises what `explained` translates, where the database cannot be written as well.
     """
@@ -72,7 +72,7 @@ def _ask(url: URL) -> tuple[str, list[str], str | None]:
 
 
 def hub(_machine: Machine) -> Verdict:
-    """Whether a configuration could be fetched, asked as autotune.catalogue.models does, token and all."""
+    """Check that a configuration could be fetched, asked as autotune.catalogue.models does, token and all."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 

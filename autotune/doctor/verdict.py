@@ -1,4 +1,4 @@
-"""What a check answers, and how a check ends that cannot answer."""
+"""Verdict of a check, and how a check ends that cannot answer."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 
 class Status(enum.StrEnum):
-    """From good to bad."""
+    """Status of a check, from good to bad."""
 
     OK = "ok"
     WARN = "warn"
-    """It works, with less than there could be."""
+    """Status for what works with less than there could be."""
     FAIL = "fail"
-    """What autotune needs here does not work."""
+    """Status for what autotune needs here and does not work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """One line of the doctor."""
+    """A check's outcome: one line of the doctor."""
 
     status: Status
     said: str
-    """What was found, in a clause or two."""
+    """Finding in a clause or two."""
     remedy: str = ""
-    """What to do about it; never empty where it is not ok."""
+    """Advice on what to do; never empty where it is not ok."""
 
     def __post_init__(self) -> None:
         assert self.status is Status.OK or self.remedy, self.said

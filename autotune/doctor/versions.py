@@ -1,4 +1,4 @@
-"""What a bug report needs to know of an installation, as lines to paste: nothing is imported for it.
+"""Versions that a bug report needs of an installation, as lines to paste: nothing is imported for it.
 
 No user names and no paths: versions, the card, the system.
 """
@@ -59,7 +59,7 @@ LIBRARIES = (
 
 
 def lines() -> Iterator[str]:
-    """`what: version`, a line each, but for autotune's own."""
+    """Yield a line `what: version` each, but for autotune's own."""
     yield f"python: {platform.python_version()} ({platform.python_implementation()})"
     yield f"platform: {platform.system()} {platform.release()} {platform.machine()}"
     yield f"libc: {' '.join(platform.libc_ver()).strip() or 'unknown'}"
@@ -85,7 +85,7 @@ def lines() -> Iterator[str]:
 
 
 def torch_build() -> str:
-    """`2.13.0+cu130, CUDA 13.0`, from torch/version.py as torch writes it; empty without torch."""
+    """Return `2.13.0+cu130, CUDA 13.0`, from torch/version.py as torch writes it; empty without torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""

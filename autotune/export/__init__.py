@@ -40,7 +40,7 @@ from autotune.space.knobs import describe
 
 
 class Exporter(Protocol):
-    """A TrainConfig as another program's file.
+    """A writer of a TrainConfig as another program's file.
 
     Four functions are optional. `applies(config)`: whether there is such a file for it.
     `lacks(workload)`: why there is none for that model or task, empty where there is.
@@ -52,7 +52,7 @@ class Exporter(Protocol):
 
     @property
     def name(self) -> str:
-        """What `--format` calls it."""
+        """The value of `--format` that names it."""
 
     @property
     def filename(self) -> str: ...
@@ -64,10 +64,10 @@ class Exporter(Protocol):
 
 
 EXPORTERS: tuple[Exporter, ...] = (train_py, training_args, train_config, result_json)
-"""What every answer has, in the folder that was named."""
+"""Exporters of the files that every answer has, in the folder that was named."""
 
 BESIDE = (accelerate_config, deepspeed_json)
-"""What `accelerate launch` needs there as well, where GPUs share a run."""
+"""Exporters of the files that `accelerate launch` needs there as well, where GPUs share a run."""
 
 FURTHER: tuple[Exporter, ...] = (
     training_args_yaml,
@@ -82,31 +82,31 @@ FURTHER: tuple[Exporter, ...] = (
     unsloth_py,
     model_card,
 )
-"""In FURTHER_FOLDER, so that the others stay in sight."""
+"""Exporters of the files in FURTHER_FOLDER, which keeps the others in sight."""
 FURTHER_FOLDER = "exports"
 
 ALL: dict[str, Exporter] = {exporter.name: exporter for exporter in (*EXPORTERS, *BESIDE, *FURTHER)}
-"""By what `--format` calls them."""
+"""Exporters by the value of `--format` that names them."""
 
 
 def exporters_for(config: TrainConfig, workload: Workload) -> tuple[Exporter, ...]:
-    """Those that have something to say of the answer."""
+    """Return the exporters that have something to say of the answer."""
     return tuple(each for each in ALL.values() if not why_not(each, workload, config))
 
 
 def why_not(exporter: Exporter, workload: Workload, config: TrainConfig) -> str:
-    """Why there is no such file for this answer; empty where there is one."""
+    """Return why there is no such file for this answer; empty where there is one."""
     lacks = getattr(exporter, "lacks", None)
     if lacks is not None and (reason := lacks(workload)):
         return str(reason)
     applies = getattr(exporter, "applies", None)
     if applies is not None and not applies(config):
-        return f"It has no words for this configuration: {describe(config)}"
+        return f"It cannot express this configuration: {describe(config)}"
     return ""
 
 
 def check_targets(exporters: Sequence[Exporter], chosen: Sequence[targets.Target]) -> None:
-    """Whether these versions can be named for these files. Raises ConfigError."""
+    """Check that these versions can be named for these files. Raises ConfigError."""
     if not chosen:
         return
     can = ", ".join(each.name for each in ALL.values() if _libraries(each))
@@ -126,7 +126,7 @@ def check_targets(exporters: Sequence[Exporter], chosen: Sequence[targets.Target
         if not any(target.library in _libraries(exporter) for exporter in exporters):
             names = ", ".join(exporter.name for exporter in exporters)
             raise ConfigError(
-                f"--target {target.library}=={target.version} names nothing in {names}",
+                f"--target {target.library}=={target.version} has no effect on {names}",
                 why=f"There are no names of {target.library} in it",
             )
 
@@ -136,7 +136,7 @@ def _libraries(exporter: Exporter) -> tuple[str, ...]:
 
 
 def unsaid(exporter: Exporter, workload: Workload, config: TrainConfig) -> tuple[str, ...]:
-    """Words for each setting, of the user's extra ones too, that the exporter's file does not carry."""
+    """Return words for each setting, of the user's extra ones too, that the file does not carry."""
     cannot_express = getattr(exporter, "cannot_express", None)
     has_no_words_for = getattr(exporter, "has_no_words_for", None)
     return (
@@ -152,7 +152,7 @@ def unsaid_lines(
     *,
     in_full: bool = False,
 ) -> list[str]:
-    """What a user is told that files do not carry; those that leave out the same share a line.
+    """Return lines on what files do not carry; those that leave out the same share a line.
 
     Files about one part alone are in one line together, or `in_full` in lines like the others.
     """
@@ -175,7 +175,7 @@ def unsaid_lines(
 def unsaid_names(
     exporters: Sequence[Exporter], workload: Workload, config: TrainConfig
 ) -> dict[str, tuple[str, ...]]:
-    """Settings that some files do not carry, and which files; those about one part alone are left out."""
+    """Return settings that some files do not carry, and which files, but for those about one part alone."""
     files: dict[str, list[str]] = {}
     for exporter in exporters:
         if not getattr(exporter, "part", ""):
@@ -186,7 +186,7 @@ def unsaid_names(
 
 
 def export_paths(folder: Path, exporters: Sequence[Exporter] = EXPORTERS) -> list[Path]:
-    """Where `export_files` will write, in its order: known beforehand, for the result's `files`."""
+    """Return where `export_files` will write, in its order: known beforehand, for the result's `files`."""
     further = folder / FURTHER_FOLDER
     return [
         (further if exporter in FURTHER else folder) / exporter.filename for exporter in exporters

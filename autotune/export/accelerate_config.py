@@ -1,8 +1,8 @@
-"""accelerate_config.yaml: how many processes, and how they share the run; fp8 in one.
+"""accelerate_config.yaml: the number of processes, and how they share the run; fp8 in one.
 
 For `accelerate launch --config_file`; keys of accelerate 1.15 (commands/config/config_args.py,
-ClusterConfig). With DeepSpeed everything else is in deepspeed.json: accelerate refuses settings that
-are in both, the mixed precision among them, which TrainingArguments has anyway.
+ClusterConfig). With DeepSpeed everything else is in deepspeed.json: accelerate refuses settings that are in
+both, the mixed precision among them, which TrainingArguments has anyway.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ part = "how processes share the run"
 
 
 def applies(config: TrainConfig) -> bool:
-    """Whether there is anything to say: several processes, DeepSpeed in one, fp8."""
+    """Return whether there is anything to say: several processes, DeepSpeed in one, fp8."""
     return config.parallelism != "none" or PRECISIONS[config.precision].fp8
 
 
 def cannot_express(config: TrainConfig) -> tuple[str, ...]:
-    """All but the GPUs."""
+    """Return words for all settings but the GPUs'."""
     zero: tuple[str, ...] = ()
     if PARALLELISMS[config.parallelism].library == "deepspeed":
         zero = (f"{words_of(config, 'parallelism')} (that is in {deepspeed_json.filename})",)
@@ -34,7 +34,7 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
-    """A YAML document for `accelerate launch --config_file`."""
+    """Return a YAML document for `accelerate launch --config_file`."""
     import yaml
 
     what = "accelerate launch --config_file"

@@ -29,7 +29,7 @@ def applies(config: TrainConfig) -> bool:
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
-    """A JSON object; `peft_type` says which class of PEFT's it is for."""
+    """Return a JSON object; `peft_type` says which class of PEFT's it is for."""
     lora = _lora_fields(config)
     fields = {key: value for key, value in _fields(config).items() if lora is None or key in lora}
     content = {
@@ -42,7 +42,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
 
 
 def cannot_express(config: TrainConfig) -> tuple[str, ...]:
-    """All but the adapter, and of the adapter what needs the model to be said."""
+    """Return words for all but the adapter, and for what of the adapter needs the model to be said."""
     carried = {*_CARRIED}
     missing: tuple[str, ...] = ()
     if config.method == "adaption_prompt":
@@ -57,7 +57,7 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 
 
 def _fields(config: TrainConfig) -> dict[str, Any]:
-    """Those that need no model."""
+    """Return the fields of the adapter that need no model."""
     fields = peft_fields(config)
     if fields.get("adapter_layers") == "all":
         del fields["adapter_layers"]
@@ -67,7 +67,7 @@ def _fields(config: TrainConfig) -> dict[str, Any]:
 
 
 def _lora_fields(config: TrainConfig) -> Collection[str] | None:
-    """What the installed LoraConfig takes, where that is the class."""
+    """Return the fields that the installed LoraConfig takes; None where that is not the class."""
     if config.method == "peft" or ADAPTERS[config.method].peft_type != "LORA":
         return None
     own = installed.fields("peft", "tuners/lora/config.py", "LoraConfig")

@@ -1,7 +1,7 @@
 """axolotl.yaml: the settings in axolotl's words, and axolotl's words back.
 
 Keys, values and defaults are those of axolotl 0.19.0, utils/schemas/config.py, model.py, peft.py and
-training.py; what they do, of its loaders/model.py, loaders/adapter.py, core/builders/ and
+training.py; what they do is in its loaders/model.py, loaders/adapter.py, core/builders/ and
 utils/config/__init__.py (resolve_dtype). tests/contracts/test_axolotl.py asks its own schema.
 """
 
@@ -58,7 +58,7 @@ def _say_targets(targets: str) -> dict[str, Any]:
 
 
 def _hear_targets(said: Mapping[str, Any]) -> str:
-    """`lora_target_linear` adds the linear modules to those that are named."""
+    """Read the targets: `lora_target_linear` adds the linear modules to those that are named."""
     if said["lora_target_linear"]:
         return "all-linear"
     if said["lora_target_modules"] is None:
@@ -70,7 +70,7 @@ _OF_OPTIMIZERS = {
     "optim_target_modules": ("optim_target_modules", "all_linear"),
     "lr_scheduler_type": ("lr_scheduler", "constant"),
 }
-"""TrainingArguments that go with an optimizer -> (axolotl's key, its value)."""
+"""Pairs (axolotl's key, its value) by the TrainingArguments that belong to an optimizer."""
 
 
 def _say_optimizer(optimizer: str) -> dict[str, Any]:
@@ -267,13 +267,13 @@ TARGET = Target(
         "process_reward_model": "trains another kind of model",
         "relora": "restarts the adapter",
         "fp8": "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)",
-        "gptq": "is a base that is not priced",
+        "gptq": "is a base that is not predicted",
         "qat": "adds quantisation to the step",
         "unfrozen_parameters": "trains a part of the weights",
         "layer_offloading": "moves weights from and to host memory",
-        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
-        "fsdp_config": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
-        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+        "fsdp": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
+        "fsdp_config": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
+        "deepspeed": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
         "tensor_parallel_size": "shares the run among GPUs as no prediction does",
         "context_parallel_size": "shares the run among GPUs as no prediction does",
         "float16": "loads float16 weights without autocast",
@@ -323,7 +323,7 @@ _YOURS = {
     "num_epochs": 3,
     "output_dir": "./output",
 }
-"""For the user to fill in, where no base has said it."""
+"""Values for the user to fill in, where no base has said them."""
 
 
 def applies(config: TrainConfig) -> bool:
@@ -331,11 +331,11 @@ def applies(config: TrainConfig) -> bool:
 
 
 def cannot_express(config: TrainConfig) -> tuple[str, ...]:
-    """Words for each setting that the file does not carry."""
+    """Return words for each setting that the file does not carry."""
     return unsaid(TARGET, config)
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """A YAML file for `axolotl train`; the data and the learning rate in it are to be filled in."""
+    """Return a YAML file for `axolotl train`; the data and the learning rate in it are to be filled in."""
     keys = {"base_model": workload.model, **keys_of(TARGET, config)}
     return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

@@ -1,4 +1,4 @@
-"""What an exported file does not carry, in words, and how a file opens that says so."""
+"""Settings that an exported file does not carry, in words, and how a file opens that says so."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _WORDS: dict[str, Callable[[TrainConfig], str]] = {
         f"{VARIABLES[0]}={EXPANDABLE} in the environment" if config.expandable_segments else "off"
     ),
 }
-"""Fields of TrainConfig that are no knobs, and the one that has another name outside."""
+"""Words for fields of TrainConfig that are no knobs, and the one that has another name outside."""
 
 
 def unsaid(config: TrainConfig, carried: Collection[str]) -> tuple[str, ...]:
-    """Words for each setting of the configuration that is not among `carried`.
+    """Return words for each setting of the configuration that is not among `carried`.
 
     `name: words`. What is as plain as it can be (no compilation, one GPU) needs no words.
     """
@@ -38,13 +38,13 @@ def unsaid(config: TrainConfig, carried: Collection[str]) -> tuple[str, ...]:
 
 
 def settings(config: TrainConfig) -> dict[str, str]:
-    """Words for every setting that the configuration has, plain or not."""
+    """Return words for every setting that the configuration has, plain or not."""
     names = [name for name in _PLAIN if getattr(config, name) is not None]
     return dict(words_of(config, name).split(": ", 1) for name in names)
 
 
 def words_of(config: TrainConfig, name: str) -> str:
-    """`name: words` of one setting."""
+    """Return `name: words` of one setting."""
     value = getattr(config, name)
     if name in _WORDS:
         return f"{name}: {_WORDS[name](config)}"
@@ -52,13 +52,13 @@ def words_of(config: TrainConfig, name: str) -> str:
 
 
 def heading(what: str, config: TrainConfig, evidence: object, lines: Iterable[str] = ()) -> str:
-    """Comments in `#` for the top of a file: what it is, the configuration, and what is not in it."""
+    """Return comments in `#` for the top of a file: what it is, the configuration, and what is not in it."""
     said = [f"{what}, written by autotune ({evidence}).", describe(config)]
     return comments([*said, *(f"Not in this file: {line}" for line in lines)])
 
 
 def comments(lines: Iterable[str]) -> str:
-    """Each on one line whatever is in it, in ASCII, so that no name can end a comment."""
+    """Return each line as a comment whatever is in it, in ASCII, so that no name can end a comment."""
     return "".join(f"# {one_line(line)}\n" for line in lines)
 
 
@@ -67,5 +67,5 @@ def one_line(text: str) -> str:
 
 
 def keywords(values: Mapping[str, object], indent: int = 4) -> str:
-    """Keyword arguments of a Python call, one per line: literals in ASCII, line breaks escaped."""
+    """Return keyword arguments of a Python call, one per line: literals in ASCII, line breaks escaped."""
     return "".join(f"{' ' * indent}{key}={value!a},\n" for key, value in values.items())

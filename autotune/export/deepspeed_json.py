@@ -1,8 +1,8 @@
-"""deepspeed.json: ZeRO as predicted. What TrainingArguments has too is `auto`, and taken from there.
+"""deepspeed.json: ZeRO as predicted. What TrainingArguments also has is `auto`, and taken from there.
 
 Keys of deepspeed 0.19.8 runtime/zero/config.py; what may be `auto` is in transformers 5.23
-integrations/deepspeed.py: batch sizes, clipping and precision as TrainingArguments has them, the
-sizes of buckets by the model's hidden_size.
+integrations/deepspeed.py: batch sizes, clipping and precision as TrainingArguments has them, the sizes of
+buckets by the model's hidden_size.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def applies(config: TrainConfig) -> bool:
 
 
 def cannot_express(config: TrainConfig) -> tuple[str, ...]:
-    """All but the GPUs."""
+    """Return words for all settings but the GPUs'."""
     return unsaid(config, {"parallelism"})
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
-    """A JSON object, for accelerate's `deepspeed_config_file` or TrainingArguments(deepspeed=...)."""
+    """Return a JSON object, for accelerate's `deepspeed_config_file` or TrainingArguments(deepspeed=...)."""
     row = PARALLELISMS[config.parallelism]
     zero: dict[str, object] = {
         "stage": row.stage,

@@ -1,4 +1,4 @@
-"""What a user has set of TrainingArguments and autotune does not decide: it goes untouched to exports.
+"""TrainingArguments that a user has set and autotune does not decide: they go untouched to exports.
 
 None of it changes what a step allocates or launches, so that neither a prediction nor a probe depends
 on it. What would (label smoothing), and what a setting decides (the batch size), is refused.
@@ -14,7 +14,7 @@ from autotune.errors import nearest
 from autotune.export.training_args import installed_fields
 
 MAX_LENGTH = 20_000
-"""Of all of them, as JSON."""
+"""Most characters of all of them, as JSON."""
 
 _PLAIN_TYPES = {"str", "int", "float", "bool", "None", "list", "dict"}
 
@@ -51,24 +51,24 @@ DECIDED: dict[str, str] = {
     "train_sampling_strategy": "batching",
     "use_liger_kernel": "liger",
 }
-"""Field of TrainingArguments -> the field of TrainConfig that decides it."""
+"""Field of TrainConfig that decides a field of TrainingArguments."""
 
 CHANGES_STEP: dict[str, str] = {
     "debug": "its hooks are not modelled",
     "full_determinism": "its kernels are not modelled",
     "hub_token": "it would be written into files: set HF_TOKEN instead",
     "label_smoothing_factor": "its loss, with a copy of the logits, is not modelled",
-    "use_cache": "what it keeps is not modelled",
-    "use_cpu": "a card is planned for",
+    "use_cache": "the cache that it keeps is not modelled",
+    "use_cpu": "the run is planned for a GPU",
 }
 """Fields that are refused where they are on, and why."""
 
 
 def read_extra_arguments(values: object) -> str:
-    """A mapping from field to JSON value -> canonical JSON. ValueError says everything that is wrong.
+    """Return a mapping from field to JSON value as canonical JSON. ValueError says everything that is wrong.
 
-    Names and types are those of the installed TrainingArguments; without Transformers any name goes.
-    A number in quotes becomes one: YAML takes 2e-4 for text.
+    Names and types are those of the installed TrainingArguments; without Transformers any name goes. A number
+    in quotes becomes one: YAML takes 2e-4 for text.
     """
     if not isinstance(values, dict):
         raise ValueError("extra_arguments must be a mapping of TrainingArguments to their values")
@@ -96,7 +96,7 @@ def _problem(name: Any, value: object, fields: Mapping[str, str] | None) -> str:
     if value and name in CHANGES_STEP:
         return f"cannot be on: {CHANGES_STEP[name]}"
     if name == "max_grad_norm" and not value:
-        return "must be a positive number: the priced step clips its gradients"
+        return "must be a positive number: the predicted step clips its gradients"
     allowed = [part.partition("[")[0] for part in (fields or {}).get(name, "").split(" | ")]
     # Another name in an annotation, such as an enumeration's, is for Transformers to read.
     if not _PLAIN_TYPES.issuperset(allowed):
@@ -109,7 +109,7 @@ def _problem(name: Any, value: object, fields: Mapping[str, str] | None) -> str:
 
 
 def _number(value: object, annotation: str) -> object:
-    """The number that a text is, where the field takes a float and no text."""
+    """Return the number that a text is, where the field takes a float and no text."""
     kinds = annotation.split(" | ")
     if not isinstance(value, str) or "float" not in kinds or "str" in kinds:
         return value

@@ -1,4 +1,4 @@
-"""What the installed version of another library calls its settings.
+"""Names that the installed version of another library gives its settings.
 
 Libraries are not imported for that (Transformers takes 7 s, and torch belongs into the worker): the
 names are read from the syntax tree of a class's source file.
@@ -18,7 +18,10 @@ from autotune.export import targets
 
 @functools.cache
 def fields(package: str, file: str, class_name: str) -> Mapping[str, str] | None:
-    """What an installed class takes, and as what; None where that file of the library is not here."""
+    """Return the arguments that an installed class takes, with their annotations.
+
+    None where that file of the library is not here.
+    """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return None
@@ -29,7 +32,7 @@ def fields(package: str, file: str, class_name: str) -> Mapping[str, str] | None
 
 
 def fields_of(source: str, class_name: str) -> Mapping[str, str]:
-    """Names that the body of the class annotates and parameters of its `__init__`: annotations by name."""
+    """Return annotations by name: those of a class's body and of its `__init__`'s parameters."""
     (body,) = (
         node.body
         for node in ast.parse(source).body
@@ -54,7 +57,7 @@ def fields_of(source: str, class_name: str) -> Mapping[str, str]:
 
 
 def unknown(values: Iterable[str], known: Collection[str] | None, library: str) -> tuple[str, ...]:
-    """Words for each setting that the installed class, or a named version's, does not take."""
+    """Return words for each setting that the installed class, or a named version's, does not take."""
     if known is None:
         return ()
     which = targets.of(library) or f"this {library}"

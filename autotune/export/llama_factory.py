@@ -1,9 +1,9 @@
 """llama_factory.yaml: the settings in LLaMA-Factory's words, and LLaMA-Factory's words back.
 
 Keys, values and defaults are those of llamafactory 0.9.5, hparams/model_args.py, finetuning_args.py,
-data_args.py, and of the Seq2SeqTrainingArguments that its training_args.py extends; what they do, of
-its hparams/parser.py, model/adapter.py, model/model_utils/. tests/contracts/test_llama_factory.py
-asks its own parser.
+data_args.py, and of the Seq2SeqTrainingArguments that its training_args.py extends; what they do is in its
+hparams/parser.py, model/adapter.py, model/model_utils/. tests/contracts/test_llama_factory.py asks its own
+parser.
 """
 
 from __future__ import annotations
@@ -229,9 +229,9 @@ TARGET = Target(
         "use_unsloth": "replaces the model's code",
         "use_galore": "is said by optim: galore_adamw",
         "use_apollo": "is said by optim: apollo_adamw",
-        "use_badam": "trains a block at a time, which is not priced",
-        "use_adam_mini": "is not priced",
-        "use_muon": "is not priced",
+        "use_badam": "trains a block at a time, which is not predicted",
+        "use_adam_mini": "is not predicted",
+        "use_muon": "is not predicted",
         "use_llama_pro": "trains further blocks",
         "use_mca": "trains with Megatron",
         "use_kt": "trains with KTransformers",
@@ -240,8 +240,8 @@ TARGET = Target(
         "shift_attn": "is another attention",
         "mixture_of_depths": "is another model",
         "adapter_name_or_path": "starts from adapters, which may be merged",
-        "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
-        "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+        "fsdp": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
+        "deepspeed": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
     },
     unpredicted={
         "additional_target": "trains further modules in full",
@@ -259,7 +259,7 @@ _YOURS = {
     "num_train_epochs": 3.0,
     "output_dir": "./output",
 }
-"""For the user to fill in, where no base has said it: a name of data/dataset_info.json, ..."""
+"""Values for the user to fill in, where no base has said them: a name of data/dataset_info.json, ..."""
 
 
 def applies(config: TrainConfig) -> bool:
@@ -267,11 +267,11 @@ def applies(config: TrainConfig) -> bool:
 
 
 def cannot_express(config: TrainConfig) -> tuple[str, ...]:
-    """Words for each setting that the file does not carry."""
+    """Return words for each setting that the file does not carry."""
     return unsaid(TARGET, config)
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """A YAML file for `llamafactory-cli train`; the data and the learning rate are to be filled in."""
+    """Return a YAML file for `llamafactory-cli train`; the data and the learning rate are to be filled in."""
     keys = {"model_name_or_path": workload.model, **keys_of(TARGET, config)}
     return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])

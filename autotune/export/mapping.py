@@ -20,7 +20,7 @@ from autotune.space.values import positive
 
 @dataclass(frozen=True, slots=True)
 class NotLiteral:
-    """A value of a program that only running it would tell: what it is, it is equal to any other."""
+    """A value of a program that only running it would tell: it is equal to any other."""
 
     source: str = field(compare=False)
     line: int = field(compare=False)
@@ -31,52 +31,52 @@ class NotLiteral:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One way to say some of our settings."""
+    """A way to say some of our settings."""
 
     ours: tuple[Any, ...]
     theirs: Mapping[str, Any]
-    """None: the key is not there."""
+    """Values of their keys. None: the key is not there."""
     beside: Mapping[str, Any] = field(default_factory=dict)
-    """Written with it where the file does not have the key; not asked for when it is read."""
+    """Keys written with it where the file does not have them; not asked for when it is read."""
     within: Mapping[str, str] = field(default_factory=dict)
-    """Entries of lists that are the user's otherwise."""
+    """Entries of lists that are otherwise the user's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Some of our settings: either the choices there are, or how one of them is said and heard.
+    """A table's row: some of our settings, with the choices there are, or how one of them is said and heard.
 
     Of choices for the same settings the first is written; all are read.
     """
 
     ours: tuple[str, ...]
-    """Fields of TrainConfig."""
+    """Fields of TrainConfig that the row is about."""
     keys: tuple[str, ...]
     choices: tuple[Choice, ...] = ()
     say: Callable[..., Mapping[str, Any]] | None = None
     hear: Callable[[Mapping[str, Any]], Any] | None = None
-    """May raise ValueError; the setting's own check comes after it."""
+    """Reads their value. May raise ValueError; the setting's own check comes after it."""
     can_say: Callable[[Any], bool] | None = None
-    """Whether there are words for a value; None: for every one."""
+    """Tells whether there are words for a value; None: for every one."""
     methods: tuple[str, ...] = METHODS
     """Training methods that the row is about."""
     also: tuple[str, ...] = ()
-    """Further settings that `say` is told: what it writes depends on them."""
+    """Further settings that `say` is given: what it writes depends on them."""
     nearest: Mapping[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
-    """Written instead of what no choice says; the empty key is for all others."""
+    """Values written instead of what no choice says; the empty key is for all others."""
 
     def says(self, value: Any) -> bool:
         return self.can_say is None or self.can_say(value)
 
     def told(self, config: TrainConfig) -> tuple[Any, ...]:
-        """What decides how the row is said."""
+        """Return the values that decide how the row is said."""
         return tuple(getattr(config, name) for name in (*self.ours, *self.also))
 
     def choice_for(self, values: tuple[Any, ...]) -> Choice | None:
         return next((choice for choice in self.choices if choice.ours == values), None)
 
     def choice_said(self, values: tuple[Any, ...]) -> Choice | None:
-        """The choice for the values, or what is nearest to them."""
+        """Return the choice for the values, or what is nearest to them."""
         nearest = self.nearest.get(values, self.nearest.get((), ()))
         return self.choice_for(values) or self.choice_for(nearest)
 
@@ -86,18 +86,18 @@ class Target:
     """Another trainer's configuration file."""
 
     name: str
-    """For people."""
+    """Name of the trainer for people."""
     source: str
-    """Whose classes the keys and defaults were taken from."""
+    """Classes that the keys and defaults were taken from."""
     rows: tuple[Row, ...]
-    """The one that says the method first."""
+    """Rows of the table, the one that says the method first."""
     defaults: Mapping[str, Any]
-    """The trainer's own of the keys in `rows`; what is not in it is off, or must be named."""
+    """Trainer's own values of the keys in `rows`; what is not in it is off, or must be named."""
     model_key: str = ""
     model_of: Callable[[Mapping[str, Any]], str | None] | None = None
-    """The model, where no key names it as it is."""
+    """Returns the model, where no key names it as it is."""
     several_gpus: str = "ddp"
-    """How several GPUs share a run whose file does not say."""
+    """Parallelism of a run with several GPUs whose file does not say."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings that every file of this trainer has, by what it is."""
     auto_bf16: str = ""
@@ -105,35 +105,37 @@ class Target:
     elsewhere: tuple[str, ...] = ()
     """Settings that are made outside the file, which leaves them open."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Older name of a key -> the one in `rows`. A file keeps to the name it has."""
+    """Key in `rows` by its older name. A file keeps to the name it has."""
     flags: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    """Older switch -> the key and value that it stands for."""
+    """Key and value that an older switch stands for."""
     of_adapters: tuple[str, ...] = ()
     """Keys that say nothing without an adapter."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Keys that, switched on, make another run of it, and why that is not predicted."""
+    """Keys that, switched on, change the run, and why that is not predicted."""
     unpredicted: Mapping[str, str] = field(default_factory=dict)
     """Keys that, switched on, change memory or speed as no prediction does, and how."""
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """Its keys for TrainingArguments that no setting decides, where they have other names; else
-    what is a field of that class is one."""
+    """Trainer's keys for TrainingArguments that no setting decides, where they have other names; else what is
+    a field of that class is one."""
     has_own_names: bool = False
-    """Only `arguments` are TrainingArguments: another key of such a name is something else."""
+    """Whether only `arguments` are TrainingArguments: another key of such a name is something else."""
     follows: Callable[[TrainConfig], Mapping[str, Any]] | None = None
-    """Keys that no setting decides alone."""
+    """Returns keys that no setting decides alone."""
     caveats: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = ()
-    """Where the trainer does what was not predicted, whatever its file says."""
+    """Cases in which the trainer does what was not predicted, whatever its file says."""
 
 
 def choices(ours: tuple[str, ...], *rows: Choice, **more: Any) -> Row:
-    """One of some choices."""
+    """Return a row that is one of some choices."""
     keys = dict.fromkeys(key for row in rows for key in (*row.theirs, *row.within))
     return Row(ours=ours, keys=tuple(keys), choices=rows, **more)
 
 
 def of_key(name: str, key: str | None = None, *, off: Any = None, **more: Any) -> Row:
-    """The key holds the setting as it is; what is off is left out, or `off` where that is not the
-    trainer's default."""
+    """Return a row whose key holds the setting as it is.
+
+    What is off is left out, or `off` where that is not the trainer's default.
+    """
     key = key or name
     return Row(
         ours=(name,),
@@ -145,7 +147,7 @@ def of_key(name: str, key: str | None = None, *, off: Any = None, **more: Any) -
 
 
 def said_only(*names: str) -> tuple[Row, ...]:
-    """Settings that are said by the same name where they were chosen, and left to the user else."""
+    """Return rows of settings that are said by the same name where chosen, and else left to the user."""
     return tuple(
         Row(ours=(name,), keys=(name,), say=functools.partial(_by_its_name, name)) for name in names
     )
@@ -156,7 +158,7 @@ def _by_its_name(name: str, value: Any) -> dict[str, Any]:
 
 
 def of_values(name: str, key: str, values: Mapping[Any, Any], **more: Any) -> Row:
-    """One of ours for one of theirs."""
+    """Return a row that maps one of ours to one of theirs."""
     rows = (Choice(ours=(ours,), theirs={key: said}) for ours, said in values.items())
     return choices((name,), *rows, **more)
 
@@ -169,8 +171,10 @@ def of_alpha(
     is_whole: bool = True,
     **more: Any,
 ) -> Row:
-    """LoRA's alpha beside the rank. `is_twice`: without the key it is twice the rank. `is_whole`: it must
-    be a whole number."""
+    """Return a row of LoRA's alpha beside the rank.
+
+    `is_twice`: without the key it is twice the rank. `is_whole`: it must be a whole number.
+    """
 
     def hear(said: Mapping[str, Any]) -> Any:
         alpha, rank = said[key], said[rank_key]
@@ -195,12 +199,12 @@ def of_alpha(
 
 
 def module_names(targets: str) -> list[str]:
-    """The modules that a value of lora_targets names; `all-linear` is one for PEFT."""
+    """Return the modules that a value of lora_targets names; `all-linear` is one for PEFT."""
     return list(ATTENTION_PROJECTIONS) if targets == "attention" else targets.split(",")
 
 
 def targets_of(names: object) -> str:
-    """The value of lora_targets for a list of modules. ValueError where it is none."""
+    """Return the value of lora_targets for a list of modules. ValueError where it is none."""
     if isinstance(names, str):
         names = names.split(",")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -210,7 +214,7 @@ def targets_of(names: object) -> str:
 
 
 def same(left: object, right: object) -> bool:
-    """Whether a trainer makes no difference between the two: what is off is left out as well."""
+    """Return whether a trainer makes no difference between the two: what is off is left out as well."""
     return left == right if left and right else not left and not right
 
 

@@ -1,4 +1,4 @@
-"""A TrainConfig in another trainer's words: what its keys say, and what they cannot."""
+"""Writing of a TrainConfig in another trainer's words: what its keys say, and what they cannot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)
 
 
 def keys_of(target: Target, config: TrainConfig) -> dict[str, Any]:
-    """The target's keys that say the configuration, or what is nearest, those at their default too."""
+    """Return the target's keys that say the configuration, or what is nearest, those at their default too."""
     keys: dict[str, Any] = {}
     for row in _rows(target, config.method):
         if row.say is not None:
@@ -30,7 +30,7 @@ def keys_of(target: Target, config: TrainConfig) -> dict[str, Any]:
 
 
 def unsaid(target: Target, config: TrainConfig) -> tuple[str, ...]:
-    """Words for each setting that the target has no key for."""
+    """Return words for each setting that the target has no key for."""
     words = [word for row in _rows(target, config.method) for word in _unsaid_by(row, config)]
     said = {"num_gpus", *target.fixed, *(name for row in target.rows for name in row.ours)}
     plain = {name: _PLAIN[name] for name in KNOBS if name not in said}
@@ -57,7 +57,7 @@ def _unsaid_by(row: Row, config: TrainConfig) -> Iterator[str]:
 
 
 def says_method(target: Target, method: str) -> bool:
-    """Whether the target trains that way at all."""
+    """Return whether the target trains that way at all."""
     if "method" in target.elsewhere:
         return True
     if "method" in target.fixed:
@@ -67,7 +67,7 @@ def says_method(target: Target, method: str) -> bool:
 
 
 def allows(target: Target, method: str, name: str, value: object) -> bool:
-    """Whether the target can be told the setting's value, alone or with some value of another."""
+    """Return whether the target can express the setting's value, alone or with some value of another."""
     if not says_method(target, method):
         return False
     if name in target.elsewhere:
@@ -88,7 +88,7 @@ def allows(target: Target, method: str, name: str, value: object) -> bool:
 
 
 def _nearest_said(row: Row, config: TrainConfig) -> str | None:
-    """Words for the number that is heard where another was meant, which the key cannot hold."""
+    """Return words for the number that is heard where another was meant, which the key cannot hold."""
     if row.say is None or row.hear is None:
         return None
     meant, *_ = row.told(config)

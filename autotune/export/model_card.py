@@ -16,7 +16,7 @@ filename = "model_card.md"
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """Markdown; whatever the model is called, it stays the text of a cell."""
+    """Return Markdown; whatever the model is called, it stays the text of a cell."""
     evidence = result["evidence"]
     model = {"base model": workload.model, "task": workload.task}
     rows = {**model, **_figures(result), **settings(config), **workload.extra}
@@ -36,7 +36,7 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:  # noqa: ARG001
 
 
 def _figures(result: Mapping[str, Any]) -> dict[str, str]:
-    """Of the answer, with how they are known."""
+    """Return the answer's figures, with how they are known."""
     evidence, of = result["evidence"], result.get("best")
     measured = result.get("measured")
     if measured is not None:
@@ -51,5 +51,5 @@ def _figures(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _cell(value: object) -> str:
-    """Text that is neither Markdown nor HTML, on one line."""
+    """Return text that is neither Markdown nor HTML, on one line."""
     return re.sub(r"([\\`*_{}\[\]()#+!|<>&~$])", r"\\\1", one_line(str(value)))

@@ -20,7 +20,7 @@ def applies(config: TrainConfig) -> bool:
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
-    """A JSON object for `BitsAndBytesConfig(**json.load(file))`."""
+    """Return a JSON object for `BitsAndBytesConfig(**json.load(file))`."""
     known = _fields()
     values = quantization_fields(config, workload.task)
     kept = {key: values[key] for key in values if known is None or key in known}
@@ -28,7 +28,10 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
 
 
 def cannot_express(config: TrainConfig) -> tuple[str, ...]:
-    """All but the quantisation; of the precision, the dtype of the products is in the file."""
+    """Return words for all but the quantisation.
+
+    Of the precision, the dtype of the products is in the file.
+    """
     return (
         *unsaid(config, {"quantization", "quantization_storage"}),
         *installed.unknown(quantization_fields(config), _fields(), "transformers"),
@@ -36,7 +39,7 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 
 
 def quantization_fields(config: TrainConfig, task: str = "causal-lm") -> dict[str, object]:
-    """Keyword arguments of BitsAndBytesConfig, dtypes by name."""
+    """Return keyword arguments of BitsAndBytesConfig, dtypes by name."""
     # Despite its name for 4-bit quantisation too. PEFT trains a copy of the head.
     skipped: dict[str, object] = {"llm_int8_skip_modules": list(CLASSIFIER_HEADS)}
     if task != "sequence-classification":

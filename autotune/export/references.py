@@ -1,4 +1,4 @@
-"""How a written file names the model."""
+"""The name of the model in a written file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def model_reference(model: str) -> str:
-    """What `from_pretrained` takes: a Hub id, or a folder from wherever the file is used.
+    """Return what `from_pretrained` takes: a Hub id, or a folder from wherever the file is used.
 
     A configuration of another name than config.json is named itself: its folder is no model.
     """

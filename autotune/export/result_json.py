@@ -12,5 +12,5 @@ filename = "result.json"
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
-    """The result alone; it repeats the workload and the config."""
+    """Return the result alone; it repeats the workload and the config."""
     return json.dumps(result, indent=2, allow_nan=False) + "\n"

@@ -1,4 +1,4 @@
-"""sft_config.yaml: what `trl sft --config sft_config.yaml` takes.
+"""sft_config.yaml: the file that `trl sft --config sft_config.yaml` takes.
 
 Keys of SFTConfig, and of ModelConfig for the model, its quantisation and its adapter (trl 1.16
 trainer/sft_config.py, trainer/model_config.py, scripts/sft.py, trainer/utils.py
@@ -49,7 +49,7 @@ CARRIED = (
 
 
 def applies(config: TrainConfig) -> bool:
-    """All that ModelConfig knows of PEFT is LoRA."""
+    """Return whether ModelConfig can say the configuration: all that it knows of PEFT is LoRA."""
     return config.method in ("full", "lora", "qlora")
 
 
@@ -58,7 +58,7 @@ def lacks(workload: Workload) -> str:
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """A YAML document, opened by what is not in it and what is the user's to add."""
+    """Return a YAML document, opened by what is not in it and what is the user's to add."""
     import yaml
 
     fields, known = known_values(sft_arguments(config, workload.extra)), sft_fields()
@@ -94,12 +94,12 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 
 
 def has_no_words_for(workload: Workload) -> tuple[str, ...]:
-    """The user's, which an older version may not have."""
+    """Return words for the user's extra arguments, which an older version may not have."""
     return installed.unknown(workload.extra, sft_fields(), "trl")
 
 
 def unsaid_by_trl(config: TrainConfig) -> tuple[str, ...]:
-    """What SFTTrainer cannot be told, in whatever form."""
+    """Return words for settings that SFTTrainer cannot be given, in whatever form."""
     other_trainer: tuple[str, ...] = ()
     if config.trainer != "trl-sft":
         other_trainer = (
@@ -114,7 +114,7 @@ def unsaid_by_trl(config: TrainConfig) -> tuple[str, ...]:
 
 
 def sft_arguments(config: TrainConfig, extra: Mapping[str, object] = NONE) -> dict[str, object]:
-    """Keyword arguments of SFTConfig, by the names of the installed Transformers."""
+    """Return keyword arguments of SFTConfig, by the names of the installed Transformers."""
     fields = sft_fields() or ()
     is_old = "max_seq_length" in fields and "max_length" not in fields
     return {
@@ -128,7 +128,7 @@ def sft_arguments(config: TrainConfig, extra: Mapping[str, object] = NONE) -> di
 
 
 def model_fields(config: TrainConfig) -> dict[str, object]:
-    """Keys of ModelConfig."""
+    """Return keys of ModelConfig."""
     is_old = "dtype" not in (_named_model_fields() or {"dtype"})
     fields: dict[str, object] = {
         "torch_dtype" if is_old else "dtype": PRECISIONS[config.precision].parameter_dtype,
@@ -166,7 +166,7 @@ def lora_fields(config: TrainConfig) -> dict[str, object]:
 
 
 def sft_fields() -> Collection[str] | None:
-    """Field names of SFTConfig, installed or named; None when TRL or Transformers is not there."""
+    """Return field names of SFTConfig, installed or named; None when TRL or Transformers is not there."""
     target = targets.of("trl")
     if target is not None:
         return {*target.fields, *(installed_fields() or ())}
@@ -179,7 +179,7 @@ def sft_fields() -> Collection[str] | None:
 
 
 def _named_model_fields() -> Collection[str] | None:
-    """Field names of a named version's ModelConfig; None where the installed TRL is meant."""
+    """Return field names of a named version's ModelConfig; None where the installed TRL is meant."""
     target = targets.of("trl")
     if target is None:
         return None

@@ -31,18 +31,18 @@ class Target:
     library: str
     version: str
     release: str
-    """The newest known up to the version."""
+    """Newest known release up to the version."""
     names: frozenset[str]
-    """As data/target_fields.toml says."""
+    """Field names, as data/target_fields.toml says."""
 
     def __str__(self) -> str:
-        """`transformers 4.46.0`, and of which release the names are where that is another."""
+        """Return `transformers 4.46.0`, and of which release the names are where that is another."""
         of = f" (names of {self.release})" if self.note else ""
         return f"{self.library} {self.version}{of}"
 
     @property
     def note(self) -> str:
-        """What a user is told where the version is not known itself; empty where it is."""
+        """Note for the user where the version is not known itself; empty where it is."""
         if _parts(self.version) == _parts(self.release):
             return ""
         return (
@@ -52,7 +52,7 @@ class Target:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Names alone, without annotations, as those of an installed class."""
+        """Return names alone, without annotations, as those of an installed class."""
         return {name: "" for name in sorted(self.names) if name.isidentifier()}
 
 
@@ -60,13 +60,13 @@ _NAMED: ContextVar[Mapping[str, Target]] = ContextVar("targets", default=Mapping
 
 
 def of(library: str) -> Target | None:
-    """What was named of that library; None where names are the installed version's."""
+    """Return the version that was named of that library; None where names are the installed version's."""
     return _NAMED.get().get(library)
 
 
 @contextlib.contextmanager
 def named(targets: Iterable[Target]) -> Iterator[None]:
-    """Files that are written meanwhile have these versions' names."""
+    """Let files that are written meanwhile have these versions' names."""
     token = _NAMED.set({target.library: target for target in targets})
     try:
         yield
@@ -75,13 +75,13 @@ def named(targets: Iterable[Target]) -> Iterator[None]:
 
 
 def said(*libraries: str) -> str:
-    """For a file's first line: the versions that were named; empty where none was."""
+    """Return the versions that were named, for a file's first line; empty where none was."""
     targets = [str(target) for target in map(of, libraries) if target is not None]
     return f" for {' and '.join(targets)}" if targets else ""
 
 
 def read(texts: Sequence[str]) -> tuple[Target, ...]:
-    """`library==version` of each. Raises ConfigError."""
+    """Read `library==version` of each. Raises ConfigError."""
     targets = tuple(map(_read_one, texts))
     names = [target.library for target in targets]
     if len(set(names)) < len(names):
@@ -122,7 +122,7 @@ def newest(library: str) -> str:
 
 @functools.cache
 def _releases(library: str) -> Mapping[str, frozenset[str]]:
-    """What each release takes, oldest first."""
+    """Return the fields that each release takes, oldest first."""
     releases: dict[str, frozenset[str]] = {}
     names: frozenset[str] = frozenset()
     for row in tomllib.loads(_DATA.read_text(encoding="utf-8"))[library]:

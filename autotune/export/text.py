@@ -1,4 +1,4 @@
-"""Another trainer's file as text: what it does not carry, the settings, and what is the user's."""
+"""Text of another trainer's file: what it does not carry, the settings, and what is the user's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def as_yaml(
     extra: Mapping[str, Any],
     evidence: object,
 ) -> str:
-    """Comments, then the keys that are not off anyway, then the user's own.
+    """Return comments, then the keys that are not off anyway, then the user's own.
 
-    `extra` are TrainingArguments that no setting decides: in the target's words, or named in a
-    comment.
+    `extra` are TrainingArguments that no setting decides: in the target's words, or named in a comment.
     """
     import yaml
 
@@ -49,12 +48,12 @@ def as_yaml(
 
 
 def caveats_of(target: Target, config: TrainConfig) -> list[str]:
-    """Where the trainer does otherwise than predicted."""
+    """Return cases in which the trainer does otherwise than predicted."""
     return [words for holds, words in target.caveats if holds(config)]
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys with dots as mappings."""
+    """Return keys with dots as mappings."""
     content: dict[str, Any] = {}
     for key, value in keys.items():
         *folders, last = key.split(".")

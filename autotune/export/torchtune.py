@@ -1,4 +1,4 @@
-"""torchtune.yaml: for `tune run RECIPE --config torchtune.yaml`.
+"""torchtune.yaml: the file for `tune run RECIPE --config torchtune.yaml`.
 
 Keys as in torchtune 0.6.1, recipes/*_single_device.py and *_distributed.py and their configs; builders
 of models and tokenizers in torchtune/models. A model that has none has no such file. Its LoRA is
@@ -25,14 +25,14 @@ class _Family:
     """Models that torchtune builds, by what follows the family's name in its builders."""
 
     folder: str
-    """Of torchtune.models."""
+    """Folder of torchtune.models."""
     model_type: str
-    """For the checkpointer."""
+    """Type of the model for the checkpointer."""
     tokenizer: str
     files: tuple[tuple[str, str], ...]
-    """Argument of the tokenizer -> file in the model's folder."""
+    """Pairs of an argument of the tokenizer and a file in the model's folder."""
     sizes: Mapping[str, str]
-    """Last part of a Hub id, in small letters -> the builder."""
+    """Builder by the last part of a Hub id, in small letters."""
 
 
 _LLAMA3 = (("path", "original/tokenizer.model"),)
@@ -153,7 +153,7 @@ OPTIMIZERS: dict[str, dict[str, object]] = {
     "sgd": {"_component_": "torch.optim.SGD"},
     "adagrad": {"_component_": "torch.optim.Adagrad"},
 }
-"""Ours -> the class that Trainer takes for it too (transformers 5.23 trainer_optimizer.py)."""
+"""Class of each optimizer that Trainer takes for it too (transformers 5.23 trainer_optimizer.py)."""
 _NEAREST_OPTIMIZER = "adamw_torch_fused"
 
 ATTENTION = {
@@ -177,7 +177,7 @@ _CARRIED = (
 
 
 def applies(config: TrainConfig) -> bool:
-    """Its only quantised base is torchao's NF4."""
+    """Return whether torchtune can train the configuration: its only quantised base is torchao's NF4."""
     return config.method in ("full", "lora", "qlora") and config.quantization in (
         "none",
         "nf4",
@@ -192,7 +192,7 @@ def lacks(workload: Workload) -> str:
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """A YAML document; its comments name what is not in it, and what is the user's to fill in."""
+    """Return a YAML document; its comments name what is not in it, and what is the user's to fill in."""
     import yaml
 
     found = _find(workload)
@@ -238,7 +238,7 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 
 
 def has_no_words_for(workload: Workload) -> tuple[str, ...]:
-    """TrainingArguments that the user set are Trainer's."""
+    """Return words for TrainingArguments that the user set, which are Trainer's."""
     return tuple(f"{key}: {value}" for key, value in workload.extra.items())
 
 
@@ -328,7 +328,7 @@ def _adapter(family: _Family, builder: str, config: TrainConfig) -> dict[str, ob
 
 
 def split_targets(targets: str | None) -> tuple[list[str], bool] | None:
-    """(attention's projections, whether the MLP has adapters); None for what it cannot be told."""
+    """Return (attention's projections, whether the MLP has adapters); None for what it cannot say."""
     if targets in (None, "all-linear"):
         return list(ATTENTION.values()), True
     if targets == "attention":
@@ -345,7 +345,7 @@ def _nearest_precision(config: TrainConfig) -> str:
 
 
 def _has_intervals(config: TrainConfig) -> bool:
-    """Only full_finetune_distributed.py reads ac_mode, in place of its plain switch."""
+    """Return whether ac_mode is read: only full_finetune_distributed.py reads it, in place of its switch."""
     is_full = config.num_gpus > 1 and config.method == "full"
     return is_full and config.activation_checkpointing > 1 and not config.activation_offloading
 

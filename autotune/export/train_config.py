@@ -20,7 +20,7 @@ name = "train-config"
 filename = "train_config.yaml"
 
 VERSION = 1
-"""Of this file's format; a newer one is refused."""
+"""Version of this file's format; a newer one is refused."""
 MAX_FILE_BYTES = MIB
 
 _KEYS = ("version", "evidence", "workload", "config", "extra_arguments")
@@ -35,15 +35,15 @@ _SMALLEST = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseRun:
-    """The user's own run."""
+    """The user's own run as the file has it."""
 
     config: TrainConfig
     extra_arguments: str = "{}"
-    """As Workload has them."""
+    """TrainingArguments that no setting decides, as Workload has them."""
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """A YAML document that `from_yaml` reads back."""
+    """Return a YAML document that `from_yaml` reads back."""
     import yaml
 
     values = workload.to_dict()
@@ -59,7 +59,10 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
 
 
 def read_train_config(path: Path, files: Files | None = None) -> BaseRun:
-    """The run of a file as `write` makes it, perhaps edited. Raises ConfigError. `files` None: the disk's."""
+    """Read the run of a file as `write` makes it, perhaps edited. Raises ConfigError.
+
+    `files` None: the disk's.
+    """
     text = (files or Disk()).read(path, MAX_FILE_BYTES, usual="A train_config.yaml has 1 KiB")
     return from_yaml(text, source=str(path))
 
@@ -118,7 +121,7 @@ def _problems(values: dict[Any, Any]) -> list[str]:
 
 
 def _problem(key: str, value: object, annotation: str) -> str | None:
-    """What is wrong with the value, if anything."""
+    """Return what is wrong with the value, if anything."""
     allowed = annotation.split(" | ")
     kind = "None" if value is None else type(value).__name__
     if kind == "int" and "float" in allowed:
@@ -141,7 +144,7 @@ def _problem(key: str, value: object, annotation: str) -> str | None:
 
 
 def _choices(key: str) -> Collection[str]:
-    """The names that a setting may have; empty where anything of its type goes."""
+    """Return the names that a setting may have; empty where anything of its type goes."""
     if key == "method":
         return METHODS
     knob = KNOBS.get(key)

@@ -22,11 +22,11 @@ filename = "train.py"
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
 _OPENING = "RECIPE: dict[str, Any] = {"
-"""Followed by a closing brace in the template, where the values go in between."""
+"""Opening of the table, which a closing brace follows in the template: the values go in between."""
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """A Python program. Every value in it is an ASCII literal, line breaks escaped."""
+    """Return a Python program. Every value in it is an ASCII literal, line breaks escaped."""
     recipe = _recipe(workload, config)
     recipe["evidence"] = result["evidence"]
     before, after = _TEMPLATE.read_text(encoding="utf-8").split(_OPENING)
@@ -34,7 +34,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
 
 
 def _entries(values: Mapping[str, object], indent: str) -> str:
-    """The inside of a dict display, one entry per line."""
+    """Return the inside of a dict display, one entry per line."""
     lines = []
     for key, value in values.items():
         if isinstance(value, dict):

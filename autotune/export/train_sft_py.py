@@ -56,7 +56,7 @@ if __name__ == "__main__":
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """A Python program. Every value in it is an ASCII literal."""
+    """Return a Python program. Every value in it is an ASCII literal."""
     arguments, known = sft_arguments(config, workload.extra), sft_fields()
     values = {key: arguments[key] for key in arguments if known is None or key in known}
     values["model_init_kwargs"] = {
@@ -88,6 +88,6 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
 
 
 def lora_arguments(config: TrainConfig) -> dict[str, object]:
-    """Keyword arguments of LoraConfig for a causal language model."""
+    """Return keyword arguments of LoraConfig for a causal language model."""
     fields = {key: value for key, value in peft_fields(config).items() if key != "peft_type"}
     return {"task_type": "CAUSAL_LM", **fields}

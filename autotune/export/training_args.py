@@ -27,10 +27,10 @@ part = "Trainer's arguments"
 libraries = ("transformers",)
 
 OUTPUT_FOLDER = "output"
-"""`output_dir` until the user names another."""
+"""Value of `output_dir` until the user names another."""
 
 _USERS = ("output_dir", "max_grad_norm", "per_device_eval_batch_size")
-"""Written out in the files, and never changed in arguments that somebody has."""
+"""Arguments written out in the files, and never changed in arguments that somebody has."""
 _OFF: dict[str, object] = {
     "torch_compile": False,
     "torch_compile_backend": None,
@@ -43,14 +43,14 @@ _OFF: dict[str, object] = {
     "activation_checkpointing_kwargs": None,
     "gradient_checkpointing_kwargs": None,
 }
-"""What `training_arguments` leaves out where a configuration does without."""
+"""Arguments that `training_arguments` leaves out where a configuration does without."""
 
 _GROUPING: dict[str, object] = {"train_sampling_strategy": "group_by_length"}
 _OLD_GROUPING: dict[str, object] = {"group_by_length": True}
 _CHECKPOINTING = ("activation_checkpointing", "activation_checkpointing_kwargs")
 _OLD_CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 _CHECKPOINTING_OPTIONS = ("every_n_layers", "offload")
-"""Those that are Transformers' own. What else is among them goes to torch."""
+"""Options that are Transformers' own. The others among them go to torch."""
 
 
 CARRIED = (
@@ -66,13 +66,15 @@ CARRIED = (
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
-    """A JSON object for `TrainingArguments(**json.load(file))` of the installed version."""
+    """Return a JSON object for `TrainingArguments(**json.load(file))` of the installed version."""
     return json.dumps(known_arguments(workload, config), indent=2) + "\n"
 
 
 def cannot_express(config: TrainConfig, carried: Collection[str] = ()) -> tuple[str, ...]:
-    """The model, the adapter and the data are not TrainingArguments'. `carried`: what a program says
-    beside them."""
+    """Return words for the model, the adapter and the data, which are not TrainingArguments'.
+
+    `carried`: what a program says beside them.
+    """
     fields = installed_fields()
     dtype = PRECISIONS[config.precision].parameter_dtype
     fp8 = ", products in float8: accelerate_config.yaml" if PRECISIONS[config.precision].fp8 else ""
@@ -86,7 +88,7 @@ def cannot_express(config: TrainConfig, carried: Collection[str] = ()) -> tuple[
 
 
 def has_no_words_for(workload: Workload) -> tuple[str, ...]:
-    """The user's, which an older version may not have."""
+    """Return words for the user's extra arguments, which an older version may not have."""
     return installed.unknown(workload.extra, installed_fields(), "transformers")
 
 
@@ -96,21 +98,21 @@ def head_of(
     result: Mapping[str, object],
     carried: Collection[str] = (),
 ) -> str:
-    """What opens the arguments as Python or YAML: what they are of, and what is not in them."""
+    """Return the opening of the arguments as Python or YAML: what they are, and what is not in them."""
     what = f"transformers.TrainingArguments{targets.said(*libraries)}"
     lost = (*cannot_express(config, carried), *has_no_words_for(workload))
     return heading(what, config, result["evidence"], lost)
 
 
 def known_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]:
-    """The keyword arguments that the installed or named TrainingArguments takes."""
+    """Return the keyword arguments that the installed or named TrainingArguments takes."""
     fields = installed_fields()
     arguments = known_values(training_arguments(config, fields, workload.extra))
     return {key: arguments[key] for key in arguments if fields is None or key in fields}
 
 
 def unknown_values(arguments: Mapping[str, object]) -> tuple[str, ...]:
-    """Words for an optimizer and for options of checkpointing that a named version does not have."""
+    """Return words for an optimizer and for options of checkpointing that a named version does not have."""
     known = known_values(arguments)
     lost = []
     for name, value in arguments.items():
@@ -122,7 +124,7 @@ def unknown_values(arguments: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def known_values(arguments: Mapping[str, object]) -> dict[str, Any]:
-    """The arguments without values that a named version does not know: they would stop the run."""
+    """Return the arguments without values that a named version does not know: they would stop the run."""
     known: dict[str, Any] = dict(arguments)
     target = targets.of("transformers")
     if target is None:
@@ -142,7 +144,7 @@ def training_arguments(
     fields: Collection[str] | None = None,
     extra: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """The keyword arguments. `fields` are those of the class at hand; None means the newest names.
+    """Return the keyword arguments. `fields` are those of the class at hand; None means the newest names.
 
     `extra` are a Workload's, over which goes what a setting decides. `max_grad_norm` is Trainer's
     default, written out because clipping's memory was predicted. An evaluation takes as many samples at
@@ -196,13 +198,14 @@ def training_arguments(
 
 
 def environment(config: TrainConfig) -> dict[str, str]:
-    """Variables that the Trainer's process needs: TrainingArguments has fields neither for fp8 nor for
-    torch's allocator.
+    """Return the environment variables that the Trainer's process needs.
+
+    TrainingArguments has fields neither for fp8 nor for torch's allocator.
 
     The allocator reads them when CUDA is first used (torch c10/core/AllocatorConfig.cpp). For fp8
     transformers 5.23 training_args.py takes the mixed precision from the first; accelerate 1.15
-    (utils/dataclasses.py, AORecipeKwargs) would by default prepare the weights for FSDP2, which on one
-    GPU puts tensors into the model that the optimizer does not have: they would never be trained.
+    (utils/dataclasses.py, AORecipeKwargs) would by default prepare the weights for FSDP2, which on one GPU
+    puts tensors into the model that the optimizer does not have: they would never be trained.
     """
     variables: dict[str, str] = {}
     if PRECISIONS[config.precision].fp8:
@@ -221,7 +224,7 @@ _FP8_VARIABLES = {
 
 
 def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:
-    """What arguments that somebody has must say to be this configuration: off included, no more.
+    """Return what arguments that somebody has must say to be this configuration: off included, no more.
 
     `fields` are those of their class; an SFTConfig's say how the dataset is cut, too.
     """
@@ -245,7 +248,7 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
 
 
 def installed_fields() -> Mapping[str, str] | None:
-    """Fields of TrainingArguments and their annotations; None without Transformers.
+    """Return fields of TrainingArguments and their annotations; None without Transformers.
 
     Of the installed version, or without annotations of the one that files are being written for.
     """

@@ -28,12 +28,12 @@ _IN_ENVIRONMENT = ("expandable_segments",)
 
 
 def cannot_express(config: TrainConfig) -> tuple[str, ...]:
-    """Words for each setting that the file does not carry."""
+    """Return words for each setting that the file does not carry."""
     return training_args.cannot_express(config, _IN_ENVIRONMENT)
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """A Python module that makes `arguments`. Every value in it is an ASCII literal."""
+    """Return a Python module that makes `arguments`. Every value in it is an ASCII literal."""
     head = head_of(workload, config, result, _IN_ENVIRONMENT)
     return f"""{head}{set_environment(config)}from transformers import TrainingArguments
 
@@ -43,7 +43,7 @@ arguments = TrainingArguments(
 
 
 def set_environment(config: TrainConfig) -> str:
-    """What opens a program and sets what no argument can; empty where nothing is to be set.
+    """Return the opening of a program that sets what no argument can; empty where nothing is to be set.
 
     Before all imports: some use CUDA, and torch's allocator reads its settings then.
     """

@@ -26,7 +26,7 @@ filename = "training_args.yaml"
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """A YAML document, opened by what is not in it."""
+    """Return a YAML document, opened by what is not in it."""
     import yaml
 
     return head_of(workload, config, result) + yaml.safe_dump(

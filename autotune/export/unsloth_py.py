@@ -28,7 +28,7 @@ _NOT_SFT_CONFIGS = (
     "train_sampling_strategy", "use_liger_kernel", "torch_compile", "torch_compile_backend",
     "torch_compile_mode",
 )  # fmt: skip
-"""Unsloth's own to decide, or called otherwise in the versions it takes."""
+"""Arguments that are Unsloth's own to decide, or have other names in the versions it takes."""
 
 _CARRIED = (
     "method",
@@ -92,7 +92,7 @@ def applies(config: TrainConfig) -> bool:
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """A Python program. Every value in it is an ASCII literal."""
+    """Return a Python program. Every value in it is an ASCII literal."""
     adapter = imports = ""
     model = keywords(_model_arguments(workload, config), indent=8)
     # It knows float32 by torch's own name only.
@@ -147,7 +147,7 @@ def _adapter_arguments(config: TrainConfig) -> dict[str, object]:
 
 
 def _checkpointing(config: TrainConfig) -> bool | str:
-    """`unsloth` checkpoints every layer and parks what is left in host memory."""
+    """Return the argument: `unsloth` checkpoints every layer and parks what is left in host memory."""
     is_on = config.activation_checkpointing > 0
     return "unsloth" if is_on and config.activation_offloading else is_on
 

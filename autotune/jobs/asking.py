@@ -43,8 +43,8 @@ from autotune.store.jobs import Job, Wanted
 from autotune.store.recommendations import question_of
 
 VERSION = 2
-"""Of a question. One that has neither `lengths` nor a `base` is still of version 1, which workers of
-before there were any can answer."""
+"""Version of a question. One that has neither `lengths` nor a `base` is still of version 1, which older
+workers can answer."""
 _OF_A_MODEL = ("name", "config", "origin", "num_parameters_known", "requires_remote_code", "notes")
 _ERRORS = (ConfigError, HardwareError, NothingFitsError, WorkerError, StorageError)
 SPACE_FILE = "space.yaml"
@@ -59,7 +59,7 @@ class Asked:
 
 
 class _WithoutSecrets(Disk):
-    """This machine's files as they may be passed on."""
+    """Files of this machine as they may be passed on."""
 
     def read(self, path: Path, max_bytes: int, *, usual: str = "") -> str:
         text = file_without_secrets(path.name, super().read(path, max_bytes, usual=usual))
@@ -68,7 +68,7 @@ class _WithoutSecrets(Disk):
 
 
 def prepare(options: Question, *, note: Callable[[str], None]) -> tuple[dict[str, Any], Wanted]:
-    """The question as JSON, and what it wants of a machine. `note` hears what is made of the options.
+    """Return the question as JSON, and what it wants of a machine. `note` hears what is made of the options.
 
     Raises ConfigError for what no machine can answer, or none but this one; HardwareError, WorkerError.
     """
@@ -95,7 +95,7 @@ def prepare(options: Question, *, note: Callable[[str], None]) -> tuple[dict[str
         question["schema_version"] = VERSION
         question["lengths"] = dataclasses.asdict(taken.workload.lengths)
         if not taken.workload.sets_loader:
-            note("the dataset stays here, so that no loader is timed: its settings stay.")
+            note("the dataset stays on this machine, so no loader is timed: its settings stay.")
     if options.base is not None:
         question["schema_version"] = VERSION
         texts = {str(path.absolute()): text for path, text in disk.has_read.items()}
@@ -127,9 +127,9 @@ def _wanted(options: Question) -> tuple[Gpu, Wanted]:
 
 
 def read(question: Mapping[str, Any], folder: Path, *, backend: str) -> Asked:
-    """As `prepare` has made it, to be measured on that backend; files that it needs go into the folder.
+    """Read a question that `prepare` has made, to be measured on that backend.
 
-    Raises ConfigError for what another version has asked.
+    Files that it needs go into the folder. Raises ConfigError for what another version has asked.
     """
     try:
         options = dataclasses.replace(_options(question), backend=backend)
@@ -169,17 +169,17 @@ def _lengths(question: Mapping[str, Any]) -> Lengths | None:
 
 
 def _texts(question: Mapping[str, Any]) -> dict[Path, str]:
-    """Of the base's files, by where they are on the machine that has asked."""
+    """Texts of the base's files, by where they are on the machine that has asked."""
     if "base" not in question["options"]:
         return {}
     return {Path(path): str(text) for path, text in question["base"]["texts"].items()}
 
 
 def answered(job: Job, folder: Path) -> tuple[AnswerFiles, list[str]]:
-    """The files of a job's answer, as `find` would write them into the folder; and notes.
+    """Return the files of a job's answer, as `find` would write them into the folder; and notes.
 
-    The user's own file is the one that was asked about: as it is on this disk, secrets and all, unless it
-    is another by now. Raises ConfigError.
+    The user's own file is the one that was asked about: as it is on this disk, secrets and all, unless it is
+    another by now. Raises ConfigError.
     """
     assert job.result is not None
     notes: list[str] = []
@@ -193,7 +193,7 @@ def answered(job: Job, folder: Path) -> tuple[AnswerFiles, list[str]]:
 
 
 def _as_it_is(path: Path, text: str, note: Callable[[str], None]) -> str:
-    """The file's text with its secrets, where it is still the one that the question has."""
+    """Return the file's text with its secrets, where it is still the one that the question has."""
     try:
         now = files.read_text(path, MAX_FILE_BYTES)
     except ConfigError:
@@ -202,19 +202,19 @@ def _as_it_is(path: Path, text: str, note: Callable[[str], None]) -> str:
         return now
     hidden = f", with {HIDDEN} for its secrets" if HIDDEN in text else ""
     note(
-        f"{path} is gone or has changed since it was asked about: its text of then is taken{hidden}."
+        f"{path} is gone or has changed since the question was asked: the text that was sent is used{hidden}."
     )
     return text
 
 
 def error_of(problem: str, exit_code: int | None) -> AutotuneError:
-    """Why a job has no answer, as the exception that `find` would have ended with."""
+    """Return the exception that `find` would have ended with, for a job that has no answer."""
     kinds = {kind.exit_code: kind for kind in _ERRORS}
     return kinds.get(exit_code or 0, WorkerError)(problem)
 
 
 def who() -> str:
-    """`name@machine`, as far as they are known."""
+    """Return `name@machine`, as far as they are known."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have none

@@ -44,9 +44,9 @@ from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import private_folder
 
 IDLE_SECONDS = 2.0
-"""Between two looks into an empty queue."""
+"""Seconds between two looks into an empty queue."""
 MAX_LOST = 3
-"""Jobs in a row that a database which comes and goes breaks off: then it is no chance any more."""
+"""Number of jobs in a row after which a database that comes and goes is taken for broken."""
 
 Log = Callable[[str], None]
 
@@ -57,14 +57,14 @@ class Gone(KeyboardInterrupt):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Here:
-    """What this worker measures with."""
+    """The machine, backend and kind of measurement that this worker offers."""
 
     backend: str
     machine: Machine
 
 
 def here(backend: str) -> Here:
-    """This machine, on that backend; `auto` is its CUDA card, or the CPU where there is none.
+    """Return this machine, on that backend; `auto` is its CUDA card, or the CPU where there is none.
 
     Starts a process that imports torch. Raises HardwareError where it cannot measure, WorkerError.
     """
@@ -134,7 +134,7 @@ def _serve(url: str, at: Here, jobs: JobTable, *, once: bool, log: Log) -> None:
 
 
 def _give_back(jobs: JobTable, machine: Machine, log: Log, *, waits: bool = False) -> None:
-    """The job that this worker holds, if any; `waits` for a database that is away."""
+    """Give back the job that this worker holds, if any; `waits` for a database that is away."""
     give = functools.partial(jobs.give_back, machine.worker)
     with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
         for number in patiently(give, log) if waits else give():
@@ -142,13 +142,13 @@ def _give_back(jobs: JobTable, machine: Machine, log: Log, *, waits: bool = Fals
 
 
 def _next(jobs: JobTable, machine: Machine, joined: set[int]) -> tuple[Job | None, bool]:
-    """A job, and whether it is this machine's own rather than one to help with."""
+    """Return a job, and whether it is this machine's own rather than one to help with."""
     job = jobs.claim(machine)
     return (job, True) if job else (jobs.to_join(machine, leave_out=joined), False)
 
 
 class _Work:
-    """One job, as its worker or as a helper."""
+    """A job, worked on as its worker or as a helper."""
 
     def __init__(
         self, url: str, at: Here, jobs: JobTable, job: Job, *, is_own: bool, log: Log
@@ -163,7 +163,10 @@ class _Work:
         self._has_ended = threading.Event()
 
     def run(self) -> None:
-        """Raises KeyboardInterrupt, StorageError and HardwareError; what else goes wrong is the answer."""
+        """Work on the job. Raises KeyboardInterrupt, StorageError and HardwareError.
+
+        What else goes wrong is the job's answer.
+        """
         try:
             with self._signs_of_life():
                 self._answer()

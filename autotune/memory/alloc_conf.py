@@ -1,18 +1,18 @@
-"""The variable of the environment that sets torch's caching allocator up."""
+"""The environment variable that sets up torch's caching allocator."""
 
 from __future__ import annotations
 
 import os
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads its settings; the newer name wins (torch 2.13 c10/core/AllocatorConfig.cpp), and
-older versions know the older one alone."""
+"""Variables from which torch reads its settings; the newer name wins (torch 2.13
+c10/core/AllocatorConfig.cpp), and older versions know the older one alone."""
 EXPANDABLE = "expandable_segments:True"
-"""What is said there, where segments are to grow."""
+"""The setting that lets segments grow."""
 
 
 def here() -> str:
-    """What this process's torch reads; empty where nothing is set."""
+    """Return the allocator settings that this process's torch reads; empty where nothing is set."""
     return next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
 
 

@@ -37,7 +37,7 @@ CATEGORIES = (
     "temporary",
     "workspace",
 )
-"""What a tensor is for."""
+"""The purposes that a tensor may serve."""
 
 _MIB = 1 << 20
 # c10/core/AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kRoundLarge.
@@ -51,10 +51,10 @@ _LARGE_SEGMENT_BYTES = 20 * _MIB
 _LARGE_SLACK_BYTES = _MIB
 
 PAGE_BYTES = _LARGE_SEGMENT_BYTES
-"""What a segment for large blocks grows by."""
+"""Bytes by which a segment for large blocks grows."""
 OVERSHOOT_BYTES = PAGE_BYTES - _SEGMENT_ROUNDING_BYTES
-"""How far reserved bytes may pass a cap where segments grow: torch holds the cap against a segment of
-22 MiB, say, and maps two pages of 20."""
+"""How far reserved bytes may pass a cap where segments grow: torch compares the cap with a segment of 22 MiB,
+say, and maps two pages of 20."""
 
 # A free block is one integer, size << _ADDRESS_BITS | address: sorted integers are then in torch's
 # best-fit order (size, address), and bisect compares them at C speed.
@@ -65,7 +65,7 @@ _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 _RANGE_BYTES = _LARGE_SEGMENT_BYTES << 28
 
 EMPTY_CACHE_BYTES = -_BLOCK_BYTES
-"""Size of what is no tensor: where it is allocated, torch.cuda.empty_cache() runs."""
+"""Size that marks an event which is no tensor: where it is allocated, torch.cuda.empty_cache() runs."""
 
 
 @dataclass(slots=True)
@@ -75,9 +75,9 @@ class Tape:
     sizes: list[int] = field(default_factory=list)
     """Bytes requested, per tensor; 0 takes no memory."""
     categories: list[str] = field(default_factory=list)
-    """One of CATEGORIES, per tensor."""
+    """Category of each tensor, one of CATEGORIES."""
     events: list[int] = field(default_factory=list)
-    """In order: i when tensor i is allocated, ~i when it is freed."""
+    """Events in order: i when tensor i is allocated, ~i when it is freed."""
 
     def alloc(self, nbytes: int, category: str) -> int:
         """Append a tensor's allocation; return the tensor's index."""
@@ -97,12 +97,12 @@ class Tape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """What torch's counters are predicted to say after a tape, or up to the request that failed."""
+    """Predicted values of torch's counters after a tape, or up to the request that failed."""
 
     peak_allocated_bytes: int
-    """torch.cuda.max_memory_allocated: rounded sizes, remainders too small to split included."""
+    """Value of torch.cuda.max_memory_allocated: rounded sizes, remainders too small to split included."""
     peak_reserved_bytes: int
-    """torch.cuda.max_memory_reserved: segments held."""
+    """Value of torch.cuda.max_memory_reserved: segments held."""
     num_alloc_retries: int
     """Times the cap was hit and every cached segment was released; the failing request counts."""
     last_retry_event: int | None
@@ -110,7 +110,8 @@ class Replay:
     failed_event: int | None
     """Index into all events of the request that did not fit; None when all did."""
     failed_request_bytes: int | None
-    """The segment it asked for ("Tried to allocate"): with final_reserved_bytes beyond the cap."""
+    """Bytes of the segment that the failed request asked for ("Tried to allocate"): with final_reserved_bytes
+    beyond the cap."""
     peak_allocated_event: int
     """Index of the event at which allocated bytes first stood at their peak; -1: empty tape."""
     final_allocated_bytes: int
@@ -127,20 +128,19 @@ def replay(
 ) -> Replay:
     """Run a tape through the allocator, under a cap on reserved bytes if one is given.
 
-    `until_steady`: the events of further steps, which run until one ends with as much reserved as it
-    began with. Where nothing is given back in between, it leaves what it found: all others are alike.
+    `until_steady`: the events of further steps, which run until one ends with as much reserved as it began
+    with. Where nothing is given back in between, it leaves what it found: all others are alike.
 
-    A request whose segment would pass the cap releases cached segments and tries again; if that
-    does not help, the replay stops there and says so. A tensor may be allocated again after its
-    free, so a steady step can be repeated. Raises KeyError when a tensor is freed that is not
-    allocated.
+    A request whose segment would pass the cap releases cached segments and tries again; if that does not
+    help, the replay stops there and says so. A tensor may be allocated again after its free, so a steady step
+    can be repeated. Raises KeyError when a tensor is freed that is not allocated.
 
-    expandable_segments: as under PYTORCH_ALLOC_CONF=expandable_segments:True. Torch holds the cap
-    against the segment it would ask for otherwise and then maps whole pages: reserved bytes may pass
-    it by OVERSHOOT_BYTES.
+    expandable_segments: as under PYTORCH_ALLOC_CONF=expandable_segments:True. Torch compares the cap with the
+    segment it would ask for otherwise and then maps whole pages: reserved bytes may pass it by
+    OVERSHOOT_BYTES.
 
-    One long function on purpose: it runs for every configuration near the budget, at about half a
-    microsecond an event, and a call per event would show. What is rare lives in _Heap.
+    One long function on purpose: it runs for every configuration near the budget, at about half a microsecond
+    an event, and a call per event would show. What is rare lives in _Heap.
     """
     rounded = [(nbytes + 511) & -512 for nbytes in sizes]
     expandable = _ExpandableHeap(cap_bytes) if expandable_segments else None
@@ -336,7 +336,7 @@ class _Heap:
 
 
 class _ExpandableHeap(_Heap):
-    """With expandable segments: a range of addresses per pool, of which whole pages are mapped."""
+    """Heap with expandable segments: a range of addresses per pool, of which whole pages are mapped."""
 
     def __init__(self, cap_bytes: int | None) -> None:
         super().__init__(cap_bytes)
@@ -361,7 +361,7 @@ class _ExpandableHeap(_Heap):
         return index
 
     def grow(self, size: int) -> tuple[int, int] | None:
-        """Of pages mapped where the lowest room is (find_expandable_block, map_block)."""
+        """Return a new block of pages, mapped where the lowest room is (find_expandable_block, map_block)."""
         if not self._has_room(_segment_bytes(size)):
             return None
         free, base, page = self._pools[size > _SMALL_REQUEST_BYTES]
@@ -411,7 +411,7 @@ class _ExpandableHeap(_Heap):
         raise AssertionError(size)
 
     def _room(self, key: int) -> int:
-        """Bytes of a free block and the hole behind it."""
+        """Bytes of a free block and of the hole behind it."""
         size = key >> _ADDRESS_BITS
         end = (key & _ADDRESS_MASK) + size
         return size + self._holes.get(end, end) - end

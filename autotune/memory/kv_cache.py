@@ -1,4 +1,4 @@
-"""What generation keeps: the keys and values of every token so far, from the configuration alone.
+"""Bytes of the KV cache: keys and values of every token so far, from a model's configuration alone.
 
     2 x batch x layers x key-value heads x head size x context x bytes
 
@@ -28,16 +28,16 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCache:
-    """Layers that keep the same."""
+    """Layers that keep equally much per token."""
 
     num_layers: int
     num_tokens: int
-    """Of each sequence: the context, or what the window leaves of it."""
+    """Tokens kept of each sequence: the context, or what the window leaves of it."""
     window: int | None
     elements_per_token: int
-    """Keys and values of one layer."""
+    """Elements of the keys and values of one layer, per token."""
     what: str
-    """`2 x 8 heads x 128`: how the elements come about."""
+    """How the elements come about, such as `2 x 8 heads x 128`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class KvCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """One more token of one sequence, no window being full."""
+        """Bytes that one more token of one sequence adds, no window being full."""
         elements = sum(each.num_layers * each.elements_per_token for each in self.layers)
         return elements * DTYPE_BYTES[self.dtype]
 
@@ -64,11 +64,11 @@ class KvCache:
 
     @property
     def textbook_bytes(self) -> int:
-        """Without windows."""
+        """Bytes of the cache if no layer had a window."""
         return self.batch_size * self.context * self.bytes_per_token
 
     def to_dict(self) -> dict[str, object]:
-        """The `kv_cache` of `estimate --json`."""
+        """Return the `kv_cache` of `estimate --json`."""
         return {
             **dataclasses.asdict(self),
             "bytes_per_token": self.bytes_per_token,
@@ -85,18 +85,18 @@ class Family:
     windowed: Callable[[Config, int], bool]
     """Whether a layer has the window, where there is one and no `layer_types` says."""
     elements: Callable[[Config], tuple[int, str]]
-    """Per token and layer, and how they come about."""
+    """Elements per token and layer, and how they come about."""
 
 
 def _grouped(config: Config) -> tuple[int, str]:
-    """Keys and values of the heads that share them."""
+    """Elements of keys and values, where several heads share them."""
     heads = _count(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     return _heads(kv_heads, _head_size(config, heads))
 
 
 def _falcon(config: Config) -> tuple[int, str]:
-    """The new architecture repeats what is shared before it is kept (modeling_falcon.py)."""
+    """Elements of Falcon's cache: its new architecture repeats what is shared first (modeling_falcon.py)."""
     heads = _count(config, "num_attention_heads", "n_head")
     size = _head_size({**config, "head_dim": None}, heads)
     if config.get("new_decoder_architecture"):
@@ -112,7 +112,7 @@ def _big_code(config: Config) -> tuple[int, str]:
 
 
 def _latent(config: Config) -> tuple[int, str]:
-    """The compressed keys and values, and the rotated part of the key, for all heads together."""
+    """Elements of the compressed keys and values, and of the key's rotated part, for all heads together."""
     latent, rotated = _count(config, "kv_lora_rank"), _count(config, "qk_rope_head_dim")
     return latent + rotated, f"(latent {latent} + rotated {rotated})"
 
@@ -134,8 +134,7 @@ def _from_layer(config: Config, layer: int) -> bool:
 
 
 def _every(period: int) -> Callable[[Config, int], bool]:
-    """All but each n-th layer; Gemma 3 and Cohere 2 may name another n."""
-
+    """Return a rule: a window in all but each n-th layer; Gemma 3 and Cohere 2 may name another n."""
     return lambda config, layer: (layer + 1) % (config.get("sliding_window_pattern") or period) != 0
 
 
@@ -206,19 +205,19 @@ CACHES: dict[str, Family] = {
     "stablelm": _family(num_key_value_heads=32),
     "starcoder2": _family(num_key_value_heads=2),
 }
-"""By model_type. A model that is not here has a cache of which nothing is known."""
+"""Families by model_type. A model that is not here has a cache of which nothing is known."""
 
 
 def kv_cache(config: Config, *, batch_size: int, context: int, dtype: str) -> KvCache:
-    """The cache of a model for `batch_size` sequences of `context` tokens each.
+    """Return the cache of a model for `batch_size` sequences of `context` tokens each.
 
     Raises ConfigError where the model's family is not in CACHES, or the configuration lacks a key.
     """
     family = CACHES.get(config["model_type"])
     if family is None:
         raise ConfigError(
-            f"What {config['model_type']} keeps while it generates is not modelled",
-            why="Its cache is another one, or there is none (an encoder, say)",
+            f"The KV cache of {config['model_type']} is not modelled",
+            why="It has another kind of cache, or none (an encoder, say)",
             remedy="Leave --kv-cache out",
         )
     known = {**family.defaults, **config}
@@ -253,7 +252,7 @@ def _window(config: Config, family: Family, layer: int) -> int | None:
     kind = types[layer] if layer < len(types) else None
     if kind not in ("full_attention", "sliding_attention"):
         raise ConfigError(
-            f"What layer {layer} keeps while the model generates is not modelled",
+            f"The KV cache of layer {layer} is not modelled",
             why=f"Its kind is {kind!r}",
             remedy="Leave --kv-cache out",
         )
@@ -264,11 +263,11 @@ _WHOLE = (
     "head_dim", "max_window_layers", "num_key_value_heads", "num_kv_heads", "sliding_window",
     "sliding_window_pattern",
 )  # fmt: skip
-"""Keys of whole numbers, each of which may be left out or say nothing."""
+"""Keys of whole numbers, each of which may be left out or null."""
 
 
 def _check(config: Config) -> None:
-    """ConfigError for a value that the model's class could not work with either."""
+    """Raise ConfigError for a value that the model's class could not work with either."""
     for name in (*_WHOLE, "layer_types"):
         value = config.get(name)
         if name == "layer_types":

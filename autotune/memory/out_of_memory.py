@@ -1,6 +1,6 @@
 """All the ways in which a training step says that memory ran out, as texts.
 
-A worker asks of its exceptions; its parent asks of what a dead worker printed, because bitsandbytes
+A worker asks it about its exceptions; its parent asks about what a dead worker printed, because bitsandbytes
 ends the process where its kernels cannot be launched.
 """
 
@@ -46,17 +46,21 @@ def says_out_of_memory(text: str) -> bool:
 
 _NO_HANDLE = re.compile(r"CU(BLAS|DNN|SOLVER)_STATUS_NOT_INITIALIZED")
 HANDLE_BYTES = 256 * MIB
-"""A library's handle, and the kernels that come with it. [judgement] With more left, it was not that."""
+"""Bytes of a library's handle, and of the kernels that come with it. [judgement] With more left, it was not
+that."""
 
 
 def says_no_handle(text: str) -> bool:
-    """Whether a library could not begin: for want of memory where the device has less than HANDLE_BYTES
-    left. There are other causes, among them an index out of bounds before it."""
+    """Whether the text says that a library could not start.
+
+    The cause is a lack of memory where the device has less than HANDLE_BYTES left. There are other causes,
+    among them an index out of bounds before it.
+    """
     return _NO_HANDLE.search(text) is not None
 
 
 def excess_bytes(text: str) -> int | None:
-    """Bytes that were lacking at least, at least 1; None where the message does not say.
+    """Bytes that were missing at least, at least 1; None where the message does not say.
 
     Under a cap: the new segment and what was reserved, less the cap. Without one: the segment, less
     what was free. Sizes in the message are rounded to two digits.

@@ -1,4 +1,4 @@
-"""One cell's night: measured again, searched where it needs that, compared, kept.
+"""The night of one cell: measured again, searched where it needs that, compared, kept.
 
 1. The standing answer runs again, in as many processes as its spread asks for; drift.judge tells what
    that says.
@@ -40,36 +40,36 @@ from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer
 
 BY_A_NIGHT = "search of a night"
-"""The reason of the recommendation that a search makes of itself; the night's own says what it means."""
+"""Reason of the recommendation that a search makes by itself; the night's own says what it means."""
 
 
 class TimeIsUp(Exception):
-    """A search ends after its current probe: the next night goes on."""
+    """Raised to end a search after its current probe: the next night goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a night runs and writes."""
+    """The database, folder and machine of a night."""
 
     storage: str
     out: Path
     backend: str
     command: str = ""
     machine: str | None = None
-    """Its name, where its card's alone does not tell it from others."""
+    """Name of the machine, where its card's alone does not distinguish it from others."""
     listener: Listener = SILENT
 
     def machine_name(self, device: str) -> str:
-        """Under which the history of this machine is kept."""
+        """Return the name under which the history of this machine is kept."""
         return device if self.machine is None else f"{device} {self.machine}"
 
     def folder(self, device: str) -> Path:
-        """Of this machine."""
+        """Return the folder of this machine."""
         return files.machine_folder(self.out, self.machine_name(device))
 
 
 class CellNight:
-    """One cell's night."""
+    """The night of one cell."""
 
     def __init__(
         self,
@@ -82,7 +82,10 @@ class CellNight:
         prior: drift.Noise,
         give_up: float,
     ) -> None:
-        """`prior` is the noise of the machine's cells together; `give_up` of time.monotonic."""
+        """Take the cell and its time.
+
+        `prior` is the noise of the machine's cells together; `give_up` of time.monotonic.
+        """
         self._planned, self._matrix, self._place = planned, matrix, place
         self._prior = prior
         self._server, self._journal, self._give_up = server, journal, give_up
@@ -90,7 +93,7 @@ class CellNight:
         self._level, self._earlier = levels(planned.nights)
 
     def run(self) -> Done:
-        """Whatever goes wrong with one cell is said of it, and is no end of the night."""
+        """Run the cell's night. Whatever goes wrong is said of the cell, and does not end the night."""
         began = time.monotonic()
         searches = self._planned.searches
         try:
@@ -165,7 +168,7 @@ class CellNight:
         return self._kept(standing, seen, verdict, has_searched=True, study=answer.study)
 
     def _searched(self, *, kind: str, reason: str) -> Night:
-        """A search's answer stands, whatever stood before."""
+        """Keep a search's answer, whatever stood before."""
         answer = self._find()
         best = _best(answer)
         seen = self._repeat(best.config, best.useful_share)
@@ -194,7 +197,7 @@ class CellNight:
         challenger: Repeated,
         gained: drift.Verdict,
     ) -> Night:
-        """Another configuration is faster than the standing one, both of tonight."""
+        """Keep another configuration that is faster than the standing one, both of tonight."""
         self._record(answer, writes=True)
         best = _best(answer)
         reason = (
@@ -239,7 +242,7 @@ class CellNight:
         has_searched: bool,
         study: str = "",
     ) -> Night:
-        """The standing answer stays."""
+        """Keep the standing answer."""
         last = self._planned.nights[-verdict.num_nights]
         changed = changes(last.fingerprint, seen.fingerprint)
         since = f"since {', '.join(changed)}" if changed else "no library or driver has changed"
@@ -259,7 +262,7 @@ class CellNight:
         )
 
     def _find(self) -> Finding:
-        """`find` as anyone would ask it, measured here."""
+        """Run `find` as anyone would ask it, measured here."""
         options = dataclasses.replace(self._cell.options, backend=self._place.backend)
         return find(
             options,
@@ -270,7 +273,10 @@ class CellNight:
         )
 
     def _record(self, answer: Finding, *, writes: bool = False) -> None:
-        """In its study; with `writes` as files too, each of which takes the old one's place whole."""
+        """Record the answer in its study.
+
+        With `writes` as files too, each of which takes the old one's place whole.
+        """
         machine = self._place.folder(_best(answer).fingerprint.device)
         delivered = deliver(
             answer,
@@ -283,7 +289,7 @@ class CellNight:
             raise problem
 
     def _write(self, night: Night) -> None:
-        """Into the machine's folder."""
+        """Write the night into the machine's folder."""
         files.write(
             self._place.folder(night.fingerprint.device),
             self._cell.name,
@@ -293,7 +299,7 @@ class CellNight:
         )
 
     def _relative(self, night: Night) -> Night | None:
-        """The last night of the same question on the machine most like this one."""
+        """Return the last night of the same question on the machine most like this one."""
         device = night.fingerprint.device
         last: dict[str, Night] = {}
         listed = ledger.nights(self._place.storage, [self._cell], None)[self._cell.name]
@@ -312,7 +318,7 @@ def _best(answer: Finding) -> Measurement:
 def _night(
     seen: Repeated, config: TrainConfig, *, change: drift.Verdict | None, **rest: Any
 ) -> Night:
-    """Without the time it took, which is not over."""
+    """Make a Night without the time it took, which is not over."""
     return Night(
         made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         fingerprint=seen.fingerprint,
@@ -328,7 +334,7 @@ def _night(
 
 
 def _limited(listener: Listener, give_up: float) -> Listener:
-    """The same, but that a search ends once the time is over, after the probe that runs then."""
+    """Return a listener that ends a search once the time is over, after the probe that runs then."""
 
     @contextmanager
     def measuring(counts: Counts, max_probes: int, confirm_steps: int) -> Iterator[Measuring]:

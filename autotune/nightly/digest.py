@@ -1,4 +1,4 @@
-"""What a night did, as a record: the terminal, JSON, Markdown and HTML all draw this."""
+"""Record of a night: the terminal, JSON, Markdown and HTML all draw this."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from autotune.records.fingerprint import Fingerprint
 from autotune.space.knobs import describe
 
 EVENTS = ("regression", "improved", "failure")
-"""What a night may have several of; `failure` is a cell without an answer."""
+"""Events that a night may have, of which `failure` is a cell without an answer."""
 FAILED = "failed"
-"""A cell without an answer; its other kinds are a Night's."""
+"""Kind of a cell without an answer; its other kinds are a Night's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """What became of one cell."""
+    """The outcome of one cell."""
 
     planned: Planned
     night: Night | None
-    """None where it failed."""
+    """Night of the cell; None where it failed."""
     problem: str = ""
-    """Why it failed, or what could not be written."""
+    """Reason why it failed, or what could not be written."""
     exit_code: int = 0
-    """Of that problem."""
+    """Exit code of that problem."""
     relative: Night | None = None
-    """The same question on the machine most like this one, beside first results."""
+    """Night of the same question on the machine most like this one, shown beside first results."""
 
     @property
     def kind(self) -> str:
@@ -71,19 +71,19 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digest:
-    """One night of one machine."""
+    """A night of one machine."""
 
     made_at: str
     machine: str
-    """Name of its folder."""
+    """Name of the machine's folder."""
     fingerprint: Fingerprint
     done: tuple[Done, ...]
     left: tuple[Planned, ...]
-    """That there was no time for, or nothing to do."""
+    """Cells that there was no time for, or nothing to do."""
     elapsed_seconds: float
     is_interrupted: bool = False
     is_unwritten: bool = False
-    """It is in no file; the notes say why."""
+    """Whether it is in no file; the notes say why."""
     notes: tuple[str, ...] = ()
 
     def of_kind(self, *kinds: str) -> list[Done]:
@@ -91,7 +91,7 @@ class Digest:
 
     @property
     def events(self) -> list[str]:
-        """Those of EVENTS that there were."""
+        """Return the events that happened, of EVENTS."""
         happened = (
             bool(self.of_kind(drift.REGRESSION)),
             bool(self.of_kind(drift.IMPROVEMENT)),
@@ -101,7 +101,7 @@ class Digest:
 
     @property
     def exit_code(self) -> int:
-        """130 interrupted, 7 a regression, that of the first failure, 8 improved, 0 none of these."""
+        """Return 130 if interrupted, 7 for a regression, that of the first failure, 8 if improved, else 0."""
         if self.is_interrupted:
             return EXIT_INTERRUPTED
         if self.of_kind(drift.REGRESSION):
@@ -115,7 +115,7 @@ class Digest:
 
     @property
     def headline(self) -> str:
-        """`2 cells: 1 regression, 1 unchanged`."""
+        """Return a line such as `2 cells: 1 regression, 1 unchanged`."""
         order = (drift.REGRESSION, FAILED, drift.IMPROVEMENT, drift.SUSPECT, NEW, drift.UNCHANGED)
         counts = [(len(self.of_kind(kind)), kind) for kind in order]
         said = ", ".join(f"{count} {kind}" for count, kind in counts if count)
@@ -126,7 +126,7 @@ class Digest:
         return f"{words} (interrupted)" if self.is_interrupted else words
 
     def to_dict(self) -> dict[str, Any]:
-        """The object of `nightly --json`."""
+        """Return the object of `nightly --json`."""
         return {
             "schema_version": 1,
             "made_at": self.made_at,
@@ -157,6 +157,6 @@ def interval(night: Night) -> str:
 
 
 def ordered(done: Sequence[Done]) -> list[Done]:
-    """What matters most first; otherwise as they were done."""
+    """Return the cells, those that matter most first; otherwise as they were done."""
     order = (drift.REGRESSION, FAILED, drift.IMPROVEMENT, drift.SUSPECT, NEW, drift.UNCHANGED)
     return sorted(done, key=lambda each: order.index(each.kind))

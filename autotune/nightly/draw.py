@@ -1,4 +1,4 @@
-"""Draws a night: lines for a terminal, Markdown, and one HTML file that needs nothing else.
+"""Drawing of a night: lines for a terminal, Markdown, and one HTML file that needs nothing else.
 
 Text of others (names, paths, messages) is escaped in both; the HTML has no script and fetches nothing.
 """
@@ -22,11 +22,11 @@ from autotune.space.knobs import describe
 _FILES = resources.files("autotune.nightly")
 _STYLES = resources.files("autotune.report")
 _WIDTH, _HEIGHT, _MARGIN = 220, 44, 4
-"""Of a trend, in the SVG's units."""
+"""Size of a trend, in the SVG's units."""
 
 
 def plan_line(prepared: Prepared) -> str:
-    """On stderr, before a night starts."""
+    """Return the line on stderr before a night starts."""
     chosen = [each for each in prepared.planned if each.is_chosen]
     return (
         f"{prepared.fingerprint.device}: {len(chosen)} of {len(prepared.planned)} cells, about "
@@ -35,7 +35,7 @@ def plan_line(prepared: Prepared) -> str:
 
 
 def plan_text(prepared: Prepared, budget_seconds: float, num_skipped: int) -> str:
-    """What `--dry-run` prints."""
+    """Return the text that `--dry-run` prints."""
     lines = [
         f"{plan_line(prepared)} of {format_seconds(budget_seconds)}. Nothing was run.",
     ]
@@ -67,7 +67,7 @@ def _planned_line(planned: Planned) -> str:
 
 
 def done_line(done: Done) -> str:
-    """On stderr, when a cell has ended."""
+    """Return the line on stderr when a cell has ended."""
     if done.night is None:
         return f"{done.planned.cell.name}: failed. {done.problem}"
     night = done.night
@@ -79,7 +79,7 @@ def done_line(done: Done) -> str:
 
 
 def digest_text(digest: Digest, files: Sequence[Path]) -> str:
-    """What a night prints."""
+    """Return the text that a night prints."""
     lines = [
         f"{digest.fingerprint.device}, {digest.headline}, {format_seconds(digest.elapsed_seconds)}",
         *(f"  {done_line(each)}" for each in ordered(digest.done)),
@@ -90,7 +90,7 @@ def digest_text(digest: Digest, files: Sequence[Path]) -> str:
 
 
 def markdown(digest: Digest) -> str:
-    """digest.md."""
+    """Return the text of digest.md."""
     parts = [
         f"# {plain(digest.fingerprint.device)}: {plain(digest.headline)}",
         f"{digest.made_at[:16].replace('T', ' ')} UTC, {format_seconds(digest.elapsed_seconds)}. "
@@ -146,7 +146,7 @@ _EXPLAINED = (
 
 
 def html(digest: Digest) -> str:
-    """digest.html."""
+    """Return the text of digest.html."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -177,7 +177,7 @@ def html(digest: Digest) -> str:
 
 
 def trend_points(nights: Sequence[Night]) -> list[dict[str, Any]]:
-    """Where each night's point lies in the SVG of a trend, and what a pointer says there."""
+    """Return each night's point in the SVG of a trend, and what a pointer says there."""
     speeds = [night.speed for night in nights]
     low, high = min(speeds), max(speeds)
     # Less than 10 % of the speed is drawn as that, so that noise does not look like news.

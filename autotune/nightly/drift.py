@@ -1,26 +1,25 @@
-"""Tells drift from noise: whether a speed that was measured again has changed.
+"""Judgement of drift and noise: whether a speed that was measured again has changed.
 
 What is compared are logarithms of tokens per second, one per process. Of the standing answer of a cell
 
     log speed = level + night + process,    night ~ (0, night_sd^2), process ~ (0, process_sd^2)
 
-where `process` is what two fresh processes differ by on one night (the spread within a process is part
-of it), and `night` what all of a night's share: heat, neighbours, another clock. Both deviations come
-from the cell's own history, held to what the machine's cells have together until there is enough of it,
-as that is to a prior. The standard error of a
-night's change against the baseline is
+where `process` is what two fresh processes differ by on one night (the spread within a process is part of
+it), and `night` what all of a night's share: heat, neighbours, another clock. Both deviations come from the
+cell's own history, pulled towards those of the machine's cells together until there is enough of it, as
+towards a prior. The standard error of a night's change against the baseline is
 
     SE^2 = night_sd^2 (1/n + 1/N) + process_sd^2 (1/k + 1/K)
 
-with n nights and k processes in what is judged, N and K in the baseline: every night since the level
-last changed. One night never decides. A night with |change| >= SUSPECT_Z x SE is a suspect; the next
-night, on which it is measured first, makes it a regression or an improvement where it is a suspect by
-itself, of the same sign, and both together reach CALL_Z. A suspect that the next night does not confirm
-was a bad night: part of the noise, not of the baseline. How many processes a night takes follows from the
-spread alone, never from what they say, so that looking again cannot find what one look did not.
+with n nights and k processes in what is judged, N and K in the baseline: every night since the level last
+changed. One night never decides. A night with |change| >= SUSPECT_Z x SE is a suspect; the next night, on
+which it is measured first, makes it a regression or an improvement where it is a suspect by itself, of the
+same sign, and both together reach CALL_Z. A suspect that the next night does not confirm was a bad night:
+part of the noise, not of the baseline. How many processes a night takes follows from the spread alone, never
+from what they say, so that looking again cannot find what one look did not.
 
-validation/nights.py holds this against recorded noise; studies/nights has the rates. Not modelled:
-a creep that is slower than the baseline learns it.
+validation/nights.py compares this with recorded noise; studies/nights has the rates. Not modelled: a creep
+that is slower than the baseline learns it.
 """
 
 from __future__ import annotations
@@ -32,45 +31,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PRIOR_PROCESS_SD = 0.0236
-"""Of log speed between processes: 12 configurations x 3 rounds of studies/cpu-speedups/speedups.jsonl,
-root mean square. A GPU's is smaller, and is learnt."""
+"""Standard deviation of log speed between processes: 12 configurations x 3 rounds of
+studies/cpu-speedups/speedups.jsonl, root mean square. A GPU's is smaller, and is learnt."""
 PRIOR_NIGHT_SD = 0.003
-"""[judgement] Nothing recorded so far separates nights from processes."""
+"""Standard deviation between nights. [judgement] Nothing recorded so far separates nights from processes."""
 PRIOR_DOF = 4
-"""[judgement] Degrees of freedom that a prior stands for."""
+"""Degrees of freedom that a prior stands for. [judgement]"""
 
 SUSPECT_Z = 2.5
 CALL_Z = 4.0
 GAIN_Z = 3.5
-"""[measured] studies/nights: with these a 5 % regression is found, and less than one alarm in 30 nights
-is false."""
+"""Standard errors that show a gain. [measured] studies/nights: with these a 5 % regression is found, and less
+than one alarm in 30 nights is false."""
 OUTLIER_Z = 3.0
-"""Standard deviations from the level's middle: a night that is further out counts as that for the noise."""
+"""Standard deviations from the level's middle: a night that is further out counts as that far for the
+noise."""
 LEAST_CHANGE = 0.01
-"""Of log speed: what is smaller is of no interest, however sure."""
+"""Least change of log speed: what is smaller is of no interest, however sure."""
 TARGET_SE = 0.007
-"""Of a night's mean: a change of 5 % is then 5 to 7 standard errors."""
+"""Standard error of a night's mean: a change of 5 % is then 5 to 7 of these."""
 FIRST_TARGET_SE = 0.005
 FIRST_FACTOR = 2
-"""Of a cell's first night, and times as many processes at most: every later one is held against it."""
+"""Factor of the most processes on a cell's first night: every later night is compared with that one."""
 
 UNCHANGED, SUSPECT, REGRESSION, IMPROVEMENT = "unchanged", "suspect", "regression", "improvement"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """What was measured of a cell's answer since it last changed, and on the last nights."""
+    """Speeds of a cell's answer since it last changed, and on the last nights."""
 
     baseline: tuple[tuple[float, ...], ...]
     """Tokens per second by night and process; bad nights left out."""
     suspects: tuple[tuple[float, ...], ...] = ()
-    """The night before, where it was a suspect: not yet part of the baseline."""
+    """Speeds of the night before, where it was a suspect: not yet part of the baseline."""
     bad: tuple[tuple[float, ...], ...] = ()
-    """Suspects that the next night did not confirm: they tell of the noise, not of the level."""
+    """Speeds of suspects that the next night did not confirm: they are about the noise, not about the
+    level."""
 
     @property
     def nights(self) -> tuple[tuple[float, ...], ...]:
-        """That the noise is read off."""
+        """Return the nights that the noise is read off."""
         return (*self.baseline, *self.bad)
 
 
@@ -82,28 +83,28 @@ class Noise:
     night_sd: float
 
     def se(self, night: Sequence[float]) -> float:
-        """Of a night's mean against what the same night would give again and again."""
+        """Standard error of a night's mean against what the same night would give again and again."""
         return self.process_sd / math.sqrt(len(night))
 
 
 PRIOR = Noise(process_sd=PRIOR_PROCESS_SD, night_sd=PRIOR_NIGHT_SD)
-"""Of a machine that nothing is known of."""
+"""Noise of a machine that nothing is known of."""
 History = Sequence[Sequence[Sequence[float]]]
 """Tokens per second by level, night and process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a night says of the answer that stands."""
+    """The judgement on a night, for the answer that stands."""
 
     kind: str
     change: float
-    """Of tokens per second against the baseline, as a share; of both nights where two decide."""
+    """Change of tokens per second against the baseline, as a share; of both nights where two decide."""
     low: float
     high: float
-    """Interval of the change, CALL_Z standard errors to either side."""
+    """Upper end of the interval of the change, CALL_Z standard errors to either side."""
     num_nights: int = 1
-    """That were judged together."""
+    """Number of nights that were judged together."""
 
     @property
     def detectable(self) -> float:
@@ -113,7 +114,10 @@ class Verdict:
 
 
 def noise_of(history: History, prior: Noise = PRIOR) -> Noise:
-    """From levels, each a list of nights, each a list of speeds. Never raises; the prior where empty."""
+    """Noise read off levels, each a list of nights, each a list of speeds.
+
+    Never raises; the prior where there are none.
+    """
     squares, dof = PRIOR_DOF * prior.process_sd**2, PRIOR_DOF
     for level in history:
         for night in level:
@@ -147,7 +151,7 @@ def wants_more(
     at_most: int,
     prior: Noise = PRIOR,
 ) -> bool:
-    """Whether another process is worth its time: decided by the spread alone."""
+    """Return whether another process is worth its time: decided by the spread alone."""
     target_se = TARGET_SE
     if not any(history):
         target_se, at_most = FIRST_TARGET_SE, FIRST_FACTOR * at_most
@@ -159,9 +163,9 @@ def wants_more(
 def judge(
     tonight: Sequence[float], level: Level, earlier: History = (), *, prior: Noise = PRIOR
 ) -> Verdict:
-    """What tonight's processes say of the level.
+    """Judge tonight's processes against the level.
 
-    `earlier` levels of the cell tell of the noise alone; so does `prior`, which is noise_of the machine.
+    `earlier` levels of the cell are about the noise alone; so is `prior`, which is noise_of the machine.
     """
     noise = noise_of([*earlier, level.nights, [tonight]], prior)
     alone = _compared([tonight], level.baseline, noise)
@@ -177,7 +181,7 @@ def judge(
 
 
 def gain(new: Sequence[float], old: Sequence[float], noise: Noise) -> Verdict:
-    """Of two configurations measured on the same night: the night's share cancels.
+    """Compare two configurations measured on the same night: the night's share cancels.
 
     An improvement or a regression where GAIN_Z standard errors say so; otherwise unchanged.
     """
@@ -223,7 +227,7 @@ def _z(verdict: Verdict) -> float:
 
 @functools.lru_cache(maxsize=65_536)
 def _moments(night: tuple[float, ...]) -> tuple[float, float]:
-    """(mean, sum of squared deviations) of the logarithms."""
+    """Return (mean, sum of squared deviations) of the logarithms."""
     logs = [*map(math.log, night)]
     mean = statistics.fmean(logs)
     return mean, sum((log - mean) ** 2 for log in logs)

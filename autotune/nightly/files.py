@@ -32,7 +32,7 @@ def write(
     nights: Sequence[Night],
     backend: str,
 ) -> Path:
-    """The file of one cell; `nights` are oldest first. Raises StorageError."""
+    """Write the file of one cell; `nights` are oldest first. Raises StorageError."""
     path = folder / FOLDER / f"{name}.json"
     latest = nights[-1]
     content = {
@@ -56,7 +56,7 @@ def write(
 
 
 def others(out: Path, question: Mapping[str, Any], device: str) -> Iterator[Night]:
-    """The last night of the same question on each other machine whose folder lies in `out`."""
+    """Yield the last night of the same question on each other machine whose folder lies in `out`."""
     for path in sorted(out.glob(f"*/{FOLDER}/*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What the nights saw of a cell on this machine, oldest first, and the level drift is held against."""
+"""History of a cell's nights on this machine, oldest first, and the level that drift is measured against."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from autotune.space.config import TrainConfig
 NEW = "new"
 """The first answer of a cell on a machine; the other kinds are drift's."""
 MAX_NIGHTS = 60
-"""That a judgement looks back on."""
+"""Most nights that a judgement looks back on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Night:
-    """One night of one cell. Everything in it was measured."""
+    """A night of one cell. Everything in it was measured."""
 
     made_at: str
-    """ISO 8601, in UTC."""
+    """Time in ISO 8601, UTC."""
     kind: str
-    """NEW, or what drift.judge said."""
+    """Kind of the night: NEW, or what drift.judge said."""
     reason: str
-    """Of the kind, in words."""
+    """Reason for the kind, in words."""
     fingerprint: Fingerprint
-    """Of the measurements."""
+    """Fingerprint of the measurements."""
     config: TrainConfig
     """The answer that stands after this night."""
     tokens_per_second: tuple[float, ...]
-    """Of that answer, one per process of this night."""
+    """Tokens per second of that answer, one figure per process of this night."""
     peak_device_bytes: int | None
     has_searched: bool
-    """False: the standing answer was measured again, and that was all."""
+    """Whether a search ran. False: the standing answer was measured again, and that was all."""
     is_replaced: bool = False
-    """Another configuration took the standing one's place."""
+    """Whether another configuration took the standing one's place."""
     change: float | None = None
-    """As a share, against the nights before."""
+    """Change against the nights before, as a share."""
     low: float | None = None
     high: float | None = None
     num_nights: int = 1
-    """That decided together."""
+    """Number of nights that decided together."""
     useful_share: float = 1.0
-    """Of the tokens that is no padding; part of tokens_per_second."""
+    """Share of the tokens that is no padding; part of tokens_per_second."""
     study: str = ""
     elapsed_seconds: float = 0.0
 
     @property
     def speed(self) -> float:
-        """The night's tokens per second: the geometric mean of its processes."""
+        """Geometric mean of the tokens per second of the night's processes."""
         return statistics.geometric_mean(self.tokens_per_second)
 
     @property
     def spread(self) -> float | None:
-        """Relative standard deviation between its processes; None with one alone."""
+        """Relative standard deviation between the night's processes; None with one alone."""
         if len(self.tokens_per_second) < 2:
             return None
         return statistics.stdev(self.tokens_per_second) / statistics.fmean(self.tokens_per_second)
@@ -80,7 +80,7 @@ def night_from_dict(values: Any) -> Night:
 
 
 def levels(nights: Sequence[Night]) -> tuple[drift.Level, list[list[tuple[float, ...]]]]:
-    """The level that stands, and those before it, which tell of the noise alone."""
+    """Return the level that stands, and those before it, which are about the noise alone."""
     earlier: list[list[tuple[float, ...]]] = []
     baseline: list[tuple[float, ...]] = []
     suspects: list[tuple[float, ...]] = []

@@ -1,4 +1,4 @@
-"""What runs `autotune nightly` every night: a systemd unit and timer, a cron line, a GitHub workflow.
+"""Installers for `autotune nightly` every night: a systemd unit and timer, a cron line, a GitHub workflow.
 
 Printed, never installed: where they go, and what switches them on, is in their first lines.
 """
@@ -19,9 +19,9 @@ from autotune.nightly import matrix
 from autotune.store import database
 
 HOUR, MINUTE = 2, 17
-"""At night, and not when everybody's jobs start."""
+"""Time of the start: at night, and not when everybody's jobs start."""
 LAST_CELL_MINUTES = 60
-"""[judgement] What the last cell of a night may take beyond its time, digest and hooks included."""
+"""Minutes that the last cell of a night may take beyond its time, digest and hooks included. [judgement]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,10 @@ class Wanted:
 
 
 def command(wanted: Wanted) -> list[str]:
-    """The words of the command, without its program; raises ConfigError for what no file should hold."""
+    """Return the words of the command, without its program.
+
+    Raises ConfigError for what no file should hold.
+    """
     if database.holds_password(database.parse_url(wanted.storage)):
         raise ConfigError(
             "The address of --storage has a password in it",
@@ -65,7 +68,7 @@ def _program() -> list[str]:
 
 
 def systemd(wanted: Wanted) -> str:
-    """Two units for `systemctl --user`."""
+    """Return two units for `systemctl --user`."""
     words = command(wanted)
     line = " ".join(map(_systemd_quoted, [*_program(), *words]))
     folder = str(Path.cwd()).replace("%", "%%")
@@ -101,7 +104,7 @@ WantedBy=timers.target
 
 
 def cron(wanted: Wanted) -> str:
-    """A line for `crontab -e`."""
+    """Return a line for `crontab -e`."""
     words = command(wanted)
     line = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*_program(), *words])}"
     # To cron a bare % is a line break (crontab(5)).
@@ -112,7 +115,7 @@ def cron(wanted: Wanted) -> str:
 
 
 def github(wanted: Wanted) -> str:
-    """A workflow for a runner of one's own, with a GPU."""
+    """Return a workflow for a runner of one's own, with a GPU."""
     import yaml
 
     words = command(wanted)
@@ -163,7 +166,10 @@ def github(wanted: Wanted) -> str:
 
 
 def _night_minutes(wanted: Wanted) -> float:
-    """As the options say, else the matrix; one that is not written yet will say nothing of it."""
+    """Return the minutes of a night, as the options say, else the matrix.
+
+    A matrix that is not written yet says nothing of it.
+    """
     if wanted.max_minutes is not None:
         return wanted.max_minutes
     asked = matrix.read(wanted.file) if os.path.exists(wanted.file) else matrix.Matrix(cells=())
@@ -174,7 +180,7 @@ def _dumper() -> type:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Texts of several lines as blocks."""
+        """A dumper that writes texts of several lines as blocks."""
 
     def text(dumper: Dumper, value: str) -> yaml.ScalarNode:
         style = "|" if "\n" in value else None
@@ -185,7 +191,7 @@ def _dumper() -> type:
 
 
 def _systemd_quoted(word: str) -> str:
-    """One word of ExecStart= (systemd.service(5), "Command lines"; systemd.syntax(7), "Quoting")."""
+    """Return a word of ExecStart= (systemd.service(5), "Command lines"; systemd.syntax(7), "Quoting")."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     if re.fullmatch(r"[A-Za-z0-9_@%+=:,./$-]+", escaped):
         return escaped

@@ -1,4 +1,4 @@
-"""What is under way on a machine, so that whatever ends a night at any moment costs it nothing.
+"""Journal of what is under way on a machine, so that whatever ends a night at any moment costs it nothing.
 
 `nightly.json` in the machine's folder: the cells that were begun, and the repeated measurements that no
 recommendation has yet. Written whole, beside its place, and moved there.
@@ -25,11 +25,11 @@ from autotune.store.database import file_of, parse_url
 FILE = "nightly.json"
 LOCK = "nightly.lock"
 LIFETIME_SECONDS = 12 * 3600.0
-"""Of repeated measurements: older ones are another night's."""
+"""Seconds that repeated measurements last: older ones are another night's."""
 
 
 class Journal:
-    """The file of one machine."""
+    """The file of a machine's night."""
 
     def __init__(self, folder: Path, now: datetime.datetime) -> None:
         self._path = folder / FILE
@@ -43,7 +43,7 @@ class Journal:
 
     @property
     def begun(self) -> dict[str, int]:
-        """Cells whose search has begun and not ended; how often whatever ran it died over it."""
+        """Return the cells whose search has begun and not ended; how often whatever ran it died over it."""
         return {
             name: deaths if type(deaths := cell.get("deaths")) is int else 0
             for name, cell in self._cells.items()
@@ -51,24 +51,24 @@ class Journal:
         }
 
     def begin(self, name: str, *, searches: bool) -> None:
-        """A death, until `pause` or `end` says otherwise."""
+        """Count the cell's run as a death, until `pause` or `end` says otherwise."""
         deaths = self.begun.get(name, 0) + 1
         cell = self._cells.setdefault(name, {})
         cell |= {"searches": searches or bool(cell.get("searches")), "deaths": deaths}
         self._write()
 
     def pause(self, name: str) -> None:
-        """It was stopped in good order, and goes on another time."""
+        """Record that the cell's run was stopped in good order, and goes on another time."""
         self._cells.get(name, {})["deaths"] = 0
         self._write()
 
     def end(self, name: str) -> None:
-        """All of it is in the database."""
+        """Record that all of the cell's run is in the database."""
         self._cells.pop(name, None)
         self._write()
 
     def speeds(self, name: str, config: TrainConfig, fingerprint: Fingerprint) -> list[float]:
-        """Tokens per second that this night, begun before, measured of that configuration."""
+        """Return tokens per second that this night, begun before, measured of that configuration."""
         found = self._cells.get(name, {}).get("speeds", {}).get(_key(config, fingerprint), {})
         try:
             at = datetime.datetime.fromisoformat(found["at"])

@@ -17,9 +17,10 @@ NIGHT = "nightly"
 
 
 def nights(storage: str, cells: Sequence[Cell], machine: str | None) -> dict[str, list[Night]]:
-    """By the cell's name, oldest first; of any machine for None. Answers that `find` gave are no nights.
+    """Return the nights of each cell, by its name, oldest first; of any machine for None.
 
-    A database that is not there holds none, and is not created. Raises StorageError.
+    Answers that `find` gave are no nights. A database that is not there holds none, and is not created.
+    Raises StorageError.
     """
     path = file_of(parse_url(storage))
     if path is not None and not path.exists():
@@ -39,7 +40,7 @@ def nights(storage: str, cells: Sequence[Cell], machine: str | None) -> dict[str
 
 
 def keep(storage: str, cell: Cell, night: Night, *, machine: str) -> None:
-    """One more of that machine; committed when this returns. Raises StorageError."""
+    """Keep another night of that machine; committed when this returns. Raises StorageError."""
     with open_recommendations(storage) as table:
         table.add(
             Recommendation(

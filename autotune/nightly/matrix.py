@@ -1,4 +1,4 @@
-"""Reads the matrix of a night from YAML, and says everything that is wrong with it at once.
+"""Reading of a night's matrix from YAML, with everything that is wrong with it said at once.
 
 studies/nightly.yaml explains each line; in short:
 
@@ -43,7 +43,7 @@ from autotune.store.study_names import slug
 
 ALL_OF_THE_CARD = "all"
 MAX_CELLS = 10_000
-"""Of one matrix: more is a slip, and no night would do."""
+"""Most cells of one matrix: more is a slip, and no night would do."""
 
 AXES = ("model", "budget", "length", "methods")
 OPTIONS = (
@@ -70,36 +70,36 @@ _SECONDS_PER_UNIT = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One question of the matrix."""
+    """A question of the matrix."""
 
     options: Question
     priority: float = 1.0
     name: str = ""
-    """Fit for a file's name, and its own in the matrix."""
+    """Name of the cell, fit for a file's name, and its own in the matrix."""
 
     @property
     def question(self) -> dict[str, Any]:
-        """What is asked, as JSON has it: what differs from find's defaults, and no absolute path."""
+        """Return the question as JSON has it: what differs from find's defaults, and no absolute path."""
         return {
             field.name: _portable(value)
             for field in dataclasses.fields(Question)
-            if (value := getattr(self.options, field.name)) != field.default
+            if (value := getattr(self.options, field.name)) != getattr(Question(), field.name)
             and field.name not in ("backend", "study")
         }
 
     @property
     def key(self) -> str:
-        """Of the question, as the database has it."""
+        """Return the question's key in the database."""
         return question_key(question_of(self.options))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """What a night is asked for."""
+    """The cells of a night, and the rules for it."""
 
     cells: tuple[Cell, ...]
     num_skipped: int = 0
-    """That the file leaves out."""
+    """Number of cells that the file leaves out."""
     time_budget_seconds: float = 8 * 3600.0
     retune_after_seconds: float = 30 * 86_400.0
     measure_again_after_seconds: float = 12 * 3600.0
@@ -144,7 +144,7 @@ _KNOWN_KEYS = {
 
 @functools.cache
 def _schema() -> Any:
-    """The file's pydantic model. Question checks its own fields, once a cell is made."""
+    """Return the file's pydantic model. Question checks its own fields, once a cell is made."""
     from typing import Annotated
 
     from pydantic import AfterValidator, BeforeValidator
@@ -180,12 +180,12 @@ def _schema() -> Any:
 
 
 def _given(read: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Those of the fields that the file has."""
+    """Return the values of those fields that the file has."""
     return {name: getattr(read, name) for name in names if name in read.model_fields_set}
 
 
 def _matrix(read: Any, problems: list[str]) -> Matrix:
-    """Adds to the problems what no field shows by itself."""
+    """Make the matrix, and add to the problems what no field shows by itself."""
     axes = dict(zip(AXES, (read.models, read.budgets, read.lengths, read.methods), strict=True))
     overrides = [(_given(cell.where, AXES), _given(cell, _OF_A_CELL[1:])) for cell in read.cells]
     for number, (where, _) in enumerate(overrides):
@@ -246,7 +246,7 @@ def _cells(
 
 
 def _named(cells: Sequence[Cell]) -> Iterator[Cell]:
-    """Each with a name of its own; where two would share one, both have part of their key in it."""
+    """Yield each cell with a name of its own; where two would share one, both get part of their key in it."""
     names = [_name(cell.options) for cell in cells]
     for cell, name in zip(cells, names, strict=True):
         unique = name if names.count(name) == 1 else f"{name}-{cell.key[:6]}"
@@ -308,7 +308,7 @@ _CHECKS = {
 
 
 def _portable(value: object) -> Any:
-    """As JSON has it; of an absolute path its last part."""
+    """Return a value as JSON has it, and of an absolute path its last part."""
     if isinstance(value, PurePath):
         return value.name
     if isinstance(value, str) and PurePath(value).is_absolute():

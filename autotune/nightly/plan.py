@@ -1,4 +1,4 @@
-"""What a night would do: each cell's state, why, for how long, and which of them the time is for.
+"""Plan of a night: each cell's state, why, for how long, and which of them the time is for.
 
 The most valuable first: what was interrupted or is under suspicion, then new, stale, due and fresh
 cells; among those of one state the higher priority, then the greater expected gain per minute.
@@ -25,13 +25,13 @@ from autotune.search.predict_best import EFFORTS
 
 INTERRUPTED, NEW, STALE, DUE, FRESH = "interrupted", "new", "stale", "due", "fresh"
 IMPOSSIBLE = "impossible"
-"""The card has less memory than the cell's budget."""
+"""State of a cell whose budget is larger than the card's memory."""
 FATAL = "fatal"
-"""Night after night died over it: it waits until everything else is done."""
+"""State of a cell that night after night died over: it waits until everything else is done."""
 MAX_DEATHS = 3
 
 CLOCK_SECONDS = 86_400.0
-"""[judgement] A clock that was set right in between may be off by less."""
+"""Seconds by which a clock that was set right in between may be off. [judgement]"""
 FUTURE = "tuned in the future, by this machine's clock, which was wrong then or is now"
 
 EXPECTED_GAIN = {
@@ -43,35 +43,35 @@ EXPECTED_GAIN = {
     FATAL: 0.0,
     IMPOSSIBLE: 0.0,
 }
-"""[judgement] Share of speed that doing a cell brings, before its own history says better."""
+"""Share of speed that doing a cell brings, before its own history says better. [judgement]"""
 _GAIN_WEIGHT = 3
-"""Of the judgement, in searches of the cell's own."""
+"""Weight of the judgement, in searches of the cell's own."""
 _ORDER = (INTERRUPTED, NEW, STALE, DUE, FRESH, FATAL, IMPOSSIBLE)
 _SEARCHES = (INTERRUPTED, NEW, STALE, DUE, FATAL)
 
 SET_UP_SECONDS = 20.0
-"""[judgement] Of a probe or a search beside its timed steps, before there is a history."""
+"""Seconds of a probe or a search beside its timed steps, before there is a history. [judgement]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """One cell and what a night would do with it."""
+    """A cell and what a night would do with it."""
 
     cell: Cell
     state: str
     reason: str
-    """Why it is in that state, in words."""
+    """Reason for that state, in words."""
     nights: tuple[Night, ...]
-    """Earlier ones, oldest first."""
+    """Earlier nights, oldest first."""
     measures: bool
-    """The standing answer again, first."""
+    """Whether the standing answer is measured again, first."""
     searches: bool
     expected_seconds: float
     expected_gain: float
     is_chosen: bool = True
-    """False: the night has no time for it, or there is nothing to do."""
+    """Whether the night does it. False: there is no time for it, or nothing to do."""
     problem: str = ""
-    """Of a dry run: why its model was not found, without the network."""
+    """Reason why a dry run did not find its model, without the network."""
 
     @property
     def has_work(self) -> bool:
@@ -86,7 +86,7 @@ class Planned:
         return self.standing is not None and self.standing.kind == drift.SUSPECT
 
     def to_dict(self) -> dict[str, Any]:
-        """An entry of `nightly --dry-run --json`."""
+        """Return an entry of `nightly --dry-run --json`."""
         return {
             "cell": self.cell.name,
             "state": self.state,
@@ -103,7 +103,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What is known before anything is measured."""
+    """A night before anything is measured: its backend, machine and cells."""
 
     backend: str
     fingerprint: Fingerprint
@@ -114,7 +114,7 @@ class Prepared:
         return sum(each.expected_seconds for each in self.planned if each.is_chosen)
 
     def to_dict(self) -> dict[str, Any]:
-        """The object of `nightly --dry-run --json`."""
+        """Return the object of `nightly --dry-run --json`."""
         return {
             "schema_version": 1,
             "device": self.fingerprint.device,
@@ -137,7 +137,7 @@ def plan(
     begun: Mapping[str, int] = MappingProxyType({}),
     capacity_bytes: int | None = None,
 ) -> list[Planned]:
-    """Every cell of the matrix, most valuable first.
+    """Return every cell of the matrix, most valuable first.
 
     `histories` are of this machine, by the cell's name; `fingerprint_of` says what a measurement of a
     night's answer would have now; `begun` are cells that an earlier run left half done, and how often it
@@ -164,7 +164,7 @@ def plan(
 
 
 def changes(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """What is not as it was, such as `torch 2.13.0 -> 2.14.0`."""
+    """Return what is not as it was, such as `torch 2.13.0 -> 2.14.0`."""
     old, new = _parts(before), _parts(now)
     return [
         f"{name} {old.get(name) or 'none'} -> {new.get(name) or 'none'}"
@@ -221,12 +221,12 @@ def _state(
     deaths: int | None,
     capacity_bytes: int | None,
 ) -> tuple[str, str]:
-    """(state, why)."""
+    """Return (state, reason)."""
     size = cell.options.gpu_mem
     if capacity_bytes is not None and size is not None and parse_bytes(size) > capacity_bytes:
         return IMPOSSIBLE, f"the card has {format_bytes(capacity_bytes)}, the cell asks for {size}"
     if deaths is not None and deaths >= MAX_DEATHS:
-        return FATAL, f"{deaths} nights died over it"
+        return FATAL, f"{deaths} nights crashed during it"
     if deaths is not None:
         return INTERRUPTED, "an earlier night began it and did not end"
     searched = [night for night in nights if night.has_searched]
@@ -239,12 +239,15 @@ def _state(
     if old_seconds >= matrix.retune_after_seconds:
         return DUE, FUTURE if old_seconds == math.inf else f"tuned {_age(old_seconds)} ago"
     if nights[-1].kind == drift.SUSPECT:
-        return FRESH, "last night was a suspect"
+        return FRESH, "last night's speed was suspect"
     return FRESH, f"nothing has changed since {last.made_at[:10]}"
 
 
 def _age_seconds(night: Night, now: datetime.datetime) -> float:
-    """Of a night that the clock still has before it nothing is known: it is as old as can be."""
+    """Return the age of a night.
+
+    Where the clock was set back beyond it, nothing is known: it is as old as can be.
+    """
     seconds = (now - night.at).total_seconds()
     return seconds if seconds > -CLOCK_SECONDS else math.inf
 
@@ -256,7 +259,7 @@ def _age(seconds: float) -> str:
 
 
 def _gain(state: str, nights: Sequence[Night]) -> float:
-    """Expected, as a share of speed: the judgement, and what searches of the cell brought."""
+    """Return the expected gain as a share of speed: the judgement, and what searches of the cell brought."""
     seen = [abs(night.change or 0.0) for night in nights[1:] if night.has_searched]
     if state not in (STALE, DUE):
         return EXPECTED_GAIN[state]
@@ -266,7 +269,10 @@ def _gain(state: str, nights: Sequence[Night]) -> float:
 def expected_seconds(
     planned: Planned, known: Sequence[Night], matrix: Matrix, backend: str
 ) -> float:
-    """By the cell's own nights of that kind, else by the machine's, which are `known`, else by the effort."""
+    """Return the seconds that a cell is expected to take.
+
+    By its own nights of that kind, else by the machine's, which are `known`, else by the effort.
+    """
     if not planned.has_work:
         return 0.0
     for nights in (planned.nights, known):
@@ -288,7 +294,7 @@ def _order(planned: Planned) -> tuple[float, ...]:
 
 
 def _chosen(found: Sequence[Planned], budget_seconds: float) -> list[Planned]:
-    """Those that the night has time for; one at least, which goes on the next night where it must."""
+    """Mark the cells that the night has time for; one at least, which if need be goes on the next night."""
     left_seconds, chosen = budget_seconds, []
     has_any = False
     for each in found:

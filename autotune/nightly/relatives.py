@@ -1,4 +1,4 @@
-"""Which card is most like another: so that a new machine's first results have something beside them."""
+"""Likeness of cards: so that a new machine's first results have something beside them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from autotune.errors import ConfigError
 from autotune.nightly.history import Night
 
 _UNKNOWN = math.log(4)
-"""[judgement] Of a fact that one of the two cards lacks: as if it were four times as large."""
+"""Distance of a fact that one of the two cards lacks: as if it were four times as large. [judgement]"""
 
 
 def nearest(device: str, nights: Iterable[Night]) -> Night | None:
-    """The night of the machine whose card is most like this one; None without a card to compare."""
+    """Return the night of the machine whose card is most like this one; None without a card to compare."""
     card = _card(device)
     if card is None:
         return None
@@ -28,7 +28,10 @@ def nearest(device: str, nights: Iterable[Night]) -> Night | None:
 
 
 def distance(card: Gpu, other: Gpu) -> float:
-    """0 for the same facts: how far bandwidth, matrix rate, memory and architecture are apart, in logs."""
+    """Return how far bandwidth, matrix rate, memory and architecture of two cards are apart, in logs.
+
+    0 for the same facts.
+    """
     facts = [
         (card.memory_bandwidth_bytes_per_second, other.memory_bandwidth_bytes_per_second),
         (_rate(card), _rate(other)),
@@ -39,7 +42,10 @@ def distance(card: Gpu, other: Gpu) -> float:
 
 
 def bandwidth_ratio(device: str, other: str) -> float | None:
-    """Of the catalogue's facts: how much faster the memory of the one is; None where it is unknown."""
+    """Return how much faster the memory of the one card is than the other's; None where it is unknown.
+
+    By the catalogue's facts.
+    """
     cards = [_card(device), _card(other)]
     rates = [None if c is None else c.memory_bandwidth_bytes_per_second for c in cards]
     return None if rates[0] is None or rates[1] is None else rates[0] / rates[1]

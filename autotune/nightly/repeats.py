@@ -1,4 +1,4 @@
-"""Measures a configuration again and again, each time in a process of its own."""
+"""Repeated measurement of a configuration, each time in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from autotune.store.probe_table import ProbeTable
 from autotune.worker.client.forkserver import ForkServer
 
 NUM_FAILURES = 2
-"""In a row: the first may be chance."""
+"""Number of failures in a row that end it: the first may be chance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repeated:
-    """What the processes of one night saw of one configuration."""
+    """Figures that the processes of one night saw of one configuration."""
 
     tokens_per_second: tuple[float, ...]
     peak_device_bytes: int | None
     fingerprint: Fingerprint
     problem: str = ""
-    """Why it no longer runs within the budget; the speeds count for nothing then."""
+    """Reason why it no longer runs within the budget; the speeds count for nothing then."""
 
 
 class Repeater:
@@ -65,7 +65,7 @@ class Repeater:
         useful_share: float,
         prior: drift.Noise,
     ) -> Repeated:
-        """As many processes as the spread asks for (drift.wants_more), or until it fails twice."""
+        """Measure in as many processes as the spread asks for (drift.wants_more), or until it fails twice."""
         fingerprint = self._prober.fingerprint_of(config)
         speeds = self._journal.speeds(self._cell.name, config, fingerprint)
         peaks: list[int] = []

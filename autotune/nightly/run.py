@@ -1,4 +1,4 @@
-"""A night: the lock, the plan, each chosen cell in its turn, the digest.
+"""A whole night: the lock, the plan, each chosen cell in its turn, the digest.
 
 Killed at any moment: probes are in the database, repeated measurements in the journal, and a cell that
 was begun goes on the next night. When the time is over a search ends after its current probe, and goes
@@ -33,14 +33,14 @@ from autotune.worker.client.forkserver import ForkServer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivered:
-    """A night and what was written of it."""
+    """A night's digest and what was written of it."""
 
     digest: Digest
     files: list[Path]
 
 
 def backend_here(asked: str) -> str:
-    """cuda or cpu. `auto` is the card of this machine. Raises HardwareError without one."""
+    """Return cuda or cpu. `auto` is the card of this machine. Raises HardwareError without one."""
     if asked != "auto":
         return asked
     if gpus.detect():
@@ -53,7 +53,7 @@ def backend_here(asked: str) -> str:
 
 
 def dry_run(matrix: Matrix, place: Place, *, budget_seconds: float) -> Prepared:
-    """What a night would do, and why; measures and writes nothing."""
+    """Return what a night would do, and why; measures and writes nothing."""
     with ForkServer() as server:
         now = datetime.datetime.now(datetime.UTC)
         # Where that is known without torch it takes a second.
@@ -69,7 +69,10 @@ def dry_run(matrix: Matrix, place: Place, *, budget_seconds: float) -> Prepared:
 
 
 def _why_not_found(model: str | None) -> str:
-    """Why the model cannot be read here without the network; empty where it can, or the base names it."""
+    """Return why the model cannot be read here without the network.
+
+    Empty where it can, or the base names it.
+    """
     if model is None:
         return ""
     try:
@@ -87,7 +90,7 @@ def night(
     on_plan: Callable[[Prepared], None] = lambda _: None,
     on_done: Callable[[Done], None] = lambda _: None,
 ) -> Delivered:
-    """A night, to its end, to the end of its time or to an interruption, which the digest says.
+    """Run a night, to its end, to the end of its time or to an interruption, which the digest says.
 
     Raises StorageError where another one runs here, HardwareError where nothing can be measured.
     """
@@ -100,7 +103,10 @@ def night(
 
 
 def _written(folder: Path, digest: Digest) -> tuple[Digest, list[Path]]:
-    """Its files; where there is no writing them that is a note, and the night is not lost by it."""
+    """Write the files of a digest, and return the digest and their paths.
+
+    Where there is no writing them that is a note, and the night is not lost by it.
+    """
     texts = {"digest.md": draw.markdown(digest), "digest.html": draw.html(digest)}
     try:
         for name, text in texts.items():
@@ -201,7 +207,7 @@ def _run(
 
 
 def _disturbed(backend: str) -> dict[str, None]:
-    """Who else holds some of the card, once a cell has ended."""
+    """Return who else holds some of the card, once a cell has ended."""
     taken = nvml.occupancy() if backend == "cuda" else None
     if taken is None or taken.used_bytes <= nvml.IDLE_BYTES:
         return {}

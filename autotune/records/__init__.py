@@ -1,1 +1,1 @@
-"""The nouns that travel between rooms: question, estimate, measurement, answer; to and from JSON."""
+"""Nouns that travel between rooms: question, estimate, measurement, answer; to and from JSON."""

@@ -1,4 +1,4 @@
-"""The numbers of an answer: what the terminal, the report and `find --json` show, and a study keeps."""
+"""Numbers of an answer: what the terminal, the report and `find --json` show, and a study keeps."""
 
 from __future__ import annotations
 
@@ -16,65 +16,66 @@ from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
 MORE_MEMORY = "memory_budget_bytes"
 """The `setting` of the Change that is no field of TrainConfig."""
 MORE_MEMORY_BYTES = 2 * 10**9
-"""How much more that is."""
+"""Bytes by which that Change raises the budget."""
 TRAINER_DEFAULTS = "the Trainer's defaults"
 USERS_BASE = "your base's settings"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """What became of the points of the space."""
+    """How many points of the space were dropped, and why, and how many are left."""
 
     enumerated: int
     invalid: int
-    """Dropped by a rule of the space."""
+    """Points dropped by a rule of the space."""
     unsupported: int
-    """The model cannot be traced that way (no activation checkpointing, say)."""
+    """Points that the model cannot be traced at (no activation checkpointing, say)."""
     predicted_oom: int
-    """Live tensors alone pass the budget, or a replay did."""
+    """Points predicted to run out of memory: live tensors alone pass the budget, or a replay did."""
     feasible: int
-    """The rest: those that could win were replayed, the others were not excluded."""
+    """All other points: those that could win were replayed, the others were not excluded."""
     replayed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What probes found, and the confirmation of the winner."""
+    """Results of the probes, and the confirmation of the winner."""
 
     best: Measurement
     """The winner's probe."""
     predicted: Estimate
-    """Of the same configuration."""
+    """Prediction for the winner's configuration."""
     baseline: Measurement | None
     """The base, measured on the same machine."""
     num_run: int
     num_reused: int
-    """Taken from the table of probes."""
+    """Number of probes taken from the table of probes."""
     num_tied: int
-    """Others within the noise of the best."""
+    """Number of other configurations within the noise of the best."""
     outcomes: dict[str, int]
     confirmation: Measurement | None = None
-    """Of the winner; None where it was skipped. Where it does not fit, its problem is not the winner's."""
+    """Confirmation of the winner; None where it was skipped. Where it does not fit, its problem is not the
+    winner's."""
     rejected: tuple[Measurement, ...] = ()
-    """Confirmations of faster ones that failed; `problem` says why."""
+    """Failed confirmations of faster ones; `problem` says why."""
     train_steps: int | None = None
     """Optimizer steps of the run that cold starts were weighed against; None: steady speed decided."""
     eager: Measurement | None = None
     """The fastest that was not compiled, by steady speed."""
     compiled: Measurement | None = None
-    """The fastest that was, or the one that was stopped as too slow; None where none ran within the
+    """Fastest that was compiled, or the one that was stopped as too slow; None where none ran within the
     budget."""
     num_compiled: int = 0
     """Compiled configurations that were measured, whatever came of it."""
     num_near: int = 0
-    """Probes of the same card with another driver or other libraries, which helped the order. None of
-    their figures is here."""
+    """Probes of the same card with another driver or other libraries, which helped the order. None of their
+    figures is here."""
     near_versions: tuple[str, ...] = ()
-    """What those were made with that is not here, such as `torch 2.12.0`."""
+    """Versions that those probes were made with and that are not here, such as `torch 2.12.0`."""
 
     @property
     def final(self) -> Measurement:
-        """What is told of the winner: its confirmation, else its probe."""
+        """Confirmation of the winner, else its probe: the figures that are shown for it."""
         if self.confirmation is None or not self.confirmation.fits:
             return self.best
         return self.confirmation
@@ -85,7 +86,7 @@ class Measured:
 
     @property
     def tokens_per_second_over_run(self) -> float | None:
-        """Of the winner, over `train_steps`."""
+        """Tokens per second of the winner, over `train_steps`."""
         return self.final.tokens_per_second_over(self.train_steps)
 
     @property
@@ -105,15 +106,18 @@ class Measured:
 
     @property
     def speedup(self) -> float | None:
-        """Measured over measured; None where the base did not run within the budget."""
+        """Measured speed over the base's measured one; None where the base did not run within the budget."""
         if self.baseline is None or not self.baseline.fits:
             return None
         best, base = self.final.tokens_per_second, self.baseline.tokens_per_second
         return None if best is None or base is None else best / base
 
     def to_dict(self) -> dict[str, object]:
-        """Whether `best` fits is said by what is told of it: its probe may have been stopped as too slow
-        beside one whose confirmation was slower."""
+        """The record as JSON objects.
+
+        Whether `best` fits is said by the figures shown for it: its probe may have been stopped as too slow
+        beside one whose confirmation was slower.
+        """
         of_final = {"fits": self.final.fits, "problem": self.final.problem}
         return {
             "best": _with_sums(self.best) | of_final,
@@ -177,36 +181,36 @@ class Summary:
     workload: Workload
     gpu: str
     gpu_reason: str
-    """Why this card: named, found here, or planned for."""
+    """Reason for this card: named, found here, or planned for."""
     space: str
     allow: str
     """Highest trade-off class that the answer may be of."""
     widened: bool
-    """`allow` was raised because nothing of a lower class fits."""
+    """Whether `allow` was raised because nothing of a lower class fits."""
     best: Estimate
     best_class: str
     base: TrainConfig
-    """What classes and speed-up are measured against."""
+    """Base that classes and speed-up are measured against."""
     baseline: Estimate | None
     """The base as it fits; None when it does not fit at any micro-batch."""
     best_by_class: dict[str, Estimate]
     tied: tuple[Estimate, ...]
-    """Others within the noise of the best, best first."""
+    """Other configurations within the noise of the best, best first."""
     changes: tuple[Change, ...]
     """The answer with one setting put back to the base's."""
     more_memory: Change | None
-    """The fastest with 2 GB more."""
+    """Fastest configuration with 2 GB more; None where there is none."""
     counts: Counts
     invalid_by_rule: dict[str, int]
     elapsed_seconds: float
     classes_outside: tuple[str, ...] = ()
-    """Those that no point of the space belongs to, whatever fits."""
+    """Classes that no point of the space belongs to, whatever fits."""
     left_out: tuple[str, ...] = ()
     """Values of the space whose library is not installed, and how to install it."""
     measured: Measured | None = None
-    """What probes found; `best` is then the prediction for the measured winner."""
+    """Results of probes; `best` is then the prediction for the measured winner."""
     base_name: str = TRAINER_DEFAULTS
-    """What the base is called, in the plural."""
+    """Name of the base in messages, in the plural."""
     space_changes: tuple[str, ...] = ()
     """What became of the space that was named before it was searched, in words and in order."""
     loader: LoaderTimes | None = None
@@ -226,12 +230,12 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the answer, as `evidence` says."""
+        """Tokens per second of the answer, as `evidence` says."""
         return (self.best if self.measured is None else self.measured.final).tokens_per_second
 
     @property
     def peak_device_bytes(self) -> int | None:
-        """Of the answer, as `evidence` says."""
+        """Peak device memory of the answer, as `evidence` says."""
         return (self.best if self.measured is None else self.measured.final).peak_device_bytes
 
     @property
@@ -284,7 +288,7 @@ class Summary:
 
 
 def stored_record(summary: Summary) -> dict[str, Any]:
-    """The answer as it is kept: its own fields alone, which `summary_from_dict` reads back."""
+    """Return the answer as it is stored: its own fields alone, which `summary_from_dict` reads back."""
     return {"schema_version": SCHEMA_VERSION, **json_records.plain(summary)}
 
 

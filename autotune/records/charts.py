@@ -1,4 +1,4 @@
-"""What a report draws beside a Summary: memory over a step, and the way from the base to the answer.
+"""Data of a report's charts beside a Summary: memory over a step, and the way from the base to the answer.
 
 All of it is predicted. Computed once, by the search that has the traces, and kept with the study.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_POINTS = 200
-"""Of a Timeline: more than a chart has room for, and few enough for a row of a database (64 KiB)."""
+"""Most points of a Timeline: more than a chart has room for, and few enough for a row of a database (64
+KiB)."""
 MIN_POINTS_OF_PHASE = 16
-"""Where it has as many events: a short phase is to be seen."""
+"""Least points of a phase that has as many events: a short phase is to be seen."""
 MAX_PRICED = 600
-"""Points of the space."""
+"""Most points of the space that are listed with their prices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,11 +24,11 @@ class Timeline:
     """
 
     phases: dict[str, int]
-    """Name -> its first point, in order."""
+    """First point of each phase by name, in order."""
     bytes_by_category: dict[str, tuple[int, ...]]
-    """allocator.CATEGORIES -> a figure per point."""
+    """Figures per point by category (allocator.CATEGORIES)."""
     peak_point: int
-    """Where allocated memory peaks."""
+    """Point at which allocated memory peaks."""
 
     def __post_init__(self) -> None:
         lengths = {len(figures) for figures in self.bytes_by_category.values()}
@@ -39,7 +40,7 @@ class Timeline:
         return len(next(iter(self.bytes_by_category.values())))
 
     def at(self, point: int) -> int:
-        """All that is alive there."""
+        """Bytes alive at a point, all categories together."""
         return sum(values[point] for values in self.bytes_by_category.values())
 
 
@@ -55,11 +56,13 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Details:
+    """Data of the charts for one answer."""
+
     answer: Timeline
     base: Timeline | None
-    """None where the base could not be traced."""
+    """Timeline of the base; None where the base could not be traced."""
     path: tuple[Step, ...]
-    """One change at a time where what lies between was traced, the base first; empty without a base,
-    or where the base is the answer."""
+    """Steps from the base to the answer, one change at a time where what lies between was traced, the base
+    first; empty without a base, or where the base is the answer."""
     priced: tuple[tuple[float, int], ...]
-    """(tokens per second, device bytes at least) of points that were priced: a sample of all."""
+    """Pairs (tokens per second, device bytes at least) of points that were priced: a sample of all."""

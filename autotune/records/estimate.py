@@ -1,4 +1,4 @@
-"""What is predicted: what a trace is asked for (TraceSpec), and the Estimate that comes of it.
+"""Predictions: what a trace is asked for (TraceSpec), and the Estimate that comes of it.
 
 SCHEMA_VERSION is written into every file and checked on reading; a newer file is refused.
 """
@@ -18,12 +18,13 @@ SCHEMA_VERSION = 1
 """Version of result.json and of the worker's request and result files."""
 
 MOSTLY_QUANTIZED_BYTES = 1.5
-"""Per weight. [judgement] 8-bit codes take 1, 4-bit ones a half, beside embeddings in 16 bits."""
+"""Bytes per weight below which a base counts as quantised. [judgement] 8-bit codes take 1, 4-bit ones a half,
+beside embeddings in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSpec:
-    """What changes the structure of a traced step: configurations that agree in it share a trace."""
+    """Settings that change the structure of a traced step: configurations that agree in it share a trace."""
 
     method: str
     lora_targets: str | None
@@ -33,27 +34,28 @@ class TraceSpec:
     activation_offloading: bool
     attention: str
     parallelism: str = "none"
-    """Of PARALLELISMS. A worker traces one GPU's step; what several share is worked out from it."""
+    """Key of PARALLELISMS. A worker traces one GPU's step; what several share is worked out from it."""
     single: bool
-    """Micro-batch 1, which takes other code paths than 2 and more."""
+    """Whether the micro-batch is 1, which takes other code paths than 2 and more."""
     lora_rank: int | None = None
-    """None where one trace stands for every rank, or there is none."""
+    """Rank of the adapter; None where one trace stands for every rank, or there is none."""
     lora_variant: str = "plain"
     lora_dropout: float = 0.0
-    """One half for any dropout: a share of 1 has kernels of its own."""
+    """Dropout, one half for any share: a share of 1 has kernels of its own."""
     num_virtual_tokens: int | None = None
     peft: str | None = None
     liger: bool = False
     trainer: str = "transformers"
     neftune_noise_alpha: float = 0.0
-    """1 for any noise."""
+    """Noise of NEFTune, 1 for any strength."""
     batching: str = "packed"
-    """padded: some places hold no token, and the mask says so; padding-free; packed: neither."""
+    """How samples fill a batch. padded: some places hold no token, and the mask says so; padding-free;
+    packed: neither."""
     quantization_storage: str = "uint8"
 
     @property
     def lora_alpha_ratio(self) -> float:
-        """Any stands for all: a product takes as long with another factor."""
+        """Ratio of alpha to rank, which stands for all: a product takes as long with another factor."""
         return 2.0
 
     @classmethod
@@ -94,15 +96,15 @@ class Breakdown:
     gradients_bytes: int
     optimizer_state_bytes: int
     activations_bytes: int
-    """Saved for the backward pass."""
+    """Bytes saved for the backward pass."""
     logits_bytes: int
-    """Tensors as wide as the vocabulary: logits, their fp32 copy, their gradient."""
+    """Bytes of tensors as wide as the vocabulary: logits, their fp32 copy, their gradient."""
     temporaries_bytes: int
-    """Allocated and freed within one phase."""
+    """Bytes allocated and freed within one phase."""
     workspace_bytes: int
-    """cuBLAS workspaces and other buffers that libraries keep."""
+    """Bytes of cuBLAS workspaces and other buffers that libraries keep."""
     rounding_bytes: int
-    """The allocator's blocks are larger than what was asked for."""
+    """Bytes by which the allocator's blocks are larger than what was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,35 +115,38 @@ class StateBytes:
     gradients_bytes: int
     optimizer_state_bytes: int
     optimizer_state_managed_bytes: int
-    """Part of the optimizer state in CUDA managed memory (paged optimizers): outside torch's counters."""
+    """Bytes of the optimizer state in CUDA managed memory (paged optimizers): outside torch's counters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerGpu:
-    """What each GPU of several holds and sends. Predicted."""
+    """Bytes and traffic of each GPU of several. Predicted."""
 
     num_gpus: int
     parallelism: str
     parameters_bytes: int
-    """Its part of the weights; all of them where they are not shared out."""
+    """Bytes of its part of the weights; of all of them where they are not shared out."""
     gradients_bytes: int
     optimizer_state_bytes: int
-    """Moments, and the float32 copy of the weights where the library keeps one."""
+    """Bytes of moments, and of the float32 copy of the weights where the library keeps one."""
     gathered_bytes: int
-    """Most that is gathered from the others at one time: a layer's weights, the buffer they arrive in
-    and the next layer's."""
+    """Most bytes gathered from the others at one time: a layer's weights, the buffer they arrive in and the
+    next layer's."""
     buffers_bytes: int
-    """Kept for communication: DDP's buckets, DeepSpeed's bucket and persistent weights."""
+    """Bytes kept for communication: DDP's buckets, DeepSpeed's bucket and persistent weights."""
     host_bytes: int
-    """Of host memory, for each GPU."""
+    """Bytes of host memory, for each GPU."""
     sent_bytes_per_step: int
-    """Over the interconnect, by each GPU, in an optimizer step."""
+    """Bytes that each GPU sends over the interconnect in an optimizer step."""
     communication_seconds: float | None
-    """Of an optimizer step, part of its time: none of it is taken to overlap with kernels."""
+    """Seconds of communication in an optimizer step, part of its time: none of it is taken to overlap with
+    kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterCount:
+    """Number of a model's parameters."""
+
     total: int
     trainable: int
 
@@ -153,39 +158,40 @@ class Estimate:
     config: TrainConfig
     gpu: str
     peak_allocated_bytes: int
-    """As torch.cuda.max_memory_allocated would say."""
+    """Value of torch.cuda.max_memory_allocated."""
     peak_reserved_bytes: int
-    """As torch.cuda.max_memory_reserved would say, without a cap; where segments grow, within the
-    budget if that is possible."""
+    """Value of torch.cuda.max_memory_reserved, without a cap; where segments grow, within the budget if that
+    is possible."""
     nontorch_bytes: int
-    """CUDA context, kernels, managed memory: outside the allocator."""
+    """Bytes outside the allocator: CUDA context, kernels, managed memory."""
     breakdown: Breakdown
     state: StateBytes
     parameters: ParameterCount
     micro_step_seconds: float | None
-    """One forward and backward. None where the card's rates are unknown."""
+    """Seconds of one forward and backward. None where the card's rates are unknown."""
     optimizer_step_seconds: float | None
-    """Clipping, optimizer and zero_grad."""
+    """Seconds of clipping, optimizer and zero_grad."""
     flops_per_step: float
     """Floating-point operations of one optimizer step, recomputation included."""
     model_flops_per_step: float
-    """The same without recomputation: what `mfu` counts."""
+    """Floating-point operations of one optimizer step without recomputation: what `mfu` counts."""
     mfu: float | None
     bound: str | None
-    """What limits the step: one of autotune.speed.roofline.BOUNDS."""
+    """Limit of the step, one of autotune.speed.roofline.BOUNDS."""
     useful_share: float = 1.0
     """Share of the tokens that is no padding, on average; the step is one of the longest samples."""
     per_gpu: PerGpu | None = None
-    """None: there is one GPU. Memory, FLOPs and mfu above are those of each; tokens of all."""
+    """Figures of each GPU; None: there is one. Memory, FLOPs and mfu above are those of each; tokens of
+    all."""
 
     @property
     def is_bound(self) -> bool:
-        """The figures are eager's: what torch.compile saves is not predicted."""
+        """Whether the step is a bound: the figures are eager's, what torch.compile saves is not predicted."""
         return self.config.is_compiled
 
     @property
     def overlapped_step_seconds(self) -> float | None:
-        """The step if all communication overlapped with kernels: a lower bound of step_seconds."""
+        """Seconds of a step if all communication overlapped with kernels: a lower bound of step_seconds."""
         seconds = self.step_seconds
         if seconds is None or self.per_gpu is None or self.per_gpu.communication_seconds is None:
             return seconds
@@ -194,12 +200,12 @@ class Estimate:
 
     @property
     def peak_device_bytes(self) -> int:
-        """Reserved and everything outside it: what is compared with the budget."""
+        """Bytes reserved and everything outside: what is compared with the budget."""
         return self.peak_reserved_bytes + self.nontorch_bytes
 
     @property
     def step_seconds(self) -> float | None:
-        """One optimizer step at the configuration's accumulation."""
+        """Seconds of one optimizer step at the configuration's accumulation."""
         return step_seconds_of(self)
 
     @property
@@ -208,7 +214,7 @@ class Estimate:
 
     @property
     def unquantized_note(self) -> str:
-        """Why a quantised base is not much smaller; empty where it is, or nothing was asked for."""
+        """Reason why a quantised base is not much smaller; empty where it is, or nothing was asked for."""
         count, config = self.parameters, self.config
         num_frozen = count.total - count.trainable
         if config.quantization == "none" or self.per_gpu is not None or num_frozen <= 0:
@@ -258,7 +264,7 @@ class Estimate:
 
 
 class Timed(Protocol):
-    """What has the times of a step, predicted or measured."""
+    """A record with the times of a step, predicted or measured."""
 
     @property
     def config(self) -> TrainConfig: ...
@@ -278,7 +284,7 @@ def step_seconds_of(timed: Timed) -> float | None:
 
 
 def tokens_per_second_of(timed: Timed) -> float | None:
-    """Of tokens that are no padding; a batch of shorter samples is taken to be as much faster."""
+    """Tokens per second that are no padding; a batch of shorter samples is taken to be as much faster."""
     seconds = step_seconds_of(timed)
     if seconds is None:
         return None

@@ -1,4 +1,4 @@
-"""When measurements may be compared: the Fingerprint of a machine, and of what a configuration uses."""
+"""Fingerprint of a machine, and of what a configuration uses: when measurements may be compared."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from autotune.space.knobs import KNOBS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """When two measurements may be compared: the machine, the driver, the libraries, the allocator."""
+    """Facts that decide whether two measurements may be compared: machine, driver, libraries, allocator."""
 
     device: str
     """Name of the card, or of the CPU."""
     driver: str
-    """Of NVIDIA; empty on a CPU."""
+    """Version of NVIDIA's driver; empty on a CPU."""
     cuda: str
-    """That torch was built for; empty on a CPU."""
+    """CUDA version that torch was built for; empty on a CPU."""
     versions: tuple[tuple[str, str], ...]
-    """(library, version) of torch, transformers, peft, bitsandbytes, accelerate, python, and of what
+    """Pairs (library, version) of torch, transformers, peft, bitsandbytes, accelerate, python, and of what
     the measured configuration uses beyond (KNOBS); sorted."""
     allocator: str
-    """PYTORCH_ALLOC_CONF, as set."""
+    """Value of PYTORCH_ALLOC_CONF, as set."""
 
 
 def fingerprint_for(config: TrainConfig, fingerprint: Fingerprint) -> Fingerprint:
-    """That of a measurement of the configuration: with the versions of what it uses beyond the
-    libraries that every one uses. The same where it uses nothing."""
+    """Fingerprint of a measurement of the configuration.
+
+    It adds the versions of what the configuration uses beyond the libraries that every one uses; it is the
+    same where it uses nothing.
+    """
     libraries = {knob.needs.get(getattr(config, knob.name)) for knob in KNOBS.values()}
     more = sorted(name for name in libraries if name and name not in dict(fingerprint.versions))
     used = tuple((name, found) for name in more if (found := version(name)))

@@ -1,9 +1,8 @@
-"""How fast batches are loaded beside how fast a step takes them, and the loader settings that follow.
+"""Speed of loading batches beside the speed of a step, and the loader settings that follow.
 
-A loader without workers loads while the device waits, as far as the host does; one with workers loads
-beside the step, and only what it is slower makes anybody wait. The least that lets nobody wait is
-chosen. Each setting is timed by itself: what workers take from a step that runs on the same cores is
-not measured.
+A loader without workers loads while the device waits, as far as the host does; one with workers loads beside
+the step, and only what it is slower makes anybody wait. The least that lets nobody wait is chosen. Each
+setting is timed by itself: what workers take from a step that runs on the same cores is not measured.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from typing import Any
 from autotune.space.config import TrainConfig
 
 MAX_WAIT = 0.02
-"""Of a micro-step: as much as speeds that count as equal differ."""
+"""Share of a micro-step that may be spent waiting: as much as speeds that count as equal differ."""
 MAX_WORKERS = 16
-"""[judgement] Beyond it each costs memory and start-up for little."""
+"""Most workers of a loader. [judgement] Beyond it each costs memory and start-up for little."""
 PREFETCH_FACTORS = (2, 4)
-"""torch's default (2.13 torch/utils/data/dataloader.py), and twice as many for batches that vary."""
+"""Factors that are timed: torch's default (2.13 torch/utils/data/dataloader.py), and twice as many for
+batches that vary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,14 +30,14 @@ class LoaderTime:
     num_workers: int
     prefetch_factor: int | None
     pin_memory: bool | None
-    """None: the Trainer's default, where there is nothing to pin for."""
+    """Whether memory is pinned; None: the Trainer's default, where there is nothing to pin for."""
     batch_seconds: float
-    """From one micro-batch to the next, when nothing else is done."""
+    """Seconds from one micro-batch to the next, when nothing else is done."""
     num_batches: int
-    """That were timed."""
+    """Number of batches that were timed."""
 
     def wait_seconds(self, micro_step_seconds: float) -> float:
-        """What a micro-step waits for its batch."""
+        """Seconds that a micro-step waits for its batch."""
         if not self.num_workers:
             return self.batch_seconds
         return max(self.batch_seconds - micro_step_seconds, 0.0)
@@ -51,7 +51,7 @@ class LoaderTimes:
     """The settings that were timed on this machine, smallest first, up to one that keeps up."""
 
     micro_step_seconds: float
-    """What the answer was measured to take, for a batch of average length."""
+    """Seconds that the answer took when measured, for a batch of average length."""
     times: tuple[LoaderTime, ...]
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class LoaderTimes:
 def settings_to_time(
     num_cores: int, *, has_cuda: bool, least_workers: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Fields of LoaderTime, what takes least of the machine first."""
+    """Yield fields of LoaderTime, what takes least of the machine first."""
     pinned = (False, True) if has_cuda else (None,)
     counts = [least_workers]
     while (count := max(2 * counts[-1], 1)) <= min(num_cores, MAX_WORKERS):

@@ -18,32 +18,34 @@ NOISE = 0.02
 """Speeds closer than this are tied: a probe measures until its spread is under 2 %."""
 
 OUTCOMES = ("ok", "oom", "slow", "timeout", "crashed", "invalid", "full_disk")
-"""How a probe ended: measured; out of memory or of its budget; stopped part-way as too slow; killed at
-its deadline; its process died or it talked nonsense; what was asked for was not really on; the disk has
-no room for a confirmation's checkpoint."""
+"""Ways in which a probe ends: measured; out of memory or of its budget; stopped part-way as too slow; killed
+at its deadline; its process died or it talked nonsense; what was asked for was not really on; the disk has no
+room for a confirmation's checkpoint."""
 
 BACKENDS = ("cuda", "cpu")
-"""Where a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
+"""Devices on which a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
 
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
-"""Of timed steps per probe, at most."""
+"""Seconds of timed steps per probe, at most."""
 CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
 
 VARIED_MICRO_BATCHES = {"cuda": 100, "cpu": 10}
-"""Of a confirmation, with varied lengths, in whole optimizer steps at least. [judgement] With half or
-twice as many runs held no less or more in general (studies/no-card). On a CPU nobody counts it."""
+"""Micro-batches of a confirmation with varied lengths, in whole optimizer steps at least. [judgement] With
+half or twice as many runs held no less or more in general (studies/no-card). On a CPU nobody counts it."""
 MIN_VARIED_STEPS = 4
-"""Two of each order: the first makes the optimizer's state, the second is like all that follow."""
+"""Least steps with varied lengths, two of each order: the first makes the optimizer's state, the second is
+like all that follow."""
 
 NUM_CONFIRMATION_WARM_UP_STEPS = 10
-"""Beside those that are timed: autotune.worker.probe.training warms up for 8 at most, and evaluates."""
+"""Warm-up steps beside those that are timed: autotune.worker.probe.training warms up for 8 at most, and
+evaluates."""
 
 STOP_FILE = "stop"
 """Name of the file in a probe's folder that ends its timing (outcome slow); its text says why."""
 
 
 def varied_steps(config: TrainConfig, backend: str) -> int:
-    """Optimizer steps with varied lengths of a confirmation: none where all batches have one length."""
+    """Number of a confirmation's steps with varied lengths: none where all batches have one length."""
     if not vary(config.batching):
         return 0
     needed = math.ceil(VARIED_MICRO_BATCHES[backend] / config.gradient_accumulation_steps)
@@ -52,32 +54,32 @@ def varied_steps(config: TrainConfig, backend: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeSpec:
-    """What a probe is asked for beside the TrainConfig."""
+    """Settings of a probe beside the TrainConfig."""
 
     task: str
     backend: str
     """One of BACKENDS."""
     memory_budget_bytes: int
-    """peak_device_bytes may not pass it: the allocator is capped so that it cannot."""
+    """Bytes that peak_device_bytes may not pass: the allocator is capped so that it cannot."""
     max_seconds: float
-    """Of timed steps: a probe stops measuring then, whatever its spread."""
+    """Seconds of timed steps: a probe stops measuring then, whatever its spread."""
     target_spread: float = NOISE
-    """Stop timing when the relative standard error of the step is below it."""
+    """Relative standard error of the step below which timing stops."""
     max_steps: int = 20
     """Optimizer steps timed at most."""
     confirm_steps: int = 0
-    """Not 0: a confirmation. Whole optimizer steps at the full accumulation, so many of them timed whatever
-    else is said here; an evaluation pass; a checkpoint."""
+    """Timed steps of a confirmation, 0: none. Whole optimizer steps at the full accumulation, so many of them
+    timed whatever else is said here; an evaluation pass; a checkpoint."""
     varied_steps: int = 0
-    """Of a confirmation: further optimizer steps, not timed, whose samples are of varied lengths, begun as
-    a run of its own would be."""
+    """Further optimizer steps of a confirmation, not timed, whose samples are of varied lengths, begun as a
+    run of its own would be."""
     lengths: tuple[int, ...] = ()
-    """Of those samples: Lengths.percentiles; empty: not known."""
+    """Lengths of those samples, as Lengths.percentiles; empty: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """What a probe saw. Never predicted. Figures are None where the outcome left none."""
+    """Figures that a probe saw. Never predicted. They are None where the outcome left none."""
 
     config: TrainConfig
     spec: ProbeSpec
@@ -85,42 +87,43 @@ class Measurement:
     outcome: str
     """One of OUTCOMES."""
     message: str
-    """Why, in one line, where the outcome is not ok."""
+    """Reason in one line, where the outcome is not ok."""
     micro_step_seconds: float | None = None
-    """Median of one forward and backward."""
+    """Median seconds of one forward and backward."""
     optimizer_step_seconds: float | None = None
-    """Median of clipping, optimizer and zero_grad."""
+    """Median seconds of clipping, optimizer and zero_grad."""
     spread: float | None = None
     """Relative standard error of a step's time."""
     num_steps: int = 0
-    """Optimizer steps timed."""
+    """Number of optimizer steps timed."""
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     nontorch_bytes: int | None = None
     num_alloc_retries: int = 0
     num_varied_steps: int = 0
-    """Optimizer steps with varied lengths that were begun; where memory ran out, in the last of them."""
+    """Number of optimizer steps with varied lengths that were begun; where memory ran out, in the last of
+    them."""
     varied_device_bytes: int | None = None
-    """Most that they held on the device. None where they were not run, or nobody can tell."""
+    """Most bytes that those steps held on the device. None where they were not run, or nobody can tell."""
     num_varied_retries: int = 0
-    """Of num_alloc_retries those in them."""
+    """Number of allocation retries (num_alloc_retries) in those steps."""
     excess_bytes: int | None = None
-    """Outcome oom: at least so much was lacking."""
+    """Bytes that were missing at least, where the outcome is oom."""
     loss_is_finite: bool | None = None
     cold_start_seconds: float | None = None
-    """What the first steps took beyond as many steady ones: kernels loaded, graphs compiled. On the
+    """Seconds that the first steps took beyond as many steady ones: kernels loaded, graphs compiled. On the
     CPU what watches memory slows them too. None: not recorded."""
     elapsed_seconds: float = 0.0
-    """Of the whole probe, set-up included."""
+    """Seconds of the whole probe, set-up included."""
     useful_share: float = 1.0
     """Share of the tokens that is no padding, for the dataset at hand; the probe has full length."""
     probed_budget_bytes: int | None = None
-    """The budget that it was measured under, where that was another than the spec's: what was measured
-    then answers for this one, too."""
+    """Budget that it was measured under, where that was another than the spec's: what was measured then
+    answers for this one, too."""
 
     @property
     def peak_device_bytes(self) -> int | None:
-        """Reserved and everything outside the allocator: what is compared with the budget.
+        """Bytes reserved and everything outside the allocator: what is compared with the budget.
 
         With varied lengths, where it ran with them, the allocator may reserve more than at full length.
         """
@@ -131,14 +134,17 @@ class Measurement:
 
     @property
     def full_length_device_bytes(self) -> int | None:
-        """Of steps at full length alone: what is predicted."""
+        """Device bytes of steps at full length alone: what is predicted."""
         if self.peak_reserved_bytes is None or self.nontorch_bytes is None:
             return None
         return self.peak_reserved_bytes + self.nontorch_bytes
 
     @property
     def most_reserved_bytes(self) -> int | None:
-        """As peak_reserved_bytes, with varied lengths where it ran with them: what a run may come to."""
+        """Most bytes reserved: peak_reserved_bytes, with varied lengths where it ran with them.
+
+        A run may come to that.
+        """
         device, at_full_length = self.peak_device_bytes, self.full_length_device_bytes
         if self.peak_reserved_bytes is None or device is None or at_full_length is None:
             return self.peak_reserved_bytes
@@ -152,7 +158,7 @@ class Measurement:
 
     @property
     def fits(self) -> bool:
-        """Ran within the budget without an allocation retry."""
+        """Whether it ran within the budget without an allocation retry."""
         peak = self.peak_device_bytes
         return (
             self.outcome == "ok"
@@ -169,7 +175,7 @@ class Measurement:
 
     @property
     def over_budget_bytes(self) -> int | None:
-        """What was lacking (positive: at least so much) or left (negative); None where it is not known.
+        """Bytes missing (positive: at least so many) or left (negative); None where it is not known.
 
         A run that needs allocation retries lacks something, however little.
         """
@@ -183,7 +189,7 @@ class Measurement:
 
     @property
     def problem(self) -> str:
-        """Why it does not fit, in one line; empty where it does."""
+        """Reason why it does not fit, in one line; empty where it does."""
         if self.fits:
             return ""
         if self.outcome != "ok":
@@ -203,16 +209,19 @@ class Measurement:
 
     @property
     def step_seconds(self) -> float | None:
-        """One optimizer step at the configuration's accumulation."""
+        """Seconds of one optimizer step at the configuration's accumulation."""
         return step_seconds_of(self)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of steady steps."""
+        """Tokens per second of steady steps."""
         return tokens_per_second_of(self)
 
     def tokens_per_second_over(self, num_steps: int | None) -> float | None:
-        """Of a run of so many optimizer steps, its cold start included; None: of steady steps."""
+        """Tokens per second of a run of so many optimizer steps, its cold start included.
+
+        None: of steady steps.
+        """
         steady, seconds = self.tokens_per_second, self.step_seconds
         if num_steps is None or steady is None or seconds is None:
             return steady
@@ -220,12 +229,12 @@ class Measurement:
         return steady * steady_seconds / ((self.cold_start_seconds or 0.0) + steady_seconds)
 
     def to_dict(self) -> dict[str, object]:
-        """A JSON line of `studies/<device>/`; measurement_from_dict reads it back."""
+        """Return a JSON line of `studies/<device>/`; measurement_from_dict reads it back."""
         return {"schema_version": SCHEMA_VERSION, **json_records.plain(self)}
 
 
 def measurement_from_dict(values: Any) -> Measurement:
-    """Read Measurement.to_dict back. Raises ValueError, which names the field, for what is none."""
+    """Read Measurement.to_dict back. Raises ValueError, which names the field, for what is not one."""
     try:
         fields = {
             k: v for k, v in json_records.mapping(values, "it").items() if k != "schema_version"

@@ -1,4 +1,4 @@
-"""What is asked, on the command line, in code and by a night: one record, checked once."""
+"""The question that find, estimate, max and a night ask: one record, checked once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EFFORTS = ("quick", "normal", "thorough")
 SEQUENCE_LENGTH = 1024
 EFFECTIVE_BATCH_SIZE = 32
 MAX_GPUS = 16
-"""In one machine (NVIDIA's DGX-2 and HGX boards hold 16): several machines are not modelled."""
+"""Most GPUs in one machine (NVIDIA's DGX-2 and HGX boards hold 16): several machines are not modelled."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "task": TASKS,
@@ -47,36 +47,36 @@ class Question:
     """
 
     model: str | None = None
-    """None: the base's."""
+    """Model; None: the base's."""
     task: str | None = None
     gpu: str | None = None
     gpu_mem: str | None = None
     num_gpus: int | None = None
-    """None: the base's, or 1."""
+    """Number of GPUs; None: the base's, or 1."""
     seq_len: int | None = None
-    """None: the base's, or SEQUENCE_LENGTH as far as the model has positions."""
+    """Sequence length; None: the base's, or SEQUENCE_LENGTH as far as the model has positions."""
     dataset: Path | None = None
     text_field: str = "text"
     tokenizer: str | None = None
     backend: str = "auto"
     effective_batch: int | None = None
-    """None: the base's, or EFFECTIVE_BATCH_SIZE."""
+    """Effective batch size; None: the base's, or EFFECTIVE_BATCH_SIZE."""
     methods: tuple[str, ...] = ()
-    """Empty: all."""
+    """Methods; empty: all."""
     peft: str | None = None
-    """As autotune.space.adapters.read_peft gives it."""
+    """PEFT's configuration as autotune.space.adapters.read_peft gives it."""
     space: str = "default"
     allow: str | None = None
     base: Path | None = None
     effort: str = "normal"
     confirm_steps: int | None = None
-    """None: by the backend."""
+    """Steps of a confirmation; None: by the backend."""
     compile_mode: str | None = None
-    """Of torch.compile, beside none. None: as the space says."""
+    """Mode of torch.compile, tried beside none. None: as the space says."""
     train_steps: int | None = None
-    """None: an epoch of the dataset; without one steady speed decides."""
+    """Optimizer steps of the run; None: an epoch of the dataset; without one steady speed decides."""
     study: str | None = None
-    """None: named by the workload."""
+    """Name of the study; None: named by the workload."""
     accumulation: int = 1
     """Micro-batches per optimizer step of the one configuration that is asked about."""
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)

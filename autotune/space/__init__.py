@@ -1,1 +1,1 @@
-"""What may be set: methods, optimizers, knobs, the rules between them, and the spaces that are searched."""
+"""Settings that may vary: methods, optimizers, knobs, the rules between them, and the spaces searched."""

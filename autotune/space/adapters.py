@@ -1,8 +1,8 @@
-"""Training methods that add an adapter to a frozen base, one row each (ADAPTERS), and what PEFT is told.
+"""Training methods that add an adapter to a frozen base, one row each (ADAPTERS), and their PEFT settings.
 
-The worker builds the adapter through PEFT from `peft_fields`, and train.py does so from the same fields:
-what is predicted is what is trained. `peft` is the row for everything else that PEFT has: its
-configuration comes whole from a file (`read_peft`).
+The worker builds the adapter through PEFT from `peft_fields`, and train.py does so from the same fields: what
+is predicted is what is trained. `peft` is the row for everything else that PEFT has: its configuration comes
+whole from a file (`read_peft`).
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ ATTENTION_PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj",
     "query", "key", "value", "q", "k", "v", "o", "dense",
 )  # fmt: skip
-"""What `attention` means as targets of an adapter, as far as a model has them."""
+"""Modules that `attention` means as targets of an adapter, as far as a model has them."""
 
 LORA_VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
 }
-"""Fields of PEFT's LoraConfig."""
+"""Fields of PEFT's LoraConfig, by variant."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """One method."""
+    """A training method that adds an adapter."""
 
     name: str
     """Value of `method`: PEFT's type in small letters, but for qlora and peft."""
     words: str
-    """For people."""
+    """Name of the method for people."""
     peft_type: str
-    """Of peft.PeftType; empty where the file says it."""
+    """Value of peft.PeftType; empty where the file says it."""
     size: str = ""
     """Setting that says how large it is: lora_rank, num_virtual_tokens or peft; empty: its type does."""
     size_field: str = ""
-    """What PEFT calls that."""
+    """PEFT's name for that setting."""
     scales: bool = False
-    """All that depends on the size is a product with it, so that one trace holds every size."""
+    """Whether all that depends on the size is a product with it, so that one trace holds every size."""
     repeats: bool = True
-    """Each layer has a part of its own, alike in all: a few traced layers stand for the rest."""
+    """Whether each layer has a part of its own, alike in all: a few traced layers stand for the rest."""
     takes_targets: bool = False
-    """Setting lora_targets says which modules get one."""
+    """Whether the setting lora_targets says which modules get one."""
     quantization: str = "optional"
-    """Of the base: required, optional or refused."""
+    """Whether the base is quantised: required, optional or refused."""
     checkpointing: bool = True
     """Whether its training step can recompute activations."""
     is_float32: bool = True
-    """PEFT keeps its weights in float32 beside a base in 16 bits."""
+    """Whether PEFT keeps its weights in float32 beside a base in 16 bits."""
     is_prompt: bool = False
-    """Virtual tokens before the text: PEFT has that for tasks with a type of its own."""
+    """Whether it is virtual tokens before the text: PEFT has that for tasks with a type of its own."""
 
 
 ADAPTERS: dict[str, Adapter] = {
@@ -151,7 +151,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 class Choice(Protocol):
-    """What decides an adapter: a TrainConfig, or a TraceSpec."""
+    """The settings that decide an adapter: of a TrainConfig, or of a TraceSpec."""
 
     @property
     def method(self) -> str: ...
@@ -172,7 +172,7 @@ class Choice(Protocol):
 
 
 def adapter_of(choice: Choice) -> Adapter:
-    """The row of its method; of a `--peft` file, that of its type where there is one."""
+    """Return the row of the choice's method; for a `--peft` file, that of its type where there is one."""
     row = ADAPTERS[choice.method]
     if row.size != "peft" or choice.peft is None:
         return row
@@ -208,14 +208,16 @@ def peft_fields(choice: Choice, *, lora_rank: int | None = None) -> dict[str, An
 
 
 def lora_alpha(ratio: float, rank: int) -> int | float:
-    """What PEFT multiplies LoRA's output by, times the rank (its square root in rsLoRA). A whole number
-    where the ratio was one's to the rank: 16 / 49 x 49 is 16."""
+    """PEFT's alpha, which over the rank (its square root in rsLoRA) multiplies LoRA's output.
+
+    A whole number where the ratio was one's to the rank: 16 / 49 x 49 is 16.
+    """
     alpha = float(f"{ratio * rank:.12g}")
     return int(alpha) if alpha.is_integer() else alpha
 
 
 def whole_alpha(ratio: float, rank: int) -> int:
-    """The nearest, for formats that have no other."""
+    """The whole alpha nearest to lora_alpha's, for formats that have no other."""
     return max(1, round(lora_alpha(ratio, rank)))
 
 
@@ -229,13 +231,13 @@ def _target_modules(targets: str) -> str | list[str]:
 
 MAX_PEFT_LENGTH = 20_000
 MAX_RANKS = {"HRA": 64}
-"""By type: peft 0.21 tuners/hra applies each of its `r` reflections as operations of its own, so that a
-step takes as many times as long. [judgement] PEFT's default is 8."""
+"""Largest rank by type: peft 0.21 tuners/hra applies each of its `r` reflections as operations of its own, so
+that a step takes as many times as long. [judgement] PEFT's default is 8."""
 _OF_A_FILE = (
     "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
     "revision", "runtime_config",
 )  # fmt: skip
-"""What an adapter_config.json says of the run that wrote it."""
+"""Fields of an adapter_config.json that describe the run that wrote it."""
 _REFUSED = (
     "adapters", "arrow_config", "corda_config", "eva_config", "loftq_config", "lora_ga_config",
     "megatron_config", "prompt_tuning_init_state_dict_path", "prompt_tuning_init_text",
@@ -245,9 +247,10 @@ _REFUSED = (
 
 
 def read_peft(value: object) -> str:
-    """A PeftConfig's fields, as YAML or JSON has them -> canonical JSON. ValueError says what is wrong.
+    """Return a PeftConfig's fields, as YAML or JSON has them, as canonical JSON.
 
-    Whether PEFT knows the type and its fields is for the worker to say, which has PEFT.
+    ValueError says what is wrong. Whether PEFT knows the type and its fields is for the worker to say, which
+    has PEFT.
     """
     if isinstance(value, str) and value.startswith("{"):
         try:
@@ -278,7 +281,7 @@ def read_peft(value: object) -> str:
 
 
 def peft_words(text: str) -> str:
-    """A value of the setting `peft`, for people."""
+    """Return a value of the setting `peft`, for people."""
     fields = json.loads(text)
     kind = fields.pop("peft_type")
     said = ", ".join(f"{name}={_short(value)}" for name, value in fields.items())

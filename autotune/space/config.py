@@ -1,4 +1,4 @@
-"""What the user insists on (Workload) and one complete point of the space (TrainConfig).
+"""The user's fixed wishes (Workload) and one complete point of the space (TrainConfig).
 
 Both are values: frozen, complete, comparable and hashable. The tables below give the meaning of each
 categorical setting once; every other module asks them.
@@ -20,13 +20,13 @@ TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
 
 TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm")
 PACKABLE_TASKS = ("causal-lm", "masked-lm")
-"""Their samples may be joined and cut anywhere; others have an answer each."""
+"""Tasks whose samples may be joined and cut anywhere; those of others have an answer each."""
 METHODS = ("full", *ADAPTERS)
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-"""torch.compile's `mode`, with Inductor (torch 2.13 torch/__init__.py)."""
+"""Values of torch.compile's `mode`, with Inductor (torch 2.13 torch/__init__.py)."""
 COMPILE_BACKENDS = ("inductor", "cudagraphs", "aot_eager")
-"""torch.compile's `backend`. aot_eager runs the captured graphs with eager's kernels: no C++ compiler is
-needed (torch 2.13 torch/_dynamo/backends/)."""
+"""Values of torch.compile's `backend`. aot_eager runs the captured graphs with eager's kernels: no C++
+compiler is needed (torch 2.13 torch/_dynamo/backends/)."""
 TRAINERS = ("transformers", "trl-sft")
 """Transformers' Trainer, or TRL's SFTTrainer."""
 
@@ -38,8 +38,8 @@ LOADER_SETTINGS = (
 """Fields of TrainConfig, by their names in TrainingArguments."""
 
 CLASSIFIER_HEADS = ("classifier", "score")
-"""What PEFT trains in full beside the adapter of a classifier, and so must not be quantised
-(peft 0.21 utils/constants.py, SEQ_CLS_HEAD_NAMES)."""
+"""Modules that PEFT trains in full beside the adapter of a classifier, and so must not be quantised (peft
+0.21 utils/constants.py, SEQ_CLS_HEAD_NAMES)."""
 
 PEFT_TASK_TYPES = {
     "causal-lm": "CAUSAL_LM",
@@ -47,12 +47,12 @@ PEFT_TASK_TYPES = {
     "sequence-classification": "SEQ_CLS",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
 }
-"""PEFT's `task_type`: it decides which heads train beside the adapter."""
+"""PEFT's `task_type` by task: it decides which heads train beside the adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What the search may not change."""
+    """The training task and its limits, which the search may not change."""
 
     model: str
     """Model as the user named it: Hub id, catalogue id, folder or config.json."""
@@ -65,11 +65,11 @@ class Workload:
     methods: tuple[str, ...] = METHODS
     """Training methods allowed, of METHODS."""
     memory_budget_bytes: int
-    """peak_device_bytes may not exceed this, on each GPU."""
+    """Bytes that peak_device_bytes may not exceed, on each GPU."""
     num_gpus: int = 1
-    """Alike, in one machine."""
+    """Number of GPUs, alike, in one machine."""
     lengths: Lengths | None = None
-    """Of the dataset's samples; None: every sample is as long as the sequence."""
+    """Lengths of the dataset's samples; None: every sample is as long as the sequence."""
     extra_arguments: str = "{}"
     """TrainingArguments that no setting decides, as export.extra_arguments reads them: a JSON object
     that exports carry. A step does not depend on it."""
@@ -95,8 +95,11 @@ class Workload:
         return bool(self.extra.get("weight_decay"))
 
     def to_dict(self) -> dict[str, object]:
-        """As it is stored and shown; without what there is not (a dataset, several GPUs) and without
-        the extra arguments, which make no other workload."""
+        """The workload as it is stored and shown.
+
+        It leaves out what there is not (a dataset, several GPUs) and the extra arguments, which make no other
+        workload.
+        """
         values = dataclasses.asdict(self)
         del values["extra_arguments"]
         if self.lengths is None:
@@ -134,24 +137,24 @@ class TrainConfig:
     optimizer: str
     """A key of autotune.space.optimizers.OPTIMIZERS (an `optim` value of TrainingArguments)."""
     activation_checkpointing: int = 0
-    """0: none; 1: every layer; n: every n-th layer."""
+    """Interval of the checkpointed layers. 0: none; 1: every layer; n: every n-th layer."""
     activation_offloading: bool = False
-    """Checkpointed activations wait in host memory."""
+    """Whether checkpointed activations wait in host memory."""
     attention: str = "sdpa"
-    """Transformers' attn_implementation."""
+    """Value of Transformers' attn_implementation."""
     lora_rank: int | None = None
-    """Of a low-rank adapter; None for methods without."""
+    """Rank of a low-rank adapter; None for methods without."""
     lora_targets: str | None = None
     """`all-linear`, `attention`, or module names joined by commas; None for methods without."""
     lora_variant: str = "plain"
     """A key of autotune.space.adapters.LORA_VARIANTS."""
     lora_alpha_ratio: float = 2.0
-    """LoRA's alpha over its rank: its output is multiplied by that, in rsLoRA by alpha over the rank's
-    square root."""
+    """LoRA's alpha over its rank: its output is multiplied by that, in rsLoRA by alpha over the rank's square
+    root."""
     lora_dropout: float = 0.0
     """Share of a LoRA layer's input that is dropped."""
     num_virtual_tokens: int | None = None
-    """Of a prompt, or tokens that train; None for methods without."""
+    """Number of tokens of a prompt, or of tokens that train; None for methods without."""
     peft: str | None = None
     """Fields of a PeftConfig, as autotune.space.adapters.read_peft gives them; None but for method peft."""
     quantization: str = "none"
@@ -165,25 +168,27 @@ class TrainConfig:
     num_gpus: int = 1
     """The data-parallel degree."""
     liger: bool = False
-    """Liger's Triton kernels: norms, rotary embedding, gated MLP, and a loss that makes no logits."""
+    """Whether Liger's Triton kernels run: norms, rotary embedding, gated MLP, and a loss that makes no
+    logits."""
     trainer: str = "transformers"
     """One of TRAINERS."""
     torch_empty_cache_steps: int = 0
-    """0: never; n: the allocator's cache is emptied in every n-th step, before the backward pass."""
+    """Interval of the steps that empty the allocator's cache before the backward pass. 0: none; n: every
+    n-th."""
     expandable_segments: bool = False
-    """Segments of torch's allocator grow in place (PYTORCH_ALLOC_CONF): less of them lies idle."""
+    """Whether segments of torch's allocator grow in place (PYTORCH_ALLOC_CONF): less of them lies idle."""
     neftune_noise_alpha: float = 0.0
-    """0: none; else noise of that strength is added to the embeddings."""
+    """Strength of the noise added to the embeddings; 0: none."""
     torch_compile: str = "none"
-    """none, or one of COMPILE_MODES."""
+    """`none`, or one of COMPILE_MODES."""
     torch_compile_backend: str = "inductor"
     """One of COMPILE_BACKENDS; the others have no modes but default."""
     dataloader_num_workers: int = 0
     """Processes that load batches; 0: the training process does. Chosen by timing, not searched."""
     dataloader_prefetch_factor: int | None = None
-    """Batches that each of them has ready; None: the Trainer's default."""
+    """Batches that each loading process has ready; None: the Trainer's default."""
     dataloader_pin_memory: bool | None = None
-    """Batches wait in page-locked memory; None: the Trainer's default."""
+    """Whether batches wait in page-locked memory; None: the Trainer's default."""
 
     @property
     def is_compiled(self) -> bool:
@@ -191,7 +196,7 @@ class TrainConfig:
 
     @property
     def loader_arguments(self) -> dict[str, Any]:
-        """TrainingArguments of the loader; without those that are the Trainer's defaults."""
+        """TrainingArguments of the loader, without those that are the Trainer's defaults."""
         values = {name: getattr(self, name) for name in LOADER_SETTINGS}
         # No workers are the default, and False, which equals 0, is none.
         return {
@@ -204,7 +209,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per optimizer step, of all GPUs."""
+        """Tokens per optimizer step on all GPUs together."""
         return self.effective_batch_size * self.sequence_length
 
     def to_dict(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What trains where the user has named no base: TrainingArguments' defaults (transformers 5.23)."""
+"""The base that trains where the user has named none: TrainingArguments' defaults (transformers 5.23)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ PRECISION_OF = {
     (False, True): "fp16-mixed",
     (False, False): "fp16-autocast",
 }
-"""By whether the card has bfloat16, and whether all weights train. The weights keep the checkpoint's
-bfloat16 (`bf16` left False); a card without units for it gets what its owner would choose, fp16."""
+"""Default precision by whether the card has bfloat16, and whether all weights train. The weights keep the
+checkpoint's bfloat16 (`bf16` left False); a card without units for it gets what its owner would choose,
+fp16."""
 FLOAT32_PRECISION = "fp32"
-"""Of a float32 checkpoint, whose weights keep that on every card; quantised ones are no longer float32."""
+"""Precision of a float32 checkpoint, whose weights keep that on every card; quantised ones are no longer
+float32."""
 
 
 def usual_precision(method: str, parallelism: str, *, has_bfloat16: bool) -> str:
-    """PRECISION_OF, where the library that shares the run can have it.
+    """Return PRECISION_OF's value, where the library that shares the run can have it.
 
     DeepSpeed takes bfloat16 weights for float32 ones unless it keeps float32 ones beside them.
     """
@@ -37,7 +39,7 @@ def usual_precision(method: str, parallelism: str, *, has_bfloat16: bool) -> str
 def default_base(
     workload: Workload, gpu: Gpu, model: ModelSource, *, parallelism: str | None = None
 ) -> TrainConfig:
-    """TrainingArguments' defaults (transformers 5.23), micro-batch 1: what a search improves on.
+    """Return TrainingArguments' defaults (transformers 5.23), micro-batch 1: what a search improves on.
 
     An adapter has what KNOBS says of its method. `parallelism` None: ddp on several GPUs.
     """
@@ -68,7 +70,7 @@ def default_base(
 
 
 def larger_micro_batches(config: TrainConfig) -> list[TrainConfig]:
-    """The same at every power of two that divides the effective batch size, largest first."""
+    """The same settings at every power of two that divides the effective batch size, largest first."""
     effective = config.effective_batch_size // config.num_gpus
     sizes = [2**n for n in range(effective.bit_length()) if effective % 2**n == 0]
     return [

@@ -27,54 +27,54 @@ REQUIRED = object()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Knob:
-    """One setting."""
+    """A setting that a search may vary."""
 
     name: str
     """Field of TrainConfig."""
     tradeoff: str
-    """Of TRADEOFF_CLASSES: what a change of it gives up. Empty: it depends on the values."""
+    """Class that a change of it gives up, of TRADEOFF_CLASSES. Empty: it depends on the values."""
     read: Callable[[object], Any]
-    """A value as YAML has it -> a value of TrainConfig. ValueError says what is wrong with it."""
+    """Turns a value as YAML has it into one of TrainConfig. ValueError says what is wrong with it."""
     flag: str
     """Option of `autotune estimate`."""
     summary: str
-    """Help of that option."""
+    """Help text of that option."""
     metavar: str = ""
-    """Its values, where there is no list of them."""
+    """Placeholder for its values, where there is no list of them."""
     default: Any = REQUIRED
-    """What a section of a space that does not name it has."""
+    """Value in a section of a space that does not name it."""
     method_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """The same of the methods that differ."""
+    """Default by method, of those that differ."""
     choices: tuple[Any, ...] = ()
-    """Every value of what is no number."""
+    """Every value of a setting that is no number."""
     is_open: bool = False
-    """Other text is a value too: the choices are the usual ones."""
+    """Whether other text is a value too: the choices are the usual ones."""
     smallest: int | None = None
-    """Of a number."""
+    """Smallest value of a number."""
     usual_largest: int = 1
-    """Of a number: Optuna's domain ends there, or at the largest value in use."""
+    """Largest usual value of a number: Optuna's domain ends there, or at the largest value in use."""
     is_slope: bool = False
-    """Twice the number bends a prediction twice as far; else each value bends it in its own way."""
+    """Whether twice the number bends a prediction twice as far; else each value bends it in its own way."""
     methods: tuple[str, ...] = METHODS
     """Training methods that have it."""
     words: Callable[[Any], str] = str
-    """A value, for people."""
+    """Shows a value to people."""
     typed: Callable[[Any], str] = str
-    """A value, as its option takes it."""
+    """Writes a value as its option takes it."""
     arguments: Callable[[Any], dict[str, object]] | None = None
-    """What a value adds to TrainingArguments, where that follows from it alone."""
+    """Returns what a value adds to TrainingArguments, where that follows from it alone."""
     unpredicted: frozenset[Any] = frozenset()
     """Values whose cost only a measurement tells: no search by prediction has them."""
     needs: Mapping[Any, str] = field(default_factory=dict)
-    """Library that a value needs beyond the ones autotune depends on, by pip's name for it."""
+    """Library, named as pip names it, that a value needs beyond the ones autotune depends on."""
     is_free: bool = False
-    """It costs neither bytes nor time: nothing is to be found, and a search leaves it as the base has it
-    where the space does not say otherwise."""
+    """Whether it costs neither bytes nor time: nothing is to be found, and a search leaves it as the base has
+    it where the space does not say otherwise."""
     is_file: bool = False
-    """The command line names a YAML file that holds the value."""
+    """Whether the command line names a YAML file that holds the value."""
 
     def default_for(self, method: str) -> Any:
-        """What the method has where nothing is said; REQUIRED where something must be."""
+        """The method's value where nothing is said; REQUIRED where something must be."""
         return self.method_defaults.get(method, self.default)
 
 
@@ -189,7 +189,7 @@ KNOBS: dict[str, Knob] = {
             words=lambda rank: f"rank {rank}",
             flag="--rank",
             metavar="N",
-            summary="Of the adapter [default: 16; vera 256, miss 64].",
+            summary="Rank of the adapter [default: 16; vera 256, miss 64].",
         ),
         Knob(
             name="lora_targets",
@@ -254,7 +254,8 @@ KNOBS: dict[str, Knob] = {
             words=lambda number: f"{number} tokens",
             flag="--virtual-tokens",
             metavar="N",
-            summary="Tokens that train: of a prompt or prefix, or the vocabulary's last [default: 20].",
+            summary="Number of tokens that train: of a prompt or prefix, or the vocabulary's last "
+            "[default: 20].",
         ),
         Knob(
             name="quantization",
@@ -414,7 +415,7 @@ _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)
 
 
 def describe(config: TrainConfig) -> str:
-    """One line for people: what every configuration has, and what differs from plain."""
+    """Return one line for people: what every configuration has, and what differs from plain."""
     method = METHOD_WORDS[config.method]
     if config.method == "full":
         method += " fine-tune"
@@ -448,7 +449,7 @@ def describe(config: TrainConfig) -> str:
 
 
 def as_options(config: TrainConfig) -> list[str]:
-    """What `autotune estimate` is to be given for these settings, plain ones left out."""
+    """Options of `autotune estimate` for these settings, plain ones left out."""
     options: list[str] = []
     for name, knob in KNOBS.items():
         value = getattr(config, name)

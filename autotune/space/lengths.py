@@ -1,4 +1,4 @@
-"""How long the samples of a dataset are, and how much of a batch is padding for it."""
+"""Lengths of a dataset's samples, and how much of a batch is padding because of them."""
 
 from __future__ import annotations
 
@@ -12,49 +12,53 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 BATCHINGS = ("packed", "padded", "grouped", "padding-free")
-"""How samples fill a micro-batch: one stream of tokens cut into blocks; each padded to the longest of
-its micro-batch; the same with samples of like length together (Trainer's group_by_length); one behind
-the other, whole, told apart by where each begins (DataCollatorWithFlattening)."""
+"""Ways in which samples fill a micro-batch: one stream of tokens cut into blocks; each padded to the longest
+of its micro-batch; the same with samples of like length together (Trainer's group_by_length); one behind the
+other, whole, told apart by where each begins (DataCollatorWithFlattening)."""
 UNPADDED = ("packed", "padding-free")
 
 SHORT_SHARE = 16
-"""[judgement] Where nobody has said how long samples are, the shortest is taken to be this part of the
-longest."""
+"""Divisor for the shortest sample: where no lengths are known, it is taken to be this part of the longest.
+[judgement]"""
 
 _NUM_SIMULATED = 16_384
-"""Samples that padding is simulated with: its mean is then good to a fraction of a per cent."""
+"""Number of samples that padding is simulated with: its mean is then good to a fraction of a per cent."""
 _MEGA_BATCHES = 50
-"""transformers 5.23 trainer_pt_utils.py, get_length_grouped_indices: mega_batch_mult."""
+"""Batches per sorted group (transformers 5.23 trainer_pt_utils.py, get_length_grouped_indices:
+mega_batch_mult)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Tokens per sample."""
+    """Tokens per sample of a dataset."""
 
     num_samples: int
     num_tokens: int
-    """Of all samples, whole: what an epoch of packed batches trains on."""
+    """Tokens of all samples, whole: what an epoch of packed batches trains on."""
     num_kept_tokens: int
-    """Of all samples, each cut off: what an epoch of other batches trains on."""
+    """Tokens of all samples, each cut off: what an epoch of other batches trains on."""
     percentiles: tuple[int, ...]
-    """101 of them, cut off, from the shortest sample to the longest."""
+    """Lengths at 101 percentiles, cut off, from the shortest sample to the longest."""
 
     @property
     def longest(self) -> int:
         return self.percentiles[-1]
 
     def tokens_per_epoch(self, batching: str) -> int:
-        """A stream of tokens is cut into blocks whole; samples of their own lose what is too long."""
+        """Tokens that an epoch trains on.
+
+        A stream of tokens is cut into blocks whole; samples of their own lose what is too long.
+        """
         return self.num_tokens if batching == "packed" else self.num_kept_tokens
 
     @classmethod
     def of(
         cls, counts: Mapping[int, int], limit: int, *, num_samples: int, longest: int
     ) -> Lengths:
-        """From samples counted by length, cut off at `limit` tokens.
+        """Lengths from samples counted by length, cut off at `limit` tokens.
 
-        `num_samples` and `longest`: of the whole dataset, of which the counts may be a part; tokens
-        are scaled up.
+        `num_samples` and `longest`: of the whole dataset, of which the counts may be a part; tokens are
+        scaled up.
         """
         import numpy as np
 
@@ -75,7 +79,7 @@ def vary(batching: str) -> bool:
 
 
 def draw(percentiles: Sequence[int], limit: int, num_samples: int, *, seed: int = 0) -> list[int]:
-    """Tokens of so many samples in no order; the first is as long as the longest.
+    """Draw the tokens of so many samples in no order; the first is as long as the longest.
 
     `percentiles`: of Lengths. None given: all lengths from a SHORT_SHARE-th of `limit` to it are as likely.
     No sample is shorter than 2 tokens, with which there is one to predict.
@@ -116,7 +120,7 @@ def useful_share(
 def _grouped(
     samples: npt.NDArray[np.float64], step: int, num_samples: int
 ) -> npt.NDArray[np.float64]:
-    """Sorted within each mega-batch, which is smaller where the dataset is."""
+    """Samples sorted within each mega-batch, which is smaller where the dataset is."""
     import numpy as np
 
     size = step * max(min(num_samples // (4 * step), _MEGA_BATCHES), 1)

@@ -31,51 +31,51 @@ class Optimizer:
 
     name: str
     family: str
-    """adamw, lion, ...: another family is another training run."""
+    """Name of the family, such as adamw or lion: another family is another training run."""
     state_format: str
-    """`parameter` (the dtype of the parameter), `32bit`, `8bit`, ... or `none`: within a family,
-    another format is another rounding."""
+    """Storage of the state: `parameter` (the dtype of the parameter), `32bit`, `8bit`, ... or `none`. Within
+    a family, another format is another rounding."""
     tradeoff: str
-    """Of TRADEOFF_CLASSES, against adamw_torch on the same parameters."""
+    """Class that it gives up against adamw_torch on the same parameters, of TRADEOFF_CLASSES."""
     needs: str = ""
     """Package beyond torch and transformers, by the name that pip knows; or nothing."""
     class_name: str
-    """Of the innermost torch.optim.Optimizer."""
+    """Name of the innermost torch.optim.Optimizer."""
     moments: int
     """Values per parameter that the textbook counts; 0 too where it has rows and columns."""
     algorithm: Algorithm
     updates: str = ""
-    """When a weight is updated in the backward pass, so that gradients are never all there:
-    `at-once`, as soon as its gradient is, or `one-behind`, when the next one comes, its own given
-    up first. Empty: after it."""
+    """Moment at which a weight is updated in the backward pass, so that gradients are never all there:
+    `at-once`, as soon as its gradient is, or `one-behind`, when the next one comes, its own given up first.
+    Empty: after it."""
     only_full: bool = False
-    """Of use, and built by the Trainer as priced, where whole weights train."""
+    """Whether it is of use, and built by the Trainer as priced, only where whole weights train."""
     only_cuda: bool = False
-    """Its code calls CUDA, or is compiled, which a probe's tracker cannot watch: none on a CPU."""
+    """Whether its code calls CUDA, or is compiled, which a probe's tracker cannot watch: none on a CPU."""
     arguments: tuple[tuple[str, object], ...] = ()
-    """TrainingArguments that go with it."""
+    """TrainingArguments that belong to it."""
     state_note: str = ""
-    """Why its state is not what the textbook counts, where that is not the dtype alone."""
+    """Reason why its state is not what the textbook counts, where that is not the dtype alone."""
     summary: str
     source: str
 
     @property
     def paged(self) -> bool:
-        """State may live in CUDA managed memory."""
+        """Whether state may live in CUDA managed memory."""
         return isinstance(self.algorithm, BitsAndBytes) and self.algorithm.paged
 
     @property
     def module(self) -> str:
-        """What the package is imported as; empty where none is needed."""
+        """Name that imports the package; empty where none is needed."""
         return _MODULES.get(self.needs) or self.needs.replace("-", "_")
 
     def managed_bytes(self, specs: Sequence[TensorSpec]) -> int:
-        """Of its state, what lives in CUDA managed memory."""
+        """Bytes of its state that live in CUDA managed memory."""
         states = (state for spec in specs for state in self.algorithm.state(spec))
         return sum(state.size_bytes for state in states if state.place == "managed")
 
     def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
-        """Of all its updates in a step."""
+        """Cost of all its updates in a step."""
         if not self.updates:
             return self.algorithm.cost(specs)
         return sum((self.algorithm.cost([spec]) for spec in specs), NO_COST)
@@ -120,7 +120,7 @@ _OF_BITSANDBYTES = {
     "lion": ("Lion", BitsAndBytes(num_states=1, bits=32)),
     "rmsprop": ("RMSprop", BitsAndBytes(num_states=1, bits=32)),
 }
-"""By family: the class, and what it does with float32 state."""
+"""Class by family, and what it does with float32 state."""
 
 
 def _bitsandbytes(name: str, family: str, summary: str) -> Optimizer:
@@ -444,7 +444,7 @@ LEFT_OUT: dict[str, str] = {
     "galore_adafactor_layerwise": "cannot be built by Transformers 5.23, which leaves relative_step "
     "on beside a learning rate, and GaLore's Adafactor refuses that",
 }
-"""Values of OptimizerNames that have no row, and why."""
+"""Reasons for each value of OptimizerNames that has no row."""
 
 
 def state_bytes(name: str, specs: Sequence[TensorSpec]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How the GPUs of one machine may share a training run, one row each (PARALLELISMS)."""
+"""Ways for the GPUs of one machine to share a training run, one row each (PARALLELISMS)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """How the GPUs of one machine share a training run; every one has its own micro-batches."""
+    """A way for the GPUs of one machine to share a training run; every one has its own micro-batches."""
 
     name: str
     library: str
-    """torch or deepspeed: whose rules decide what a GPU holds. Empty: there is one GPU."""
+    """Library whose rules decide what a GPU holds: torch or deepspeed. Empty: there is one GPU."""
     stage: int
-    """ZeRO's: 0 every GPU holds all of it; 1 a part of the optimizer's state; 2 of the gradients too;
+    """Stage of ZeRO: 0 every GPU holds all of it; 1 a part of the optimizer's state; 2 of the gradients too;
     3 of the weights too, which are gathered layer by layer. FSDP2 is a stage 3."""
     offload: bool
-    """What is shared out waits in host memory, where the optimizer runs."""
+    """Whether what is shared out waits in host memory, where the optimizer runs."""
     traced_as: tuple[tuple[str, str], ...]
-    """(precision, the one whose kernels run): the library casts the weights, not autocast."""
+    """Pairs (precision, the one whose kernels run): the library casts the weights, not autocast."""
     optimizers: tuple[str, ...]
-    """`optim` values that it works with; empty: all."""
+    """Values of `optim` that it works with; empty: all."""
     summary: str
 
 

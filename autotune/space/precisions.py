@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """What a value of `--precision` means to Transformers' Trainer."""
+    """A value of `--precision`, as Transformers' Trainer takes it."""
 
     parameter_dtype: str
-    """dtype of the base weights (trainable or frozen, unless quantised)."""
+    """Storage type of the base weights (trainable or frozen, unless quantised)."""
     compute_dtype: str
-    """dtype of matrix products."""
+    """Type in which matrix products are computed."""
     autocast: bool = False
-    """TrainingArguments bf16=True or fp16=True: torch.autocast around the forward pass."""
+    """Whether torch.autocast wraps the forward pass (TrainingArguments bf16=True or fp16=True)."""
     grad_scaler: bool = False
-    """fp16=True: torch.amp.GradScaler."""
+    """Whether torch.amp.GradScaler runs (fp16=True)."""
     tf32: bool = False
-    """float32 matrix products may use TF32 units."""
+    """Whether float32 matrix products may use TF32 units."""
     fp8: bool = False
-    """accelerate's mixed_precision "fp8" with torchao: linear layers multiply in fp8 under bfloat16
-    autocast, but for the first and the last and those whose sizes are no multiples of 16
-    (accelerate 1.15 utils/ao.py)."""
+    """Whether accelerate's mixed_precision is "fp8" with torchao: linear layers multiply in fp8 under
+    bfloat16 autocast, but for the first and the last and those whose sizes are no multiples of 16 (accelerate
+    1.15 utils/ao.py)."""
     summary: str
 
 
@@ -94,9 +94,10 @@ class Quantization:
     bits: int
     """Bits per weight, scales aside."""
     codes: str = ""
-    """bitsandbytes' `bnb_4bit_quant_type`; empty where it has no such choice."""
+    """Value of bitsandbytes' `bnb_4bit_quant_type`; empty where it has no such choice."""
     double: bool = False
-    """The fp32 absmax per block of 64 is itself quantised (bitsandbytes `bnb_4bit_use_double_quant`)."""
+    """Whether the fp32 absmax per block of 64 is itself quantised (bitsandbytes
+    `bnb_4bit_use_double_quant`)."""
 
 
 QUANTIZATIONS: dict[str, Quantization] = {
@@ -110,9 +111,10 @@ QUANTIZATIONS: dict[str, Quantization] = {
         Quantization(name="int8", bits=8),
     )
 }
-"""Matrix products run in the precision's compute dtype (`bnb_4bit_compute_dtype`); int8 is LLM.int8."""
+"""Storage formats by name. Matrix products run in the precision's compute dtype (`bnb_4bit_compute_dtype`);
+int8 is LLM.int8."""
 
 
 QUANTIZATION_STORAGES = ("uint8", "bfloat16", "float16", "float32")
-"""dtypes that hold the packed codes of 4-bit weights (`bnb_4bit_quant_storage`): the same bytes in each.
-Only those of a floating dtype can be shared out (accelerate 1.15 utils/fsdp_utils.py)."""
+"""Types that hold the packed codes of 4-bit weights (`bnb_4bit_quant_storage`): the same bytes in each. Only
+those of a floating dtype can be shared out (accelerate 1.15 utils/fsdp_utils.py)."""

@@ -18,11 +18,11 @@ from autotune.space.precisions import PRECISIONS
 from autotune.space.search_space import SearchSpace
 
 NOT_PREDICTED = "not predicted"
-"""Why a search by prediction leaves a value out."""
+"""The reason for a value that a search by prediction leaves out."""
 
 
 def of_config(config: TrainConfig) -> tuple[str, ...]:
-    """What a configuration needs that is not installed, for people."""
+    """Return what a configuration needs that is not installed, for people."""
     return tuple(
         f"{knob.words(value)} ({reason})"
         for knob in KNOBS.values()
@@ -31,17 +31,17 @@ def of_config(config: TrainConfig) -> tuple[str, ...]:
 
 
 def of_cuda(config: TrainConfig) -> tuple[str, ...]:
-    """What of a configuration a probe on the CPU cannot run, for people; empty where it can."""
+    """Return the parts of a configuration that a probe on the CPU cannot run, for people; empty if none."""
     precision = PRECISIONS[config.precision]
     reasons = (
         (
             precision.grad_scaler or precision.tf32,
             f"precision {config.precision} needs a CUDA device",
         ),
-        (precision.fp8, "fp8 is taken as CUDA's autocast has it, and needs a CUDA device"),
+        (precision.fp8, "fp8 runs under CUDA's autocast, and needs a CUDA device"),
         (config.activation_offloading, "activation offloading needs a CUDA device"),
         (OPTIMIZERS[config.optimizer].only_cuda, f"{config.optimizer} needs a CUDA device"),
-        (config.expandable_segments, "expandable segments are those of CUDA's allocator"),
+        (config.expandable_segments, "expandable segments need CUDA's allocator"),
         (config.liger, "Liger's kernels need a CUDA device"),
         # torch 2.13 nn/attention/flex_attention.py, _validate_device.
         (
@@ -53,7 +53,7 @@ def of_cuda(config: TrainConfig) -> tuple[str, ...]:
 
 
 def unpredicted(config: TrainConfig) -> tuple[str, ...]:
-    """What an estimate leaves aside, for people."""
+    """Return the settings that an estimate leaves aside, for people."""
     return tuple(
         knob.words(value)
         for knob in KNOBS.values()
@@ -64,10 +64,10 @@ def unpredicted(config: TrainConfig) -> tuple[str, ...]:
 def predictable(
     space: SearchSpace, methods: Collection[str] = METHODS, *, has: TrainConfig | None = None
 ) -> tuple[SearchSpace, tuple[str, ...]]:
-    """The space without what is not installed or not predicted, and what of these methods' that was.
+    """Return the space without values that are not installed or not predicted, and which of these were.
 
-    A setting that has nothing else left keeps its default; a section that must name it goes. What
-    `has` needs is taken for installed: it trains somewhere already.
+    Only those of `methods` count among them. A setting that has nothing else left keeps its default; a
+    section that must name it goes. What `has` needs is taken for installed: it trains somewhere already.
     """
     left_out: dict[str, dict[str, None]] = {}
     sections = []
@@ -96,7 +96,7 @@ def predictable(
 
 
 def _reason(knob: Knob, value: object) -> str:
-    """Why a search leaves the value out; empty where it does not."""
+    """Return why a search leaves the value out; empty where it does not."""
     if value in knob.unpredicted:
         return NOT_PREDICTED
     return _lacks(knob, value)

@@ -21,17 +21,17 @@ _ADA = (8, 9)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """What a rule may ask beyond the TrainConfig. None: not known, the rule lets pass."""
+    """Facts that a rule may ask about beyond the TrainConfig. None: not known, the rule lets pass."""
 
     effective_batch_size: int
     num_layers: int | None = None
     compute_capability: tuple[int, int] | None = None
     precisions: tuple[str, ...] = ()
-    """What the space offers to this method."""
+    """Precisions that the space offers to this method."""
     max_sequence_length: int | None = None
     """Tokens that the model has learned positions for."""
     weight_decay: bool = False
-    """The user has set one."""
+    """Whether the user has set a weight decay."""
     head_size: int | None = None
     """Elements of an attention head."""
     task: str | None = None
@@ -47,7 +47,7 @@ class Rule:
 
 
 _OF_ADAPTERS = ("lora_rank", "lora_targets", "num_virtual_tokens", "peft")
-"""Settings that are None where a method has them not."""
+"""Settings that are None where a method does not have them."""
 
 
 def _has_settings_of_others(config: TrainConfig) -> bool:
@@ -65,7 +65,7 @@ def _has_settings_of_others(config: TrainConfig) -> bool:
 
 
 def _shards_its_codes(config: TrainConfig) -> bool:
-    """FSDP2 gathers every float weight in the dtype that is computed with: codes must be in it.
+    """Whether the codes are in the dtype in which FSDP2 gathers every float weight and computes.
 
     Source: accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; torch 2.13 MixedPrecisionPolicy.
     """
@@ -85,7 +85,10 @@ def _is_prompt(config: TrainConfig) -> bool:
 
 
 def _tokens(config: TrainConfig) -> int:
-    """Of a sample, as the layers see it: virtual ones among them, but a prefix's, which are keys alone."""
+    """Tokens of a sample, as the layers see it, virtual ones among them.
+
+    A prefix's are not: they are keys alone.
+    """
     if not _is_prompt(config):
         return config.sequence_length
     fields = peft_fields(config)
@@ -111,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="adapter-needs-rank",
-        reason="an adapter needs what its method is sized by: rank and targets, tokens, or a --peft file",
+        reason="an adapter needs the settings of its size: rank and targets, tokens, or a --peft file",
         breaks=lambda c, _: any(
             not getattr(c, name) for name in _OF_ADAPTERS if c.method in KNOBS[name].methods
         ),
@@ -245,7 +248,7 @@ RULES: tuple[Rule, ...] = (
         # transformers 5.23 masking_utils.py, packed_sequence_mask_function; trl 1.16 SFTConfig says
         # the same of its padding_free.
         name="padding-free-needs-flash-attention",
-        reason="only FlashAttention is told where samples begin: others keep them apart by a mask of the "
+        reason="only FlashAttention takes where samples begin: others keep them apart by a mask of the "
         "whole micro-batch's length squared",
         breaks=lambda c, _: c.batching == "padding-free" and c.attention not in FLASH_ATTENTIONS,
     ),
@@ -265,14 +268,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="prefetch-needs-workers",
-        reason="without workers there is nobody to load a batch beforehand",
+        reason="without workers no batch is loaded ahead",
         breaks=lambda c, _: (
             c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers
         ),
     ),
     Rule(
         name="compile-backend-needs-compile",
-        reason="a backend of torch.compile says nothing where nothing is compiled",
+        reason="a backend of torch.compile has no effect where nothing is compiled",
         breaks=lambda c, _: c.torch_compile_backend != "inductor" and not c.is_compiled,
     ),
     Rule(

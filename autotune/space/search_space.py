@@ -1,4 +1,4 @@
-"""What may vary (SearchSpace), and the points of it that are valid.
+"""Settings that may vary (SearchSpace), and the points of the space that are valid.
 
 A space comes from a YAML file (autotune.space.space_file). Every combination of its values is a point;
 gradient accumulation follows from the effective batch size of the workload.
@@ -27,11 +27,11 @@ Domains = Mapping[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodSpace:
-    """What may vary under one training method."""
+    """Values that may vary under one training method."""
 
     method: str
     domains: Domains
-    """What is not in it keeps TrainConfig's default."""
+    """Values by setting. A setting that is not in it keeps TrainConfig's default."""
 
     @property
     def num_points(self) -> int:
@@ -40,7 +40,7 @@ class MethodSpace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchSpace:
-    """What may vary."""
+    """A named set of settings that may vary, section by section."""
 
     name: str
     description: str
@@ -98,13 +98,15 @@ def may_pack(space: SearchSpace, task: str) -> bool:
 
 
 def usual_batching(task: str) -> str:
-    """How samples of a task are put together where nothing else is asked for."""
+    """Return how samples of a task are put together where nothing else is asked for."""
     return "packed" if task in PACKABLE_TASKS else "padded"
 
 
 def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:
-    """The space on so many GPUs. One needs no parallelism; where a section names none for several,
-    PyTorch's own are taken."""
+    """Return the space on so many GPUs.
+
+    One needs no parallelism; where a section names none for several, PyTorch's own are taken.
+    """
 
     def left(section: MethodSpace) -> Domains:
         if num_gpus == 1:
@@ -197,7 +199,7 @@ class Enumeration:
     configs: list[TrainConfig]
     num_enumerated: int
     invalid: dict[str, int]
-    """Points dropped, by the name of the first rule that they break."""
+    """Number of points dropped, by the name of the first rule that they break."""
 
 
 def enumerate_configs(

@@ -1,4 +1,4 @@
-"""Reads a search space from YAML, and says everything that is wrong with it at once.
+"""Reading of a search space from YAML, with everything that is wrong with it said at once.
 
 search_spaces/default.yaml explains each line; in short:
 
@@ -51,7 +51,7 @@ from autotune.space.yaml_schema import (
 
 MAX_FILE_BYTES = 256 * 1024
 MAX_POINTS = 1_000_000
-"""Of one file: a larger space is a slip, and would not be searched in minutes."""
+"""Most points of one file: a larger space is a slip, and would not be searched in minutes."""
 
 _REMEDY = "Copy a file of search_spaces/ and edit it; search_spaces/default.yaml explains each line"
 
@@ -87,7 +87,10 @@ def load(name_or_path: str | Path) -> SearchSpace:
 
 
 def require_method(space: SearchSpace, methods: Sequence[str]) -> None:
-    """Raises ConfigError where the space has none of the methods, with those that come along and do."""
+    """Check that the space has one of the methods.
+
+    Raises ConfigError where it has none, with the spaces that come along and do.
+    """
 
     def has_one(one: SearchSpace) -> bool:
         return any(section.method in methods for section in one.methods)
@@ -104,7 +107,7 @@ def require_method(space: SearchSpace, methods: Sequence[str]) -> None:
 
 
 def text_of(name_or_path: str) -> str | None:
-    """What the file says, for another machine; None for a shipped one, which is there as well."""
+    """Return the file's text, for another machine; None for a shipped space, which is there as well."""
     shipped = _shipped()
     return None if name_or_path in shipped else _read(Path(name_or_path), name_or_path, shipped)
 

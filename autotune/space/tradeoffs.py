@@ -14,7 +14,7 @@ _COSTLY_SETTINGS = (
     *((name, LEVEL["recipe"]) for name in ("method", "sequence_length", "effective_batch_size")),
     *((knob.name, LEVEL[knob.tradeoff]) for knob in KNOBS.values() if LEVEL.get(knob.tradeoff)),
 )
-"""With the level of a change of each. The optimizer's depends on what it is changed for."""
+"""Pairs of a setting and the level of a change of it. The optimizer's depends on what it is changed for."""
 
 
 def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
@@ -27,7 +27,7 @@ def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
 
 
 def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
-    """Orders configurations by what they give up against the base, least first; headroom aside."""
+    """Return a key that orders configurations by what they give up, least first; headroom aside."""
     family = OPTIMIZERS[config.optimizer].family
     return (
         LEVEL[tradeoff_class(config, base)],
@@ -41,7 +41,7 @@ def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
 
 
 def _num_changes(config: TrainConfig, base: TrainConfig) -> list[int]:
-    """How many settings give up each class, the highest first: 8-bit state besides LoRA is one more."""
+    """Count the settings that give up each class, highest first: 8-bit state besides LoRA is one more."""
     costs = [
         _optimizer_level(config.optimizer, base.optimizer),
         *(c for name, c in _COSTLY_SETTINGS if getattr(config, name) != getattr(base, name)),

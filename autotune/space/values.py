@@ -1,4 +1,4 @@
-"""Values of settings as YAML or the command line has them -> as TrainConfig has them.
+"""Readers of settings: values as YAML or the command line has them become those of TrainConfig.
 
 ValueError says what is wrong with one.
 """
@@ -12,11 +12,11 @@ from autotune.errors import nearest
 from autotune.space.optimizers import LEFT_OUT, OPTIMIZERS
 
 MAX_NUMBER = 1_000_000
-"""Of a micro-batch size, rank or layer interval."""
+"""Largest micro-batch size, rank or layer interval."""
 
 
 def kind(value: object) -> str:
-    """How to call a wrong value; never its repr, which aliases can make endless."""
+    """Name the kind of a wrong value; never its repr, which aliases can make endless."""
     if isinstance(value, (bool, int, float)):
         return str(value)[:40]
     if isinstance(value, str):
@@ -38,7 +38,7 @@ def one_of(known: Sequence[str], what: str) -> Callable[[object], str]:
 
 def optimizer(value: object) -> str:
     if isinstance(value, str) and value in LEFT_OUT:
-        raise ValueError(f"is not priced: it {LEFT_OUT[value]}")
+        raise ValueError(f"is not predicted: it {LEFT_OUT[value]}")
     return one_of(tuple(OPTIMIZERS), "optimizer")(value)
 
 
@@ -85,7 +85,7 @@ def flag(value: object) -> bool:
 
 
 def checkpointing(value: object) -> int:
-    """none: 0; full: 1; every-N: N."""
+    """Interval of layers that are checkpointed. none: 0; full: 1; every-N: N."""
     if value in ("none", "full"):
         return int(value == "full")
     pattern = r"every-([1-9][0-9]{0,5})"
@@ -96,7 +96,7 @@ def checkpointing(value: object) -> int:
 
 
 def targets(value: object) -> str:
-    """all-linear, attention, or names of modules joined by commas."""
+    """Target modules: all-linear, attention, or names of modules joined by commas."""
     if isinstance(value, str) and len(value) <= 1000:
         names = [name.strip() for name in value.split(",")]
         if value == "all-linear" or all(

@@ -1,5 +1,7 @@
-"""What users write as YAML, read strictly and checked by a pydantic model: every problem at once, each with
-its place."""
+"""YAML that users write, read strictly and checked by a pydantic model.
+
+Every problem is reported at once, each with its place.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,14 @@ _MESSAGES = {
 
 
 def parse_yaml(text: str, *, takes_merges: bool = False) -> object:
-    """What the text says. A key that is given twice is an error: PyYAML would lose the first.
+    """Parse YAML strictly. A key that is given twice is an error: PyYAML would lose the first.
 
     Raises yaml.YAMLError, ValueError and RecursionError.
     """
     import yaml
 
     class Loader(user_text.yaml_loader()):  # type: ignore[misc]
-        """Safe: a tag that names a Python object is an error. So are two more things here."""
+        """A safe loader: a tag that names a Python object is an error. So are two more things here."""
 
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
             node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -56,7 +58,7 @@ def parse_yaml(text: str, *, takes_merges: bool = False) -> object:
 
 
 def why_not_yaml(error: Exception) -> str:
-    """What `parse_yaml` has raised, in one clause with its line."""
+    """Say in one clause with its line what `parse_yaml` has raised."""
     if isinstance(error, RecursionError):
         return "It nests too deep"
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -66,7 +68,10 @@ def why_not_yaml(error: Exception) -> str:
 
 
 def a_list(read: Callable[[Any], Any]) -> Any:
-    """The type of a list that is not empty and repeats nothing; `read` refuses a value by ValueError."""
+    """Return the type of a list that is not empty and repeats nothing.
+
+    `read` refuses a value by ValueError.
+    """
     from typing import Annotated
 
     from pydantic import AfterValidator, Field
@@ -82,7 +87,7 @@ def _distinct(values: list[object]) -> tuple[object, ...]:
 
 
 def a_mapping(name: str, /, **fields: Any) -> Any:
-    """A pydantic model that refuses what it does not know."""
+    """Return a pydantic model that refuses what it does not know."""
     from pydantic import ConfigDict, create_model
 
     return create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
@@ -91,7 +96,7 @@ def a_mapping(name: str, /, **fields: Any) -> Any:
 def validated(
     schema: Any, document: object, known: Mapping[tuple[str, ...], Sequence[str]], required: str
 ) -> tuple[Any, list[str]]:
-    """The model, or None and all that is wrong with the document.
+    """Return the model, or None and all that is wrong with the document.
 
     `known` are the keys at each place, for whoever misspells one; items of lists count for nothing there.
     """
@@ -106,13 +111,13 @@ def validated(
 
 
 def joined(problems: Sequence[str]) -> str:
-    """In one line; of very many the first."""
+    """Join the problems in one line; of very many the first."""
     more = len(problems) - _MAX_PROBLEMS
     return "; ".join([*problems[:_MAX_PROBLEMS], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _problem(entry: Any, known: Mapping[tuple[str, ...], Sequence[str]]) -> str:
-    """One of pydantic's errors as `methods.full.precision, item 2: what is wrong`."""
+    """Write one of pydantic's errors as `methods.full.precision, item 2: what is wrong`."""
     location = entry["loc"]
     parts = (f", item {part + 1}" if isinstance(part, int) else f".{part}" for part in location)
     place = "".join(parts).removeprefix(".")[:120]

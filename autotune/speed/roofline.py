@@ -38,15 +38,15 @@ from dataclasses import dataclass, field
 from autotune.catalogue.gpus import PEAK_DTYPES, Gpu
 
 KINDS = ("matmul", "attention", "elementwise", "reduction", "dequantize", "copy_host")
-"""What bounds a kernel. `reduction`: rows are read more than once; `dequantize`: 4-bit weights are
+"""Limits that bound a kernel. `reduction`: rows are read more than once; `dequantize`: 4-bit weights are
 unpacked, which instructions bound; `copy_host`: over PCIe."""
 
 PHASES = ("forward", "backward", "recompute", "update")
-"""`recompute`: activation checkpointing's second forward pass, within the backward pass."""
+"""Phases of a step. `recompute`: activation checkpointing's second forward pass, within the backward pass."""
 
 BOUNDS = ("compute", "memory bandwidth", "transfer", "launch", "communication")
-"""What a step spends most of its time on. `transfer`: copies to and from host memory;
-`communication`: with the other GPUs (autotune.predict.sharding.rank_trace)."""
+"""Causes that may take most of a step's time. `transfer`: copies to and from host memory; `communication`:
+with the other GPUs (autotune.predict.sharding.rank_trace)."""
 
 _MATMULS = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "_scaled_mm", "_int_mm", "_grouped_mm"}
@@ -154,7 +154,7 @@ class Kernel:
     kind: str
     """One of KINDS; kind_of(name) knows ATen's."""
     dtype: str
-    """What it computes in: a key of config.DTYPE_BYTES, tf32, or float8."""
+    """The type it computes in: a key of config.DTYPE_BYTES, tf32, or float8."""
     flops: float
     """Floating-point operations of one launch; a multiplication and its addition are two. A causal
     attention counts only what it computes: half of the square."""
@@ -170,13 +170,13 @@ class Machine:
     """Attainable rates of one card; what the catalogue does not know is missing."""
 
     flop_per_second: Mapping[tuple[str, str], float] = field(hash=False)
-    """(engine, dtype) -> rate. Engines are matmul and _ATTENTION_OF_PEAK's."""
+    """Rate by (engine, dtype). Engines are matmul and _ATTENTION_OF_PEAK's."""
     bytes_per_second: Mapping[str, float] = field(hash=False)
-    """Kind -> rate."""
+    """Rate by kind."""
     kernel_tail_seconds: float = _KERNEL_TAIL_SECONDS
-    """What the GPU spends on starting and ending any kernel."""
+    """Seconds that the GPU spends on starting and ending any kernel."""
     launch_seconds: Mapping[str, float] = field(default_factory=lambda: _LAUNCH_SECONDS, hash=False)
-    """What the host spends on one operation, by phase."""
+    """Seconds that the host spends on one operation, by phase."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,7 +253,7 @@ def ceilings(gpu: Gpu) -> Machine:
 
 
 def seconds(kernels: Iterable[Kernel], machine: Machine) -> StepTime | None:
-    """Time of these kernels, run once each; None when a rate that one of them needs is unknown."""
+    """Predicted time of these kernels, run once each; None when a rate that one of them needs is unknown."""
     flop_per_second, bytes_per_second = machine.flop_per_second, machine.bytes_per_second
     spent = dict.fromkeys(BOUNDS, 0.0)
     gpu, host = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
@@ -297,7 +297,7 @@ def mfu(*, model_flops: float, step_seconds: float, gpu: Gpu, dtype: str) -> flo
 
 
 def _engine(kernel: Kernel) -> str:
-    """Which row of Machine.flop_per_second computes it."""
+    """Return which row of Machine.flop_per_second gives a kernel's rate."""
     if kernel.kind == "matmul":
         return "matmul"
     families = (family for family in ("efficient", "flash3", "flex") if family in kernel.name)

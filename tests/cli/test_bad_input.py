@@ -385,7 +385,7 @@ def test_a_base_that_is_none(fail: Fail, tmp_path: Path, text: str, part: str) -
     [
         ("base.py", b"x = (", "base.py is not a Python program. line 1"),
         ("base.py", b"x = 1\0", "base.py is not a Python program"),
-        ("base.py", b"TrainingArguments(**options)", "what **options spreads is no literal"),
+        ("base.py", b"TrainingArguments(**options)", "what **options spreads is not a literal"),
         ("base.py", b"TrainingArguments(bf16=" + b"f" * 10_000 + b")", "bf16: ffff"),
         ("base.py", b"# " + b"x" * 2**20, "base.py is larger than 1 MiB"),
         ("base.json", b'{"peft_type": "LORA", "r": [8]}', "adapter r must be a whole number, not a list"),

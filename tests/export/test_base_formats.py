@@ -349,7 +349,7 @@ def test_a_launch_says_its_gpus_and_the_rest_is_taken(tmp_path: Path) -> None:
     run, notes = read_run(file_of(tmp_path, "accelerate", DDP))
     assert (run.config.num_gpus, run.config.parallelism) == (2, "ddp")
     assert run.config.effective_batch_size == 32
-    assert any("micro_batch_size: 1" in note and "are taken" in note for note in notes)
+    assert any("micro_batch_size: 1" in note and "are assumed" in note for note in notes)
     said = own_run.changed(run, run.config, dataclasses.replace(run.config, micro_batch_size=4))
     assert any(
         note.startswith("not put into it, but into the other files: micro_batch") for note in said

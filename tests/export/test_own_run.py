@@ -51,7 +51,7 @@ def test_a_method_that_the_file_leaves_open_is_searched() -> None:
 def test_a_length_that_no_file_has_is_said() -> None:
     run, notes = read("training_arguments.yaml")
     assert run.config.sequence_length == 1024
-    assert any("--seq-len 1024 is taken" in note for note in notes)
+    assert any("--seq-len 1024 is assumed" in note for note in notes)
     run, notes = read("training_arguments.yaml", seq_len=4096)
     assert run.config.sequence_length == 4096
     assert not any("--seq-len" in note for note in notes)

@@ -318,7 +318,7 @@ def test_a_base_that_has_changed_since_comes_back_as_it_was_asked_about(
         path.write_text(now)
     job = answered_job(question, answer_to(run.config), tmp_path)
     here, (note,) = asking.answered(job, tmp_path)
-    assert "secret.yaml is gone or has changed since it was asked about" in note
+    assert "secret.yaml is gone or has changed since the question was asked" in note
     assert "with *** for its secrets" in note
     (copy,) = (file for file in here.write() if file.name.startswith("secret"))
     # Never over what is there now.

@@ -60,7 +60,7 @@ def test_each_state_and_what_is_done_in_it() -> None:
 def test_what_nights_die_over_waits_for_all_the_rest() -> None:
     found = planned(cell("a", 9.0), cell("b"), histories={"b": [night(1)]}, begun={"a": 3})
     assert [(each.cell.name, each.state) for each in found] == [("b", "fresh"), ("a", "fatal")]
-    assert found[1].reason == "3 nights died over it"
+    assert found[1].reason == "3 nights crashed during it"
     assert found[1].is_chosen
 
 

@@ -25,7 +25,12 @@ from autotune.store.jobs import (
     patiently,
 )
 
-QUESTION = {"schema_version": 1, "options": {"model": "gpt2"}, "model": {"name": "gpt2"}, "space": None}
+QUESTION = {
+    "schema_version": 1,
+    "options": {"model": "gpt2"},
+    "model": {"name": "gpt2"},
+    "space": None,
+}
 CARD = "NVIDIA GeForce RTX 4090"
 HERE = Machine(worker="one", card=CARD, capacity_bytes=24 * 10**9, fingerprint="f")
 OTHER = dataclasses.replace(HERE, worker="other")

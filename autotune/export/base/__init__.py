@@ -1,1 +1,1 @@
-"""What a user trains with so far, read from other trainers' files, and the same files with the answer."""
+"""The user's training so far, read from other trainers' files, and the same files with the answer."""

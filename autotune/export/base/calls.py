@@ -1,5 +1,7 @@
-"""The calls of a Python program that say how it trains: those of Trainer's, PEFT's, TRL's and Unsloth's
-classes."""
+"""Calls of a Python program that decide how it trains, read from its syntax tree.
+
+They are those of Trainer's, PEFT's, TRL's and Unsloth's classes.
+"""
 
 from __future__ import annotations
 
@@ -40,29 +42,29 @@ _PEFT_TYPES = {
     "RandLoraConfig": "RANDLORA",
     "FourierFTConfig": "FOURIERFT",
 }
-"""peft 0.21: class -> peft.PeftType."""
+"""Type (peft.PeftType) by the class of peft 0.21."""
 _UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
 _MODELS = re.compile(r"AutoModel\w*|\w+(ForCausalLM|LMHeadModel|ForMaskedLM|ForConditionalGeneration|"
                      r"ForSeq2SeqLM|ForSequenceClassification)")  # fmt: skip
 OF_SFT = ("packing", "padding_free", "max_length", "max_seq_length")
-"""Keywords that TrainingArguments have not: SFTConfig's, or those of an older SFTTrainer."""
+"""Keywords that TrainingArguments lack: SFTConfig's, or those of an older SFTTrainer."""
 _OF_TRAINER = ("max_seq_length", "packing", "neftune_noise_alpha", "model_init_kwargs")
 """Keywords of an older SFTTrainer that are SFTConfig's."""
 _CHECKPOINTS = {
     "gradient_checkpointing_enable": "",
     "prepare_model_for_kbit_training": "use_gradient_checkpointing",
 }
-"""Functions that switch checkpointing on by themselves -> the keyword that keeps them from it."""
+"""Functions that switch checkpointing on by themselves, with the keyword that keeps them from it."""
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 _NAMES = ("pretrained_model_name_or_path", "model_name")
 
 
 @dataclass(slots=True)
 class _Found:
-    """What the calls say together."""
+    """Findings of all calls together."""
 
     lines: dict[str, list[int]] = field(default_factory=dict)
-    """Prefix of a section's keys -> where its calls stand."""
+    """Lines at which the calls of a section stand, by the prefix of its keys."""
     switches: list[tuple[str, int]] = field(default_factory=list)
     """Functions that switch checkpointing on, and where they are called."""
     is_sft: bool = False
@@ -72,7 +74,7 @@ class _Found:
 
 
 def find_calls(program: Program, tree: ast.Module) -> None:
-    """Take in what the calls say."""
+    """Read what the calls say into the program."""
     aliases = {
         alias.asname: alias.name.rpartition(".")[2]
         for node in ast.walk(tree)
@@ -139,7 +141,7 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
 
 
 def _section(function: str, owner: str) -> str | None:
-    """The prefix of a call's keywords; None for any other call."""
+    """Return the prefix of a call's keywords; None for any other call."""
     if function in _ARGUMENTS:
         return ""
     if function in _PEFT_TYPES:
@@ -168,7 +170,7 @@ def _take_call(program: Program, prefix: str, node: ast.Call, function: str) -> 
 
 
 def _take_trainer(program: Program, node: ast.Call) -> bool:
-    """Keywords of SFTTrainer that say how it trains. Whether it loads the model itself."""
+    """Take the keywords of SFTTrainer that decide how it trains; return whether it loads the model itself."""
     keywords: dict[str | None, ast.expr] = {each.arg: each.value for each in node.keywords}
     program.take("", node, only=_OF_TRAINER)
     if not keywords.keys().isdisjoint(_OF_TRAINER):
@@ -189,7 +191,7 @@ def _switches_on(program: Program, node: ast.Call, keyword: str) -> bool:
 
 
 def _check_switches(program: Program, switches: list[tuple[str, int]]) -> None:
-    """What checkpoints by itself does so whatever TrainingArguments say."""
+    """Report calls that switch checkpointing on by themselves, whatever TrainingArguments say."""
     said = (program.content.get(name) for name in _CHECKPOINTING)
     is_on = any(value is True for value in said) or program.shape.is_unsloth
     for function, line in switches:
@@ -205,7 +207,7 @@ def _check_switches(program: Program, switches: list[tuple[str, int]]) -> None:
 
 
 def _check_assignments(program: Program, tree: ast.Module) -> None:
-    """Arguments that are set after they were made."""
+    """Report arguments that are set after they were made."""
     known = {key for key in program.content if ":" not in key} | {
         "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16",
         *_CHECKPOINTING,
@@ -223,7 +225,10 @@ def _check_assignments(program: Program, tree: ast.Module) -> None:
 
 
 def _pairs(node: ast.AST) -> list[tuple[Any, Any]]:
-    """Of os.environ["NAME"] = "value", os.environ.setdefault("NAME", "value"), or a table."""
+    """Return (name, value) of environment variables that a statement sets.
+
+    os.environ["NAME"] = "value", os.environ.setdefault("NAME", "value"), or a table.
+    """
     pairs: list[tuple[Any, Any]] = []
     if isinstance(node, ast.Dict):
         pairs = list(zip(node.keys, node.values, strict=True))

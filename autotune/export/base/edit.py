@@ -18,24 +18,24 @@ from typing import Any
 from autotune.common import user_text
 
 MAX_VALUES = 1_000_000
-"""A few aliases in YAML can stand for more than memory holds."""
+"""Most values of a file: a few aliases in YAML can stand for more than memory holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One key, with dots below others."""
+    """A change of one key, with dots below others."""
 
     key: str
     value: Any
-    """None: the key goes."""
+    """New value; None: the key goes."""
     after: tuple[str, ...] = ()
-    """Where a new key is put: after the last of these that the file has, else at its end."""
+    """Keys after which a new one is put: after the last of these that the file has, else at its end."""
     instead: str = ""
-    """A key of the file whose place it takes."""
+    """Key of the file whose place it takes."""
 
 
 _HEAD = re.compile(r"(?:[ \t]*(?:[#%].*)?\n)*---[ \t]*(?:#.*)?\n|")
-"""What stands before the content, and that line: ruamel.yaml does not keep it."""
+"""Text before the content, and that line: ruamel.yaml does not keep it."""
 _NULL = re.compile(r": +(null|~)[ \t]*(?:#.*)?$", re.MULTILINE)
 _NESTED = re.compile(
     r"^( *)[^\s#-].*:[ \t]*(?:#.*)?\n(?:[ \t]*(?:#.*)?\n)*\1( +)[^\s#-]", re.MULTILINE
@@ -45,11 +45,11 @@ _LISTED = re.compile(
 )
 
 _NONE = (None, None, None, None)
-"""No comments of a key: on its line, above it, after its value, within that."""
+"""Comments of a key that has none: on its line, above it, after its value, within that."""
 
 
 def edited(text: str, changes: Sequence[Change]) -> tuple[str, bool]:
-    """The text with the changes, and whether all of its comments are still there."""
+    """Return the text with the changes, and whether all of its comments are still there."""
     import yaml
 
     content = parsed(text)
@@ -72,7 +72,7 @@ def edited(text: str, changes: Sequence[Change]) -> tuple[str, bool]:
 
 
 def parsed(text: str) -> Any:
-    """JSON, which may have what YAML has not (tabs), or YAML. Raises yaml.YAMLError or ValueError."""
+    """Parse JSON, which may have what YAML does not (tabs), or YAML. Raises yaml.YAMLError or ValueError."""
     if text.lstrip()[:1] == "{":
         try:
             return user_text.load_json(text)
@@ -85,7 +85,10 @@ def parsed(text: str) -> Any:
 
 
 def _num_values(content: Any, known: dict[int, int]) -> int:
-    """Values in it, those that an alias stands for each time. RecursionError for one within itself."""
+    """Count the values in it, those that an alias stands for each time.
+
+    RecursionError for one within itself.
+    """
     if not isinstance(content, (dict, list)):
         return 1
     if id(content) not in known:
@@ -103,7 +106,7 @@ def _is_json(text: str) -> bool:
 
 
 def _as_json(content: Any, text: str) -> str:
-    """As the text is: on one line or indented, with a line break at its end or without."""
+    """Return the content as JSON in the text's manner: on one line or indented, with a final break or not."""
     indent = re.match(r"\s*\{\s*\n([ \t]+)", text)
     spread = indent[1] if indent else None
     end = "\n" if text.endswith("\n") else ""
@@ -133,7 +136,7 @@ def applied(content: dict[str, Any], change: Change) -> None:
 
 
 def _round_trip(text: str, changes: Sequence[Change]) -> str:
-    """The YAML with the changes."""
+    """Return the YAML with the changes."""
     import yaml
     from ruamel.yaml import YAML
     from ruamel.yaml.representer import RoundTripRepresenter
@@ -144,7 +147,7 @@ def _round_trip(text: str, changes: Sequence[Change]) -> str:
     null = _NULL.search(body)
 
     class Representer(RoundTripRepresenter):
-        """Nothing is an empty place, or what the text has for it."""
+        """A representer that writes None as an empty place, or as the text writes it."""
 
         def represent_none(self, _: None) -> Any:
             return self.represent_scalar("tag:yaml.org,2002:null", null[1] if null else "")
@@ -160,7 +163,7 @@ def _round_trip(text: str, changes: Sequence[Change]) -> str:
     writer.indent(mapping=len(nested[2]) if nested else 2, sequence=offset + dash, offset=offset)
 
     def spelled(value: Any) -> Any:
-        """As PyYAML has it: in quotes where YAML 1.1 would read something else."""
+        """Return the value as PyYAML writes it: in quotes where YAML 1.1 would read something else."""
         flow: str = yaml.safe_dump(value, default_flow_style=True, width=100_000, sort_keys=False)
         return writer.load(flow)
 
@@ -215,7 +218,7 @@ def _make(
 
 
 def _remove(mapping: Any, name: str) -> None:
-    """A comment on lines of its own below the value stays: it is about the next key."""
+    """Remove a key. A comment on lines of its own below the value stays: it is about the next key."""
     _, below = _split(_swapped(mapping, name, None))
     above = mapping.ca.items.pop(name, _NONE)[1] or ()
     below = "".join(token.value for token in above) + below
@@ -231,8 +234,10 @@ def _remove(mapping: Any, name: str) -> None:
 
 
 def _swapped(mapping: Any, key: Any, new: Any) -> Any:
-    """Put the comment token after a key's value, and return the one that was there: ruamel.yaml keeps what
-    stands up to the next key with the innermost last value."""
+    """Put the comment token after a key's value, and return the one that was there.
+
+    ruamel.yaml keeps what stands up to the next key with the innermost last value.
+    """
     from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
     value = mapping[key]
@@ -246,7 +251,7 @@ def _swapped(mapping: Any, key: Any, new: Any) -> Any:
 
 
 def _split(token: Any) -> tuple[Any, str]:
-    """The comment on the value's own line, and what stands on the lines below."""
+    """Split a comment into the one on the value's own line, and what stands on the lines below."""
     if token is None:
         return None, ""
     own, _, below = token.value.partition("\n")

@@ -93,8 +93,8 @@ _RENAMED = {
 }
 _FLAGS = {"group_by_length": ("train_sampling_strategy", "group_by_length")}
 _REFUSED = {
-    "fsdp": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
-    "deepspeed": "shares the run among GPUs, which is read from no file: give --num-gpus instead",
+    "fsdp": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
+    "deepspeed": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
     "parallelism_config": "shares the run among GPUs as no prediction does",
     "auto_find_batch_size": "leaves the batch size open",
 }
@@ -286,7 +286,7 @@ SFT = Target(
         "lora_target_parameters", "use_dora", "use_rslora", "bnb_4bit_quant_type",
         "use_bnb_nested_quant", "bnb_4bit_quant_storage",
     ),
-    refused={**_REFUSED, "activation_offloading": "is TRL's own offloading, which is not priced"},
+    refused={**_REFUSED, "activation_offloading": "is TRL's own offloading, which is not predicted"},
     unpredicted={
         "lora_modules_to_save": "trains further modules in full",
         "lora_target_parameters": "adds adapters",

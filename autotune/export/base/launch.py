@@ -18,12 +18,12 @@ from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
 _FSDP, _PLUGIN, _ZERO = "fsdp_config", "deepspeed_config", "zero_optimization"
 BESIDE = "deepspeed:"
-"""Before the keys of DeepSpeed's own file, where accelerate's names one."""
+"""Prefix of the keys of DeepSpeed's own file, where accelerate's names one."""
 _FILE = f"{_PLUGIN}.deepspeed_config_file"
 
 
 def _of_zero(stage_key: str, optimizer_key: str, weights_key: str, off: str | None) -> list[Choice]:
-    """ZeRO's stages, whichever file says them. `off` is how no offloading is said."""
+    """Choices for ZeRO's stages, whichever file says them. `off` is how no offloading is said."""
     return [
         Choice(
             ours=(row.name,),
@@ -40,7 +40,7 @@ def _of_zero(stage_key: str, optimizer_key: str, weights_key: str, off: str | No
 
 
 def _beside(zero: str, name: str) -> dict[str, Any]:
-    """What makes ZeRO 3 run as it is predicted (deepspeed_json)."""
+    """Return the keys that make ZeRO 3 run as it is predicted (deepspeed_json)."""
     if PARALLELISMS[name].stage != 3:
         return {}
     return {
@@ -54,7 +54,10 @@ def _launched(kind: str, **fsdp: Any) -> dict[str, Any]:
 
 
 def _precisions(*, is_shared_out: bool) -> Row:
-    """FSDP2 and ZeRO keep float32 weights beside 16-bit products; else a checkpoint's stay as they are."""
+    """Row of the precision.
+
+    FSDP2 and ZeRO keep float32 weights beside 16-bit products; else a checkpoint's stay as they are.
+    """
     ways = {
         "bf16-mixed" if is_shared_out else "bf16-autocast": "bf16",
         "fp16-mixed": "fp16",
@@ -132,14 +135,14 @@ ACCELERATE = Target(
         f"{_FSDP}.fsdp_activation_checkpointing": "checkpoints beside TrainingArguments: say it there",
     },
     unpredicted={
-        "dynamo_config": "compiles the model, which only a measurement prices",
+        "dynamo_config": "compiles the model, whose gain only a measurement shows",
         f"{_PLUGIN}.gradient_clipping": "is DeepSpeed's own clipping",
     },
 )
 
 
 def fitted_accelerate(content: Mapping[str, Any], method: str) -> Target:  # noqa: ARG001
-    """The table for how the GPUs share the run; with DeepSpeed's own file, that file's."""
+    """Return the table for how the GPUs share the run; with DeepSpeed's own file, that file's."""
     rows: tuple[Row, ...] = tuple(row for row in ACCELERATE.rows if row.ours != ("precision",))
     if value_at(content, _FILE) is not None:
         of_file = _said(_deepspeed_rows(BESIDE), content)
@@ -153,7 +156,7 @@ def fitted_accelerate(content: Mapping[str, Any], method: str) -> Target:  # noq
 
 
 def named_beside(content: Mapping[str, Any]) -> str | None:
-    """DeepSpeed's own file, where accelerate's names one in its folder. ValueError where elsewhere."""
+    """Return DeepSpeed's own file, where accelerate's names one in its folder. ValueError where elsewhere."""
     named = value_at(content, _FILE)
     if named is None:
         return None
@@ -210,7 +213,7 @@ DEEPSPEED = Target(
 
 
 def fitted_deepspeed(content: Mapping[str, Any], method: str) -> Target:  # noqa: ARG001
-    """The table for what the file decides."""
+    """Return the table for what the file decides."""
     rows = _said(DEEPSPEED.rows, content)
     said = {name for row in rows for name in row.ours}
     elsewhere = tuple(name for name in _ALL if name not in said)
@@ -218,7 +221,7 @@ def fitted_deepspeed(content: Mapping[str, Any], method: str) -> Target:  # noqa
 
 
 def _said(rows: tuple[Row, ...], content: Mapping[str, Any]) -> tuple[Row, ...]:
-    """What is `auto` or not there is taken from TrainingArguments."""
+    """Return the rows that the file decides: what is `auto` or not there is taken from TrainingArguments."""
 
     def is_open(row: Row) -> bool:
         if row.ours == ("parallelism",):

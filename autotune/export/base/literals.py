@@ -1,7 +1,7 @@
-"""The literals of a Python program, which is parsed and never run.
+"""Literals of a Python program, which is parsed and never run.
 
-A value that is no literal, no name bound once to one, no dtype of torch and no question for bfloat16 is
-a NotLiteral.
+A value that is no literal, no name bound once to one, no dtype of torch and no question for bfloat16 is a
+NotLiteral.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ Box = ast.Call | ast.Dict
 
 @dataclass(slots=True)
 class Program:
-    """What was found. `boxes` are where a section's keywords stand: a call, or a dict display."""
+    """Findings in a program. `boxes` are where a section's keywords stand: a call, or a dict display."""
 
     text: bytes
     shape: Shape
     content: dict[str, Any] = field(default_factory=dict)
     boxes: dict[str, Box] = field(default_factory=dict)
     homes: dict[str, Box] = field(default_factory=dict)
-    """Where a key stands."""
+    """Place of each key."""
     names: dict[str, ast.expr] = field(default_factory=dict)
-    """Bound once in the module, to a literal."""
+    """Names bound once in the module, to a literal."""
     num_uses: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """Byte at which each line starts."""
+    """Offset in bytes at which each line starts."""
     has_bf16: bool = True
 
     def span(self, node: Any) -> tuple[int, int]:
-        """Bytes of a node."""
+        """Return the bytes of a node as (start, end)."""
         return (
             self.starts[node.lineno - 1] + node.col_offset,
             self.starts[node.end_lineno - 1] + node.end_col_offset,
@@ -56,7 +56,7 @@ class Program:
         return ascii(text)[1:-1][:60]
 
     def value(self, node: ast.expr) -> Any:
-        """Of an expression."""
+        """Return the value of an expression, or a NotLiteral."""
         node = self.bound(node)
         if (entries := entries_of(node)) is not None and None not in entries:
             return {name: self.value(value) for name, value in entries.items()}
@@ -80,7 +80,7 @@ class Program:
         return self.names.get(node.id, node) if isinstance(node, ast.Name) else node
 
     def take(self, prefix: str, box: Box, *, only: Sequence[str] = ()) -> None:
-        """The values of a call's keywords or of a display's entries."""
+        """Take in the values of a call's keywords or of a display's entries."""
         if isinstance(box, ast.Call):
             entries = [(keyword.arg, keyword.value) for keyword in box.keywords]
         else:
@@ -96,7 +96,7 @@ class Program:
             spread = self.bound(node)
             if entries_of(spread) is None:
                 self.problems.append(
-                    f"line {node.lineno}: what **{self.source(node)} spreads is no literal: write it out"
+                    f"line {node.lineno}: what **{self.source(node)} spreads is not a literal: write it out"
                 )
                 continue
             assert isinstance(spread, (ast.Call, ast.Dict))
@@ -104,7 +104,7 @@ class Program:
 
 
 def bind(program: Program, tree: ast.Module) -> None:
-    """Names of the module that mean one literal wherever they stand, and how often each name is used."""
+    """Bind the module's names that mean one literal everywhere, and count how often each is used."""
     num_bindings: Counter[str] = Counter()
     changed: set[str] = set()
     for node in ast.walk(tree):
@@ -133,7 +133,7 @@ def bind(program: Program, tree: ast.Module) -> None:
 
 
 def _is_followed(value: ast.expr, *, may_have_changed: bool) -> bool:
-    """Whether a name stands for its value: not for another name, nor for a call but dict(...)."""
+    """Return whether a name stands for its value: not for another name, nor for a call but dict(...)."""
     if isinstance(value, ast.Name):
         return False
     if isinstance(value, ast.Call) and entries_of(value) is None:
@@ -142,7 +142,10 @@ def _is_followed(value: ast.expr, *, may_have_changed: bool) -> bool:
 
 
 def entries_of(node: ast.expr) -> dict[str | None, ast.expr] | None:
-    """Of a dict display with names for keys, or of dict(...). A None key stands for what ** spreads."""
+    """Return the entries of a dict display with names for keys, or of dict(...).
+
+    A None key stands for what ** spreads.
+    """
     if isinstance(node, ast.Dict):
         names = [getattr(key, "value", None) for key in node.keys]
         is_named = all(key is None or isinstance(name, str)
@@ -154,14 +157,14 @@ def entries_of(node: ast.expr) -> dict[str | None, ast.expr] | None:
 
 
 def name_of(node: ast.expr) -> str:
-    """The last part of what is named."""
+    """Return the last part of what is named."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it. ValueError for what it has not."""
+    """Return the value as JSON has it. ValueError for what it cannot have."""
     if isinstance(value, (set, tuple)):
         value = sorted(value) if isinstance(value, set) else list(value)
     if isinstance(value, list):

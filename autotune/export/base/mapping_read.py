@@ -1,4 +1,4 @@
-"""Another trainer's file as settings of ours: what its keys say, and every problem with them."""
+"""Reading of another trainer's file as settings of ours: what its keys say, and every problem with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autotune.space.values import positive
 
 
 def read(target: Target, content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(our settings, every problem with its key). Where there are problems, settings are missing."""
+    """Return (our settings, every problem with its key). Where there are problems, settings are missing."""
     content = in_current_words(target, content)
     values: dict[str, Any] = dict(target.fixed)
     refused = {key for key in target.refused if _is_on(content, key)}
@@ -37,7 +37,7 @@ def read(target: Target, content: Mapping[str, Any]) -> tuple[dict[str, Any], li
 
 
 def in_current_words(target: Target, content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content without older names and switches."""
+    """Return the content without older names and switches."""
     current = dict(content)
     for old, new in target.renamed.items():
         if old in current:
@@ -50,7 +50,7 @@ def in_current_words(target: Target, content: Mapping[str, Any]) -> dict[str, An
 
 
 def notes(target: Target, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """What in the file changes memory or speed and is in no prediction."""
+    """Return notes on keys of the file that change memory or speed and are in no prediction."""
     ours = {
         (key, entry)
         for row in target.rows
@@ -73,7 +73,7 @@ def notes(target: Target, content: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_on(content: Mapping[str, Any], key: str) -> bool:
-    """A degree of 1 is none."""
+    """Return whether a key is switched on. A degree of 1 is not."""
     value = value_at(content, key)
     return bool(value) and (value is True or value != 1)
 
@@ -104,14 +104,16 @@ def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any
 
 
 def _check_kind(key: str, content: Mapping[str, Any], value: object) -> None:
-    """ValueError for what cannot be read, or stands where other keys should."""
+    """Raise ValueError for what cannot be read, or stands where other keys should."""
     folder = key.rpartition(".")[0]
     above = value_at(content, folder) if folder else None
     if above is not None and not isinstance(above, (Mapping, NotLiteral)):
         raise ValueError(f"{folder} must be a mapping of settings to values")
     for each in (above, value):
         if isinstance(each, NotLiteral):
-            raise ValueError(f"{key}: {each} is no literal, and nothing is run: write its value")
+            raise ValueError(
+                f"{key}: {each} is not a literal, and programs are not run: write its value"
+            )
 
 
 def _may_be_off(name: str) -> bool:
@@ -135,7 +137,7 @@ def _unknown(row: Row, said: Mapping[str, Any], content: Mapping[str, Any]) -> s
 
 
 def _one_step_away(row: Row, said: Mapping[str, Any]) -> str:
-    """What is predicted and differs in one key."""
+    """Return predicted values that differ in one key, as a remedy."""
     steps: dict[str, None] = {}
     for choice in row.choices:
         differing = [key for key, value in choice.theirs.items() if not same(said[key], value)]

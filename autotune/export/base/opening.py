@@ -1,4 +1,4 @@
-"""What a `--base` is: its files, and the table that reads them.
+"""Opening of a `--base`: its files, and the table that reads them.
 
 READERS is the table of YAML's and JSON's formats, told apart by what is in the file; Python programs and
 folders have tables made for what they hold (sections).
@@ -27,15 +27,15 @@ from autotune.space.knobs import KNOBS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """One format."""
+    """A reader of one format."""
 
     target: Target
     recognise: Callable[[Mapping[str, Any]], bool]
     fitted: Callable[[Mapping[str, Any], str], Target] | None = None
-    """The table for what is in a file, and for the method where it leaves that open. May raise
+    """Returns the table for what is in a file, and for the method where it leaves that open. May raise
     ValueError."""
     prefix: str = ""
-    """Of its keys in the table."""
+    """Prefix of its keys in the table."""
 
 
 def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -43,7 +43,7 @@ def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def _part(name: str, prefix: str) -> dict[str, Any]:
-    """A Reader of a file that says one section alone."""
+    """Return the arguments of a Reader of a file that says one section alone."""
     shape = Shape(name=name, sections=frozenset({prefix}), is_part=True)
     return {
         "target": target_for(shape, {}, "lora"),
@@ -92,25 +92,25 @@ READERS: tuple[Reader, ...] = (
         recognise=_has("load_in_4bit", "load_in_8bit", "quant_method"),
     ),
 )
-"""The first that recognises a file reads it."""
+"""Readers in order: the first that recognises a file reads it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """Files and the table that reads them."""
+    """The files and the table that reads them."""
 
     parts: tuple[Part, ...]
     target: Target | None
-    """None: the file is ours."""
+    """Table of the trainer; None: the file is ours."""
     content: Mapping[str, Any]
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ours: train_config.BaseRun | None = None
-    """What our own file has, or the one beside them."""
+    """Content of our own file, or of the one beside them."""
 
 
 def open_base(files: Files, path: Path, method: str, *, has_bf16: bool) -> Opened:
-    """Raises ConfigError. `method` is for formats that say nothing of it."""
+    """Open the files at a path. Raises ConfigError. `method` is for formats that say nothing of it."""
     if files.is_folder(path):
         return _open_folder(files, path, method)
     part = read_part(files, path, has_bf16=has_bf16)
@@ -147,7 +147,7 @@ def _open_mapping(files: Files, part: Part, method: str) -> Opened:
 
 
 def _beside(files: Files, path: Path, content: Mapping[str, Any]) -> tuple[Part, ...]:
-    """DeepSpeed's own file, where accelerate's names one."""
+    """Return DeepSpeed's own file, where accelerate's names one."""
     try:
         name = launch.named_beside(content)
     except ValueError as error:
@@ -175,7 +175,7 @@ def _open_program(part: Part, method: str) -> Opened:
     ]
     notes = list(program.notes)
     if left:
-        notes.append(f"no literal, so that no other file has it: {', '.join(left)}")
+        notes.append(f"not literal values, so not in the other files: {', '.join(left)}")
     return Opened(
         parts=(part,),
         target=target,
@@ -186,7 +186,7 @@ def _open_program(part: Part, method: str) -> Opened:
 
 
 def _open_folder(files: Files, folder: Path, method: str) -> Opened:
-    """Files of ours as `autotune find` writes them, perhaps edited: together they are one run."""
+    """Open files of ours as `autotune find` writes them, perhaps edited: together they are one run."""
     try:
         parts = read_folder(files, folder)
     except ConfigError:

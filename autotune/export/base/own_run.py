@@ -1,4 +1,4 @@
-"""`--base FILE`: what the user trains with so far, and their own file with the answer in it."""
+"""`--base FILE`: the user's training so far, and their own file with the answer in it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def read_run(
     note: Callable[[str], None],
     files: Files | None = None,
 ) -> BaseRun:
-    """The run of the file. Another trainer's may say nothing of GPUs, of the length of a sequence, of the
-    method, or of batches: then these are taken. `files` None: the disk's."""
+    """Return the run of the file, as a search takes it.
+
+    Another trainer's may say nothing of GPUs, of the length of a sequence, of the method, or of batches: then
+    these are taken. `files` None: the disk's.
+    """
     method = methods[0] if len(methods) == 1 else "full"
     run = read_base(
         path,
@@ -47,9 +50,11 @@ def read_run(
         note(f"{path.name}: {words}.")
     if run.taken:
         taken = ", ".join(f"{name}: {getattr(run.config, name)}" for name in run.taken)
-        note(f"{path.name} does not say how it trains: {taken} are taken.")
+        note(f"{path.name} does not say how it trains: {taken} are assumed.")
     if not run.has_length and seq_len is None:
-        note(f"{path.name} does not say how long a sequence is: --seq-len {usual_length} is taken.")
+        note(
+            f"{path.name} does not say how long a sequence is: --seq-len {usual_length} is assumed."
+        )
     if run.has_gpus:
         return run
     parallelism = run.config.parallelism
@@ -64,7 +69,7 @@ def read_run(
 def searched(
     space: SearchSpace, run: BaseRun, base: TrainConfig, task: str, *, has_lengths: bool
 ) -> tuple[SearchSpace, TrainConfig]:
-    """The space as far as the run's trainer has words for it, and the base to compare with.
+    """Return the space as far as the run's trainer has words for it, and the base to compare with.
 
     Without a dataset nobody knows what padding costs: then how batches are filled is left alone.
     """
@@ -78,7 +83,7 @@ def searched(
 def with_edited(
     exporters: Sequence[Exporter], folder: Path, run: BaseRun, base: TrainConfig
 ) -> tuple[Exporter, ...]:
-    """The exporters, and the user's file among them: in the place of ours if it has that name."""
+    """Return the exporters, and the user's file among them: in the place of ours if it has that name."""
     if run.target is None:
         return tuple(exporters)
     copies = []
@@ -98,7 +103,7 @@ def with_edited(
 
 
 def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
-    """What the user's file has other than before, and what could not be said in it, in words."""
+    """Return in words what changes in the user's file, and what could not be said in it."""
     if run.target is None:
         return []
     made = changes(run, base, answer)
@@ -111,7 +116,7 @@ def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
             f"your {part.path.name} is written beside the other files, with {words or 'no change'}."
         )
         if left:
-            notes.append(f"{part.path.name} is yours to change there: {_listed(left)}.")
+            notes.append(f"change {part.path.name} there yourself: {_listed(left)}.")
         if not keeps_comments:
             notes.append(
                 f"its comments are lost: {part.path.name} has YAML that is not edited in place."

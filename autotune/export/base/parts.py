@@ -1,7 +1,7 @@
-"""The files of a run that a user has: YAML, JSON or Python, alone or several in a folder.
+"""Files of a run that a user has: YAML, JSON or Python, alone or several in a folder.
 
-A Part is one of them. Its keys have the name of its section before them (`sections`), so that what
-several files say is one table, and a change finds its file.
+A Part is one of them. Its keys have the name of its section before them (`sections`), so that what several
+files say is one table, and a change finds its file.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ OF_FOLDER = {
     ADAPTER: "adapter_config.json",
     QUANTIZATION: "quantization_config.json",
 }
-"""Prefix of the keys -> file, in the folder or in its FURTHER_FOLDER."""
+"""File name by the prefix of its keys, in the folder or in its FURTHER_FOLDER."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One file."""
+    """A file of the run."""
 
     path: Path
     text: str
     prefix: str = ""
     has_bf16: bool = True
-    """Of the card: what a program asks for."""
+    """Whether the card has bfloat16: what a program asks for."""
 
     @property
     def is_program(self) -> bool:
         return self.path.suffix == ".py"
 
     def program(self) -> Program:
-        """ConfigError where it is none."""
+        """Return the file as a program. ConfigError where it is none."""
         from autotune.export.base.program import parsed
 
         try:
@@ -55,7 +55,10 @@ class Part:
             raise ConfigError(f"{self.path} is not a Python program", why=str(error)) from error
 
     def content(self) -> Any:
-        """By key. Raises yaml.YAMLError, ValueError or RecursionError, a program ConfigError."""
+        """Return values by key.
+
+        Raises yaml.YAMLError, ValueError or RecursionError, a program ConfigError.
+        """
         if self.is_program:
             return self.program().content
         content = edit.parsed(self.text)
@@ -64,13 +67,15 @@ class Part:
         return {f"{self.prefix}{key}": value for key, value in content.items()}
 
     def has(self, key: str) -> bool:
-        """Whether the key is one of this file's."""
+        """Return whether the key is one of this file's."""
         prefix, colon, _ = key.partition(":")
         return self.is_program or self.prefix == (prefix + colon if colon else "")
 
     def edited(self, changes: Sequence[Change]) -> tuple[str, bool, list[Change]]:
-        """The text with those changes that are this file's; whether all comments are still there; what
-        could not be made."""
+        """Return the text with those changes that are this file's.
+
+        Also: whether all comments are still there; what could not be made.
+        """
         ours = [change for change in changes if self.has(change.key)]
         if self.is_program:
             from autotune.export.base import program_edit
@@ -82,13 +87,13 @@ class Part:
 
 
 def read_part(files: Files, path: Path, prefix: str = "", *, has_bf16: bool = True) -> Part:
-    """Raises ConfigError for what cannot be read, is too large or is no text."""
+    """Read a file. Raises ConfigError for what cannot be read, is too large or is no text."""
     text = files.read(path, MAX_FILE_BYTES, usual="A configuration has a few KiB")
     return Part(path=path, text=text, prefix=prefix, has_bf16=has_bf16)
 
 
 def read_folder(files: Files, folder: Path) -> tuple[Part, ...]:
-    """Those of OF_FOLDER that are there. Raises ConfigError where there is none."""
+    """Read the files of OF_FOLDER that are there. Raises ConfigError where there is none."""
     parts = []
     for prefix, name in OF_FOLDER.items():
         places = (folder / name, folder / FURTHER_FOLDER / name)
@@ -106,7 +111,7 @@ def read_folder(files: Files, folder: Path) -> tuple[Part, ...]:
 
 
 def all_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """What the files say together. ConfigError for one that is no mapping."""
+    """Return the settings of all files together. ConfigError for one that is no mapping."""
     import yaml
 
     content: dict[str, Any] = {}

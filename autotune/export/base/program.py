@@ -1,7 +1,7 @@
-"""A Python program as settings: the literals that it gives to Trainer's, PEFT's, TRL's and Unsloth's
-classes. It is parsed and never run.
+"""Reading of a Python program as settings: the literals that it gives to known classes.
 
-Keys are those of `sections`.
+These are Trainer's, PEFT's, TRL's and Unsloth's. The program is parsed and never run. Keys are those of
+`sections`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECI
 from autotune.export.base.sections import Shape
 
 MAX_BYTES = 256 * 1024
-"""Python takes time that grows with the square of it for some programs, and no script has that much."""
+"""Most bytes of a program: Python takes time that grows with the square of it for some, and no script has
+that much."""
 
 OF_RECIPE = {
     f"{MODEL}name": "model",
@@ -29,11 +30,11 @@ OF_RECIPE = {
         )
     },
 }  # fmt: skip
-"""Key -> entry of RECIPE."""
+"""Entry of RECIPE by key."""
 
 
 def parsed(text: str, *, has_bf16: bool = True) -> Program:
-    """Raises ValueError for what is no Python."""
+    """Parse a program. Raises ValueError for what is no Python."""
     content = text.encode("utf-8").removeprefix(b"\xef\xbb\xbf")
     if len(content) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES // 1024} KiB, and no script has that much")
@@ -59,7 +60,7 @@ def parsed(text: str, *, has_bf16: bool = True) -> Program:
 
 
 def _find_recipe(program: Program) -> bool:
-    """Our own train.py, whose values are in one table."""
+    """Find the table of values in our own train.py; return whether there is one."""
     recipe = entries_of(program.names.get("RECIPE", ast.Constant(None)))
     if recipe is None or not {"training_arguments", "sequence_length"} <= recipe.keys():
         return False

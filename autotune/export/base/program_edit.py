@@ -1,4 +1,4 @@
-"""A Python program with some keywords changed, and every other byte as it was.
+"""Changes of some keywords in a Python program, with every other byte as it was.
 
 A changed value takes the place of the literal's own text; a new keyword stands as those beside it do. Each
 change is read back: one that does not say what it should is left out, and named.
@@ -30,13 +30,13 @@ _OF_DTYPES = (
 
 
 class _NotHereError(Exception):
-    """The change cannot be made in place."""
+    """Raised where the change cannot be made in place."""
 
 
 def edited(
     text: str, changes: Sequence[Change], *, has_bf16: bool = True
 ) -> tuple[str, list[Change]]:
-    """The text with the changes, and those that could not be made."""
+    """Return the text with the changes, and those that could not be made."""
     mark = "\ufeff" if text.startswith("\ufeff") else ""
     now = parsed(text, has_bf16=has_bf16)
     left: list[Change] = []
@@ -59,7 +59,7 @@ def edited(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One keyword of a call, or entry of a dict display."""
+    """A keyword of a call, or an entry of a dict display."""
 
     name: str | None
     start: int
@@ -96,7 +96,7 @@ def _made(program: Program, change: Change) -> bytes:
 
 
 def _place(program: Program, key: str) -> tuple[Box, list[str]]:
-    """Where a key stands: the call or display, and the names from there on."""
+    """Return the call or display in which a key stands, and the names from there on."""
     first, *below = key.split(".")
     prefix, colon, _ = first.partition(":")
     box = program.homes.get(first) or program.boxes.get(f"{prefix}:" if colon else "")
@@ -199,14 +199,14 @@ def _removed(program: Program, box: Box, entry: _Entry) -> bytes:
 
 
 def _matched(pattern: re.Pattern[bytes], text: bytes, start: int) -> int:
-    """Index after the match, which may be empty."""
+    """Return the index after the match, which may be empty."""
     found = pattern.match(text, start)
     assert found is not None
     return found.end()
 
 
 def _spelled(program: Program, value: Any, old: ast.expr | None, quote: str) -> str:
-    """A value as Python has it, in those quotes."""
+    """Return a value as Python has it, in those quotes."""
     is_torchs = isinstance(old, ast.Attribute) and old.attr in DTYPES
     if is_torchs and isinstance(value, str) and value in DTYPES:
         return f"{program.source(old.value)}.{value}"  # type: ignore[union-attr]
@@ -222,7 +222,7 @@ def _spelled(program: Program, value: Any, old: ast.expr | None, quote: str) -> 
 
 
 def _quote(program: Program, box: Box) -> str:
-    """Those that are usual there."""
+    """Return the quotation mark that is usual in a call or display."""
     start, end = program.span(box)
     single, double = (program.text.count(each, start, end) for each in (b"'", b'"'))
     if single == double:

@@ -35,30 +35,30 @@ _OPEN = ("micro_batch_size", "gradient_accumulation_steps", "precision", "optimi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseRun:
-    """What the user trains with so far."""
+    """The user's training so far."""
 
     path: Path
     config: TrainConfig
-    """On one GPU, unless the file says how many."""
+    """Configuration on one GPU, unless the file says how many."""
     extra_arguments: str = "{}"
-    """As Workload has them."""
+    """TrainingArguments that no setting decides, as Workload has them."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     """Settings that it does not decide."""
     model: str | None = None
-    """As the file names it."""
+    """Model as the file names it."""
     notes: tuple[str, ...] = ()
-    """What of the file is in no prediction, in words."""
+    """Notes on parts of the file that are in no prediction, in words."""
     target: Target | None = None
-    """Whose file it is; None: ours."""
+    """Trainer whose file it is; None: ours."""
     has_length: bool = True
-    """The file says how long a sequence is."""
+    """Whether the file says how long a sequence is."""
     has_gpus: bool = True
-    """The file says how many GPUs there are."""
+    """Whether the file says how many GPUs there are."""
     taken: tuple[str, ...] = ()
     """Settings that every run has and the file does not say."""
     text: str = ""
     parts: tuple[Part, ...] = ()
-    """The files, where they are not ours."""
+    """Files of the run, where they are not ours."""
 
 
 def read_base(
@@ -71,9 +71,10 @@ def read_base(
     num_gpus: int = 1,
     files: Files | None = None,
 ) -> BaseRun:
-    """The run of a file or folder. `sequence_length`, `method`, `samples` per optimizer step and
-    `num_gpus` are for formats that say nothing of them, `has_bf16` for those that leave the precision
-    to the card. `files` None: the disk's.
+    """Return the run of a file or folder.
+
+    `sequence_length`, `method`, `samples` per optimizer step and `num_gpus` are for formats that say nothing
+    of them, `has_bf16` for those that leave the precision to the card. `files` None: the disk's.
 
     Raises ConfigError, which names every problem with its key.
     """
@@ -134,7 +135,7 @@ def read_base(
 def _as_ours(
     target: Target, content: Mapping[str, Any], values: Mapping[str, Any], ours: TrainConfig
 ) -> dict[str, Any]:
-    """The settings of our own file, where the others say what would be written for it."""
+    """Return the settings of our own file, where the others say what would be written for it."""
     if values.get("method", ours.method) != ours.method:
         return dict(values)
     content = in_current_words(target, content)
@@ -163,7 +164,7 @@ def _says_same(target: Target, key: str, left: Mapping[str, Any], right: Mapping
 
 
 def _defaults(values: Mapping[str, Any], method: str, has_bf16: bool, steps: int) -> dict[str, Any]:
-    """As a search without a base has them."""
+    """Return defaults as a search without a base has them."""
     parallelism = values.get("parallelism", "none")
     precision = usual_precision(method, parallelism, has_bfloat16=has_bf16)
     return dict(zip(_OPEN, (1, steps, precision, OPTIMIZER), strict=True))
@@ -181,7 +182,7 @@ def _fields() -> Mapping[str, str]:
 
 
 def arguments_of(target: Target, content: Mapping[str, Any]) -> dict[str, Any]:
-    """TrainingArguments in the file that no setting decides."""
+    """Return TrainingArguments in the file that no setting decides."""
     fields = _fields()
     found = {theirs: value_at(content, key) for key, theirs in target.arguments.items()}
     if not target.has_own_names:
@@ -198,7 +199,7 @@ def arguments_of(target: Target, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[Change]:
-    """The keys of the run's file that the answer is written with. `base` is what the file says."""
+    """Return the keys of the run's file that the answer is written with. `base` is what the file says."""
     assert run.target is not None
     target = run.target
     content = all_of(run.parts)
@@ -226,13 +227,13 @@ def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[Change
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EditedBase:
-    """An Exporter: the user's own file with the answer in it."""
+    """An Exporter of the user's own file with the answer in it."""
 
     run: BaseRun
     base: TrainConfig
     filename: str
     part: Part | None = None
-    """Of the run's files the one that is written; None: the only one."""
+    """Part of the run that is written; None: the only one."""
     name: str = "base"
 
     def write(
@@ -248,7 +249,7 @@ class EditedBase:
 
 
 def _settings_of(method: str) -> dict[str, Any]:
-    """The method, and what only some methods have."""
+    """Return the method, and what only some methods have."""
     return {
         "method": method,
         **{
@@ -261,7 +262,7 @@ def _settings_of(method: str) -> dict[str, Any]:
 
 
 def _differs(row: Row, base: TrainConfig, answer: TrainConfig) -> bool:
-    """Whether the file would say the answer's settings otherwise than the base's."""
+    """Return whether the file would say the answer's settings otherwise than the base's."""
     if base.method not in row.methods:
         return True
     of_base, of_answer = row.told(base), row.told(answer)
@@ -295,7 +296,7 @@ def _of_row(
 
 
 def _in_its_words(target: Target, change: Change, content: Mapping[str, Any]) -> list[Change]:
-    """The change of a key by the name that the file has for it; an older switch goes with it."""
+    """Return the change of a key under the file's name for it; an older switch is changed too."""
     first, *below = change.key.split(".")
     older = next(
         (old for old, new in target.renamed.items() if new == first and old in content), ""

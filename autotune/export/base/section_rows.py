@@ -1,7 +1,8 @@
 """Rows of the tables that read sections: an adapter's, a quantisation's, a model's.
 
 Keys of TrainingArguments (or SFTConfig) stand for themselves, the others behind a section's name:
-`adapter:r`. Of peft 0.21 tuners/*/config.py and transformers 5.23 utils/quantization_config.py.
+`adapter:r`. They are those of peft 0.21 tuners/*/config.py and transformers 5.23
+utils/quantization_config.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
 
 ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
-"""RECIPE: the table of our own train.py."""
+"""Prefixes of the sections' keys. RECIPE: the table of our own train.py."""
 _LORA = ("lora", "qlora")
 _SECTION = re.compile(r"\b(adapter|quantization|model|recipe|deepspeed):(?=\w)")
 _16_BITS = ("bfloat16", "auto", None)
@@ -43,7 +44,7 @@ UNPREDICTED = {
 
 
 def in_words(text: str) -> str:
-    """Text with keys in it, for people."""
+    """Return text with keys in it, for people."""
     return _SECTION.sub(r"\1 ", text)
 
 
@@ -100,7 +101,7 @@ def _hear_targets(names: object) -> str:
 
 
 def _codes() -> list[tuple[str, str, dict[str, Any]]]:
-    """(quantization, quantization_storage, BitsAndBytesConfig's keywords)."""
+    """Return (quantization, quantization_storage, BitsAndBytesConfig's keywords)."""
     return [
         ("int8", "uint8", {"load_in_8bit": True, "load_in_4bit": False}),
         *(
@@ -123,7 +124,7 @@ def _codes() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def quantization_row(**more: Any) -> Row:
-    """`more` are keys of the model's loader that go with it."""
+    """Row of the quantisation. `more` are keys of the model's loader that belong to it."""
     return choices(
         ("quantization", "quantization_storage"),
         *(
@@ -140,8 +141,11 @@ def quantization_row(**more: Any) -> Row:
 
 
 def precision_row(dtype_key: str, *, is_quantized: bool) -> Row:
-    """The weights' dtype with TrainingArguments' switches. A dtype that is not named is the
-    checkpoint's, taken to be bfloat16; it is float32 for the fp16 of scripts that name none."""
+    """Row of the weights' dtype with TrainingArguments' switches.
+
+    A dtype that is not named is the checkpoint's, taken to be bfloat16; it is float32 for the fp16 of scripts
+    that name none.
+    """
     table = (
         ("bf16-autocast", {"bf16": True, "fp16": False}, _16_BITS),
         ("bf16-mixed", {"bf16": True, "fp16": False}, ("float32",)),
@@ -165,7 +169,7 @@ def precision_row(dtype_key: str, *, is_quantized: bool) -> Row:
 
 
 def with_products(rows: list[Choice], *further: str, is_quantized: bool) -> Row:
-    """Of the precision, and of `further` settings that are said with it.
+    """Row of the precision, and of `further` settings that are said with it.
 
     Products of 4-bit weights follow the precision where it is written, and are not asked for.
     """

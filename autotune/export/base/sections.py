@@ -1,9 +1,9 @@
-"""The tables of what several calls or files say together: TrainingArguments, adapter, quantisation, model.
+"""Tables of what several calls or files say together: TrainingArguments, adapter, quantisation, model.
 
 Keys of TrainingArguments (or SFTConfig) stand for themselves, the others behind a section's name:
 `adapter:r`. A Target is made for what is there: what no call or file of the user's carries has no words.
-Defaults are those of peft 0.21 tuners/*/config.py, transformers 5.23 utils/quantization_config.py, trl
-1.16 trainer/sft_trainer.py.
+Defaults are those of peft 0.21 tuners/*/config.py, transformers 5.23 utils/quantization_config.py, trl 1.16
+trainer/sft_trainer.py.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What is there of a run, and in whose words."""
+    """The parts of a run that are there, and whose words they use."""
 
     name: str
     sections: frozenset[str]
-    """Of arguments, ADAPTER, QUANTIZATION, MODEL; RECIPE is our own train.py."""
+    """Sections that are there: of arguments, ADAPTER, QUANTIZATION, MODEL; RECIPE is our own train.py."""
     is_sft: bool = False
-    """TRL's SFTTrainer trains."""
+    """Whether TRL's SFTTrainer trains."""
     has_sft_defaults: bool = False
-    """Its arguments are an SFTConfig."""
+    """Whether its arguments are an SFTConfig."""
     loads_by_name: bool = False
-    """SFTTrainer is given a name, and SFTConfig how its model is loaded."""
+    """Whether SFTTrainer is given a name, and SFTConfig how its model is loaded."""
     is_unsloth: bool = False
     is_fp8: bool = False
-    """The program sets accelerate's variables for fp8."""
+    """Whether the program sets accelerate's variables for fp8."""
     expandable_segments: bool = False
-    """It sets the allocator's variable."""
+    """Whether it sets the allocator's variable."""
     keeps_checkpointing: bool = False
-    """Something beside the arguments switches it on."""
+    """Whether something beside the arguments switches it on."""
     is_part: bool = False
-    """What is missing is made elsewhere, and open."""
+    """Whether what is missing is made elsewhere, and open."""
 
 
 def adapter_method(fields: Mapping[str, Any], *, is_quantized: bool) -> str:
-    """The method of a PeftConfig's fields."""
+    """Return the method of a PeftConfig's fields."""
     kind = fields.get("peft_type", "LORA")
     if kind == "LORA":
         return "qlora" if is_quantized else "lora"
@@ -73,8 +73,10 @@ def adapter_method(fields: Mapping[str, Any], *, is_quantized: bool) -> str:
 
 
 def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
-    """The table for that shape. `method` is for shapes that leave it open. ValueError: an adapter that no
-    prediction has."""
+    """Return the table for that shape. `method` is for shapes that leave it open.
+
+    ValueError: an adapter that no prediction has.
+    """
     if shape.is_unsloth:
         return unsloth.target_for(
             shape.name,
@@ -182,7 +184,7 @@ def _model_key(shape: Shape) -> str:
 
 
 def _switched_on(row: Row) -> Row:
-    """Without the choices that switch checkpointing off."""
+    """Return the row without the choices that switch checkpointing off."""
     if row.ours[0] != "activation_checkpointing":
         return row
     return dataclasses.replace(row, choices=tuple(c for c in row.choices if c.ours[0]))
@@ -219,7 +221,10 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
 
 
 def _recipe_precision(*, is_quantized: bool) -> Row:
-    """train.py has fp8 and the allocator's settings in variables that it sets, and every dtype by name."""
+    """Row of the precision in train.py.
+
+    It has fp8 and the allocator's settings in variables that it sets, and every dtype by name.
+    """
     rows = []
     for name, is_expandable in itertools.product(PRECISIONS, (False, True)):
         row = PRECISIONS[name]
@@ -266,7 +271,7 @@ def _recipe_rows() -> list[Row]:
 
 
 def _follows(config: TrainConfig) -> dict[str, Any]:
-    """Shared-out weights need it where gradients accumulate (training_args)."""
+    """Return what shared-out weights need where gradients accumulate (training_args)."""
     name = "accelerator_config"
     return {name: training_arguments(config).get(name)}
 

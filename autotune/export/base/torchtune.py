@@ -1,7 +1,7 @@
 """torchtune's recipes read back: the table between our settings and the keys of a torchtune YAML.
 
-Keys as in torchtune 0.6.1, recipes/*_single_device.py and *_distributed.py. Whether there is an adapter
-is in the name of the model's builder, which stays; a recipe without an adapter keeps none.
+Keys as in torchtune 0.6.1, recipes/*_single_device.py and *_distributed.py. Whether there is an adapter is in
+the name of the model's builder, which stays; a recipe without an adapter keeps none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_torchtune(content: Mapping[str, Any]) -> bool:
 
 
 def fitted(content: Mapping[str, Any], method: str) -> Target:  # noqa: ARG001
-    """The table for the builder that a file names."""
+    """Return the table for the builder that a file names."""
     builder = str(value_at(content, _BUILDER)).rpartition(".")[2]
     fixed = dict(TARGET.fixed)
     rows = [row for row in TARGET.rows if row.ours[0] != "method"]
@@ -59,13 +59,16 @@ def fitted(content: Mapping[str, Any], method: str) -> Target:  # noqa: ARG001
 
 
 def _every_layer(row: Row) -> Row:
-    """Only full_finetune_distributed.py reads ac_mode."""
+    """Return the row without ac_mode, so that every layer is checkpointed or none.
+
+    Only full_finetune_distributed.py reads ac_mode.
+    """
     kept = tuple(choice for choice in row.choices if "ac_option" not in choice.theirs)
     return dataclasses.replace(row, choices=kept)
 
 
 def model_of(content: Mapping[str, Any]) -> str | None:
-    """The folder of the checkpoint, or the Hub id that its name and the builder stand for."""
+    """Return the folder of the checkpoint, or the Hub id that its name and the builder stand for."""
     folder = value_at(content, "checkpointer.checkpoint_dir")
     if not isinstance(folder, str):
         return None
@@ -183,7 +186,7 @@ TARGET = Target(
     defaults={"model.apply_lora_to_mlp": False, "model.lora_dropout": 0.0},
     fixed={"trainer": "transformers"},
     refused={
-        "optimizer_in_bwd": "steps in the backward pass, which is not priced",
+        "optimizer_in_bwd": "steps in the backward pass, which is not predicted",
         "tensor_parallel_dim": "shares the run among GPUs as no prediction does",
         "teacher_model": "distils from a second model",
         "policy_model": "trains by reinforcement",
@@ -203,5 +206,7 @@ TARGET = Target(
         "clip_grad_norm": "max_grad_norm",
         "seed": "seed",
     },
-    caveats=((lambda _: True, "torchtune's own loop and loss are not Trainer's, which is priced"),),
+    caveats=(
+        (lambda _: True, "torchtune's own loop and loss are not Trainer's, which is predicted"),
+    ),
 )

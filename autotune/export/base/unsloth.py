@@ -1,4 +1,4 @@
-"""Unsloth's programs read back: the table between our settings and what FastLanguageModel is told.
+"""Unsloth's programs read back: the table between our settings and FastLanguageModel's keywords.
 
 Keywords and defaults of from_pretrained and get_peft_model as in unsloth 2026.10.9 models/loader.py and
 models/llama.py.
@@ -29,7 +29,10 @@ _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 def target_for(
     name: str, content: Mapping[str, Any], *, sections: Collection[str], has_sft_defaults: bool
 ) -> Target:
-    """FastLanguageModel loads, adapts, quantises and checkpoints by words of its own."""
+    """Return the table for FastLanguageModel.
+
+    It loads, adapts, quantises and checkpoints by words of its own.
+    """
     is_full = bool(content.get(f"{MODEL}full_finetuning"))
     has_config = QUANTIZATION in sections
     if not is_full and ADAPTER not in sections:
@@ -107,7 +110,7 @@ def target_for(
         refused={
             **TRAINING_ARGUMENTS.refused,
             f"{MODEL}load_in_16bit": "is said by load_in_4bit=False, which is on by default",
-            f"{MODEL}load_in_fp8": "is a base that is not priced",
+            f"{MODEL}load_in_fp8": "is a base that is not predicted",
             f"{MODEL}qat_scheme": "adds quantisation to the step",
         },
         unpredicted=UNPREDICTED,
@@ -118,8 +121,10 @@ def target_for(
 
 
 def _unsloth_checkpointing(*, is_full: bool) -> Row:
-    """`unsloth` checkpoints every layer and parks what is left in host memory. Of an adapter's two
-    switches the one where it is made decides."""
+    """Row of checkpointing: `unsloth` checkpoints every layer and parks the rest in host memory.
+
+    An adapter has two switches: the one where it is made decides.
+    """
     of_model, of_adapter = (f"{name}use_gradient_checkpointing" for name in (MODEL, ADAPTER))
     ways = (((0, False), False), ((1, False), True), ((1, True), "unsloth"))
     both = (of_model,) if is_full else (of_adapter, of_model)

@@ -1,4 +1,4 @@
-"""Parameters, state and costs: what every optimizer's step is told and answers in."""
+"""Parameters, state and costs: the input and output of every optimizer's step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autotune.common.dtypes import DTYPE_BYTES
 from autotune.memory.allocator import Tape
 
 States = list[list[int]]
-"""Per parameter, the tape's indices of its state on the device."""
+"""Indices on the tape of each parameter's state on the device."""
 
 LOW_PRECISION = frozenset({"float16", "bfloat16"})
 
@@ -28,7 +28,7 @@ class TensorSpec:
     embedding: bool = False
     """Weight of an nn.Embedding: the Trainer keeps its state in 32 bits under 8-bit optimizers."""
     linear: bool = False
-    """Weight of an nn.Linear: what GaLore and APOLLO project when told `all-linear`."""
+    """Weight of an nn.Linear: what GaLore and APOLLO project under `all-linear`."""
 
     @property
     def num_elements(self) -> int:
@@ -50,18 +50,18 @@ class StateTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """What one call costs the GPU, for a roofline."""
+    """Cost of one call on the GPU, for a roofline."""
 
     bytes_moved: int
-    """Read and written, each pass over a tensor counted."""
+    """Bytes read and written, each pass over a tensor counted."""
     num_kernels: int
-    """Launches."""
+    """Number of kernel launches."""
     num_synchronizations: int = 0
     """Times the host waits until the GPU is idle."""
     host_bytes: int = 0
-    """Copied between device and host."""
+    """Bytes copied between device and host."""
     matmul_flops: tuple[tuple[str, float], ...] = ()
-    """Of matrix products, as (dtype, operations)."""
+    """Operations of matrix products, as (dtype, operations)."""
 
     def __add__(self, other: StepCost) -> StepCost:
         flops = dict(self.matmul_flops)
@@ -83,7 +83,7 @@ class Algorithm(Protocol):
     """How an optimizer's step treats memory."""
 
     def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
-        """Return what it keeps for one parameter, in order of allocation."""
+        """Return the tensors that the optimizer keeps for one parameter, in order of allocation."""
         ...
 
     def write_step(self, tape: Tape, specs: Sequence[TensorSpec], states: States | None) -> States:
@@ -109,19 +109,19 @@ class Scope:
         self._index_of: dict[str, int | None] = dict.fromkeys(names)
 
     def new(self, name: str, size_bytes: int) -> None:
-        """`name = ` a tensor that is made now."""
+        """Bind the name to a tensor that is made now (`name = ...`)."""
         index = self.tape.alloc(size_bytes, "temporary")
         self.drop(name)
         self._index_of[name] = index
 
     def rename(self, name: str, new_name: str) -> None:
-        """`new_name = name`, and `name` no more."""
+        """Run `new_name = name`, after which `name` means nothing."""
         index, self._index_of[name] = self._index_of[name], None
         self.drop(new_name)
         self._index_of[new_name] = index
 
     def drop(self, *names: str) -> None:
-        """The names mean no tensor of ours from now on."""
+        """Unbind the names: they mean no tensor of ours from now on."""
         for name in names:
             index, self._index_of[name] = self._index_of[name], None
             if index is not None:
@@ -137,12 +137,12 @@ def alloc_state(tape: Tape, tensors: Iterable[StateTensor]) -> list[int]:
 
 
 def write_passing(tape: Tape, size_bytes: int) -> None:
-    """A temporary that is gone at once."""
+    """Append a temporary that is gone at once."""
     tape.free(tape.alloc(size_bytes, "temporary"))
 
 
 def free_list(tape: Tape, indices: Sequence[int]) -> None:
-    """CPython drops a list's items from the end."""
+    """Free a list's items from the end, as CPython drops them."""
     for index in reversed(indices):
         tape.free(index)
 

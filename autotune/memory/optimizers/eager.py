@@ -84,13 +84,13 @@ class Adafactor(Algorithm):
         return kept
 
     def _gradient(self, spec: TensorSpec) -> TensorSpec:
-        """What the statistics are of."""
+        """Return the gradient that the statistics are taken of: the projected one, if there is one."""
         if self.projection is None or not spec.linear:
             return spec
         return projected(spec, self.projection)
 
     def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
-        """Full-size passes in float32; row and column vectors are left out of the bytes."""
+        """Cost of full-size passes in float32; row and column vectors are left out of the bytes."""
         total = NO_COST
         for spec in specs:
             gradient = self._gradient(spec)
@@ -229,7 +229,10 @@ def factored(spec: TensorSpec) -> bool:
 
 
 def statistics_bytes(spec: TensorSpec) -> tuple[int, ...]:
-    """float32 sums over the last and over the last but one dimension; of a vector all its squares."""
+    """Bytes of float32 sums over the last dimension and over the last but one.
+
+    A vector has all its squares instead.
+    """
     if not factored(spec):
         return (4 * spec.num_elements,)
     *rest, num_rows, num_columns = spec.shape
@@ -237,7 +240,7 @@ def statistics_bytes(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def write_update(scope: Scope, spec: TensorSpec) -> None:
-    """`update` from the squares of the gradient, clipped by its root mean square."""
+    """Append `update` from the squares of the gradient, clipped by its root mean square."""
     tape, full_bytes = scope.tape, 4 * spec.num_elements
     square = tape.alloc(full_bytes, "temporary")
     shifted = tape.alloc(full_bytes, "temporary")
@@ -264,7 +267,7 @@ def write_update(scope: Scope, spec: TensorSpec) -> None:
 
 
 def write_rms(tape: Tape, category: str) -> int:
-    """tensor.norm(2) / sqrt(numel): the quotient stays."""
+    """Append tensor.norm(2) / sqrt(numel): the quotient stays."""
     norm = tape.alloc(4, "temporary")
     quotient = tape.alloc(4, category)
     tape.free(norm)

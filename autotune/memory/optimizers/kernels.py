@@ -39,9 +39,9 @@ class BitsAndBytes(Algorithm):
     slow_average: bool = False
     """AdEMAMix: state1 holds a second moving average (optim/ademamix.py, init_state)."""
     max_unorm: bool = False
-    """A scalar for the norm of the update."""
+    """Whether a scalar is kept for the norm of the update."""
     spares_embeddings: bool = True
-    """Trainer.create_optimizer keeps the state of embeddings in 32 bits."""
+    """Whether the state of embeddings stays in 32 bits (Trainer.create_optimizer)."""
 
     def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
         num_elements = spec.num_elements
@@ -74,7 +74,7 @@ class BitsAndBytes(Algorithm):
         return kept
 
     def write_code_books(self, tape: Tape) -> None:
-        """Shared by all parameters, and moved to the device for the first."""
+        """Append the code books, which all parameters share, and which move to the device for the first."""
         for _ in range(self.num_states):
             tape.alloc(_QMAP_BYTES, "optimizer_state")
 
@@ -130,7 +130,7 @@ class TorchAo(Algorithm):
     def _between_kernels(self, spec: TensorSpec) -> list[int]:
         """Bytes of what one kernel writes for another, in order of allocation.
 
-        Of both moments: the blocks' largest values, scaled values, codes.
+        For both moments: the blocks' largest values, scaled values, codes.
         """
         if self.bits != 4 or not self._quantises(spec):
             return []

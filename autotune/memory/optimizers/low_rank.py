@@ -1,9 +1,9 @@
 """GaLore and APOLLO: the moments of a projected gradient, for the weights of linear layers.
 
-As the Trainer builds them when told `all-linear` (transformers 5.23 trainer_optimizer.py,
-_setup_low_rank_optimizer): one group of all other parameters, then one of every nn.Linear's weight,
-rank 128, a new projection every 200 steps. A step that is written down makes a new projection, as
-the first does: that is what memory must hold. The cost is that of the average step.
+They are built as the Trainer builds them under `all-linear` (transformers 5.23 trainer_optimizer.py,
+_setup_low_rank_optimizer): one group of all other parameters, then one of every nn.Linear's weight, rank 128,
+a new projection every 200 steps. A step that is written down makes a new projection, as the first does: that
+is what memory must hold. The cost is that of the average step.
 
 Where the gradient is float32, GaLore keeps a view of a whole singular matrix: as many bytes as that.
 """
@@ -44,19 +44,19 @@ class Projection(Protocol):
     """Makes the matrix that takes a gradient to few rows or columns."""
 
     def rank(self, spec: TensorSpec) -> int:
-        """Rows or columns that are left."""
+        """Number of rows or columns that are left."""
         ...
 
     def matrix_bytes(self, spec: TensorSpec, dtype: str) -> int:
-        """Bytes that stay, for a gradient of that dtype."""
+        """Bytes of the projection matrix that stay, for a gradient of that dtype."""
         ...
 
     def write_matrix(self, tape: Tape, spec: TensorSpec, dtype: str) -> int:
-        """Append the making of it; return its index, a piece of state."""
+        """Append the making of the matrix; return its index, a piece of state."""
         ...
 
     def update_cost(self, spec: TensorSpec) -> StepCost:
-        """Of making a matrix."""
+        """Cost of making a matrix."""
         ...
 
 
@@ -68,7 +68,7 @@ class SvdProjection(Projection):
     """
 
     clones: bool = True
-    """cuSOLVER works on a copy of the matrix (torch 2.13 ATen/native/cuda/linalg/
+    """Whether the matrix is copied first, as cuSOLVER does (torch 2.13 ATen/native/cuda/linalg/
     BatchLinearAlgebraLib.cpp, svd_cusolver). A CPU's LAPACK does so out of sight."""
 
     def rank(self, spec: TensorSpec) -> int:
@@ -135,7 +135,7 @@ class RandomProjection(Projection):
 
 
 def projected(spec: TensorSpec, projection: Projection) -> TensorSpec:
-    """The gradient that is left of a weight's."""
+    """Return the projected gradient of a weight."""
     rows, columns = spec.shape
     rank = projection.rank(spec)
     shape = (rows, rank) if rows >= columns else (rank, columns)
@@ -150,7 +150,7 @@ def others_first(specs: Sequence[TensorSpec]) -> list[int]:
 def projection_cost(
     spec: TensorSpec, projection: Projection, *, dtype: str, num_products: int
 ) -> StepCost:
-    """Of the products with the matrix, and of its making once in so many steps."""
+    """Cost of the products with the matrix, and of its making once in so many steps."""
     update = projection.update_cost(spec)
     flops = 2 * num_products * spec.num_elements * projection.rank(spec)
     num_elements = spec.num_elements + projected(spec, projection).num_elements
@@ -170,7 +170,7 @@ def projection_cost(
 def write_new_matrix(
     tape: Tape, projection: Projection, spec: TensorSpec, dtype: str, state: list[int]
 ) -> None:
-    """The first piece of a weight's state is replaced, once there is one."""
+    """Append the making of a new matrix, which replaces the first piece of a weight's state, if any."""
     matrix = projection.write_matrix(tape, spec, dtype)
     if state:
         tape.free(state[0])
@@ -178,7 +178,7 @@ def write_new_matrix(
 
 
 def write_product(scope: Scope, name: str, size_bytes: int) -> None:
-    """`name = product * scale`: GaLoreProjector.project_back."""
+    """Append `name = product * scale` (GaLoreProjector.project_back)."""
     scope.new("product", size_bytes)
     scope.new("scaled", size_bytes)
     scope.drop("product")

@@ -41,7 +41,7 @@ class TensorLists(Algorithm):
     step_on_device: bool = False
     """A float32 step count per parameter; else it is on the CPU."""
     state_at_once: bool = False
-    """The optimizer makes all state when it is made itself."""
+    """Whether the optimizer makes all state when it is made itself."""
 
     def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
         moments = (StateTensor(size_bytes=spec.size_bytes),) * self.num_moments
@@ -60,7 +60,7 @@ class TensorLists(Algorithm):
         return kept
 
     def _write_temporaries(self, tape: Tape, lists: Iterable[Sequence[TensorSpec]]) -> None:
-        """Lists per dtype: a variable holds each of them until the next dtype's replaces it."""
+        """Append lists per dtype: a variable holds each of them until the next dtype's replaces it."""
         previous: list[list[int]] = [[] for _ in range(self.num_temporaries)]
         for specs in lists:
             for variable, old in enumerate(previous):
@@ -88,7 +88,7 @@ class ScheduleFree(Algorithm):
     num_moments: int
     passes: tuple[tuple[int, int], ...]
     starts_bare: bool = False
-    """RAdam: no denominators in the first steps (silent_sgd_phase)."""
+    """Whether the first steps have no denominators (RAdam, silent_sgd_phase)."""
 
     def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
         return (StateTensor(size_bytes=spec.size_bytes),) * (1 + self.num_moments)

@@ -1,4 +1,4 @@
-"""What a block of a traced step says: its phase, its kernels, its events with and without gradients."""
+"""A block of a traced step: its phase, its kernels, its events with and without gradients."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from autotune.memory.traces.copies import Layers
 from autotune.memory.traces.terms import Term
 
 Place = tuple[str, int]
-"""(stack, layer): which of several stacks, empty for the first; layer -1 outside of all."""
+"""A block's place as (stack, layer): which of several stacks, empty for the first; layer -1 outside of
+all."""
 
 SETUP_PHASES = ("weights", "adapter", "settled")
 FETCH_PHASES = ("batch", "count")
-"""A micro-batch reaches the device; its labels are counted."""
+"""`batch`: a micro-batch reaches the device; `count`: its labels are counted."""
 FORWARD_PHASES = ("embed", "forward", "head")
 # A second stack of layers (a decoder's, beside an encoder's) has its number behind the phase.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedKernel:
+    """A kernel of a traced step, its sizes still symbolic."""
+
     name: str
     dtype: str
     flops: Term
     moved: tuple[Term, ...]
-    """Bytes read and written, a sum."""
+    """Bytes read and written, as a sum of terms."""
     phase: str
-    """forward, backward, or recompute: activation checkpointing's second forward pass."""
+    """One of forward, backward, or recompute: activation checkpointing's second forward pass."""
     count: int
     chunk_moved: tuple[Term, ...] | None = None
-    """Not None: handles a chunk of tokens, `flops` per token of it. Bytes per token of it."""
+    """Bytes per token of a chunk; where not None, the kernel handles a chunk of tokens, and `flops` is per
+    token of it."""
     repeated: bool = False
-    """Launched for each chunk but the first."""
+    """Whether it is launched for each chunk but the first."""
 
 
 def is_setup(phase: str) -> bool:
@@ -50,7 +54,7 @@ def is_forward(phase: str) -> bool:
 def cut(
     events: list[int], starts: Sequence[tuple[str, int, int]]
 ) -> list[tuple[str, Place, list[int]]]:
-    """Events by block; the phase without the stack, which the place names."""
+    """Return the events by block; the phase without the stack, which the place names."""
     ends = [*(start for *_, start in starts[1:]), len(events)]
     blocks = []
     for (phase, layer, start), end in zip(starts, ends, strict=True):
@@ -60,7 +64,7 @@ def cut(
 
 
 def adding(tensors: Sequence[Mapping[str, Any]], block: Mapping[str, Any]) -> list[int]:
-    """A block's events where gradients exist already: the new one is added to the old and freed."""
+    """Return a block's events where gradients exist already: the new one is added to the old and freed."""
     shadow = len(tensors)
     handed_over: dict[int, list[int]] = {}
     for position, gradient in block["accumulate"]:
@@ -79,7 +83,7 @@ def adding(tensors: Sequence[Mapping[str, Any]], block: Mapping[str, Any]) -> li
 
 
 def giving_up(block: Mapping[str, Any]) -> list[int]:
-    """A block's events where a gradient is given up as soon as its parameter has it."""
+    """Return a block's events where a gradient is given up as soon as its parameter has it."""
     handed_over: dict[int, list[int]] = {}
     for position, gradient in block["accumulate"]:
         handed_over.setdefault(position, []).append(~gradient)
@@ -92,7 +96,7 @@ def giving_up(block: Mapping[str, Any]) -> list[int]:
 
 
 def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[TracedKernel]:
-    """Equal kernels of a micro-step once, with their number."""
+    """Return the kernels of a micro-step, equal ones once with their number."""
     counts: dict[tuple[Any, ...], int] = {}
     for block in blocks:
         if is_setup(block["phase"]) or is_fetch(block["phase"]):

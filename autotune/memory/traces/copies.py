@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Events = npt.NDArray[np.int32]
-"""In order: i when tensor i is allocated, ~i when it is freed."""
+"""Events in order: i when tensor i is allocated, ~i when it is freed."""
 
 
 class BrokenTrace(Exception):
@@ -20,7 +20,7 @@ class BrokenTrace(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers:
-    """Which traced layer each layer of the whole model copies.
+    """The traced layer that each layer of the whole model copies.
 
     What comes before the pattern, the first period and the last stand for themselves, and so does the
     remainder; the second period repeats in between.
@@ -30,7 +30,7 @@ class Layers:
     full: int
     period: int
     first: int = 0
-    """Where the pattern begins."""
+    """The layer at which the pattern begins."""
 
     def source(self, layer: int) -> int:
         extra = self.full - self.traced
@@ -48,7 +48,7 @@ class Layers:
         return 1 if traced_layer < 0 else len(self.instances(traced_layer))
 
     def period_of(self, layer: Any) -> Any:
-        """Number of its period, from 0; negative before the pattern. Of traced layers."""
+        """Number of a traced layer's period, from 0; negative before the pattern."""
         return (layer - self.first) // self.period
 
 
@@ -127,8 +127,10 @@ class Copies:
         """Traced tensor of each number."""
 
     def events(self, traced: Mapping[int, list[int]]) -> tuple[Events, list[tuple[int, int, int]]]:
-        """The whole model's events in order, from those of traced blocks; where each block starts, as
-        (traced block, layer, position)."""
+        """Return the whole model's events in order, from those of traced blocks, and where each block starts.
+
+        A start is (traced block, layer, position).
+        """
         located = {index: self._locate(index, events) for index, events in traced.items()}
         copied = {index: self._seen_from_within(index, located) for index in traced}
         parts, columns = [], []
@@ -202,7 +204,7 @@ class Copies:
 
 
 def order_of(blocks: Sequence[Mapping[str, Any]], layers: Layers) -> list[tuple[int, int]]:
-    """(traced block, layer of the whole model) in order of execution."""
+    """Return (traced block, layer of the whole model) in order of execution."""
     order: list[tuple[int, int]] = []
     indices = range(len(blocks))
     for (phase, repeats), group in itertools.groupby(

@@ -1,4 +1,4 @@
-"""What a reduction on CUDA needs where several blocks of threads share an output.
+"""Memory that a reduction on CUDA needs where several blocks of threads share an output.
 
 Source: pytorch v2.13 aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig, ReduceConfig).
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 _MOST_THREADS = 512
 WARP = 32
 _LEAST_VALUES, LEAST_SHARED = 16, 256
-"""Values of a thread: no block gets fewer, and up to so many are left to one block."""
+"""Values per thread: no block gets fewer, and up to so many are left to one block."""
 _MOST_VECTOR = 4
-"""Outputs that a thread works on together, where they lie side by side."""
+"""Most outputs that a thread works on together, where they lie side by side."""
 
 
 def shared_bytes(
@@ -23,8 +23,8 @@ def shared_bytes(
 ) -> tuple[int, int]:
     """Bytes of the partial results and of the semaphores beside them; (0, 0) where none are needed.
 
-    `num_inputs`: values of one output. `num_in_row`: of the outputs, how many lie side by side in the input;
-    0 where the values of one output do. `item_bytes` is of what is accumulated in.
+    `num_inputs`: values of one output. `num_in_row`: how many outputs lie side by side in the input; 0 where
+    the values of one output do. `item_bytes`: bytes of the type in which it accumulates.
     """
     vector = _MOST_VECTOR if num_in_row else 1
     while num_in_row and num_in_row % vector:

@@ -12,7 +12,7 @@ from autotune.memory.traces.terms import Array
 
 
 def in_blocks(sizes: npt.ArrayLike) -> Array:
-    """As the allocator rounds them: to 512 B (autotune.memory.allocator)."""
+    """Sizes as the allocator rounds them: up to 512 B (autotune.memory.allocator)."""
     rounded: Array = (np.asarray(sizes, dtype=np.int64) + 511) & -512
     return rounded
 

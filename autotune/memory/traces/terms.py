@@ -10,7 +10,7 @@ import numpy.typing as npt
 from autotune.memory.traces.reductions import shared_bytes
 
 Term = tuple[int, int, int]
-"""(coefficient, power of the micro-batch, power of the rank)."""
+"""A size as (coefficient, power of the micro-batch, power of the rank)."""
 
 Array = npt.NDArray[np.int64]
 
@@ -32,34 +32,35 @@ def _embedding_partials(numbers: Sequence[int]) -> int:
 
 
 def _embedding_rows(numbers: Sequence[int]) -> int:
-    """A number for each row that got a gradient: (indices, rows). Likewise."""
+    """Bytes of a number for each row that got a gradient: (indices, rows), none up to 3,072 indices."""
     indices, rows = numbers
     return 0 if indices <= 3072 else 8 * min(indices, rows)
 
 
 def _embedding_sort(numbers: Sequence[int]) -> int:
-    """What sorting takes: (indices, bytes). Likewise."""
+    """Bytes that sorting an embedding's indices takes: (indices, bytes), none up to 3,072 indices."""
     indices, size_bytes = numbers
     return 0 if indices <= 3072 else size_bytes
 
 
 def _near(numbers: Sequence[int]) -> int:
-    """A tensor that is one longer or shorter than a size that is a term: (size, bytes each, +1 or -1)."""
+    """Bytes of a tensor one longer or shorter than a size that is a term: (size, bytes each, +1 or -1)."""
     size, item_bytes, beyond = numbers
     return (size + beyond) * item_bytes
 
 
 def _reduction(numbers: Sequence[int]) -> int:
-    """What blocks of threads share: (0 partial results or 1 semaphores, what shared_bytes asks)."""
+    """Bytes that blocks of threads share: (0 partial results or 1 semaphores, arguments of shared_bytes)."""
     part, *asked = numbers
     return shared_bytes(*asked)[part]
 
 
 def flash_splits(numbers: Sequence[int]) -> int:
-    """What flash attention's forward pass adds up where it splits the keys: (samples, heads, queries, keys,
-    size of a head, multiprocessors, floats per query).
+    """Bytes that flash attention's forward pass adds up where it splits the keys.
 
-    It does where a block of 64 queries for each head fills less than 80 % of the card, into the fewest
+    From (samples, heads, queries, keys, size of a head, multiprocessors, floats per query).
+
+    It splits where a block of 64 queries for each head fills less than 80 % of the card, into the fewest
     parts whose last wave is at most 15 % emptier than the best. Source: torch 2.13
     transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv and num_splits_heuristic.
     """
@@ -87,7 +88,7 @@ RULES = {
     "near": _near,
     "reduction": _reduction,
 }
-"""By name of the rule: bytes of the terms beside it."""
+"""Bytes by name of the rule, from the terms beside it."""
 
 
 def _liger_rows(num_tokens: int, num_parts: int) -> int:

@@ -34,9 +34,9 @@ class Launch:
 
     kernel: TracedKernel
     flops: float
-    """Of one launch."""
+    """Floating-point operations of one launch."""
     bytes_moved: float
-    """Of one launch."""
+    """Bytes that one launch reads and writes."""
     count: int
 
 
@@ -45,7 +45,7 @@ class TracedParameter:
     """One weight of the whole model."""
 
     number: int
-    """Of its tensor."""
+    """Number of the parameter's tensor."""
     place: Place
     shape: tuple[Term, ...]
     dtype: str
@@ -128,23 +128,23 @@ class Trace:
 
     @functools.cached_property
     def template(self) -> list[int]:
-        """Traced tensor that each tensor is a copy of."""
+        """Return the traced tensor that each tensor is a copy of."""
         return listed(self._template)
 
     @functools.cached_property
     def categories(self) -> list[str]:
-        """Of allocator.CATEGORIES, per tensor."""
+        """Return each tensor's category, one of allocator.CATEGORIES."""
         return list(self._categories)
 
     @property
     def operations(self) -> list[str]:
-        """What made each tensor: an operation, or a weight's name; empty where that was not traced."""
+        """Return what made each tensor: an operation, or a weight's name; empty where that was not traced."""
         made_by = [tensor.get("operation", "") for tensor in self._tensors]
         return [made_by[number] for number in self.template]
 
     @property
     def layers(self) -> dict[int, int]:
-        """Layer of each tensor that a layer makes in its first micro-step."""
+        """Return the layer of each tensor that a layer makes in its first micro-step."""
         blocks = (*cut(self.setup, self._setup_starts), *self.blocks())
         return {
             number: layer
@@ -183,21 +183,21 @@ class Trace:
 
     @functools.cached_property
     def released_first(self) -> list[int]:
-        """As `first`, but each gradient is freed where its parameter gets it."""
+        """Return the events of `first`, but each gradient is freed where its parameter gets it."""
         return listed(self._released_first)
 
     @functools.cached_property
     def released(self) -> list[int]:
-        """The same once workspaces exist."""
+        """Return the events of `released_first` once workspaces exist."""
         return listed(self._released)
 
     @property
     def step_buffers(self) -> list[int]:
-        """Tensors that live for the optimizer step alone; one GPU needs none."""
+        """Return tensors that live for the optimizer step alone; one GPU needs none."""
         return []
 
     def blocks(self) -> list[tuple[str, Place, list[int]]]:
-        """(phase, place, events) of `first`, in order."""
+        """Return (phase, place, events) of `first`, in order."""
         return cut(self.first, self._first_starts)
 
     def parameters(self) -> list[TracedParameter]:
@@ -225,8 +225,10 @@ class Trace:
         return listed(self._traced_sizes(micro_batch, rank)[self._template])
 
     def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
-        """Bytes alive after each event of `setup`, `again`, `next` or `released`, from zero; 512 B
-        blocks."""
+        """Bytes alive after each event, from zero, in blocks of 512 B.
+
+        `events`: the list of `setup`, `again`, `next` or `released`.
+        """
         order: Events = getattr(self, f"_{events}")
         return running(order, self._rounded_sizes(micro_batch, rank)[self._template])
 
@@ -246,7 +248,7 @@ class Trace:
         return traced
 
     def _chunk_rows(self, micro_batch: int) -> tuple[int, int]:
-        """(tokens of a chunk, tokens of the micro-batch)."""
+        """Return (tokens of a chunk, tokens of the micro-batch)."""
         assert self._chunks is not None
         name, tokens, beyond, constant = self._chunks
         num_tokens = evaluate(tokens, micro_batch, 1) + beyond
@@ -266,7 +268,7 @@ class Trace:
     def _per_chunk(
         self, kernel: TracedKernel, flops: int, bytes_moved: float, micro_batch: int, rank: int
     ) -> Launch:
-        """Its launches. The last chunk has fewer tokens than the others: their mean."""
+        """Return a chunked kernel's launches. The last chunk has fewer tokens than the others: their mean."""
         rows, num_tokens = self._chunk_rows(micro_batch)
         num_chunks = -(-num_tokens // rows)
         mean_rows = num_tokens / num_chunks
@@ -280,9 +282,9 @@ class Trace:
         )
 
     def trainable(self, rank: int) -> list[TensorSpec]:
-        """What an optimizer sees: parameters that get a gradient, in the model's order.
+        """Return the parameters that get a gradient, in the model's order, as an optimizer sees them.
 
-        A model that reads images besides gets none for its eyes from text.
+        In a model that reads images too, those of its image part get none from text.
         """
         return [
             self._spec(self._tensors[self._template[number]], rank)
@@ -310,7 +312,7 @@ class Trace:
         )
 
     def num_parameters(self, rank: int) -> tuple[int, int]:
-        """(all, trainable) elements, 4-bit weights counted unpacked."""
+        """Return (all, trainable) elements, 4-bit weights counted unpacked."""
         total = trainable = 0
         for copies, entry in self._counts:
             total += copies * sum(evaluate(t, 1, rank) for t in entry["total"])
@@ -318,8 +320,11 @@ class Trace:
         return total, trainable
 
     def _categorise(self, forward: Events) -> npt.NDArray[np.object_]:
-        """The worker's word; else a parameter is what set-up leaves, an activation what the forward
-        pass leaves, and the rest are temporaries."""
+        """Categories of the tensors, by the worker's word where it has one.
+
+        Else a parameter is what set-up leaves, an activation what the forward pass leaves, and the rest are
+        temporaries.
+        """
         worker = np.array([tensor.get("category") for tensor in self._tensors], dtype=object)
         categories = worker[self._template]
         unnamed = np.array([category is None for category in categories])
@@ -334,7 +339,10 @@ class Trace:
         return categories
 
     def _check(self, events: Events) -> None:
-        """Every tensor is made once and freed once after; only gradients, workspaces and the loss stay."""
+        """Check that every tensor is made once and freed once after.
+
+        Only gradients, workspaces and the loss stay.
+        """
         numbers, positions = numbers_of(events), np.arange(len(events))
         is_free = events < 0
         made_at = np.full(len(self._template), len(events))
