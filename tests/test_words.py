@@ -12,8 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "autotune"
 
 DONE = (
-    "catalogue", "common", "debug", "doctor", "export", "jobs", "memory", "nightly", "records",
-    "space", "speed",
+    "catalogue", "common", "debug", "doctor", "export", "jobs", "memory", "nightly", "predict",
+    "probe", "records", "report", "space", "speed", "store", "worker",
 )  # fmt: skip
 
 IN_MID_AIR = (
