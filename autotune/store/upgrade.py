@@ -2,9 +2,9 @@
 them, left alone where a newer one did.
 
 An upgrade is one transaction, and two processes that open an old database at once make it once. A file
-of SQLite is copied beside itself first (`autotune.db.before-0002`); a copy of what a server holds is for
-its own tools, such as pg_dump. What only reads Optuna's tables (`studies list`, `report`) takes an old
-database as it is.
+of SQLite is copied beside itself first (`autotune.db.before-0002`, by the revision that it is brought to);
+a copy of what a server holds is for its own tools, such as pg_dump. What only reads Optuna's tables
+(`studies list`, `report`) takes an old database as it is.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from autotune.store.database import (
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-_FIRST = "0001"
-"""What a database with a table of probes and without a version is at."""
 _BUSY_SECONDS = 60
 """How long to wait for another process that upgrades the same file: a million probes take it a minute."""
 _LOCK = 0x6175746F74756E65
@@ -98,13 +96,12 @@ def _revision(connection: Connection) -> str | None:
 
     tables = sqlalchemy.inspect(connection).get_table_names()
     refuse_stranger(connection.engine.url, tables)
-    if schema.VERSION_TABLE in tables:
-        column = sqlalchemy.column("version_num", sqlalchemy.String)
-        query = sqlalchemy.select(column).select_from(sqlalchemy.table(schema.VERSION_TABLE))
-        found: str | None = connection.execute(query).scalar()
-        if found is not None:
-            return found
-    return _FIRST if schema.probes.name in tables else None
+    if schema.VERSION_TABLE not in tables:
+        return None
+    column = sqlalchemy.column("version_num", sqlalchemy.String)
+    query = sqlalchemy.select(column).select_from(sqlalchemy.table(schema.VERSION_TABLE))
+    found: str | None = connection.execute(query).scalar()
+    return found
 
 
 def _upgrade(connection: Connection, revision: str | None) -> None:
@@ -122,8 +119,6 @@ def _upgrade(connection: Connection, revision: str | None) -> None:
     config.attributes["connection"] = connection
     kept = None if revision is None else _keep(connection, f"before-{HEAD}")
     try:
-        if revision == _FIRST:
-            command.stamp(config, revision)
         command.upgrade(config, HEAD)
         connection.commit()
     except BaseException as error:
