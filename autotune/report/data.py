@@ -67,6 +67,8 @@ class Trial(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportData:
+    """A study's answer and its trials, ready to be drawn."""
+
     answer: StoredAnswer
     trials: tuple[TrialRow, ...]
 

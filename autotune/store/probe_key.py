@@ -3,9 +3,6 @@
 The budget is no part of a key: what a run took tells whether it stays within any other budget, too. Settings
 at their defaults are left out too, so that a setting that a later version adds, off by default, leaves the
 keys of earlier measurements as they are.
-
-Records from before revision 0002 of the tables have a key of another kind (`first_key`), in which the budget
-and the model's configuration are hidden: given the model, it is worked out again and compared.
 """
 
 from __future__ import annotations
@@ -92,22 +89,6 @@ def columns_of(record: Any) -> dict[str, str]:
         **{name: spec[name] for name in ("varied_steps", "lengths") if spec.get(name)},
     }
     return {"near_key": _digest(near), "fingerprint": _digest(fingerprint), "device": device}
-
-
-def first_key(model: str, record: Mapping[str, Any]) -> str:
-    """The key that the first releases gave to this record; `model` is its model's configuration as JSON."""
-    spec = record["spec"]
-    parts = {
-        "model": json.loads(model),
-        "config": record["config"],
-        "task": spec["task"],
-        "backend": spec["backend"],
-        "memory_budget_bytes": spec["memory_budget_bytes"],
-        "confirm_steps": spec["confirm_steps"],
-        "fingerprint": record["fingerprint"],
-        "schema_version": record["schema_version"],
-    }
-    return _digest(parts)
 
 
 def _is_default(name: str, value: object) -> bool:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from autotune.records.measurement import Measurement, measurement_from_dict
 from autotune.store import locks
-from autotune.store.probe_key import ProbeKey, first_key
+from autotune.store.probe_key import ProbeKey
 from autotune.store.upgrade import open_engine
 
 if TYPE_CHECKING:
@@ -60,15 +60,14 @@ class ProbeTable:
         import sqlalchemy
 
         table = self._table
-        query = sqlalchemy.select(table.c.key, table.c.model_digest, table.c.record).where(
+        query = sqlalchemy.select(table.c.record).where(
             table.c.near_key == key.near_key,
-            table.c.model_digest.in_([key.model_digest, ""]),
+            table.c.model_digest == key.model_digest,
             table.c.fingerprint == key.fingerprint,
         )
         with self._engine.connect() as connection:
-            rows = connection.execute(query.order_by(table.c.id.desc()))
-            for row_key, model_digest, text in rows:
-                measurement = _read(text, None if model_digest else (row_key, key.model))
+            for (text,) in connection.execute(query.order_by(table.c.id.desc())):
+                measurement = _read(text)
                 if measurement is None:
                     continue
                 if measurement.outcome == "slow" and not _is_below(measurement, slow_below):
@@ -87,12 +86,10 @@ class ProbeTable:
 
         table = self._table
         asked = {key.near_key: (key, what) for key, what in keys.items()}
-        # The newest first; those whose model only their record tells, until one that says it.
-        wanted: dict[int, str] = {}
-        settled: set[str] = set()
-        columns = (table.c.id, table.c.near_key, table.c.model_digest, table.c.fingerprint)
+        newest: dict[str, int] = {}
+        columns = (table.c.id, table.c.near_key, table.c.fingerprint)
         query = sqlalchemy.select(*columns).where(
-            table.c.model_digest.in_([*{key.model_digest for key in keys}, ""]),
+            table.c.model_digest.in_({key.model_digest for key in keys}),
             table.c.outcome.in_(("ok", "oom")),
         )
         with self._engine.connect() as connection:
@@ -101,28 +98,15 @@ class ProbeTable:
                     query.where(table.c.near_key.in_(page)).order_by(table.c.id.desc())
                 )
                 for row in rows:
-                    if row.fingerprint == asked[row.near_key][0].fingerprint:
-                        continue
-                    if row.near_key not in settled:
-                        wanted[row.id] = row.near_key
-                        settled.update([row.near_key] if row.model_digest else [])
+                    if row.fingerprint != asked[row.near_key][0].fingerprint:
+                        newest.setdefault(row.near_key, row.id)
             found: dict[Any, Measurement] = {}
-            record = sqlalchemy.select(
-                table.c.id, table.c.key, table.c.model_digest, table.c.record
-            )
-            for numbers in _pages(sorted(wanted, reverse=True)):
-                rows = connection.execute(
-                    record.where(table.c.id.in_(numbers)).order_by(table.c.id.desc())
-                )
-                for row in rows:
-                    key, what = asked[wanted[row.id]]
-                    if what in found:
-                        continue
-                    measurement = _read(
-                        row.record, None if row.model_digest else (row.key, key.model)
-                    )
+            record = sqlalchemy.select(table.c.near_key, table.c.record).order_by(table.c.id)
+            for numbers in _pages(sorted(newest.values())):
+                for near_key, text in connection.execute(record.where(table.c.id.in_(numbers))):
+                    measurement = _read(text)
                     if measurement is not None:
-                        found[what] = measurement
+                        found[asked[near_key][1]] = measurement
         return found
 
     def add(
@@ -201,18 +185,14 @@ def _is_below(measurement: Measurement, tokens_per_second: float) -> bool:
     return speed * (1 + 2 * spread) < tokens_per_second
 
 
-def _read(text: str, first: tuple[str, str] | None) -> Measurement | None:
-    """The measurement of a row of the table; None where it is another model's, or cannot be read.
+def _read(text: str) -> Measurement | None:
+    """The measurement of a row; None for what cannot be read, another version's, say.
 
-    `first`: key and model of a row that may be another model's. A row that cannot be read (another version's,
-    say) stays, and the probe is made again.
+    Such a row stays, and the probe is made again.
     """
     try:
-        record: Any = json.loads(text)
-        if first is not None and first_key(first[1], record) != first[0]:
-            return None
-        return measurement_from_dict(record)
-    except (ValueError, KeyError):
+        return measurement_from_dict(json.loads(text))
+    except ValueError:
         return None
 
 

@@ -26,7 +26,7 @@ from sqlalchemy import (
     Text,
 )
 
-HEAD = "0003"
+HEAD = "0001"
 """The newest revision of migrations/versions."""
 VERSION_TABLE = "autotune_schema"
 
@@ -46,7 +46,7 @@ probes = Table(
     Column("record", Text, nullable=False),
     # What was measured, on which device: what probes of the same card have in common.
     Column("near_key", _DIGEST, nullable=False, server_default=""),
-    # Of the model's configuration; empty in rows of before it was kept: `key` tells there.
+    # Of the model's configuration.
     Column("model_digest", _DIGEST, nullable=False, server_default=""),
     Column("fingerprint", _DIGEST, nullable=False, server_default=""),
     Column("device", Text, nullable=False, server_default=""),

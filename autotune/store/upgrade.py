@@ -1,9 +1,9 @@
 """Makes our tables in a database, brings old ones up to date, and leaves a newer autotune's alone.
 
 An upgrade is one transaction, and two processes that open an old database at once make it once. A file
-of SQLite is copied beside itself first (`autotune.db.before-0002`); a copy of what a server holds is for
-its own tools, such as pg_dump. What only reads Optuna's tables (`studies list`, `report`) takes an old
-database as it is.
+of SQLite is copied beside itself first (`autotune.db.before-0002`, by the revision that it is brought to);
+a copy of what a server holds is for its own tools, such as pg_dump. What only reads Optuna's tables
+(`studies list`, `report`) takes an old database as it is.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from autotune.store.database import (
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-_FIRST = "0001"
-"""Revision of a database that has a table of probes and no version."""
 _BUSY_SECONDS = 60
 """Seconds to wait for another process that upgrades the same file: a million probes take it a minute."""
 _LOCK = 0x6175746F74756E65
@@ -106,13 +104,12 @@ def _revision(connection: Connection) -> str | None:
 
     tables = sqlalchemy.inspect(connection).get_table_names()
     refuse_stranger(connection.engine.url, tables)
-    if schema.VERSION_TABLE in tables:
-        column = sqlalchemy.column("version_num", sqlalchemy.String)
-        query = sqlalchemy.select(column).select_from(sqlalchemy.table(schema.VERSION_TABLE))
-        found: str | None = connection.execute(query).scalar()
-        if found is not None:
-            return found
-    return _FIRST if schema.probes.name in tables else None
+    if schema.VERSION_TABLE not in tables:
+        return None
+    column = sqlalchemy.column("version_num", sqlalchemy.String)
+    query = sqlalchemy.select(column).select_from(sqlalchemy.table(schema.VERSION_TABLE))
+    found: str | None = connection.execute(query).scalar()
+    return found
 
 
 def _upgrade(connection: Connection, revision: str | None) -> None:
@@ -130,8 +127,6 @@ def _upgrade(connection: Connection, revision: str | None) -> None:
     config.attributes["connection"] = connection
     kept = None if revision is None else _keep(connection, f"before-{HEAD}")
     try:
-        if revision == _FIRST:
-            command.stamp(config, revision)
         command.upgrade(config, HEAD)
         connection.commit()
     except BaseException as error:

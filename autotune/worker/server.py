@@ -7,7 +7,6 @@ Control messages are JSON objects, one per line: the parent's on stdin, the serv
 Requests and answers of jobs never come this way: they go through the files of autotune.worker.client.isolate.
 
     parent                               server
-                                         {"ready": true}          what is imported is imported
     {"job": {"request": path,            {"started": pid, "state": {...}}   forked, with `state`
       "result": path, "printed": path}}  {"unfit": reason}        or not: forking would not be safe
     {"signal": number}                   (sends it to the job's process group)
@@ -159,7 +158,6 @@ class _Server:
         self._rest = b""
 
     def serve(self) -> None:
-        self._reply(ready=True)
         while True:
             readable, _, _ = select.select([self._requests, self._wakeup], [], [])
             if self._wakeup in readable and signal.SIGTERM in os.read(self._wakeup, 4096):

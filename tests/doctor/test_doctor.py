@@ -20,6 +20,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from fake_nvml import fake_nvml
+from next_revision import NEXT, next_revision
 
 from autotune import cli, doctor
 from autotune.common.units import GIB, MIB
@@ -270,15 +271,6 @@ def test_what_is_no_folder_cannot_be_written(tmp_path: Path) -> None:
     assert host._why_not_written(tmp_path / "not" / "there" / "yet") == ""
 
 
-def old_database(path: Path) -> None:
-    """As the first release made it."""
-    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute(
-            "CREATE TABLE autotune_probes (id INTEGER PRIMARY KEY, key VARCHAR(64) NOT NULL, made_at "
-            "DATETIME NOT NULL, outcome VARCHAR(16) NOT NULL, record TEXT NOT NULL)"
-        )
-
-
 def test_the_database(tmp_path: Path) -> None:
     ask, url = ASK["database"], "sqlite:///x.db"
     check(ask(Told(url)), "ok", "not there yet")
@@ -286,8 +278,8 @@ def test_the_database(tmp_path: Path) -> None:
     with upgrade.open_engine(url):
         pass
     check(ask(Told(url)), "ok", "sqlite:///x.db on sqlite 3", "autotune's tables are at 000")
-    old_database(tmp_path / "old.db")
-    check(ask(Told("sqlite:///old.db")), "warn", "0001", "a copy is kept")
+    with next_revision():
+        check(ask(Told(url)), "warn", "0001", f"this version makes {NEXT}", "a copy is kept")
     with contextlib.closing(sqlite3.connect(tmp_path / "x.db")) as connection, connection:
         connection.execute("UPDATE autotune_schema SET version_num = '9999'")
     check(ask(Told(url)), "fail", "newer autotune", "Update autotune")

@@ -3,10 +3,11 @@
     python -m tests.faults.kill_store [--kills 100] [--seed 1]
 
 Three writers, in turn: one adds probes and says the number of each when it is kept, one upgrades a database
-of the first release, one imports a file of studies. Each is killed (SIGKILL) after a random time within
-what it takes undisturbed. After every kill the database is whole (SQLite's integrity_check), opens, and
-holds every probe that was said to be kept, every old record, no study of which a trial is missing. In the
-end the same command finishes what was killed. Exits 1 when anything of this fails.
+to a revision after the newest (tests/support/next_revision.py), one imports a file of studies. Each is
+killed (SIGKILL) after a random time within what it takes undisturbed. After every kill the database is whole
+(SQLite's integrity_check), opens, and holds every probe that was said to be kept, every old record, no study
+of which a trial is missing. In the end the same command finishes what was killed. Exits 1 when anything of
+this fails.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from pathlib import Path
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
+from autotune.store import schema
 from autotune.store.optuna_study import open_study
 from autotune.store.predicted_trials import record_estimates
-from autotune.store.probe_key import first_key, probe_key
+from autotune.store.probe_key import probe_key
 from autotune.store.probe_table import open_probes
 from autotune.store.transfer.exporting import export
 from autotune.store.transfer.importing import import_file
 from autotune.store.upgrade import open_engine
 from tests.support.answers import estimate as made_up_estimate
+from tests.support.next_revision import next_revision
 
 ROOT = Path(__file__).parents[2]
 NUM_OLD_RECORDS = 2000
@@ -82,7 +85,7 @@ def add(url: str) -> None:
 
 def upgrade(url: str) -> None:
     print("begun", flush=True)
-    with open_engine(url):
+    with next_revision(), open_engine(url):
         print("upgraded", flush=True)
 
 
@@ -93,20 +96,23 @@ def take_in(url: str) -> None:
 
 
 def old_database(file: Path) -> None:
-    with contextlib.closing(sqlite3.connect(file)) as connection, connection:
-        connection.execute(
-            "CREATE TABLE autotune_probes (id INTEGER NOT NULL PRIMARY KEY, key VARCHAR(64) NOT NULL, "
-            "made_at DATETIME NOT NULL, outcome VARCHAR(16) NOT NULL, record TEXT NOT NULL)"
-        )
-        connection.execute("CREATE INDEX ix_autotune_probes_key ON autotune_probes (key)")
+    with open_engine(f"sqlite:///{file}") as engine, engine.begin() as connection:
         rows = []
-        for number in range(NUM_OLD_RECORDS):
-            record = json.loads(json.dumps(measured(number).to_dict()))
-            text = json.dumps(record)
-            key = first_key(json.dumps(MODEL), record)
-            rows.append((key, "2026-01-02 03:04:05.000000", "ok", text))
-        insert = "INSERT INTO autotune_probes (key, made_at, outcome, record) VALUES (?, ?, ?, ?)"
-        connection.executemany(insert, rows)
+        for one in map(measured, range(NUM_OLD_RECORDS)):
+            key = probe_key(MODEL, one.config, SPEC, HERE)
+            rows.append(
+                {
+                    "key": key.digest,
+                    "near_key": key.near_key,
+                    "model_digest": key.model_digest,
+                    "fingerprint": key.fingerprint,
+                    "device": HERE.device,
+                    "made_at": schema.utc_now(),
+                    "outcome": one.outcome,
+                    "record": json.dumps(one.to_dict()),
+                }
+            )
+        connection.execute(schema.probes.insert(), rows)
 
 
 def studies_file(folder: Path) -> str:
@@ -146,7 +152,8 @@ def all_old(file: Path, _: list[str]) -> str:
     if count != NUM_OLD_RECORDS:
         return f"{count} of {NUM_OLD_RECORDS} old records"
     # Opened by the next one, it is upgraded after all, and everything is found.
-    return all_kept(file, ["0", str(NUM_OLD_RECORDS - 1)])
+    with next_revision():
+        return all_kept(file, ["0", str(NUM_OLD_RECORDS - 1)])
 
 
 def no_half_study(file: Path, said: list[str]) -> str:

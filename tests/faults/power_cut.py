@@ -3,8 +3,8 @@
     python -m tests.faults.power_cut [--cuts 300] [--seed 1]
 
 Needs a C compiler. Three writers: one searches in studies, probe after probe, and says each when it is kept;
-one upgrades a database of the first release; one imports a file of studies. What each does to its files
-is recorded, call by call (file_operations.c). Then the power is cut at random moments: of what no fsync
+one upgrades a database to a revision after the newest; one imports a file of studies. What each does to its
+files is recorded, call by call (file_operations.c). Then the power is cut at random moments: of what no fsync
 has covered by then any part may be missing, torn or there without what came before it (torn_disk.py says
 exactly what is assumed). After every cut the database is whole (SQLite's integrity_check), opens, and holds
 every probe and every answer that was said to be kept, every old record, no study of which a trial is
@@ -64,6 +64,7 @@ from tests.faults.kill_store import (
     take_in,
 )
 from tests.support.answers import estimate as made_up_estimate
+from tests.support.next_revision import NEXT, next_revision
 
 NAME = "studies/autotune.db"
 """Of the database, within the folder that is recorded; the folder in between is made by the writer."""
@@ -222,7 +223,11 @@ def write_searches(url: str, num_models: int) -> None:
 def write_upgrade(url: str, _: int) -> None:
     """As a search does: Optuna's tables first, whose log is there then, and ours beside them."""
     workload = Workload(model="m", memory_budget_bytes=BUDGET_BYTES)
-    with open_study(url, "m", workload=workload, gpu="CPU"), open_probes(url):
+    with (
+        next_revision(),
+        open_study(url, "m", workload=workload, gpu="CPU"),
+        open_probes(url),
+    ):
         print("upgraded", flush=True)
 
 
@@ -273,11 +278,9 @@ def num_trials(file: Path) -> int:
 
 def check_upgrade(file: Path, said: list[str]) -> tuple[str, Counter[str]]:
     with contextlib.closing(sqlite3.connect(file)) as connection:
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
-    is_upgraded = schema.VERSION_TABLE in tables
-    copies = [
-        path for path in file.parent.iterdir() if path.name.endswith(f".before-{schema.HEAD}")
-    ]
+        ((revision,),) = connection.execute(f"SELECT version_num FROM {schema.VERSION_TABLE}")
+    is_upgraded = revision == NEXT
+    copies = [path for path in file.parent.iterdir() if path.name.endswith(f".before-{NEXT}")]
     counts = Counter({"upgraded": int(is_upgraded), "copies": len(copies)})
     if said and not is_upgraded:
         return "it was said to be upgraded, and is not", counts

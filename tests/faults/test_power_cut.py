@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from autotune.store import schema
 from tests.faults import kill_store, power_cut, torn_disk
+from tests.support.next_revision import NEXT
 
 OLD, NEW = b"o" * 10_000, b"n" * 10_000
 
@@ -132,7 +132,7 @@ def test_an_upgrade_begins_when_the_copy_is_sure(
             break
         disk.do(operation)
     copies = {path: content for path, content in disk.sure().items() if ".before-" in path}
-    assert list(copies) == [f"{power_cut.NAME}.before-{schema.HEAD}"]
+    assert list(copies) == [f"{power_cut.NAME}.before-{NEXT}"]
     (tmp_path / "copy.db").write_bytes(*copies.values())
     monkeypatch.setattr(power_cut, "NUM_OLD_RECORDS", 20)
     assert power_cut.is_whole(tmp_path / "copy.db") == ""

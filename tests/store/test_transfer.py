@@ -194,6 +194,7 @@ DAMAGES: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("probe", put("kind", value="virus"), "kind is 'virus'"),
     ("probe", put("kind", value="header"), "it is a header"),
     ("probe", put("key", value="'; DROP TABLE autotune_probes; --"), "key is"),
+    ("probe", put("model_digest", value=""), "model_digest is ''"),
     ("probe", put("made_at", value="yesterday"), "Invalid isoformat"),
     ("probe", put("made_at", value=None), "made_at is missing"),
     ("probe", put("model", value="a\0b"), "model is"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from next_revision import NEXT, next_revision
 
 from autotune.errors import StorageError
 from autotune.records.fingerprint import Fingerprint
@@ -42,11 +42,11 @@ HERE = Fingerprint(
 )
 
 
-def measured(micro_batch_size: int = 2, budget_bytes: int = 10**9) -> Measurement:
+def measured(micro_batch_size: int) -> Measurement:
     return Measurement(
         config=dataclasses.replace(CONFIG, micro_batch_size=micro_batch_size),
         spec=ProbeSpec(
-            task="causal-lm", backend="cpu", memory_budget_bytes=budget_bytes, max_seconds=10.0
+            task="causal-lm", backend="cpu", memory_budget_bytes=10**9, max_seconds=10.0
         ),
         fingerprint=HERE,
         outcome="ok",
@@ -58,50 +58,11 @@ def measured(micro_batch_size: int = 2, budget_bytes: int = 10**9) -> Measuremen
     )
 
 
-def record_of_release_0(measurement: Measurement) -> dict[str, Any]:
-    """As it was written before probed_budget_bytes, and before torch_compile_backend was a setting."""
-    record = json.loads(json.dumps(measurement.to_dict()))
-    del record["probed_budget_bytes"]
-    del record["config"]["torch_compile_backend"]
-    return record
-
-
-def key_of_release_0(record: dict[str, Any]) -> str:
-    """Written out here once more: what the first releases wrote must stay readable."""
-    parts = {
-        "model": MODEL,
-        "config": record["config"],
-        "task": "causal-lm",
-        "backend": "cpu",
-        "memory_budget_bytes": record["spec"]["memory_budget_bytes"],
-        "confirm_steps": 0,
-        "fingerprint": record["fingerprint"],
-        "schema_version": 1,
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def database_of_release_0(url: str, *records: dict[str, Any]) -> None:
-    engine = sqlalchemy.create_engine(url)
-    with engine.begin() as connection:
-        # The statements that SQLAlchemy emitted for the table of the first releases.
-        kind = "SERIAL" if engine.dialect.name == "postgresql" else "INTEGER"
-        when = "TIMESTAMP WITHOUT TIME ZONE" if kind == "SERIAL" else "DATETIME"
-        connection.exec_driver_sql(
-            f"CREATE TABLE autotune_probes (id {kind} NOT NULL, key VARCHAR(64) NOT NULL, "
-            f"made_at {when} NOT NULL, outcome VARCHAR(16) NOT NULL, record TEXT NOT NULL, "
-            "PRIMARY KEY (id))"
-        )
-        connection.exec_driver_sql("CREATE INDEX ix_autotune_probes_key ON autotune_probes (key)")
-        for record in records:
-            connection.execute(
-                sqlalchemy.text(
-                    "INSERT INTO autotune_probes (key, made_at, outcome, record) "
-                    "VALUES (:key, '2026-01-02 03:04:05.000000', 'ok', :record)"
-                ),
-                {"key": key_of_release_0(record), "record": json.dumps(record)},
-            )
-    engine.dispose()
+def old_database(url: str, num_probes: int = 1) -> None:
+    """One of before the next revision, with probes of 1, 2, ... samples."""
+    with open_probes(url) as table:
+        for one in map(measured, range(1, num_probes + 1)):
+            table.add(probe_key(MODEL, one.config, one.spec, HERE), one)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -156,49 +117,39 @@ def test_an_empty_database_gets_the_tables_of_schema(url: str, tmp_path: Path) -
     assert list(tmp_path.glob("*before*")) == []
 
 
-def test_one_of_the_first_release_gets_them_too_and_keeps_its_probes(url: str) -> None:
-    database_of_release_0(url, record_of_release_0(measured()))
-    assert differences(url) == []
-    assert revision(url) == schema.HEAD
+def test_an_old_one_gets_the_tables_of_the_next_revision_and_keeps_its_probes(url: str) -> None:
+    old_database(url, num_probes=2)
+    with next_revision():
+        with open_probes(url) as table:
+            for one in (measured(1), measured(2)):
+                key = probe_key(MODEL, one.config, one.spec, HERE)
+                assert table.find(key, 10**9) == one
+        assert revision(url) == NEXT
     engine = sqlalchemy.create_engine(url)
     with engine.connect() as connection:
-        (row,) = connection.execute(schema.probes.select())
+        rows = connection.exec_driver_sql("SELECT record, added FROM autotune_probes").all()
     engine.dispose()
-    assert json.loads(row.record) == record_of_release_0(measured())
-    assert (row.device, row.model_digest) == ("a CPU", "")
+    assert [row.added for row in rows] == [row.record for row in rows]
+    assert len(rows) == 2
 
 
-def test_what_the_first_release_measured_is_found_for_its_model_only(url: str) -> None:
-    database_of_release_0(
-        url,
-        record_of_release_0(measured(micro_batch_size=2)),
-        record_of_release_0(measured(micro_batch_size=4, budget_bytes=2 * 10**9)),
-        {"no": "record"} | {"spec": {"memory_budget_bytes": 1}, "config": {}, "fingerprint": {}},
-    )
-    with open_probes(url) as table:
-        for size, probed_bytes in ((2, 10**9), (4, 2 * 10**9)):
-            wanted = measured(micro_batch_size=size, budget_bytes=probed_bytes)
-            key = probe_key(MODEL, wanted.config, wanted.spec, HERE)
-            assert table.find(key, probed_bytes) == wanted
-            # For another budget, too: what it was measured under is in its old key.
-            other = table.find(key, 3 * 10**9)
-            assert other is not None
-            assert (other.fits, other.probed_budget_bytes) == (True, probed_bytes)
-            stranger = probe_key({**MODEL, "hidden_size": 65}, wanted.config, wanted.spec, HERE)
-            assert table.find(stranger, probed_bytes) is None
+def test_an_empty_database_goes_through_every_revision(url: str, tmp_path: Path) -> None:
+    with next_revision(), open_engine(url):
+        pass
+    assert revision(url) == NEXT
+    assert list(tmp_path.glob("*before*")) == []
 
 
 def test_a_copy_of_the_file_is_kept_as_it_was(file: Path) -> None:
     url = f"sqlite:///{file}"
-    database_of_release_0(url, record_of_release_0(measured()))
+    old_database(url)
     before = dump(file)
-    with open_engine(url):
-        pass
-    with open_engine(url):
-        pass
+    for _ in range(2):
+        with next_revision(), open_engine(url):
+            pass
     (kept,) = file.parent.glob("*before*")
-    assert kept.name == f"autotune.db.before-{schema.HEAD}"
-    assert dump(kept) == before
+    assert kept.name == f"autotune.db.before-{NEXT}"
+    assert dump(kept) == before != dump(file)
 
 
 def test_studies_of_an_old_database_are_listed_without_upgrading_it(file: Path) -> None:
@@ -207,12 +158,10 @@ def test_studies_of_an_old_database_are_listed_without_upgrading_it(file: Path) 
         url, "s", workload=Workload(model="m", memory_budget_bytes=10**9), gpu="g"
     ):
         pass
-    database_of_release_0(url, record_of_release_0(measured()))
-    assert [study.name for study in stored_answers.listed(url)] == ["s"]
-    with sqlite3.connect(file) as connection:
-        assert connection.execute(
-            "SELECT count(*) FROM sqlite_master WHERE name = 'autotune_schema'"
-        ).fetchone() == (0,)
+    old_database(url)
+    with next_revision():
+        assert [study.name for study in stored_answers.listed(url)] == ["s"]
+    assert revision(url) == schema.HEAD
 
 
 def test_a_newer_one_is_refused_and_left_alone(url: str) -> None:
@@ -248,7 +197,7 @@ def test_no_room_for_the_copy_is_one_clear_line(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"sqlite:///{file}"
-    database_of_release_0(url, record_of_release_0(measured()))
+    old_database(url)
     before = dump(file)
 
     class Full(sqlite3.Connection):
@@ -265,6 +214,7 @@ def test_no_room_for_the_copy_is_one_clear_line(
     )
     with (
         pytest.raises(StorageError, match=r"full.*Nothing was changed") as raised,
+        next_revision(),
         open_engine(url),
     ):
         pass
@@ -278,24 +228,33 @@ def test_no_room_for_the_upgrade_leaves_everything_as_it_was(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"sqlite:///{file}"
-    records = (record_of_release_0(measured(micro_batch_size=n)) for n in range(1, 40))
-    database_of_release_0(url, *records)
+    old_database(url, num_probes=40)
     before, num_pages = dump(file), file.stat().st_size // 4096
     pragmas = [*database.SQLITE_PRAGMAS, f"max_page_count={num_pages + 2}"]
     monkeypatch.setattr(database, "SQLITE_PRAGMAS", pragmas)
-    with pytest.raises(StorageError, match="disk is full"), open_engine(url):
+    with (
+        pytest.raises(StorageError, match="disk is full"),
+        next_revision(),
+        open_engine(url),
+    ):
         pass
     assert dump(file) == before
     assert list(file.parent.glob("*before*")) == []
     monkeypatch.undo()
-    assert differences(url) == []
+    with next_revision(), open_engine(url):
+        pass
+    assert revision(url) == NEXT
 
 
 def test_one_that_cannot_be_written_is_one_clear_line(file: Path) -> None:
-    database_of_release_0(f"sqlite:///{file}", record_of_release_0(measured()))
+    old_database(f"sqlite:///{file}")
     before = dump(file)
     url = f"sqlite:///file:{file}?mode=ro&uri=true"
-    with pytest.raises(StorageError, match="cannot be written") as raised, open_engine(url):
+    with (
+        pytest.raises(StorageError, match="cannot be written") as raised,
+        next_revision(),
+        open_engine(url),
+    ):
         pass
     assert "\n" not in str(raised.value)
     assert dump(file) == before
@@ -320,17 +279,30 @@ def test_the_file_of_an_address(address: str, path: str | None) -> None:
     assert found == (None if path is None else Path(path))
 
 
-OPENS = "import sys; from autotune.store.upgrade import open_engine; open_engine(sys.argv[1]).__enter__()"
+OPENS = """
+import sys
+from next_revision import next_revision
+from autotune.store.upgrade import open_engine
+with next_revision(), open_engine(sys.argv[1]):
+    pass
+"""
 
 
 def test_processes_that_open_an_old_one_at_once_upgrade_it_once(url: str, file: Path) -> None:
-    records = [record_of_release_0(measured(micro_batch_size=n)) for n in range(1, 60)]
-    database_of_release_0(url, *records)
+    old_database(url, num_probes=60)
     command = [sys.executable, "-c", OPENS, url]
-    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    started = [
+        subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for _ in range(3)
+    ]
     ended = [(process.communicate(timeout=60)[1], process.returncode) for process in started]
     assert ended == [("", 0)] * 3
-    assert differences(url) == []
+    assert revision(url) == NEXT
     assert len(list(file.parent.glob("*before*"))) == int(url.startswith("sqlite"))
 
 

@@ -80,7 +80,7 @@ def _probes(
 
     query = probes.select().order_by(probes.c.id)
     if models is not None:
-        # Rows of before it was kept have no name.
+        # A probe may have been kept without its model's name.
         query = query.where(probes.c.model.in_([*models, ""]))
     with (
         open_engine(url) as engine,

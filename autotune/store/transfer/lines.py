@@ -193,10 +193,9 @@ def _probe(values: Values) -> Values:
     measurement = measurement_from_dict(record)
     if measurement.outcome != texts["outcome"]:
         raise ValueError("its outcome is not its record's")
-    if not _DIGEST.fullmatch(texts["key"]):
-        raise ValueError(f"key is {json_records.shown(texts['key'])}")
-    if texts["model_digest"] and not _DIGEST.fullmatch(texts["model_digest"]):
-        raise ValueError(f"model_digest is {json_records.shown(texts['model_digest'])}")
+    for name in ("key", "model_digest"):
+        if not _DIGEST.fullmatch(texts[name]):
+            raise ValueError(f"{name} is {json_records.shown(texts[name])}")
     return {
         **texts,
         **columns_of(record),

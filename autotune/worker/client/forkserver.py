@@ -144,7 +144,7 @@ class ForkServer:
                 break
             try:
                 self.last_fork = self._server.fork(job)
-                return _Forked(self._server)
+                return self._server
             except _Unfit as error:
                 self.unfit_reason = str(error)
                 self.close()
@@ -167,33 +167,16 @@ class _Unfit(Exception):
     """The server will not fork; the message says why."""
 
 
-class _Forked:
-    """A job of the server, as a launching.Process."""
-
-    def __init__(self, server: _Server) -> None:
-        self._server = server
-
-    def has_exited(self) -> bool:
-        return self._server.job_has_exited()
-
-    def signal(self, number: int) -> None:
-        self._server.signal(number)
-
-    def reap(self) -> int:
-        return self._server.reap_job()
-
-
 class _Server:
-    """A server process and its one job.
+    """A server process, and the launching.Process of its one job.
 
-    The process is not reaped before `close`, so that its id stays its own.
+    The server is not reaped before `close`, so that its id stays its own.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._environment = environment
         self._is_closed = False
         self._has_hung_up = False
-        self._is_ready = False
         self._unfit_reason = ""
         self._fork: Fork | None = None
         self._exit_code: int | None = None
@@ -226,7 +209,7 @@ class _Server:
         """Whether the server still runs and its jobs see these variables."""
         if self._is_closed or environment != self._environment:
             return False
-        return not _has_ended(self.pid)
+        return not launching.has_ended(self.pid)
 
     def fork(self, job: launching.Job) -> Fork:
         """Start a job.
@@ -234,21 +217,13 @@ class _Server:
         Raises _Unfit or _ServerGone: then it has not begun.
         """
         assert self._is_job_gone
-        self._read_until(lambda: self._is_ready)
-        self._expect_job()
-        paths = {"request": job.request_path, "result": job.result_path}
-        self._send(job={k: str(v) for k, v in (paths | {"printed": job.printed_path}).items()})
-        self._read_until(lambda: self._fork is not None or bool(self._unfit_reason))
-        if self._fork is None:
-            self._is_job_gone = True
-            raise _Unfit(self._unfit_reason)
-        return self._fork
-
-    def _expect_job(self) -> None:
         self._fork = self._exit_code = None
         self._is_job_gone = False
+        paths = {"request": job.request_path, "result": job.result_path}
+        self._send(job={k: str(v) for k, v in (paths | {"printed": job.printed_path}).items()})
+        return self._started()
 
-    def job_has_exited(self) -> bool:
+    def has_exited(self) -> bool:
         self._read(0)
         if self._has_hung_up and not self._is_job_gone:
             self.close()
@@ -260,9 +235,9 @@ class _Server:
             with contextlib.suppress(_ServerGone):
                 self._send(signal=int(number))
 
-    def reap_job(self) -> int:
+    def reap(self) -> int:
         give_up = time.monotonic() + PATIENCE_SECONDS
-        while not self.job_has_exited() and time.monotonic() < give_up:
+        while not self.has_exited() and time.monotonic() < give_up:
             self._read(isolate.POLL_SECONDS)
         if not self._is_job_gone:
             self.close()
@@ -279,7 +254,7 @@ class _Server:
         self._is_closed = True
         self._requests.close()
         give_up = time.monotonic() + CLOSE_SECONDS
-        while not _has_ended(self.pid) and time.monotonic() < give_up:
+        while not launching.has_ended(self.pid) and time.monotonic() < give_up:
             self._read(isolate.POLL_SECONDS)
         os.kill(self.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -304,15 +279,15 @@ class _Server:
             pid = self._fork.pid
             # ChildProcessError: no child, so the server has killed its group and reaped it.
             with contextlib.suppress(ChildProcessError):
-                _has_ended(pid)
+                launching.has_ended(pid)
                 for send in (os.killpg, os.kill):
                     # It leads no group yet when it was just let go.
                     with contextlib.suppress(ProcessLookupError):
                         send(pid, signal.SIGKILL)
                 give_up = time.monotonic() + PATIENCE_SECONDS
-                while not _has_ended(pid) and time.monotonic() < give_up:
+                while not launching.has_ended(pid) and time.monotonic() < give_up:
                     time.sleep(isolate.POLL_SECONDS)
-                if _has_ended(pid):
+                if launching.has_ended(pid):
                     exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             _reap_group(pid)
         if self._exit_code is None:
@@ -324,14 +299,19 @@ class _Server:
         except (BrokenPipeError, ValueError) as error:
             raise _ServerGone(self._last_words()) from error
 
-    def _read_until(self, is_true: Callable[[], bool]) -> None:
+    def _started(self) -> Fork:
+        """What the server says of its fork; before its first it imports."""
         give_up = time.monotonic() + READY_SECONDS
-        while not is_true():
+        while self._fork is None:
+            if self._unfit_reason:
+                self._is_job_gone = True
+                raise _Unfit(self._unfit_reason)
             if self._has_hung_up:
                 raise _ServerGone(self._last_words())
             if time.monotonic() > give_up:
                 raise _ServerGone(f"no answer within {READY_SECONDS:g} s")
             self._read(isolate.POLL_SECONDS)
+        return self._fork
 
     def _read(self, timeout_seconds: float) -> bool:
         """Take in the messages that are there or arrive in time; return whether there were any."""
@@ -349,8 +329,6 @@ class _Server:
 
     def _take(self, message: dict[str, Any]) -> None:
         match message:
-            case {"ready": _}:
-                self._is_ready = True
             case {"started": pid, "state": state}:
                 self._fork = Fork(pid=pid, server_pid=self.pid, **state)
             case {"unfit": reason}:
@@ -363,14 +341,6 @@ class _Server:
     def _last_words(self) -> str:
         printed = isolate.tail(self._printed, _TAIL_BYTES)
         return isolate.last_line(printed) or "It ended without a word"
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a child has ended, which is left a zombie.
-
-    Raises ChildProcessError where it is no child.
-    """
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _reap_group(group: int) -> None:

@@ -89,10 +89,7 @@ class _Spawned:
         self._process = process
 
     def has_exited(self) -> bool:
-        if self._process.returncode is not None:
-            return True
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self._process.pid, options) is not None
+        return self._process.returncode is not None or has_ended(self._process.pid)
 
     def signal(self, number: int) -> None:
         if self._process.returncode is not None:
@@ -103,6 +100,11 @@ class _Spawned:
 
     def reap(self) -> int:
         return self._process.wait()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a child has ended. It is left a zombie. Raises ChildProcessError for no child."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def spawn(command: Sequence[str], job: Job) -> Process:

@@ -21,6 +21,8 @@ import torch
 
 
 class Clock(Protocol):
+    """A clock that marks moments of a device, or of the host."""
+
     def mark(self) -> Any:
         """Return a mark of now: on the device's own time line, where it has one."""
 
@@ -32,6 +34,8 @@ class Clock(Protocol):
 
 
 class CpuClock:
+    """The host's clock: every mark is past at once."""
+
     def mark(self) -> float:
         return time.perf_counter()
 

@@ -1,0 +1,1 @@
+"""The revisions of our tables, oldest first."""
