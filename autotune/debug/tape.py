@@ -17,13 +17,14 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from autotune.common import json_records
 from autotune.common.files import read_text
 from autotune.common.units import MIB
 from autotune.common.version import __version__
 from autotune.errors import ConfigError
+from autotune.memory.allocator import EMPTY_CACHE
 from autotune.predict.estimator import Estimator
 from autotune.predict.steps import Steps
 from autotune.space.config import TrainConfig
@@ -31,6 +32,9 @@ from autotune.space.config import TrainConfig
 KIND = "autotune-tape"
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 256 * MIB
+
+Event = int | Literal["empty_cache"]
+"""i where tensor i is allocated, ~i where it is freed, and where torch.cuda.empty_cache() runs."""
 
 _BLOCK_BYTES = 512
 """Allocations are rounded up to it: autotune.memory.allocator."""
@@ -46,7 +50,7 @@ class TapeTensor:
     """One tensor; it may be allocated again in later steps."""
 
     size_bytes: int
-    """Requested. Negative: no tensor, but torch.cuda.empty_cache()."""
+    """Requested."""
     category: str
     """One of allocator.CATEGORIES."""
     operation: str
@@ -110,8 +114,8 @@ class TapeFile:
     peak: TapePeak
     phases: tuple[TapePhase, ...]
     tensors: tuple[TapeTensor, ...]
-    events: tuple[int, ...]
-    """In order: i where tensor i is allocated, ~i where it is freed."""
+    events: tuple[Event, ...]
+    """In order."""
     kernels: tuple[TapeKernel, ...]
 
     def phase_at(self, event: int) -> TapePhase:
@@ -123,6 +127,8 @@ class TapeFile:
         """Numbers of the tensors that live at the peak, the largest first."""
         live: dict[int, None] = {}
         for event in self.events[: self.peak.event + 1]:
+            if event == "empty_cache":
+                continue
             if event < 0:
                 live.pop(~event, None)
             elif self.tensors[event].size_bytes > 0:
@@ -184,7 +190,7 @@ def tape_of(estimator: Estimator, config: TrainConfig, *, model: str, task: str)
         ),
         phases=_phases(steps, config.gradient_accumulation_steps - 1),
         tensors=_tensors(steps, trace.operations, trace.layers),
-        events=tuple(steps.events()),
+        events=tuple("empty_cache" if event == EMPTY_CACHE else event for event in steps.events()),
         kernels=tuple(
             TapeKernel(
                 name=kernel.name,
@@ -222,8 +228,6 @@ def _tensors(steps: Steps, operations: list[str], layers: dict[int, int]) -> tup
     def operation(number: int) -> str:
         if number < len(operations):
             return operations[number]
-        if steps.sizes[number] < 0:
-            return "empty_cache"
         is_of_step = number in steps.of_update
         return "optimizer step" if is_of_step else "Trainer"
 
@@ -273,7 +277,7 @@ def _tape(values: Any) -> TapeFile:
 def _check(tape: TapeFile) -> None:
     num_tensors, num_events = len(tape.tensors), len(tape.events)
     for position, event in enumerate(tape.events):
-        if type(event) is not int or not -num_tensors <= event < num_tensors:
+        if event != "empty_cache" and not -num_tensors <= event < num_tensors:
             raise ValueError(
                 f"events[{position}] is {json_records.shown(event)}, and is no tensor's"
             )

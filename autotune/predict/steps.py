@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autotune.memory.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay
 from autotune.memory.optimizers.core import LOW_PRECISION, States
 from autotune.memory.traces import Trace
 from autotune.predict.optimizer_update import MOST_STEPS, Update
@@ -77,23 +77,23 @@ def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -
     row = OPTIMIZERS[config.optimizer]
     if row.updates:
         assert isinstance(trace, Trace)  # A rule: on one GPU only.
-        tape, parts = _updating_in_backward(trace, row, len(sizes) + 1, config)
+        tape, parts = _updating_in_backward(trace, row, len(sizes), config)
     else:
-        tape, parts = update.tape, _updating_after(trace, update, len(sizes) + 1, config)
-    marker = len(sizes)
-    kept = _KeptByTrainer(trace, sizes, config, num_before=marker + 1 + len(tape.sizes))
+        tape, parts = update.tape, _updating_after(trace, update, len(sizes), config)
+    behind = len(sizes) + len(tape.sizes)
+    kept = _KeptByTrainer(trace, sizes, config, num_before=behind)
     setup = [
         *trace.setup,
         # Accelerator.free_memory empties the cache before the Trainer makes the optimizer.
-        *(marker, ~marker),
-        *_shifted(update.made, marker + 1),
+        EMPTY_CACHE,
+        *_shifted(update.made, len(sizes)),
         *kept.scalars(),
     ]
     parts = [Part(-1, _SETUP, setup), *map(kept.added_to, parts)]
     return Steps(
-        sizes=[*sizes, EMPTY_CACHE_BYTES, *tape.sizes, *kept.tape.sizes],
-        categories=[*trace.categories, "temporary", *tape.categories, *kept.tape.categories],
-        of_update=range(marker + 1, marker + 1 + len(tape.sizes)),
+        sizes=[*sizes, *tape.sizes, *kept.tape.sizes],
+        categories=[*trace.categories, *tape.categories, *kept.tape.categories],
+        of_update=range(len(sizes), behind),
         parts=parts,
         sure_step=_sure_step(config),
     )
@@ -170,10 +170,10 @@ class _KeptByTrainer:
         return events
 
 
-def _emptied(config: TrainConfig, step: int, num_tensors: int) -> list[int]:
+def _emptied(config: TrainConfig, step: int) -> list[int]:
     """The Trainer empties the cache between forward and backward (training_step)."""
-    every, marker = config.torch_empty_cache_steps, num_tensors - 1
-    return [marker, ~marker] if every and not step % every else []
+    every = config.torch_empty_cache_steps
+    return [EMPTY_CACHE] if every and not step % every else []
 
 
 def _sure_step(config: TrainConfig) -> int:
@@ -201,7 +201,7 @@ def _updating_after(
         middle = trace.num_forward_events
         if is_first:
             middle += trace.num_forward_workspaces
-        emptied = _emptied(config, step, num_tensors)
+        emptied = _emptied(config, step)
         return [
             Part(step, f"{_FORWARD}{suffix}", events[:middle]),
             Part(step, f"{_BACKWARD}{suffix}", [*emptied, *events[middle:]]),
@@ -255,7 +255,7 @@ def _updating_in_backward(
     for step in (0, *_later_steps(config)):
         micro_step = trace.released if step else trace.released_first
         middle = trace.num_forward_events + (0 if step else trace.num_forward_workspaces)
-        events = _emptied(config, step, num_tensors)
+        events = _emptied(config, step)
         waiting: int | None = None
         for event in micro_step[middle:]:
             if ~event not in gradients:

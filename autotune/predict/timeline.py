@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from autotune.memory.allocator import CATEGORIES
+from autotune.memory.allocator import CATEGORIES, EMPTY_CACHE
 from autotune.memory.traces.copies import numbers_of
 from autotune.memory.traces.running import changes, in_blocks
 from autotune.predict.steps import Steps
@@ -17,7 +17,9 @@ def timeline_of(steps: Steps, peak_event: int) -> Timeline:
     """The step with the event at which allocated memory peaks, as a replay of the steps says."""
     parts, events = steps.parts, steps.events()
     order = np.asarray(events, dtype=np.int64)
-    deltas = changes(order, np.maximum(in_blocks(steps.sizes), 0))
+    is_of_tensor = order != EMPTY_CACHE
+    order = np.where(is_of_tensor, order, 0)
+    deltas = np.where(is_of_tensor, changes(order, in_blocks(steps.sizes)), 0)
     category_of = np.asarray(steps.categories)[numbers_of(order)]
     running = np.stack([np.cumsum(np.where(category_of == n, deltas, 0)) for n in CATEGORIES])
     starts = [0, *accumulate(len(part.events) for part in parts)]
