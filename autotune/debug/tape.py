@@ -27,6 +27,7 @@ from autotune.errors import ConfigError
 from autotune.memory.allocator import EMPTY_CACHE
 from autotune.predict.estimator import Estimator
 from autotune.predict.steps import Steps
+from autotune.records.charts import StepPhase
 from autotune.space.config import TrainConfig
 
 KIND = "autotune-tape"
@@ -56,7 +57,7 @@ class TapeTensor:
     operation: str
     """ATen's name of the operation that allocates it, or a weight's name; empty where nobody knows."""
     phase: str
-    """In which it is allocated first."""
+    """In which it is allocated first; empty for what none of these steps allocates."""
     layer: int | None
     """Of the model; None outside of its layers."""
 
@@ -67,7 +68,7 @@ class TapePhase:
 
     step: int
     """Optimizer step, from 0; -1 before the first."""
-    phase: str
+    phase: StepPhase
     first_event: int
     repeats: int
     """How often a run goes through it, and its neighbours of the same step and number, together."""

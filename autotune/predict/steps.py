@@ -15,13 +15,25 @@ from autotune.memory.optimizers.core import LOW_PRECISION, States
 from autotune.memory.traces import Trace
 from autotune.predict.optimizer_update import MOST_STEPS, Update
 from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.records.charts import StepPhase
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, Optimizer
 from autotune.space.precisions import PRECISIONS
 
-_SETUP, _FORWARD, _BACKWARD, _OPTIMIZER = "set-up", "forward", "backward", "optimizer"
-_AGAIN = ", further micro-batches"
-"""They are alike: one is replayed, however many the configuration accumulates."""
+_FIRST = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.FORWARD_AND_BACKWARD)
+_AGAIN = (
+    StepPhase.FORWARD_AGAIN,
+    StepPhase.BACKWARD_AGAIN,
+    StepPhase.FORWARD_AND_BACKWARD_AGAIN,
+)
+"""The same of further micro-batches."""
+_WITHOUT_FORWARD = (
+    StepPhase.BACKWARD,
+    StepPhase.BACKWARD_AGAIN,
+    StepPhase.BACKWARD_AND_OPTIMIZER,
+    StepPhase.OPTIMIZER,
+)
+_WITHOUT_BACKWARD = (StepPhase.FORWARD, StepPhase.FORWARD_AGAIN, StepPhase.OPTIMIZER)
 
 _NUM_SCALARS, _NUM_SCALARS_OF_SCALER, _SCALAR_BYTES = 1, 2, 4
 """Kept for good: the sum of losses (Trainer._run_epoch); a scaler's factor, and the steps since it changed
@@ -34,13 +46,13 @@ class Part:
 
     step: int
     """Optimizer step, from 0; -1 before the first."""
-    phase: str
+    phase: StepPhase
     events: list[int]
 
     @property
     def is_repeated(self) -> bool:
         """Whether it stands for all micro-batches of its step but the first."""
-        return self.phase.endswith(_AGAIN)
+        return self.phase in _AGAIN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +101,7 @@ def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -
         *_shifted(update.made, len(sizes)),
         *kept.scalars(),
     ]
-    parts = [Part(-1, _SETUP, setup), *map(kept.added_to, parts)]
+    parts = [Part(-1, StepPhase.SETUP, setup), *map(kept.added_to, parts)]
     return Steps(
         sizes=[*sizes, *tape.sizes, *kept.tape.sizes],
         categories=[*trace.categories, *tape.categories, *kept.tape.categories],
@@ -138,11 +150,11 @@ class _KeptByTrainer:
             self._step = part.step
             self._fetch()
             before = self._written()
-        if part.phase.startswith(_FORWARD) and self._trace.loss is not None:
+        if part.phase not in _WITHOUT_FORWARD and self._trace.loss is not None:
             made = events.index(self._trace.loss)
             self._losses.append(self.tape.alloc(_SCALAR_BYTES, "temporary"))
             events = [*events[:made], *self._written(), *events[made + 1 :]]
-        if _BACKWARD in part.phase and len(self._losses) > 1:
+        if part.phase not in _WITHOUT_BACKWARD and len(self._losses) > 1:
             self.tape.free(self._losses.pop(0))
             after = self._written()
         return Part(part.step, part.phase, [*before, *events, *after])
@@ -194,28 +206,33 @@ def _updating_after(
     trace: Trace | RankTrace, update: Update, num_tensors: int, config: TrainConfig
 ) -> list[Part]:
     def micro_step(
-        events: list[int], step: int, *, is_first: bool = False, suffix: str = ""
+        events: list[int],
+        step: int,
+        phases: tuple[StepPhase, StepPhase, StepPhase] = _FIRST,
+        *,
+        is_first: bool = False,
     ) -> list[Part]:
+        forward, backward, both = phases
         if not isinstance(trace, Trace):
-            return [Part(step, f"{_FORWARD} and {_BACKWARD}{suffix}", events)]
+            return [Part(step, both, events)]
         middle = trace.num_forward_events
         if is_first:
             middle += trace.num_forward_workspaces
         emptied = _emptied(config, step)
         return [
-            Part(step, f"{_FORWARD}{suffix}", events[:middle]),
-            Part(step, f"{_BACKWARD}{suffix}", [*emptied, *events[middle:]]),
+            Part(step, forward, events[:middle]),
+            Part(step, backward, [*emptied, *events[middle:]]),
         ]
 
     def optimizer_step(events: list[int], step: int) -> Part:
         zero_grad = [~gradient for gradient in trace.gradients]
         done = [~number for number in trace.step_buffers]
         written = _shifted(events, num_tensors)
-        return Part(step, _OPTIMIZER, [*trace.step_buffers, *written, *done, *zero_grad])
+        return Part(step, StepPhase.OPTIMIZER, [*trace.step_buffers, *written, *done, *zero_grad])
 
     def further(step: int) -> list[Part]:
         is_more = config.gradient_accumulation_steps > 1
-        return micro_step(trace.next, step, suffix=_AGAIN) if is_more else []
+        return micro_step(trace.next, step, _AGAIN) if is_more else []
 
     parts = [
         *micro_step(trace.first, 0, is_first=True),
@@ -268,8 +285,8 @@ def _updating_in_backward(
                 waiting = ~event
         if waiting is not None:
             events += update(waiting)
-        parts.append(Part(step, _FORWARD, micro_step[:middle]))
-        parts.append(Part(step, f"{_BACKWARD} and {_OPTIMIZER}", events))
+        parts.append(Part(step, StepPhase.FORWARD, micro_step[:middle]))
+        parts.append(Part(step, StepPhase.BACKWARD_AND_OPTIMIZER, events))
     return tape, parts
 
 

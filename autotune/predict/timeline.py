@@ -10,7 +10,7 @@ from autotune.memory.allocator import CATEGORIES, EMPTY_CACHE
 from autotune.memory.traces.copies import numbers_of
 from autotune.memory.traces.running import changes, in_blocks
 from autotune.predict.steps import Steps
-from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
+from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, StepPhase, Timeline
 
 
 def timeline_of(steps: Steps, peak_event: int) -> Timeline:
@@ -32,7 +32,7 @@ def timeline_of(steps: Steps, peak_event: int) -> Timeline:
         if part.step == step and start < end
     ]
     num_events = sum(end - start for _, start, end in drawn)
-    totals, kept, phases = running.sum(axis=0), list[int](), dict[str, int]()
+    totals, kept, phases = running.sum(axis=0), list[int](), dict[StepPhase, int]()
     for phase, start, end in drawn:
         phases[phase] = len(kept)
         shared = MAX_POINTS - MIN_POINTS_OF_PHASE * len(drawn)
