@@ -18,6 +18,7 @@ from autotune.export.base import huggingface
 from autotune.export.base.mapping_read import read
 from autotune.export.base.opening import READERS
 from autotune.export.base.read import BaseRun, EditedBase, read_base
+from autotune.export.carried import Unsaid
 from autotune.export.mapping_write import keys_of, unsaid
 from autotune.space.config import TrainConfig, Workload
 
@@ -468,7 +469,9 @@ def test_an_alpha_that_is_no_whole_number_is_rounded_and_said(name: str) -> None
     config, target = FILES[name]
     config = dataclasses.replace(config, lora_rank=8, lora_alpha_ratio=0.3)
     assert keys_of(target, config)["lora_alpha"] == 2
-    assert unsaid(target, config) == ("lora_alpha_ratio: alpha 0.3x rank (alpha 0.25x rank here)",)
+    assert unsaid(target, config) == (
+        Unsaid("lora_alpha_ratio", "alpha 0.3x rank (alpha 0.25x rank here)"),
+    )
 
 
 def test_another_plugin_than_ligers_is_noted(tmp_path: Path) -> None:

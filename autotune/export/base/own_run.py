@@ -117,10 +117,12 @@ def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
                 f"its comments are lost: {part.path.name} has YAML that is not edited in place."
             )
     unsaid = mapping_write.unsaid(run.target, answer)
-    elsewhere = [words for words in unsaid if words.partition(":")[0] in run.target.elsewhere]
-    notes += [f"not put into it: {words}." for words in unsaid if words not in elsewhere]
+    elsewhere = [each for each in unsaid if each.setting in run.target.elsewhere]
+    notes += [f"not put into it: {each}." for each in unsaid if each not in elsewhere]
     if elsewhere:
-        notes.append(f"not put into it, but into the other files: {'; '.join(elsewhere)}.")
+        notes.append(
+            f"not put into it, but into the other files: {'; '.join(map(str, elsewhere))}."
+        )
     return notes
 
 
