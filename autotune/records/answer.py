@@ -12,6 +12,7 @@ from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import Measurement
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
+from autotune.space.requirements import LeftOut
 
 MORE_MEMORY = "memory_budget_bytes"
 """The `setting` of the Change that is no field of TrainConfig."""
@@ -201,8 +202,8 @@ class Summary:
     elapsed_seconds: float
     classes_outside: tuple[str, ...] = ()
     """Those that no point of the space belongs to, whatever fits."""
-    left_out: tuple[str, ...] = ()
-    """Values of the space whose library is not installed, and how to install it."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Values of the space that were not tried, for want of a library or of a prediction."""
     measured: Measured | None = None
     """What probes found; `best` is then the prediction for the measured winner."""
     base_name: str = TRAINER_DEFAULTS
@@ -273,7 +274,7 @@ class Summary:
             "counts": dataclasses.asdict(self.counts),
             "invalid_by_rule": self.invalid_by_rule,
             "classes_outside": list(self.classes_outside),
-            "left_out": list(self.left_out),
+            "left_out": [str(each) for each in self.left_out],
             "base_name": self.base_name,
             "loader": None if self.loader is None else self.loader.to_dict(),
             "elapsed_seconds": self.elapsed_seconds,

@@ -346,7 +346,7 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
             f"{counts.feasible:,} may fit, {counts.replayed:,} replayed in full, in "
             f"{format_seconds(summary.elapsed_seconds)}",
         ),
-        *(("left out", text) for text in summary.left_out),
+        *(("left out", str(each)) for each in summary.left_out),
     ]
     if workload.lengths is not None:
         rows.append(("data", words.data(workload)))

@@ -63,7 +63,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
             ),
             *([("data", words.data(summary.workload))] if summary.workload.lengths else []),
             *([("carried", words.carried(summary.workload))] if summary.workload.extra else []),
-            *(("left out", text) for text in summary.left_out),
+            *(("left out", str(each)) for each in summary.left_out),
         ],
     )
     console.print()

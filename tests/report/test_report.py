@@ -28,6 +28,7 @@ from autotune.report import data, facts, files, markdown
 from autotune.report import html as page
 from autotune.report.data import ReportData
 from autotune.space.config import TrainConfig
+from autotune.space.requirements import LeftOut, Reason
 from autotune.store import optuna_study, predicted_trials, stored_answers
 
 HOSTILE = (
@@ -258,7 +259,7 @@ def hostile(text: str) -> ReportData:
         gpu=text,
         gpu_reason=text,
         space=text,
-        left_out=(text,),
+        left_out=(LeftOut(text, Reason.NOT_PREDICTED, text),),
         versions={text: text},
         best=answers.estimate(lent),
         best_by_class={"recipe": answers.estimate(lent)},
