@@ -377,4 +377,5 @@ def _print_classes(console: Console, summary: Summary) -> None:
             ]
         _add_row(table, [name, words.class_entry(name, summary), *figures])
     console.print(table)
-    console.print(words.CLASS_MEANINGS, style="dim")
+    meanings = (f"{name}: {meaning}" for name, meaning in words.CLASS_MEANINGS.items())
+    console.print("; ".join(meanings), style="dim")

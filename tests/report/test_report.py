@@ -28,6 +28,7 @@ from autotune.report import data, facts, files, markdown
 from autotune.report import html as page
 from autotune.report.data import ReportData
 from autotune.space.config import TrainConfig
+from autotune.space.knobs import describe
 from autotune.space.requirements import LeftOut, Reason
 from autotune.store import optuna_study, predicted_trials, stored_answers
 
@@ -194,6 +195,13 @@ def test_a_base_that_fits_nowhere_or_is_the_answer_has_no_ratio() -> None:
     assert (same.figure, same.evidence) == ("the same", "")
     crashed = answers.measured(baseline=answers.measurement(config=BASE, outcome="crashed"))
     assert facts.tiles(summary_of(measured=crashed))[2].figure == "did not run"
+
+
+def test_a_setting_with_commas_in_it_is_one_part() -> None:
+    adapter = config(method="peft", peft='{"peft_type": "VERA", "r": 8, "d_initial": 0.1}')
+    parts = facts.config_parts(adapter)
+    assert parts[0].endswith("VERA (r=8, d_initial=0.1)")
+    assert ", ".join(parts) == describe(adapter)
 
 
 def test_the_size_of_a_model_leaves_its_adapter_out() -> None:

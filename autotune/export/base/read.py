@@ -91,9 +91,9 @@ def read_base(
     problems = [*opened.problems, *problems]
     extra_arguments = "{}"
     try:
-        extra_arguments = read_extra_arguments(arguments_of(target, content))
+        extra_arguments = read_extra_arguments(arguments_of(target, content), place="")
     except ValueError as error:
-        problems.append(str(error).replace("extra_arguments.", ""))
+        problems.append(str(error))
     if problems:
         raise ConfigError(
             f"{path} cannot be used ({target.name})",
