@@ -338,6 +338,13 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
         assert words in said
 
 
+def test_a_value_that_looks_like_a_key_is_shown_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "training_args.json"
+    path.write_text('{"optim": "model:x", "per_device_train_batch_size": 2}')
+    with pytest.raises(ConfigError, match="optim unknown optimizer 'model:x'"):
+        read_base(path)
+
+
 def test_a_problem_is_said_once_and_by_the_key_that_the_file_has(tmp_path: Path) -> None:
     said = refusal(
         tmp_path, "base_model: x\nadapter: lora\nlora_r: 8\nlora_target_modules: 'a.*'\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 from autotune.common.files import Files
 from autotune.export import Exporter, export_paths, mapping_write
 from autotune.export.base.edit import Change
+from autotune.export.base.mapping_read import in_words
 from autotune.export.base.read import BaseRun, EditedBase, changes, read_base
-from autotune.export.base.section_rows import in_words
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.search_space import SearchSpace, around, usual_batching

@@ -7,7 +7,6 @@ Keys of TrainingArguments (or SFTConfig) stand for themselves, the others behind
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 from autotune.export.mapping import (
@@ -26,7 +25,6 @@ from autotune.space.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZ
 ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
 """RECIPE: the table of our own train.py."""
 _LORA = ("lora", "qlora")
-_SECTION = re.compile(r"\b(adapter|quantization|model|recipe|deepspeed):(?=\w)")
 _16_BITS = ("bfloat16", "auto", None)
 _COMPUTE = f"{QUANTIZATION}bnb_4bit_compute_dtype"
 
@@ -40,11 +38,6 @@ UNPREDICTED = {
     f"{ADAPTER}layer_replication": "repeats layers",
     f"{ADAPTER}use_qalora": "is another adapter",
 }
-
-
-def in_words(text: str) -> str:
-    """Text with keys in it, for people."""
-    return _SECTION.sub(r"\1 ", text)
 
 
 def by_setting(target: Target) -> dict[str, Row]:
