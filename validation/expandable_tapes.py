@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from autotune.common.units import MIB
-from autotune.memory.allocator import EMPTY_CACHE_BYTES, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Tape, replay
 
 RANGES = ((1, 4096), (4096, MIB), (MIB, 10 * MIB), (10 * MIB, 20 * MIB), (20 * MIB, 90 * MIB))
 """Of sizes: within a page of either pool and over several."""
@@ -42,8 +42,7 @@ def draw(chance: random.Random, num_events: int) -> tuple[Tape, float | None]:
     held: list[int] = []
     while len(tape.events) < num_events:
         if chance.random() < is_emptied:
-            tape.alloc(0, "temporary")
-            tape.sizes[-1] = EMPTY_CACHE_BYTES
+            tape.events.append(EMPTY_CACHE)
         elif held and chance.random() < len(held) / num_held:
             tape.free(held.pop(chance.choice((-1, 0, chance.randrange(len(held))))))
         else:
@@ -55,8 +54,8 @@ def live_peak_bytes(tape: Tape) -> int:
     """Of the tensors alone."""
     live = peak = 0
     for event in tape.events:
-        size = max(0, tape.sizes[max(event, ~event)])
-        live += size if event >= 0 else -size
+        if event != EMPTY_CACHE:
+            live += tape.sizes[event] if event >= 0 else -tape.sizes[~event]
         peak = max(peak, live)
     return peak
 
@@ -75,10 +74,10 @@ def run(tape: Tape, share: float | None, refused: list[int]) -> dict[str, Any]:
     failed_event = None
     refused.clear()
     for position, event in enumerate(tape.events):
-        if event < 0:
-            del tensors[~event]
-        elif tape.sizes[event] == EMPTY_CACHE_BYTES:
+        if event == EMPTY_CACHE:
             torch.cuda.empty_cache()
+        elif event < 0:
+            del tensors[~event]
         else:
             try:
                 tensors[event] = torch.empty(tape.sizes[event], dtype=torch.uint8, device="cuda")

@@ -32,7 +32,7 @@ import torch
 import transformers
 
 from autotune.catalogue.gpus import Gpu, find_gpu
-from autotune.memory.allocator import EMPTY_CACHE_BYTES, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Tape, replay
 from autotune.memory.optimizers import TensorSpec, write_clip, write_unscale
 from autotune.memory.traces import FETCH_PHASES, FORWARD_PHASES, SETUP_PHASES, Trace
 from autotune.predict.estimator import Estimator
@@ -208,9 +208,7 @@ class _Loop:
         # Held until the next outputs are there; but before a long batch came a short one.
         self.tape.events += self._outputs
         if self._program.empties_cache:
-            self.tape.events.append(len(self.tape.sizes))
-            self.tape.sizes.append(EMPTY_CACHE_BYTES)
-            self.tape.categories.append("temporary")
+            self.tape.events.append(EMPTY_CACHE)
         if self._program.gradients == "dropped before the forward pass":
             self._drop_gradients()
 

@@ -72,15 +72,20 @@ def unit_for(size_bytes: float) -> Unit:
 
 def format_bytes(size_bytes: float) -> str:
     """Print in GiB (2^30) with two decimals; below 0.1 GiB in MiB, KiB or B. Keeps the sign."""
+    return " ".join(figure_and_unit(size_bytes))
+
+
+def figure_and_unit(size_bytes: float) -> tuple[str, str]:
+    """The two parts of `format_bytes`."""
     magnitude = abs(size_bytes)
     if magnitude >= 0.1 * GIB:
         decimals = 1 if magnitude >= 100 * GIB else 2
-        return f"{size_bytes / GIB:.{decimals}f} GiB"
+        return f"{size_bytes / GIB:.{decimals}f}", "GiB"
     if magnitude >= MIB:
-        return f"{size_bytes / MIB:.1f} MiB"
+        return f"{size_bytes / MIB:.1f}", "MiB"
     if magnitude >= KIB:
-        return f"{size_bytes / KIB:.1f} KiB"
-    return f"{size_bytes:.0f} B"
+        return f"{size_bytes / KIB:.1f}", "KiB"
+    return f"{size_bytes:.0f}", "B"
 
 
 def format_seconds(seconds: float) -> str:

@@ -176,6 +176,8 @@ def _predicted(tape: TapeFile, least_bytes: int) -> Iterator[_Allocation]:
     live_bytes = 0
     for position in _unrolled(tape):
         event = tape.events[position]
+        if event == "empty_cache":
+            continue
         size = rounded(tape.tensors[event if event >= 0 else ~event].size_bytes)
         if size <= 0:
             continue
@@ -244,7 +246,9 @@ def _num_equal(ours: Sequence[int], theirs: Sequence[int], offset: int) -> int:
 def _parting(
     tape: TapeFile, run: Recorded, ours: _Allocation, theirs: _Allocation, more_bytes: int = 0
 ) -> Parting:
-    tensor = tape.tensors[tape.events[ours.position]]
+    number = tape.events[ours.position]
+    assert number != "empty_cache"
+    tensor = tape.tensors[number]
     phase = tape.phase_at(ours.position)
     event: RecordedEvent = run.events[theirs.position]
     return Parting(

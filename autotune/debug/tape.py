@@ -18,20 +18,25 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from autotune.common import json_records
 from autotune.common.files import read_text
 from autotune.common.units import MIB
 from autotune.common.version import __version__
 from autotune.errors import ConfigError
+from autotune.memory.allocator import EMPTY_CACHE
 from autotune.predict.estimator import Estimator
 from autotune.predict.steps import Steps
+from autotune.records.charts import StepPhase
 from autotune.space.config import TrainConfig
 
 KIND = "autotune-tape"
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 256 * MIB
+
+Event = int | Literal["empty_cache"]
+"""i where tensor i is allocated, ~i where it is freed, and where torch.cuda.empty_cache() runs."""
 
 _BLOCK_BYTES = 512
 """Unit to which allocations are rounded up: autotune.memory.allocator."""
@@ -47,13 +52,13 @@ class TapeTensor:
     """A tensor; it may be allocated again in later steps."""
 
     size_bytes: int
-    """Requested size. Negative: no tensor, but torch.cuda.empty_cache()."""
+    """Requested."""
     category: str
     """One of allocator.CATEGORIES."""
     operation: str
     """ATen's name of the operation that allocates it, or a weight's name; empty where nobody knows."""
     phase: str
-    """Phase in which it is allocated first."""
+    """In which it is allocated first; empty for what none of these steps allocates."""
     layer: int | None
     """Layer of the model; None outside of its layers."""
 
@@ -64,7 +69,7 @@ class TapePhase:
 
     step: int
     """Number of the optimizer step, from 0; -1 before the first."""
-    phase: str
+    phase: StepPhase
     first_event: int
     repeats: int
     """How often a run goes through it, and its neighbours of the same step and number, together."""
@@ -111,8 +116,8 @@ class TapeFile:
     peak: TapePeak
     phases: tuple[TapePhase, ...]
     tensors: tuple[TapeTensor, ...]
-    events: tuple[int, ...]
-    """Events in order: i where tensor i is allocated, ~i where it is freed."""
+    events: tuple[Event, ...]
+    """In order."""
     kernels: tuple[TapeKernel, ...]
 
     def phase_at(self, event: int) -> TapePhase:
@@ -124,6 +129,8 @@ class TapeFile:
         """Return numbers of the tensors that live at the peak, the largest first."""
         live: dict[int, None] = {}
         for event in self.events[: self.peak.event + 1]:
+            if event == "empty_cache":
+                continue
             if event < 0:
                 live.pop(~event, None)
             elif self.tensors[event].size_bytes > 0:
@@ -185,7 +192,7 @@ def tape_of(estimator: Estimator, config: TrainConfig, *, model: str, task: str)
         ),
         phases=_phases(steps, config.gradient_accumulation_steps - 1),
         tensors=_tensors(steps, trace.operations, trace.layers),
-        events=tuple(steps.events()),
+        events=tuple("empty_cache" if event == EMPTY_CACHE else event for event in steps.events()),
         kernels=tuple(
             TapeKernel(
                 name=kernel.name,
@@ -223,8 +230,6 @@ def _tensors(steps: Steps, operations: list[str], layers: dict[int, int]) -> tup
     def operation(number: int) -> str:
         if number < len(operations):
             return operations[number]
-        if steps.sizes[number] < 0:
-            return "empty_cache"
         is_of_step = number in steps.of_update
         return "optimizer step" if is_of_step else "Trainer"
 
@@ -274,7 +279,7 @@ def _tape(values: Any) -> TapeFile:
 def _check(tape: TapeFile) -> None:
     num_tensors, num_events = len(tape.tensors), len(tape.events)
     for position, event in enumerate(tape.events):
-        if type(event) is not int or not -num_tensors <= event < num_tensors:
+        if event != "empty_cache" and not -num_tensors <= event < num_tensors:
             raise ValueError(
                 f"events[{position}] is {json_records.shown(event)}, and is no tensor's"
             )

@@ -35,6 +35,7 @@ from autotune.export import (
     training_args_yaml,
     unsloth_py,
 )
+from autotune.export.carried import Unsaid
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe
 
@@ -44,8 +45,8 @@ class Exporter(Protocol):
 
     Four functions are optional. `applies(config)`: whether there is such a file for it.
     `lacks(workload)`: why there is none for that model or task, empty where there is.
-    `cannot_express(config)`: words for each setting that the file does not carry, and
-    `has_no_words_for(workload)` for the user's extra arguments; they are comments at its top, where it
+    `cannot_express(config)`: each setting that the file does not carry, and
+    `has_no_words_for(workload)` of the user's extra arguments; they are comments at its top, where it
     can have some. A file about one `part` alone says which, and one that can have the names of a named
     version (targets) of which `libraries`.
     """
@@ -135,8 +136,8 @@ def _libraries(exporter: Exporter) -> tuple[str, ...]:
     return tuple(getattr(exporter, "libraries", ()))
 
 
-def unsaid(exporter: Exporter, workload: Workload, config: TrainConfig) -> tuple[str, ...]:
-    """Return words for each setting, of the user's extra ones too, that the file does not carry."""
+def unsaid(exporter: Exporter, workload: Workload, config: TrainConfig) -> tuple[Unsaid, ...]:
+    """Each setting, of the user's extra ones too, that the exporter's file does not carry."""
     cannot_express = getattr(exporter, "cannot_express", None)
     has_no_words_for = getattr(exporter, "has_no_words_for", None)
     return (
@@ -160,7 +161,7 @@ def unsaid_lines(
     losses: dict[str, list[str]] = {}
     for exporter in exporters:
         part = "" if in_full else getattr(exporter, "part", "")
-        words = "; ".join(unsaid(exporter, workload, config))
+        words = "; ".join(map(str, unsaid(exporter, workload, config)))
         if part:
             parts.setdefault(part, []).append(exporter.filename)
         elif words:
@@ -179,7 +180,7 @@ def unsaid_names(
     files: dict[str, list[str]] = {}
     for exporter in exporters:
         if not getattr(exporter, "part", ""):
-            settings = {words.partition(":")[0] for words in unsaid(exporter, workload, config)}
+            settings = {each.setting for each in unsaid(exporter, workload, config)}
             for setting in sorted(settings):
                 files.setdefault(setting, []).append(exporter.filename)
     return {setting: tuple(names) for setting, names in files.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autotune.export import deepspeed_json
-from autotune.export.carried import heading, unsaid, words_of
+from autotune.export.carried import Unsaid, heading, unsaid, words_of
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
@@ -25,11 +25,12 @@ def applies(config: TrainConfig) -> bool:
     return config.parallelism != "none" or PRECISIONS[config.precision].fp8
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     """Return words for all settings but the GPUs'."""
-    zero: tuple[str, ...] = ()
+    zero: tuple[Unsaid, ...] = ()
     if PARALLELISMS[config.parallelism].library == "deepspeed":
-        zero = (f"{words_of(config, 'parallelism')} (that is in {deepspeed_json.filename})",)
+        words = f"{words_of(config, 'parallelism')} (that is in {deepspeed_json.filename})"
+        zero = (Unsaid("parallelism", words),)
     return (*zero, *unsaid(config, {"parallelism", "num_gpus"}))
 
 

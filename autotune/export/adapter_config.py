@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from autotune.export import installed
-from autotune.export.carried import unsaid
+from autotune.export.carried import Unsaid, unsaid
 from autotune.export.references import model_reference
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
@@ -41,12 +41,12 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     return json.dumps(content, indent=2) + "\n"
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     """Return words for all but the adapter, and for what of the adapter needs the model to be said."""
     carried = {*_CARRIED}
-    missing: tuple[str, ...] = ()
+    missing: tuple[Unsaid, ...] = ()
     if config.method == "adaption_prompt":
-        missing = ("adapter_layers: set it to the model's number of layers",)
+        missing = (Unsaid("adapter_layers", "set it to the model's number of layers"),)
     if config.method != "trainable_tokens":
         carried.add("num_virtual_tokens")
     return (

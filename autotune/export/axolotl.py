@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.export.carried import Unsaid
 from autotune.export.mapping import (
     Choice,
     Row,
@@ -330,7 +331,7 @@ def applies(config: TrainConfig) -> bool:
     return says_method(TARGET, config.method)
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     """Return words for each setting that the file does not carry."""
     return unsaid(TARGET, config)
 

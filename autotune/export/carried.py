@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.space.config import TrainConfig
@@ -23,13 +24,25 @@ _WORDS: dict[str, Callable[[TrainConfig], str]] = {
 """Words for fields of TrainConfig that are no knobs, and the one that has another name outside."""
 
 
-def unsaid(config: TrainConfig, carried: Collection[str]) -> tuple[str, ...]:
-    """Return words for each setting of the configuration that is not among `carried`.
+@dataclass(frozen=True, slots=True)
+class Unsaid:
+    """A setting that an exported file does not carry; as text `setting: words`."""
 
-    `name: words`. What is as plain as it can be (no compilation, one GPU) needs no words.
+    setting: str
+    """The name of a field of TrainConfig, or of another program's option."""
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.words}"
+
+
+def unsaid(config: TrainConfig, carried: Collection[str]) -> tuple[Unsaid, ...]:
+    """Each setting of the configuration that is not among `carried`.
+
+    What is as plain as it can be (no compilation, one GPU) needs no words.
     """
     return tuple(
-        words_of(config, name)
+        Unsaid(name, words_of(config, name))
         for name, plain in _PLAIN.items()
         if name not in carried
         and getattr(config, name) is not None
@@ -40,21 +53,21 @@ def unsaid(config: TrainConfig, carried: Collection[str]) -> tuple[str, ...]:
 def settings(config: TrainConfig) -> dict[str, str]:
     """Return words for every setting that the configuration has, plain or not."""
     names = [name for name in _PLAIN if getattr(config, name) is not None]
-    return dict(words_of(config, name).split(": ", 1) for name in names)
+    return {name: words_of(config, name) for name in names}
 
 
 def words_of(config: TrainConfig, name: str) -> str:
-    """Return `name: words` of one setting."""
+    """The value of one setting, for people."""
     value = getattr(config, name)
     if name in _WORDS:
-        return f"{name}: {_WORDS[name](config)}"
-    return f"{name}: {KNOBS[name].words(value) if name in KNOBS else value}"
+        return _WORDS[name](config)
+    return KNOBS[name].words(value) if name in KNOBS else str(value)
 
 
-def heading(what: str, config: TrainConfig, evidence: object, lines: Iterable[str] = ()) -> str:
+def heading(what: str, config: TrainConfig, evidence: object, lost: Iterable[Unsaid] = ()) -> str:
     """Return comments in `#` for the top of a file: what it is, the configuration, and what is not in it."""
     said = [f"{what}, written by autotune ({evidence}).", describe(config)]
-    return comments([*said, *(f"Not in this file: {line}" for line in lines)])
+    return comments([*said, *(f"Not in this file: {each}" for each in lost)])
 
 
 def comments(lines: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from autotune.export.carried import unsaid
+from autotune.export.carried import Unsaid, unsaid
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 
@@ -25,7 +25,7 @@ def applies(config: TrainConfig) -> bool:
     return PARALLELISMS[config.parallelism].library == "deepspeed"
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     """Return words for all settings but the GPUs'."""
     return unsaid(config, {"parallelism"})
 

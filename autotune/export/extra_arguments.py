@@ -64,8 +64,10 @@ CHANGES_STEP: dict[str, str] = {
 """Fields that are refused where they are on, and why."""
 
 
-def read_extra_arguments(values: object) -> str:
+def read_extra_arguments(values: object, place: str = "extra_arguments.") -> str:
     """Return a mapping from field to JSON value as canonical JSON. ValueError says everything that is wrong.
+
+    `place`: what stands before a field's name there.
 
     Names and types are those of the installed TrainingArguments; without Transformers any name goes. A number
     in quotes becomes one: YAML takes 2e-4 for text.
@@ -74,7 +76,7 @@ def read_extra_arguments(values: object) -> str:
         raise ValueError("extra_arguments must be a mapping of TrainingArguments to their values")
     fields = installed_fields()
     problems = [
-        f"extra_arguments.{str(name)[:80]} {problem}"
+        f"{place}{str(name)[:80]} {problem}"
         for name, value in values.items()
         if (problem := _problem(name, value, fields))
     ]

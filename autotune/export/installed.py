@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from autotune.export import targets
+from autotune.export.carried import Unsaid
 
 
 @functools.cache
@@ -56,9 +57,11 @@ def fields_of(source: str, class_name: str) -> Mapping[str, str]:
     )
 
 
-def unknown(values: Iterable[str], known: Collection[str] | None, library: str) -> tuple[str, ...]:
-    """Return words for each setting that the installed class, or a named version's, does not take."""
+def unknown(
+    values: Iterable[str], known: Collection[str] | None, library: str
+) -> tuple[Unsaid, ...]:
+    """Each setting that the installed class, or a named version's, does not take."""
     if known is None:
         return ()
     which = targets.of(library) or f"this {library}"
-    return tuple(f"{name}: unknown to {which}" for name in values if name not in known)
+    return tuple(Unsaid(name, f"unknown to {which}") for name in values if name not in known)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from autotune.export.carried import Unsaid
 from autotune.export.mapping import Row, Target
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
@@ -29,31 +30,33 @@ def keys_of(target: Target, config: TrainConfig) -> dict[str, Any]:
     return keys
 
 
-def unsaid(target: Target, config: TrainConfig) -> tuple[str, ...]:
-    """Return words for each setting that the target has no key for."""
-    words = [word for row in _rows(target, config.method) for word in _unsaid_by(row, config)]
+def unsaid(target: Target, config: TrainConfig) -> tuple[Unsaid, ...]:
+    """Each setting that the target has no key for."""
+    lost = [each for row in _rows(target, config.method) for each in _unsaid_by(row, config)]
     said = {"num_gpus", *target.fixed, *(name for row in target.rows for name in row.ours)}
     plain = {name: _PLAIN[name] for name in KNOBS if name not in said}
-    words += [
-        _words(name, config)
+    lost += [
+        Unsaid(name, _words(name, config))
         for name, value in (plain | {**target.fixed}).items()
         if getattr(config, name) != value
     ]
     if config.num_gpus > 1:
-        words.append(f"{_words('num_gpus', config)} (that is said where it is launched)")
-    return tuple(words)
+        words = f"{_words('num_gpus', config)} (that is said where it is launched)"
+        lost.append(Unsaid("num_gpus", words))
+    return tuple(lost)
 
 
-def _unsaid_by(row: Row, config: TrainConfig) -> Iterator[str]:
+def _unsaid_by(row: Row, config: TrainConfig) -> Iterator[Unsaid]:
     if row.say is None:
         values = tuple(getattr(config, name) for name in row.ours)
         if row.choices and row.choice_for(values) is None:
             differing = [name for name in row.ours if not _is_said_somehow(row, name, config)]
-            yield from (_words(name, config) for name in differing or row.ours)
+            yield from (Unsaid(name, _words(name, config)) for name in differing or row.ours)
     elif not row.says(getattr(config, row.ours[0])):
-        yield _words(row.ours[0], config)
+        yield Unsaid(row.ours[0], _words(row.ours[0], config))
     elif (nearest_said := _nearest_said(row, config)) is not None:
-        yield f"{_words(row.ours[0], config)} ({nearest_said} here)"
+        words = f"{_words(row.ours[0], config)} ({nearest_said} here)"
+        yield Unsaid(row.ours[0], words)
 
 
 def says_method(target: Target, method: str) -> bool:
@@ -106,7 +109,7 @@ def _is_said_somehow(row: Row, name: str, config: TrainConfig) -> bool:
 def _words(name: str, config: TrainConfig) -> str:
     knob = KNOBS.get(name)
     value = getattr(config, name)
-    return f"{name}: {value if knob is None else knob.words(value)}"
+    return str(value) if knob is None else knob.words(value)
 
 
 def _rows(target: Target, method: str) -> Iterable[Row]:

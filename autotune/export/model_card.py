@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.common.units import format_bytes
-from autotune.export.carried import one_line, settings
+from autotune.export.carried import Unsaid, one_line, settings
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe
 
@@ -31,7 +31,7 @@ Chosen by autotune as the fastest that fits a memory budget ({_cell(evidence)}):
 {table}"""
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:  # noqa: ARG001
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:  # noqa: ARG001
     return ()
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from autotune.export import installed
-from autotune.export.carried import unsaid
+from autotune.export.carried import Unsaid, unsaid
 from autotune.space.config import CLASSIFIER_HEADS, TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
@@ -27,7 +27,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     return json.dumps(kept, indent=2) + "\n"
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     """Return words for all but the quantisation.
 
     Of the precision, the dtype of the products is in the file.

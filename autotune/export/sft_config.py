@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from autotune.export import installed, targets
-from autotune.export.carried import comments, heading, unsaid
+from autotune.export.carried import Unsaid, comments, heading, unsaid
 from autotune.export.references import model_reference
 from autotune.export.training_args import CARRIED as OF_TRAINING_ARGUMENTS
 from autotune.export.training_args import (
@@ -77,14 +77,17 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     return head + yours + yaml.safe_dump(content, sort_keys=False)
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     precision = PRECISIONS[config.precision]
     of_4_bits = QUANTIZATIONS[config.quantization].codes
-    other_products: tuple[str, ...] = ()
+    other_products: tuple[Unsaid, ...] = ()
     if of_4_bits and precision.compute_dtype != precision.parameter_dtype:
         other_products = (
-            f"precision: products of the 4-bit weights in {precision.compute_dtype} "
-            f"(trl takes {precision.parameter_dtype}, the dtype of the others)",
+            Unsaid(
+                "precision",
+                f"products of the 4-bit weights in {precision.compute_dtype} "
+                f"(trl takes {precision.parameter_dtype}, the dtype of the others)",
+            ),
         )
     return (
         *other_products,
@@ -93,17 +96,20 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
     )
 
 
-def has_no_words_for(workload: Workload) -> tuple[str, ...]:
+def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
     """Return words for the user's extra arguments, which an older version may not have."""
     return installed.unknown(workload.extra, sft_fields(), "trl")
 
 
-def unsaid_by_trl(config: TrainConfig) -> tuple[str, ...]:
+def unsaid_by_trl(config: TrainConfig) -> tuple[Unsaid, ...]:
     """Return words for settings that SFTTrainer cannot be given, in whatever form."""
-    other_trainer: tuple[str, ...] = ()
+    other_trainer: tuple[Unsaid, ...] = ()
     if config.trainer != "trl-sft":
         other_trainer = (
-            "trainer: Trainer (SFTTrainer makes its loss without logits, which takes less memory)",
+            Unsaid(
+                "trainer",
+                "Trainer (SFTTrainer makes its loss without logits, which takes less memory)",
+            ),
         )
     return (
         *other_trainer,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autotune.export.carried import comments, heading, one_line, unsaid, words_of
+from autotune.export.carried import Unsaid, comments, heading, one_line, unsaid, words_of
 from autotune.space.adapters import lora_alpha
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS
@@ -213,9 +213,9 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     return head + yours + yaml.safe_dump(content, sort_keys=False)
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:
-    lines, carried = (
-        ["trainer: torchtune's own loop and loss, not Trainer's"],
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
+    lost, carried = (
+        [Unsaid("trainer", "torchtune's own loop and loss, not Trainer's")],
         {*_CARRIED, "trainer"},
     )
     simple = {
@@ -231,15 +231,17 @@ def cannot_express(config: TrainConfig) -> tuple[str, ...]:
     }
     carried |= {setting for setting, is_said in simple.items() if is_said}
     if config.quantization == "nf4":
-        lines.append(f"{words_of(config, 'quantization')} (torchao quantises its scales as well)")
+        words = f"{words_of(config, 'quantization')} (torchao quantises its scales as well)"
+        lost.append(Unsaid("quantization", words))
     if config.num_gpus > 1:
-        lines.append(f"{words_of(config, 'num_gpus')} (--nproc_per_node of tune run)")
-    return (*lines, *unsaid(config, {*carried, "quantization"}))
+        words = f"{words_of(config, 'num_gpus')} (--nproc_per_node of tune run)"
+        lost.append(Unsaid("num_gpus", words))
+    return (*lost, *unsaid(config, {*carried, "quantization"}))
 
 
-def has_no_words_for(workload: Workload) -> tuple[str, ...]:
+def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
     """Return words for TrainingArguments that the user set, which are Trainer's."""
-    return tuple(f"{key}: {value}" for key, value in workload.extra.items())
+    return tuple(Unsaid(key, f"{value}") for key, value in workload.extra.items())
 
 
 def _content(family: _Family, builder: str, config: TrainConfig) -> dict[str, object]:

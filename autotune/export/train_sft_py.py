@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autotune.export.carried import heading, keywords
+from autotune.export.carried import Unsaid, heading, keywords
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.sft_config import applies, lacks, sft_arguments, sft_fields, unsaid_by_trl
@@ -83,7 +83,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     )
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     return unsaid_by_trl(config)
 
 

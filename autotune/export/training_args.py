@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autotune.export import installed, targets
-from autotune.export.carried import heading, unsaid
+from autotune.export.carried import Unsaid, heading, unsaid
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
@@ -70,7 +70,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     return json.dumps(known_arguments(workload, config), indent=2) + "\n"
 
 
-def cannot_express(config: TrainConfig, carried: Collection[str] = ()) -> tuple[str, ...]:
+def cannot_express(config: TrainConfig, carried: Collection[str] = ()) -> tuple[Unsaid, ...]:
     """Return words for the model, the adapter and the data, which are not TrainingArguments'.
 
     `carried`: what a program says beside them.
@@ -80,14 +80,14 @@ def cannot_express(config: TrainConfig, carried: Collection[str] = ()) -> tuple[
     fp8 = ", products in float8: accelerate_config.yaml" if PRECISIONS[config.precision].fp8 else ""
     batching = {"batching"} if config.batching == "grouped" else set()
     return (
-        f"precision: weights in {dtype}{fp8}",
+        Unsaid("precision", f"weights in {dtype}{fp8}"),
         *unsaid(config, {*CARRIED, *carried, "precision", *batching}),
         *installed.unknown(training_arguments(config, fields), fields, "transformers"),
         *unknown_values(training_arguments(config, fields)),
     )
 
 
-def has_no_words_for(workload: Workload) -> tuple[str, ...]:
+def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
     """Return words for the user's extra arguments, which an older version may not have."""
     return installed.unknown(workload.extra, installed_fields(), "transformers")
 
@@ -111,7 +111,7 @@ def known_arguments(workload: Workload, config: TrainConfig) -> dict[str, object
     return {key: arguments[key] for key in arguments if fields is None or key in fields}
 
 
-def unknown_values(arguments: Mapping[str, object]) -> tuple[str, ...]:
+def unknown_values(arguments: Mapping[str, object]) -> tuple[Unsaid, ...]:
     """Return words for an optimizer and for options of checkpointing that a named version does not have."""
     known = known_values(arguments)
     lost = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autotune.export import training_args
-from autotune.export.carried import keywords
+from autotune.export.carried import Unsaid, keywords
 from autotune.export.training_args import (
     environment,
     has_no_words_for,
@@ -27,7 +27,7 @@ filename = "training_args.py"
 _IN_ENVIRONMENT = ("expandable_segments",)
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     """Return words for each setting that the file does not carry."""
     return training_args.cannot_express(config, _IN_ENVIRONMENT)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autotune.export.carried import heading, keywords, unsaid, words_of
+from autotune.export.carried import Unsaid, heading, keywords, unsaid, words_of
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.sft_config import lacks
@@ -112,16 +112,18 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     )
 
 
-def cannot_express(config: TrainConfig) -> tuple[str, ...]:
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     carried = {*_CARRIED, "trainer"}
-    lines = [f"{words_of(config, 'trainer')} (Unsloth has a loss and kernels of its own)"]
+    trainer = f"{words_of(config, 'trainer')} (Unsloth has a loss and kernels of its own)"
+    lost = [Unsaid("trainer", trainer)]
     if config.method != "full" and config.precision in ("bf16-autocast", "fp16-autocast"):
         carried.add("precision")
     if config.batching != "grouped":
         carried.add("batching")
     if config.activation_checkpointing > 1:
-        lines.append(f"{words_of(config, 'activation_checkpointing')} (every layer here)")
-    return (*lines, *unsaid(config, carried))
+        words = f"{words_of(config, 'activation_checkpointing')} (every layer here)"
+        lost.append(Unsaid("activation_checkpointing", words))
+    return (*lost, *unsaid(config, carried))
 
 
 def _model_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]:

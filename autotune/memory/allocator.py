@@ -64,8 +64,8 @@ _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 # Addresses of an expandable segment, one per pool; those of the two never touch.
 _RANGE_BYTES = _LARGE_SEGMENT_BYTES << 28
 
-EMPTY_CACHE_BYTES = -_BLOCK_BYTES
-"""Size that marks an event which is no tensor: where it is allocated, torch.cuda.empty_cache() runs."""
+EMPTY_CACHE = -(1 << 62)
+"""The event at which torch.cuda.empty_cache() runs: no tensor's allocation or free."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Tape:
     categories: list[str] = field(default_factory=list)
     """Category of each tensor, one of CATEGORIES."""
     events: list[int] = field(default_factory=list)
-    """Events in order: i when tensor i is allocated, ~i when it is freed."""
+    """In order: i when tensor i is allocated, ~i when it is freed, EMPTY_CACHE where it runs."""
 
     def alloc(self, nbytes: int, category: str) -> int:
         """Append a tensor's allocation; return the tensor's index."""
@@ -157,9 +157,7 @@ def replay(
         if tensor >= 0:
             size = rounded[tensor]
             if size <= _SMALL_REQUEST_BYTES:
-                if size <= 0:
-                    if size:
-                        heap.release_cached()
+                if not size:
                     continue
                 free = small_free
                 slack = 0
@@ -209,10 +207,14 @@ def replay(
                 peak_allocated = allocated
                 peak_event = position
         else:
-            tensor = ~tensor
-            if rounded[tensor] <= 0:
+            block = used.pop(~tensor, None)
+            if block is None:
+                if tensor == EMPTY_CACHE:
+                    heap.release_cached()
+                elif rounded[~tensor]:
+                    raise KeyError(~tensor)
                 continue
-            address, end = used.pop(tensor)
+            address, end = block
             size = end - address
             allocated -= size
             # A block in use is over 1 MiB exactly when it belongs to the large pool.

@@ -10,19 +10,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autotune.memory.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay
 from autotune.memory.optimizers.core import LOW_PRECISION, States
 from autotune.memory.traces import Trace
 from autotune.predict.optimizer_update import MOST_STEPS, Update
 from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.records.charts import StepPhase
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, Optimizer
 from autotune.space.precisions import PRECISIONS
 
-_SETUP, _FORWARD, _BACKWARD, _OPTIMIZER = "set-up", "forward", "backward", "optimizer"
-_AGAIN = ", further micro-batches"
-"""Ending of the phase of further micro-batches. They are alike: one is replayed, however many the
-configuration accumulates."""
+_FIRST = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.FORWARD_AND_BACKWARD)
+_AGAIN = (
+    StepPhase.FORWARD_AGAIN,
+    StepPhase.BACKWARD_AGAIN,
+    StepPhase.FORWARD_AND_BACKWARD_AGAIN,
+)
+"""The same of further micro-batches."""
+_WITHOUT_FORWARD = (
+    StepPhase.BACKWARD,
+    StepPhase.BACKWARD_AGAIN,
+    StepPhase.BACKWARD_AND_OPTIMIZER,
+    StepPhase.OPTIMIZER,
+)
+_WITHOUT_BACKWARD = (StepPhase.FORWARD, StepPhase.FORWARD_AGAIN, StepPhase.OPTIMIZER)
 
 _NUM_SCALARS, _NUM_SCALARS_OF_SCALER, _SCALAR_BYTES = 1, 2, 4
 """Number and size of the scalars that are kept for good: the sum of losses (Trainer._run_epoch); a scaler's
@@ -35,13 +46,13 @@ class Part:
 
     step: int
     """Number of the optimizer step, from 0; -1 before the first."""
-    phase: str
+    phase: StepPhase
     events: list[int]
 
     @property
     def is_repeated(self) -> bool:
         """Whether the part stands for all micro-batches of its step but the first."""
-        return self.phase.endswith(_AGAIN)
+        return self.phase in _AGAIN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,23 +89,23 @@ def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -
     row = OPTIMIZERS[config.optimizer]
     if row.updates:
         assert isinstance(trace, Trace)  # A rule: on one GPU only.
-        tape, parts = _updating_in_backward(trace, row, len(sizes) + 1, config)
+        tape, parts = _updating_in_backward(trace, row, len(sizes), config)
     else:
-        tape, parts = update.tape, _updating_after(trace, update, len(sizes) + 1, config)
-    marker = len(sizes)
-    kept = _KeptByTrainer(trace, sizes, config, num_before=marker + 1 + len(tape.sizes))
+        tape, parts = update.tape, _updating_after(trace, update, len(sizes), config)
+    behind = len(sizes) + len(tape.sizes)
+    kept = _KeptByTrainer(trace, sizes, config, num_before=behind)
     setup = [
         *trace.setup,
         # Accelerator.free_memory empties the cache before the Trainer makes the optimizer.
-        *(marker, ~marker),
-        *_shifted(update.made, marker + 1),
+        EMPTY_CACHE,
+        *_shifted(update.made, len(sizes)),
         *kept.scalars(),
     ]
-    parts = [Part(-1, _SETUP, setup), *map(kept.added_to, parts)]
+    parts = [Part(-1, StepPhase.SETUP, setup), *map(kept.added_to, parts)]
     return Steps(
-        sizes=[*sizes, EMPTY_CACHE_BYTES, *tape.sizes, *kept.tape.sizes],
-        categories=[*trace.categories, "temporary", *tape.categories, *kept.tape.categories],
-        of_update=range(marker + 1, marker + 1 + len(tape.sizes)),
+        sizes=[*sizes, *tape.sizes, *kept.tape.sizes],
+        categories=[*trace.categories, *tape.categories, *kept.tape.categories],
+        of_update=range(len(sizes), behind),
         parts=parts,
         sure_step=_sure_step(config),
     )
@@ -139,11 +150,11 @@ class _KeptByTrainer:
             self._step = part.step
             self._fetch()
             before = self._written()
-        if part.phase.startswith(_FORWARD) and self._trace.loss is not None:
+        if part.phase not in _WITHOUT_FORWARD and self._trace.loss is not None:
             made = events.index(self._trace.loss)
             self._losses.append(self.tape.alloc(_SCALAR_BYTES, "temporary"))
             events = [*events[:made], *self._written(), *events[made + 1 :]]
-        if _BACKWARD in part.phase and len(self._losses) > 1:
+        if part.phase not in _WITHOUT_BACKWARD and len(self._losses) > 1:
             self.tape.free(self._losses.pop(0))
             after = self._written()
         return Part(part.step, part.phase, [*before, *events, *after])
@@ -171,10 +182,10 @@ class _KeptByTrainer:
         return events
 
 
-def _emptied(config: TrainConfig, step: int, num_tensors: int) -> list[int]:
+def _emptied(config: TrainConfig, step: int) -> list[int]:
     """Events of the Trainer's emptying the cache between forward and backward (training_step)."""
-    every, marker = config.torch_empty_cache_steps, num_tensors - 1
-    return [marker, ~marker] if every and not step % every else []
+    every = config.torch_empty_cache_steps
+    return [EMPTY_CACHE] if every and not step % every else []
 
 
 def _sure_step(config: TrainConfig) -> int:
@@ -200,28 +211,33 @@ def _updating_after(
     trace: Trace | RankTrace, update: Update, num_tensors: int, config: TrainConfig
 ) -> list[Part]:
     def micro_step(
-        events: list[int], step: int, *, is_first: bool = False, suffix: str = ""
+        events: list[int],
+        step: int,
+        phases: tuple[StepPhase, StepPhase, StepPhase] = _FIRST,
+        *,
+        is_first: bool = False,
     ) -> list[Part]:
+        forward, backward, both = phases
         if not isinstance(trace, Trace):
-            return [Part(step, f"{_FORWARD} and {_BACKWARD}{suffix}", events)]
+            return [Part(step, both, events)]
         middle = trace.num_forward_events
         if is_first:
             middle += trace.num_forward_workspaces
-        emptied = _emptied(config, step, num_tensors)
+        emptied = _emptied(config, step)
         return [
-            Part(step, f"{_FORWARD}{suffix}", events[:middle]),
-            Part(step, f"{_BACKWARD}{suffix}", [*emptied, *events[middle:]]),
+            Part(step, forward, events[:middle]),
+            Part(step, backward, [*emptied, *events[middle:]]),
         ]
 
     def optimizer_step(events: list[int], step: int) -> Part:
         zero_grad = [~gradient for gradient in trace.gradients]
         done = [~number for number in trace.step_buffers]
         written = _shifted(events, num_tensors)
-        return Part(step, _OPTIMIZER, [*trace.step_buffers, *written, *done, *zero_grad])
+        return Part(step, StepPhase.OPTIMIZER, [*trace.step_buffers, *written, *done, *zero_grad])
 
     def further(step: int) -> list[Part]:
         is_more = config.gradient_accumulation_steps > 1
-        return micro_step(trace.next, step, suffix=_AGAIN) if is_more else []
+        return micro_step(trace.next, step, _AGAIN) if is_more else []
 
     parts = [
         *micro_step(trace.first, 0, is_first=True),
@@ -261,7 +277,7 @@ def _updating_in_backward(
     for step in (0, *_later_steps(config)):
         micro_step = trace.released if step else trace.released_first
         middle = trace.num_forward_events + (0 if step else trace.num_forward_workspaces)
-        events = _emptied(config, step, num_tensors)
+        events = _emptied(config, step)
         waiting: int | None = None
         for event in micro_step[middle:]:
             if ~event not in gradients:
@@ -274,8 +290,8 @@ def _updating_in_backward(
                 waiting = ~event
         if waiting is not None:
             events += update(waiting)
-        parts.append(Part(step, _FORWARD, micro_step[:middle]))
-        parts.append(Part(step, f"{_BACKWARD} and {_OPTIMIZER}", events))
+        parts.append(Part(step, StepPhase.FORWARD, micro_step[:middle]))
+        parts.append(Part(step, StepPhase.BACKWARD_AND_OPTIMIZER, events))
     return tape, parts
 
 

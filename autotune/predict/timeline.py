@@ -6,18 +6,20 @@ from itertools import accumulate
 
 import numpy as np
 
-from autotune.memory.allocator import CATEGORIES
+from autotune.memory.allocator import CATEGORIES, EMPTY_CACHE
 from autotune.memory.traces.copies import numbers_of
 from autotune.memory.traces.running import changes, in_blocks
 from autotune.predict.steps import Steps
-from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Timeline
+from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, StepPhase, Timeline
 
 
 def timeline_of(steps: Steps, peak_event: int) -> Timeline:
     """Memory during the step in which a replay of the steps says that allocated memory peaks."""
     parts, events = steps.parts, steps.events()
     order = np.asarray(events, dtype=np.int64)
-    deltas = changes(order, np.maximum(in_blocks(steps.sizes), 0))
+    is_of_tensor = order != EMPTY_CACHE
+    order = np.where(is_of_tensor, order, 0)
+    deltas = np.where(is_of_tensor, changes(order, in_blocks(steps.sizes)), 0)
     category_of = np.asarray(steps.categories)[numbers_of(order)]
     running = np.stack([np.cumsum(np.where(category_of == n, deltas, 0)) for n in CATEGORIES])
     starts = [0, *accumulate(len(part.events) for part in parts)]
@@ -30,7 +32,7 @@ def timeline_of(steps: Steps, peak_event: int) -> Timeline:
         if part.step == step and start < end
     ]
     num_events = sum(end - start for _, start, end in drawn)
-    totals, kept, phases = running.sum(axis=0), list[int](), dict[str, int]()
+    totals, kept, phases = running.sum(axis=0), list[int](), dict[StepPhase, int]()
     for phase, start, end in drawn:
         phases[phase] = len(kept)
         shared = MAX_POINTS - MIN_POINTS_OF_PHASE * len(drawn)

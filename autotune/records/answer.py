@@ -12,6 +12,7 @@ from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import Measurement
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
+from autotune.space.requirements import LeftOut
 
 MORE_MEMORY = "memory_budget_bytes"
 """The `setting` of the Change that is no field of TrainConfig."""
@@ -205,8 +206,8 @@ class Summary:
     elapsed_seconds: float
     classes_outside: tuple[str, ...] = ()
     """Classes that no point of the space belongs to, whatever fits."""
-    left_out: tuple[str, ...] = ()
-    """Values of the space whose library is not installed, and how to install it."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Values of the space that were not tried, for want of a library or of a prediction."""
     measured: Measured | None = None
     """Results of probes; `best` is then the prediction for the measured winner."""
     base_name: str = TRAINER_DEFAULTS
@@ -279,7 +280,7 @@ class Summary:
             "counts": dataclasses.asdict(self.counts),
             "invalid_by_rule": self.invalid_by_rule,
             "classes_outside": list(self.classes_outside),
-            "left_out": list(self.left_out),
+            "left_out": [str(each) for each in self.left_out],
             "space_changes": list(self.space_changes),
             "base_name": self.base_name,
             "loader": None if self.loader is None else self.loader.to_dict(),

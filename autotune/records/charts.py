@@ -6,6 +6,7 @@ All of it is predicted. Computed once, by the search that has the traces, and ke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 MAX_POINTS = 200
 """Most points of a Timeline: more than a chart has room for, and few enough for a row of a database (64
@@ -16,6 +17,23 @@ MAX_PRICED = 600
 """Most points of the space that are listed with their prices."""
 
 
+class StepPhase(StrEnum):
+    """A part of the first optimizer steps, as charts and files call it."""
+
+    SETUP = "set-up"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    FORWARD_AND_BACKWARD = "forward and backward"
+    """Where several GPUs share the run, and the two are not told apart."""
+    FORWARD_AGAIN = "forward, further micro-batches"
+    """Further micro-batches are alike: one is replayed, however many the configuration accumulates."""
+    BACKWARD_AGAIN = "backward, further micro-batches"
+    FORWARD_AND_BACKWARD_AGAIN = "forward and backward, further micro-batches"
+    OPTIMIZER = "optimizer"
+    BACKWARD_AND_OPTIMIZER = "backward and optimizer"
+    """Where each weight is updated as soon as it has its gradient."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
     """Bytes alive during the optimizer step in which the replay peaks; 512 B blocks.
@@ -23,8 +41,8 @@ class Timeline:
     A point is the fullest instant of a stretch of allocations and frees; there is no clock in it.
     """
 
-    phases: dict[str, int]
-    """First point of each phase by name, in order."""
+    phases: dict[StepPhase, int]
+    """The first point of each, in order."""
     bytes_by_category: dict[str, tuple[int, ...]]
     """Figures per point by category (allocator.CATEGORIES)."""
     peak_point: int

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autotune.common.units import format_bytes, format_count, format_seconds
+from autotune.common.units import figure_and_unit, format_bytes, format_count, format_seconds
 from autotune.records.answer import Summary
 from autotune.records.charts import Step
 from autotune.report import words
 from autotune.report.data import ReportData
 from autotune.report.words import printable
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
-from autotune.space.knobs import KNOBS, METHOD_WORDS, describe
+from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, description
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +110,7 @@ def _memory(summary: Summary) -> Tile:
         off = words.off(best.peak_device_bytes, at_full_length)
         where = "" if peak_bytes == at_full_length else ", at full length"
         note = f"Predicted{where}: {format_bytes(best.peak_device_bytes)}, off by {off}"
-    figure, _, unit = "unknown".partition(" ")
-    if peak_bytes is not None:
-        figure, _, unit = format_bytes(peak_bytes).partition(" ")
+    figure, unit = ("unknown", "") if peak_bytes is None else figure_and_unit(peak_bytes)
     return Tile(
         label="Memory at the peak",
         figure=figure,
@@ -141,7 +139,11 @@ def _against_base(summary: Summary) -> Tile:
         figure = "the same"
     elif speedup is not None:
         figure, unit = f"{speedup:.2f}", "\N{MULTIPLICATION SIGN} as fast"
-        evidence, note = summary.evidence, note.partition(" x ")[2]
+        evidence = summary.evidence
+        if found is not None and found.baseline is not None:
+            note = words.measured_baseline_speed(found.baseline, summary.base_name)
+        elif summary.baseline is not None:
+            note = words.baseline_speed(summary, summary.baseline)
     elif baseline is None:
         label = sentence(summary.base_name)
         figure, evidence = "does not fit", "predicted"
@@ -275,9 +277,6 @@ def _change_words(step: Step) -> str:
     return printable(", ".join(said))
 
 
-_MEANINGS = dict(part.split(": ") for part in words.CLASS_MEANINGS.split("; "))
-
-
 def class_rows(summary: Summary) -> tuple[ClassRow, ...]:
     """The best of each class, the lowest first."""
     rows = []
@@ -287,7 +286,7 @@ def class_rows(summary: Summary) -> tuple[ClassRow, ...]:
         rows.append(
             ClassRow(
                 name=name,
-                meaning=_MEANINGS[name],
+                meaning=words.CLASS_MEANINGS[name],
                 entry=printable(words.class_entry(name, summary)),
                 tokens_per_second=None if estimate is None else estimate.tokens_per_second,
                 peak_device_bytes=None if estimate is None else estimate.peak_device_bytes,
@@ -346,7 +345,7 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
             f"{counts.feasible:,} may fit, {counts.replayed:,} replayed in full, in "
             f"{format_seconds(summary.elapsed_seconds)}",
         ),
-        *(("left out", text) for text in summary.left_out),
+        *(("left out", str(each)) for each in summary.left_out),
     ]
     if workload.lengths is not None:
         rows.append(("data", words.data(workload)))
@@ -370,4 +369,4 @@ def _versions(versions: Iterable[tuple[str, str]]) -> str:
 
 def config_parts(config: TrainConfig) -> list[str]:
     """The settings, one by one."""
-    return printable(describe(config)).split(", ")
+    return list(map(printable, description(config)))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autotune.common.units import Unit, unit_for
-from autotune.records.charts import Timeline
+from autotune.records.charts import StepPhase, Timeline
 from autotune.report.data import FITS, ReportData, TrialRow
 
 Figure = dict[str, Any]
@@ -29,8 +29,8 @@ _STACK = (
     ("workspace", "workspace", "--cached"),
 )
 _PHASE_WORDS = {
-    "forward, further micro-batches": "forward again",
-    "backward, further micro-batches": "backward again",
+    StepPhase.FORWARD_AGAIN: "forward again",
+    StepPhase.BACKWARD_AGAIN: "backward again",
 }
 
 

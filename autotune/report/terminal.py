@@ -63,7 +63,7 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
             ),
             *([("data", words.data(summary.workload))] if summary.workload.lengths else []),
             *([("carried", words.carried(summary.workload))] if summary.workload.extra else []),
-            *(("left out", text) for text in summary.left_out),
+            *(("left out", str(each)) for each in summary.left_out),
         ],
     )
     console.print()
@@ -384,4 +384,5 @@ def _print_classes(console: Console, summary: Summary) -> None:
             ]
         _add_row(table, [name, words.class_entry(name, summary), *figures])
     console.print(table)
-    console.print(words.CLASS_MEANINGS, style="dim")
+    meanings = (f"{name}: {meaning}" for name, meaning in words.CLASS_MEANINGS.items())
+    console.print("; ".join(meanings), style="dim")

@@ -13,9 +13,11 @@ from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.space.precisions import PRECISIONS
 
-CLASS_MEANINGS = (
-    "exact: the mathematics of the base; numerics: other rounding; recipe: another training run"
-)
+CLASS_MEANINGS = {
+    "exact": "the mathematics of the base",
+    "numerics": "other rounding",
+    "recipe": "another training run",
+}
 LIMITS = "torch.compile, overlapping streams, data loading, evaluation, logging"
 """Parts of training that no prediction contains; autotune.predict.estimator and autotune.speed.roofline name
 the finer ones."""
@@ -179,7 +181,12 @@ def against_measured_baseline(found: Measured, base_name: str) -> str:
         return f"{base_name}: {found.baseline.outcome}"
     if found.baseline.config == found.best.config:
         return f"{base_name}, at the largest micro-batch that fits"
-    return f"{found.speedup:.2f} x the {measured_speed(found.baseline)} of {base_name}"
+    return f"{found.speedup:.2f} x {measured_baseline_speed(found.baseline, base_name)}"
+
+
+def measured_baseline_speed(baseline: Measurement, base_name: str) -> str:
+    """The measured speed of the base."""
+    return f"the {measured_speed(baseline)} of {base_name}"
 
 
 def off(predicted: float | None, seen: float | None) -> str:
@@ -269,10 +276,15 @@ def against_baseline(summary: Summary) -> str:
         return f"{summary.base_name} ({describe_base(summary.base)}) do not fit at any micro-batch"
     if baseline.config == summary.best.config:
         return f"{summary.base_name}, at the largest micro-batch that fits"
-    assert baseline.tokens_per_second is not None
     assert summary.speedup is not None
+    return f"{summary.speedup:.2f} x {baseline_speed(summary, baseline)}"
+
+
+def baseline_speed(summary: Summary, baseline: Estimate) -> str:
+    """The predicted speed of the base, and what the base is."""
+    assert baseline.tokens_per_second is not None
     return (
-        f"{summary.speedup:.2f} x the {baseline.tokens_per_second:,.0f} of {summary.base_name} "
+        f"the {baseline.tokens_per_second:,.0f} of {summary.base_name} "
         f"({describe_base(baseline.config)}, micro-batch {baseline.config.micro_batch_size})"
     )
 

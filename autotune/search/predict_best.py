@@ -38,7 +38,7 @@ from autotune.search.candidates import Candidates, speed_of
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.knobs import KNOBS, describe
-from autotune.space.requirements import NOT_PREDICTED, predictable
+from autotune.space.requirements import LeftOut, Reason, predictable
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import (
     SearchSpace,
@@ -312,7 +312,6 @@ def with_measured(summary: Summary, measured: Measured, *, not_compiled: str = "
     `not_compiled`: why nothing could be compiled here, where it was to be.
     """
     best = measured.predicted
-    unpredicted = f"({NOT_PREDICTED})"
     return dataclasses.replace(
         summary,
         best=best,
@@ -322,9 +321,11 @@ def with_measured(summary: Summary, measured: Measured, *, not_compiled: str = "
         more_memory=None,
         # What is not predicted was measured.
         left_out=tuple(
-            text.replace(unpredicted, f"({not_compiled})") if not_compiled else text
-            for text in summary.left_out
-            if not (measured.num_compiled and text.endswith(unpredicted))
+            LeftOut(each.words, Reason.NOT_COMPILED, not_compiled)
+            if not_compiled and each.reason is Reason.NOT_PREDICTED
+            else each
+            for each in summary.left_out
+            if not (measured.num_compiled and each.reason is Reason.NOT_PREDICTED)
         ),
         measured=measured,
     )

@@ -416,6 +416,11 @@ _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)
 
 def describe(config: TrainConfig) -> str:
     """Return one line for people: what every configuration has, and what differs from plain."""
+    return ", ".join(description(config))
+
+
+def description(config: TrainConfig) -> list[str]:
+    """The parts of `describe`, a setting or several that belong together each."""
     method = METHOD_WORDS[config.method]
     if config.method == "full":
         method += " fine-tune"
@@ -445,7 +450,7 @@ def describe(config: TrainConfig) -> str:
         for name, knob in KNOBS.items()
         if name not in said and (value := getattr(config, name)) != _PLAIN[name]
     ]
-    return ", ".join([method, *filter(None, said.values()), *others, config.attention])
+    return [method, *filter(None, said.values()), *others, config.attention]
 
 
 def as_options(config: TrainConfig) -> list[str]:

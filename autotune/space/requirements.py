@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from autotune.catalogue.installed import is_installed
@@ -17,8 +19,27 @@ from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.search_space import SearchSpace
 
-NOT_PREDICTED = "not predicted"
-"""The reason for a value that a search by prediction leaves out."""
+
+class Reason(StrEnum):
+    """Why a search leaves values out."""
+
+    NOT_PREDICTED = "not predicted"
+    NOT_INSTALLED = "not installed"
+    NOT_COMPILED = "not compiled"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Values of a space that a search leaves out for one reason; as text `words (details)`."""
+
+    words: str
+    """The values, for people."""
+    reason: Reason
+    details: str
+    """What there is to say of the reason, for people."""
+
+    def __str__(self) -> str:
+        return f"{self.words} ({self.details})"
 
 
 def of_config(config: TrainConfig) -> tuple[str, ...]:
@@ -63,13 +84,13 @@ def unpredicted(config: TrainConfig) -> tuple[str, ...]:
 
 def predictable(
     space: SearchSpace, methods: Collection[str] = METHODS, *, has: TrainConfig | None = None
-) -> tuple[SearchSpace, tuple[str, ...]]:
+) -> tuple[SearchSpace, tuple[LeftOut, ...]]:
     """Return the space without values that are not installed or not predicted, and which of these were.
 
     Only those of `methods` count among them. A setting that has nothing else left keeps its default; a
     section that must name it goes. What `has` needs is taken for installed: it trains somewhere already.
     """
-    left_out: dict[str, dict[str, None]] = {}
+    left_out: dict[tuple[Reason, str], dict[str, None]] = {}
     sections = []
     for section in space.methods:
         if section.method not in methods:
@@ -80,7 +101,7 @@ def predictable(
             why = {
                 value: reason
                 for value in values
-                if (reason := _reason(knob, value))
+                if (reason := _why_left_out(knob, value))
                 and not (has is not None and value == getattr(has, name))
             }
             if why:
@@ -91,15 +112,16 @@ def predictable(
                 left_out.setdefault(reason, {})[knob.words(value)] = None
         if all(domains.values()):
             sections.append(dataclasses.replace(section, domains=domains))
-    said = tuple(f"{', '.join(words)} ({reason})" for reason, words in left_out.items())
+    said = tuple(LeftOut(", ".join(words), *reason) for reason, words in left_out.items())
     return dataclasses.replace(space, methods=tuple(sections)), said
 
 
-def _reason(knob: Knob, value: object) -> str:
-    """Return why a search leaves the value out; empty where it does not."""
+def _why_left_out(knob: Knob, value: object) -> tuple[Reason, str] | None:
+    """Why a search leaves the value out, and details; None where it does not."""
     if value in knob.unpredicted:
-        return NOT_PREDICTED
-    return _lacks(knob, value)
+        return Reason.NOT_PREDICTED, Reason.NOT_PREDICTED.value
+    lacks = _lacks(knob, value)
+    return (Reason.NOT_INSTALLED, lacks) if lacks else None
 
 
 def _lacks(knob: Knob, value: object) -> str:

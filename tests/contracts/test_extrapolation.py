@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from autotune.catalogue.models import resolve
-from autotune.memory.traces import Trace, evaluate, is_setup
+from autotune.memory.traces import SETUP_PHASES, Trace, evaluate
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
@@ -143,7 +143,7 @@ def as_traced(answer: dict[str, Any], trace: Trace, micro_batch: int, rank: int)
     bytes_of = dict(zip(trace.template, trace.sizes(micro_batch, rank), strict=True))
     seen: dict[str, Seen] = {"setup": [], "batch": [], "count": [], "first": []}
     for block in answer["blocks"]:
-        phase = "setup" if is_setup(block["phase"]) else block["phase"]
+        phase = "setup" if block["phase"] in SETUP_PHASES else block["phase"]
         part = seen.get(phase, seen["first"])
         part += [(e < 0, bytes_of[e if e >= 0 else ~e]) for e in block["events"]]
     return seen

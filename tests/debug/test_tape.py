@@ -18,6 +18,7 @@ from autotune.common.units import MIB
 from autotune.debug.comparison import Comparison, compare
 from autotune.debug.snapshot import read_snapshot, recorded
 from autotune.debug.tape import (
+    Event,
     TapeFile,
     TapeKernel,
     TapePeak,
@@ -129,6 +130,13 @@ def test_what_lives_at_the_peak_is_what_is_allocated_there(
     )
 
 
+def test_an_emptied_cache_is_an_event_and_no_tensor(tape: TapeFile) -> None:
+    assert tape.events.count("empty_cache") == 1  # Accelerator.free_memory, before the first step
+    assert tape.phase_at(tape.events.index("empty_cache")).step == -1
+    assert all(tensor.size_bytes >= 0 for tensor in tape.tensors)
+    assert "empty_cache" not in {tensor.operation for tensor in tape.tensors}
+
+
 def test_kernels_are_those_that_the_time_is_made_of(tape: TapeFile, named: Estimator) -> None:
     flops = sum(k.count * k.flops for k in tape.kernels if k.phase != "update")
     assert 3 * flops == named.estimate(CONFIG).flops_per_step
@@ -160,6 +168,7 @@ def test_the_file_is_read_back(tape: TapeFile, tmp_path: Path) -> None:
         ({"schema_version": 2}, "its schema_version is 2, and this autotune reads 1"),
         ({"events": [0, 99]}, "events[1] is 99, and is no tensor's"),
         ({"events": [0, -9]}, "events[1] is -9"),
+        ({"events": [0, "sweep"]}, "sweep"),
         ({"events": [True]}, "events[0] is True"),
         ({"events": None}, "events is None and should be a list"),
         ({"peak": {}}, "peak.allocated_bytes is missing"),
@@ -237,10 +246,10 @@ def beside(tmp_path: Path) -> Beside:
     return compared
 
 
-def unrolled(tape: TapeFile) -> list[int]:
+def unrolled(tape: TapeFile) -> list[Event]:
     """The events of a run of the tape, in which each step has two further micro-batches: CONFIG's."""
     ends = [*(phase.first_event for phase in tape.phases[1:]), len(tape.events)]
-    events: list[int] = []
+    events: list[Event] = []
     for phase, end in zip(tape.phases, ends, strict=True):
         part = list(tape.events[phase.first_event : end])
         if phase.phase == "forward, further micro-batches":
@@ -281,7 +290,10 @@ def test_where_a_tensor_is_larger_they_part(tape: TapeFile, beside: Beside) -> N
     position, larger = next(
         (position, event)
         for position, event in enumerate(events)
-        if position > backward.first_event and event >= 0 and sizes[event] >= 2 * MIB
+        if position > backward.first_event
+        and event != "empty_cache"
+        and event >= 0
+        and sizes[event] >= 2 * MIB
     )
     changed = [size + (number == larger) * MIB for number, size in enumerate(sizes)]
     found = beside(tape, snapshots.run_of(changed, unrolled(tape)))
@@ -299,7 +311,7 @@ def test_where_a_tensor_is_larger_they_part(tape: TapeFile, beside: Beside) -> N
     assert seen.size_bytes == predicted.size_bytes + MIB
     assert seen.frames[0] == f"make_{larger}.py:1:make_{larger}"
     assert found.num_equal == len(
-        [e for e in events[:position] if e >= 0 and rounded(sizes[e]) >= MIB]
+        [e for e in events[:position] if e != "empty_cache" and e >= 0 and rounded(sizes[e]) >= MIB]
     )
 
 

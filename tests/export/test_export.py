@@ -345,7 +345,7 @@ def test_tokens_that_train_are_not_written_as_their_number() -> None:
     """PEFT takes a list of indices there, which only the model's vocabulary can tell."""
     config = dataclasses.replace(FULL, method="trainable_tokens", num_virtual_tokens=6)
     assert "token_indices" not in json.loads(write(adapter_config, config))
-    assert any("6" in words for words in adapter_config.cannot_express(config))
+    assert any("6" in lost.words for lost in adapter_config.cannot_express(config))
 
 
 def test_packed_samples_are_one_stream_cut_into_blocks_for_trl_too() -> None:

@@ -26,7 +26,7 @@ from autotune.export import (
     training_args_py,
     unsloth_py,
 )
-from autotune.export.carried import one_line
+from autotune.export.carried import Unsaid, one_line
 from autotune.space.adapters import LORA_VARIANTS, read_peft
 from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, TRAINERS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
@@ -135,10 +135,7 @@ def test_no_setting_is_dropped_in_silence(name: str) -> None:
             (
                 getattr(config, setting),
                 loaded(exporter, text_of(exporter, config)),
-                any(
-                    line.startswith(f"{setting}: ")
-                    for line in export.unsaid(exporter, WORKLOAD, config)
-                ),
+                setting in {each.setting for each in export.unsaid(exporter, WORKLOAD, config)},
             )
             for config in configs
             if not export.why_not(exporter, WORKLOAD, config)
@@ -165,8 +162,8 @@ def test_what_is_not_in_a_file_is_said_at_its_top(name: str, config: TrainConfig
             lambda line: line.startswith("#"), text_of(exporter, config).splitlines()
         )
     )
-    for line in export.unsaid(exporter, WORKLOAD, config):
-        assert any(each.endswith(f": {one_line(line)}") for each in head)
+    for lost in export.unsaid(exporter, WORKLOAD, config):
+        assert any(line.endswith(f": {one_line(str(lost))}") for line in head)
 
 
 def test_a_user_is_told_in_few_lines() -> None:
@@ -294,7 +291,8 @@ def test_what_an_older_version_does_not_know_is_named(monkeypatch: pytest.Monkey
         ("training-args-python", "neftune_noise_alpha", "transformers"),
     ):
         exporter = export.ALL[name]
-        assert f"{field}: unknown to this {library}" in export.unsaid(exporter, WORKLOAD, config)
+        lost = export.unsaid(exporter, WORKLOAD, config)
+        assert Unsaid(field, f"unknown to this {library}") in lost
         uncommented = re.sub(r"^#.*$", "", text_of(exporter, config), flags=re.MULTILINE)
         assert field not in uncommented
 
@@ -317,9 +315,9 @@ def test_what_the_user_has_set_beside_it_is_carried_or_named(name: str) -> None:
         pytest.skip("about something else")
     text = text_of(exporter, LORA, EXTRA)
     assert "0.001" in text
-    lines = export.unsaid(exporter, EXTRA, LORA)
+    lost = export.unsaid(exporter, EXTRA, LORA)
     is_seen = loaded(exporter, text) != loaded(exporter, text_of(exporter, LORA))
-    assert is_seen or "learning_rate: 0.001" in lines
+    assert is_seen or Unsaid("learning_rate", "0.001") in lost
 
 
 # One by one
@@ -369,10 +367,10 @@ def loaded_text(exporter: Any, config: TrainConfig) -> str:
 def test_the_products_of_4_bit_weights() -> None:
     """trl takes the dtype of the other weights; Python can say another."""
     config = dataclasses.replace(QLORA, precision="fp16-mixed")
-    (line,) = (line for line in sft_config.cannot_express(config) if line.startswith("precision"))
-    assert "in float16 (trl takes float32" in line
+    (lost,) = (o for o in sft_config.cannot_express(config) if o.setting == "precision")
+    assert "in float16 (trl takes float32" in lost.words
     assert "bnb_4bit_compute_dtype='float16'" in text_of(train_sft_py, config)
-    assert not any(line.startswith("precision") for line in train_sft_py.cannot_express(config))
+    assert "precision" not in {o.setting for o in train_sft_py.cannot_express(config)}
 
 
 UNSLOTH = {

@@ -18,6 +18,7 @@ from autotune.export.base import huggingface
 from autotune.export.base.mapping_read import read
 from autotune.export.base.opening import READERS
 from autotune.export.base.read import BaseRun, EditedBase, read_base
+from autotune.export.carried import Unsaid
 from autotune.export.mapping_write import keys_of, unsaid
 from autotune.space.config import TrainConfig, Workload
 
@@ -337,6 +338,13 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
         assert words in said
 
 
+def test_a_value_that_looks_like_a_key_is_shown_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "training_args.json"
+    path.write_text('{"optim": "model:x", "per_device_train_batch_size": 2}')
+    with pytest.raises(ConfigError, match="optim unknown optimizer 'model:x'"):
+        read_base(path)
+
+
 def test_a_problem_is_said_once_and_by_the_key_that_the_file_has(tmp_path: Path) -> None:
     said = refusal(
         tmp_path, "base_model: x\nadapter: lora\nlora_r: 8\nlora_target_modules: 'a.*'\n"
@@ -468,7 +476,9 @@ def test_an_alpha_that_is_no_whole_number_is_rounded_and_said(name: str) -> None
     config, target = FILES[name]
     config = dataclasses.replace(config, lora_rank=8, lora_alpha_ratio=0.3)
     assert keys_of(target, config)["lora_alpha"] == 2
-    assert unsaid(target, config) == ("lora_alpha_ratio: alpha 0.3x rank (alpha 0.25x rank here)",)
+    assert unsaid(target, config) == (
+        Unsaid("lora_alpha_ratio", "alpha 0.3x rank (alpha 0.25x rank here)"),
+    )
 
 
 def test_another_plugin_than_ligers_is_noted(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_what_the_user_set_and_the_version_does_not_have_is_named() -> None:
     workload = dataclasses.replace(answers.WORKLOAD, extra_arguments=extra)
     with targets.named(targets.read(["transformers==4.56.0", "trl==1.10.0"])):
         for name in TARGET_TAKERS:
-            words = "; ".join(export.unsaid(export.ALL[name], workload, STRIDED))
+            words = "; ".join(map(str, export.unsaid(export.ALL[name], workload, STRIDED)))
             assert re.search(r"\bproject: unknown to (transformers 4.56.0|trl 1.10.0)", words)
             text = text_of(name, workload)
             uncommented = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)

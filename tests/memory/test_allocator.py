@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.memory.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay
 
 MIB = 1 << 20
 
@@ -486,12 +486,22 @@ def test_speed(expandable_segments: bool) -> None:
 
 def test_emptying_the_cache_gives_back_segments_that_are_free_as_a_whole() -> None:
     """Two segments of 32 MiB and one of 2 MiB: one of the large ones is free when it is emptied."""
-    sizes = [32 * MIB, 32 * MIB, 512, 64 * MIB, EMPTY_CACHE_BYTES]
+    sizes = [32 * MIB, 32 * MIB, 512, 64 * MIB]
     events = [0, 1, 2, ~0]
     kept = replay(sizes, [*events, 3])
-    emptied = replay(sizes, [*events, 4, ~4, 3])
+    emptied = replay(sizes, [*events, EMPTY_CACHE, 3])
     assert kept.peak_reserved_bytes == (32 + 32 + 2 + 64) * MIB
     assert emptied.peak_reserved_bytes == (32 + 2 + 64) * MIB
     assert emptied.final_reserved_bytes == emptied.peak_reserved_bytes
     assert emptied.peak_allocated_bytes == kept.peak_allocated_bytes
     assert emptied.num_alloc_retries == 0
+
+
+@pytest.mark.parametrize("expandable_segments", [False, True])
+def test_only_what_is_allocated_is_freed(expandable_segments: bool) -> None:
+    """But for a tensor of no bytes, which takes no block."""
+    for events in ([~0], [0, ~0, ~0], [0, EMPTY_CACHE, ~0, ~0]):
+        with pytest.raises(KeyError, match="0"):
+            replay([MIB], events, expandable_segments=expandable_segments)
+    freed = replay([0, MIB], [0, ~0, ~0, 1, EMPTY_CACHE], expandable_segments=expandable_segments)
+    assert freed.final_allocated_bytes == MIB

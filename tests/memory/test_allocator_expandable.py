@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autotune.memory.allocator import EMPTY_CACHE_BYTES, Replay, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay
 
 MIB = 1 << 20
 RECORDED = [
@@ -27,9 +27,10 @@ def run(*steps: int | str, cap: int | None = None) -> Replay:
     for step in steps:
         if isinstance(step, str):
             tape.free(ord(step) - ord("a"))
+        elif step == EMPTY_CACHE:
+            tape.events.append(step)
         else:
-            tape.alloc(max(0, step), "activation")
-            tape.sizes[-1] = step
+            tape.alloc(step, "activation")
     return replay(tape.sizes, tape.events, cap_bytes=cap, expandable_segments=True)
 
 
@@ -57,7 +58,7 @@ def test_what_is_recorded_has_every_kind_of_tape() -> None:
     assert not all(failed)
     assert any(row["num_alloc_retries"] and row["failed_event"] is None for row in RECORDED)
     assert any(row["peak_reserved_bytes"] > row["cap_bytes"] for row in RECORDED)
-    assert any(EMPTY_CACHE_BYTES in row["sizes"] for row in RECORDED)
+    assert any(EMPTY_CACHE in row["events"] for row in RECORDED)
     assert sum(len(row["events"]) for row in RECORDED) > 5000
 
 
@@ -80,7 +81,7 @@ def test_one_request_maps_whole_pages(nbytes: int, allocated: int, reserved: int
     result = run(nbytes)
     assert (result.peak_allocated_bytes, result.peak_reserved_bytes) == (allocated, reserved)
     assert run(nbytes, "a").final_reserved_bytes == reserved
-    assert run(nbytes, "a", EMPTY_CACHE_BYTES).final_reserved_bytes == 0
+    assert run(nbytes, "a", EMPTY_CACHE).final_reserved_bytes == 0
 
 
 def test_the_free_end_is_part_of_what_comes_next() -> None:
@@ -102,7 +103,7 @@ def test_the_end_which_may_grow_is_not_the_best_fit() -> None:
 
 def test_emptying_the_cache_unmaps_pages_within_free_blocks() -> None:
     # 5 used | 50 free | 5 used: the page from 20 to 40 MiB is free as a whole.
-    script = (5 * MIB, 50 * MIB, 5 * MIB, "b", EMPTY_CACHE_BYTES)
+    script = (5 * MIB, 50 * MIB, 5 * MIB, "b", EMPTY_CACHE)
     assert run(*script).final_reserved_bytes == 40 * MIB
     # 50 MiB go where they were, and map that page again.
     assert run(*script, 50 * MIB).final_reserved_bytes == 60 * MIB

@@ -24,9 +24,9 @@ class Answer:
         self.parameters: dict[str, Any] = {}
         self.number: dict[str, int] = {}
 
-    def block(self, phase: str, layer: int = -1) -> Answer:
+    def block(self, phase: str, layer: int = -1, *, stack: int = 0) -> Answer:
         empty: dict[str, Any] = {"events": [], "accumulate": [], "kernels": []}
-        self.blocks.append({"phase": phase, "layer": layer, **empty})
+        self.blocks.append({"phase": phase, "stack": stack, "layer": layer, **empty})
         return self
 
     def alloc(self, name: str, size: list[int], **facts: Any) -> Answer:
@@ -377,3 +377,19 @@ def test_a_neighbour_without_that_many_tensors_is_broken() -> None:
     a.block("backward", 0).free("t0")
     with pytest.raises(BrokenTrace):
         a.trace()
+
+
+def test_two_stacks_of_layers_repeat_each_for_itself() -> None:
+    """A decoder's layers behind an encoder's: both are copied, and a block says which it is of."""
+    a = Answer(full=5)
+    places = [(stack, layer) for stack in (0, 1) for layer in range(3)]
+    for stack, layer in places:
+        a.block("weights", layer, stack=stack).weight(f"w{stack}{layer}", WEIGHT)
+    for stack, layer in places:
+        a.block("forward", layer, stack=stack).alloc(f"a{stack}{layer}", HIDDEN)
+    a.block("end").free(*(f"a{stack}{layer}" for stack, layer in places))
+    trace = a.trace()
+    whole = [(stack, layer) for stack in (0, 1) for layer in range(5)]
+    assert [parameter.place for parameter in trace.parameters()] == whole
+    blocks = [(phase, place) for phase, place, _ in trace.blocks()]
+    assert blocks == [*(("forward", place) for place in whole), ("end", (0, -1))]

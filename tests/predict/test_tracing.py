@@ -134,8 +134,22 @@ def some_trace() -> dict[str, Any]:
     """The smallest answer that is a trace: one weight, one tensor that comes and goes."""
     kernel = ["mm", "bfloat16", (2, 1, 0), [(8, 1, 0)], False, 1]
     blocks = [
-        {"phase": "weights", "layer": -1, "events": [0], "accumulate": [], "kernels": []},
-        {"phase": "embed", "layer": -1, "events": [1, ~1], "accumulate": [], "kernels": [kernel]},
+        {
+            "phase": "weights",
+            "stack": 0,
+            "layer": -1,
+            "events": [0],
+            "accumulate": [],
+            "kernels": [],
+        },
+        {
+            "phase": "embed",
+            "stack": 0,
+            "layer": -1,
+            "events": [1, ~1],
+            "accumulate": [],
+            "kernels": [kernel],
+        },
     ]
     weight = {"size": (512, 0, 0), "category": "parameter", "trainable": False}
     return {

@@ -18,6 +18,7 @@ from autotune.report import words
 from autotune.search.predict_best import steps_per_epoch, with_measured
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
+from autotune.space.requirements import LeftOut, Reason
 from autotune.space.search_space import MethodSpace, SearchSpace
 
 EAGER = TrainConfig(
@@ -127,14 +128,19 @@ def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_answer_says_why_nothing_was_compiled() -> None:
     left_out = (
-        "torch.compile (default) (not predicted)",
-        "SOAP (needs: pip install pytorch-optimizer)",
+        LeftOut("torch.compile (default)", Reason.NOT_PREDICTED, "not predicted"),
+        LeftOut(
+            "SOAP (not predicted)", Reason.NOT_INSTALLED, "needs: pip install pytorch-optimizer"
+        ),
     )
     summary = dataclasses.replace(answers.summary(), left_out=left_out)
     eager = dataclasses.replace(found(measured(EAGER, 1.0), None), num_compiled=0)
     assert with_measured(summary, eager).left_out == left_out
     told = with_measured(summary, eager, not_compiled="no C++ compiler")
-    assert told.left_out == ("torch.compile (default) (no C++ compiler)", left_out[1])
+    assert list(map(str, told.left_out)) == [
+        "torch.compile (default) (no C++ compiler)",
+        str(left_out[1]),
+    ]
     assert with_measured(summary, found(None, measured(COMPILED, 1.0))).left_out == left_out[1:]
 
 

@@ -15,6 +15,7 @@ from autotune.records.answer import stored_record, summary_from_dict
 from autotune.records.estimate import PerGpu
 from autotune.records.loader_times import LoaderTime, LoaderTimes
 from autotune.space.lengths import Lengths
+from autotune.space.requirements import LeftOut, Reason
 from autotune.store import stored_answers
 from autotune.store.optuna_study import existing_study, open_study
 
@@ -46,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "several GPUs": {
         "workload": dataclasses.replace(answers.WORKLOAD, num_gpus=2),
         "best": answers.estimate(per_gpu=PER_GPU),
-        "left_out": ("galore: pip install galore-torch",),
+        "left_out": (LeftOut("galore", Reason.NOT_INSTALLED, "needs: pip install galore-torch"),),
     },
     "unknown speed": {"tied": (answers.estimate(step_seconds=None),)},
     "measured with torch.compile": {

@@ -28,6 +28,8 @@ from autotune.report import data, facts, files, markdown
 from autotune.report import html as page
 from autotune.report.data import ReportData
 from autotune.space.config import TrainConfig
+from autotune.space.knobs import describe
+from autotune.space.requirements import LeftOut, Reason
 from autotune.store import optuna_study, predicted_trials, stored_answers
 
 HOSTILE = (
@@ -195,6 +197,13 @@ def test_a_base_that_fits_nowhere_or_is_the_answer_has_no_ratio() -> None:
     assert facts.tiles(summary_of(measured=crashed))[2].figure == "did not run"
 
 
+def test_a_setting_with_commas_in_it_is_one_part() -> None:
+    adapter = config(method="peft", peft='{"peft_type": "VERA", "r": 8, "d_initial": 0.1}')
+    parts = facts.config_parts(adapter)
+    assert parts[0].endswith("VERA (r=8, d_initial=0.1)")
+    assert ", ".join(parts) == describe(adapter)
+
+
 def test_the_size_of_a_model_leaves_its_adapter_out() -> None:
     """1.55 billion with the adapter's 50 million, 1.5 without."""
     assert facts.size_words(summary_of()) == "1.50 B parameters"
@@ -258,7 +267,7 @@ def hostile(text: str) -> ReportData:
         gpu=text,
         gpu_reason=text,
         space=text,
-        left_out=(text,),
+        left_out=(LeftOut(text, Reason.NOT_PREDICTED, text),),
         versions={text: text},
         best=answers.estimate(lent),
         best_by_class={"recipe": answers.estimate(lent)},

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from autotune.debug.tape import Event
+
 SEGMENT_BYTES = 1 << 44
 """Size of the one segment in which all tensors of a made-up run lie."""
 
@@ -130,11 +132,13 @@ def _block(
     }
 
 
-def run_of(sizes: Sequence[int], events: Iterable[int]) -> Run:
+def run_of(sizes: Sequence[int], events: Iterable[Event]) -> Run:
     """Make a Run that does what a tape says."""
     run = Run()
     addresses: dict[int, int] = {}
     for event in events:
+        if event == "empty_cache":
+            continue
         if event < 0:
             if ~event in addresses:
                 run.free(addresses.pop(~event))

@@ -20,7 +20,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autotune.memory.traces import is_forward, is_setup
+from autotune.memory.traces import FORWARD_PHASES, SETUP_PHASES
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.worker.trace.cuda import Device
@@ -78,9 +78,9 @@ def operations(depth: int, method: str, *, checkpointing: bool) -> Counter[str]:
     )
     counts: Counter[str] = Counter()
     for block in answer["blocks"]:
-        if is_setup(block["phase"]):
+        if block["phase"] in SETUP_PHASES:
             continue
-        phase = "forward" if is_forward(block["phase"]) else "backward"
+        phase = "forward" if block["phase"] in FORWARD_PHASES else "backward"
         for _, _, _, _, recomputed, count, *_ in block["kernels"]:
             counts["recompute" if recomputed else phase] += count
     return counts

@@ -87,14 +87,14 @@ def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any
         in_file = (key for key in row.keys if value_at(content, key) is not None)
         key = next(in_file, row.keys[0])
         if all(value is None for value in said.values()) and not _may_be_off(name):
-            raise ValueError(f"{key} is missing")
+            raise ValueError(f"{in_words(key)} is missing")
         knob = KNOBS.get(name)
         check = positive if knob is None else knob.read
         try:
             value = row.hear(said)
             return (check(0 if value is None else value),)
         except ValueError as error:
-            raise ValueError(f"{key} {error}") from error
+            raise ValueError(f"{in_words(key)} {error}") from error
     for choice in row.choices:
         if all(same(said[key], value) for key, value in choice.theirs.items()) and all(
             entry in entries(said[key]) for key, entry in choice.within.items()
@@ -108,12 +108,18 @@ def _check_kind(key: str, content: Mapping[str, Any], value: object) -> None:
     folder = key.rpartition(".")[0]
     above = value_at(content, folder) if folder else None
     if above is not None and not isinstance(above, (Mapping, NotLiteral)):
-        raise ValueError(f"{folder} must be a mapping of settings to values")
+        raise ValueError(f"{in_words(folder)} must be a mapping of settings to values")
     for each in (above, value):
         if isinstance(each, NotLiteral):
             raise ValueError(
-                f"{key}: {each} is not a literal, and programs are not run: write its value"
+                f"{in_words(key)}: {each} is no literal, and nothing is run: write its value"
             )
+
+
+def in_words(key: str) -> str:
+    """The key for people: that of a section behind the section's name."""
+    section, colon, own = key.partition(":")
+    return f"{section} {own}" if colon else key
 
 
 def _may_be_off(name: str) -> bool:
@@ -128,7 +134,9 @@ def _unknown(row: Row, said: Mapping[str, Any], content: Mapping[str, Any]) -> s
         if isinstance(value, str)
     }
     in_file = {key: value for key, value in said.items() if value_at(content, key) is not None}
-    shown = ", ".join(f"{key}: {_shown(value)}" for key, value in (in_file or said).items())
+    shown = ", ".join(
+        f"{in_words(key)}: {_shown(value)}" for key, value in (in_file or said).items()
+    )
     if len(row.keys) == 1:
         (value,) = said.values()
         return f"{shown} is not predicted. {nearest(str(value)[:80], known)}"
@@ -142,7 +150,7 @@ def _one_step_away(row: Row, said: Mapping[str, Any]) -> str:
     for choice in row.choices:
         differing = [key for key, value in choice.theirs.items() if not same(said[key], value)]
         if len(differing) == 1 and choice.theirs[differing[0]] is not None:
-            steps[f"{differing[0]}: {_shown(choice.theirs[differing[0]])}"] = None
+            steps[f"{in_words(differing[0])}: {_shown(choice.theirs[differing[0]])}"] = None
     return " or ".join(list(steps)[:3])
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from autotune.common.files import Files
 from autotune.export import Exporter, export_paths, mapping_write
 from autotune.export.base.edit import Change
+from autotune.export.base.mapping_read import in_words
 from autotune.export.base.read import BaseRun, EditedBase, changes, read_base
-from autotune.export.base.section_rows import in_words
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.search_space import SearchSpace, around, usual_batching
@@ -122,10 +122,12 @@ def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
                 f"its comments are lost: {part.path.name} has YAML that is not edited in place."
             )
     unsaid = mapping_write.unsaid(run.target, answer)
-    elsewhere = [words for words in unsaid if words.partition(":")[0] in run.target.elsewhere]
-    notes += [f"not put into it: {words}." for words in unsaid if words not in elsewhere]
+    elsewhere = [each for each in unsaid if each.setting in run.target.elsewhere]
+    notes += [f"not put into it: {each}." for each in unsaid if each not in elsewhere]
     if elsewhere:
-        notes.append(f"not put into it, but into the other files: {'; '.join(elsewhere)}.")
+        notes.append(
+            f"not put into it, but into the other files: {'; '.join(map(str, elsewhere))}."
+        )
     return notes
 
 

@@ -17,7 +17,7 @@ from autotune.export.base.edit import Change
 from autotune.export.base.mapping_read import in_current_words, notes, read
 from autotune.export.base.opening import open_base
 from autotune.export.base.parts import Part, all_of
-from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, in_words
+from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
 from autotune.export.mapping import NotLiteral, Row, Target, entries, same, value_at
 from autotune.export.mapping_write import keys_of
@@ -92,13 +92,13 @@ def read_base(
     problems = [*opened.problems, *problems]
     extra_arguments = "{}"
     try:
-        extra_arguments = read_extra_arguments(arguments_of(target, content))
+        extra_arguments = read_extra_arguments(arguments_of(target, content), place="")
     except ValueError as error:
-        problems.append(str(error).replace("extra_arguments.", ""))
+        problems.append(str(error))
     if problems:
         raise ConfigError(
             f"{path} cannot be used ({target.name})",
-            why="; ".join(dict.fromkeys(map(in_words, problems))),
+            why="; ".join(dict.fromkeys(problems)),
             remedy="Change or take out what is named",
         )
     if ours is not None:

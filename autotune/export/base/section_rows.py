@@ -8,7 +8,6 @@ utils/quantization_config.py.
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 from autotune.export.mapping import (
@@ -27,7 +26,6 @@ from autotune.space.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZ
 ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
 """Prefixes of the sections' keys. RECIPE: the table of our own train.py."""
 _LORA = ("lora", "qlora")
-_SECTION = re.compile(r"\b(adapter|quantization|model|recipe|deepspeed):(?=\w)")
 _16_BITS = ("bfloat16", "auto", None)
 _COMPUTE = f"{QUANTIZATION}bnb_4bit_compute_dtype"
 
@@ -41,11 +39,6 @@ UNPREDICTED = {
     f"{ADAPTER}layer_replication": "repeats layers",
     f"{ADAPTER}use_qalora": "is another adapter",
 }
-
-
-def in_words(text: str) -> str:
-    """Return text with keys in it, for people."""
-    return _SECTION.sub(r"\1 ", text)
 
 
 def by_setting(target: Target) -> dict[str, Row]:

@@ -8,29 +8,34 @@ each reference to a neighbour's tensor is shifted with the copy. Sizes are
     terms.py     sizes, evaluated at a micro-batch and a rank
     copies.py    layers, and the numbers of the tensors that copies of a block make
     running.py   bytes alive after each event
-    blocks.py    phases, events and kernels of one block
+    phases.py    what a block is a part of, and where in the model
+    blocks.py    events and kernels of one block
     trace.py     all of it for the whole model
 """
 
-from autotune.memory.traces.blocks import (
+from autotune.memory.traces.blocks import TracedKernel
+from autotune.memory.traces.copies import BrokenTrace
+from autotune.memory.traces.phases import (
+    EMBED_PHASES,
     FETCH_PHASES,
     FORWARD_PHASES,
+    OUTSIDE,
     SETUP_PHASES,
+    Phase,
     Place,
-    TracedKernel,
-    is_forward,
-    is_setup,
 )
-from autotune.memory.traces.copies import BrokenTrace
 from autotune.memory.traces.terms import Sums, Term, Terms, evaluate
 from autotune.memory.traces.trace import Launch, Trace, TracedParameter
 
 __all__ = [
+    "EMBED_PHASES",
     "FETCH_PHASES",
     "FORWARD_PHASES",
+    "OUTSIDE",
     "SETUP_PHASES",
     "BrokenTrace",
     "Launch",
+    "Phase",
     "Place",
     "Sums",
     "Term",
@@ -39,6 +44,4 @@ __all__ = [
     "TracedKernel",
     "TracedParameter",
     "evaluate",
-    "is_forward",
-    "is_setup",
 ]

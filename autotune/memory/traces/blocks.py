@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.memory.traces.copies import Layers
+from autotune.memory.traces.phases import (
+    FETCH_PHASES,
+    FORWARD_PHASES,
+    SETUP_PHASES,
+    Phase,
+    Place,
+)
 from autotune.memory.traces.terms import Term
-
-Place = tuple[str, int]
-"""A block's place as (stack, layer): which of several stacks, empty for the first; layer -1 outside of
-all."""
-
-SETUP_PHASES = ("weights", "adapter", "settled")
-FETCH_PHASES = ("batch", "count")
-"""`batch`: a micro-batch reaches the device; `count`: its labels are counted."""
-FORWARD_PHASES = ("embed", "forward", "head")
-# A second stack of layers (a decoder's, beside an encoder's) has its number behind the phase.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,28 +36,15 @@ class TracedKernel:
     """Whether it is launched for each chunk but the first."""
 
 
-def is_setup(phase: str) -> bool:
-    return phase.partition(" ")[0] in SETUP_PHASES
-
-
-def is_fetch(phase: str) -> bool:
-    return phase in FETCH_PHASES
-
-
-def is_forward(phase: str) -> bool:
-    return phase.partition(" ")[0] in FORWARD_PHASES
-
-
 def cut(
-    events: list[int], starts: Sequence[tuple[str, int, int]]
-) -> list[tuple[str, Place, list[int]]]:
-    """Return the events by block; the phase without the stack, which the place names."""
+    events: list[int], starts: Sequence[tuple[Phase, Place, int]]
+) -> list[tuple[Phase, Place, list[int]]]:
+    """Events by block."""
     ends = [*(start for *_, start in starts[1:]), len(events)]
-    blocks = []
-    for (phase, layer, start), end in zip(starts, ends, strict=True):
-        name, _, stack = phase.partition(" ")
-        blocks.append((name, (stack, layer), events[start:end]))
-    return blocks
+    return [
+        (phase, place, events[start:end])
+        for (phase, place, start), end in zip(starts, ends, strict=True)
+    ]
 
 
 def adding(tensors: Sequence[Mapping[str, Any]], block: Mapping[str, Any]) -> list[int]:
@@ -99,10 +83,10 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
     """Return the kernels of a micro-step, equal ones once with their number."""
     counts: dict[tuple[Any, ...], int] = {}
     for block in blocks:
-        if is_setup(block["phase"]) or is_fetch(block["phase"]):
+        if block["phase"] in SETUP_PHASES or block["phase"] in FETCH_PHASES:
             continue
         copies = layers.copies(block["layer"])
-        pass_of_block = "forward" if is_forward(block["phase"]) else "backward"
+        pass_of_block = "forward" if block["phase"] in FORWARD_PHASES else "backward"
         for name, dtype, flops, moved, recomputed, count, *chunked in block["kernels"]:
             chunk_moved, repeated = (
                 (tuple(map(tuple, chunked[0])), chunked[1]) if chunked else (None, False)

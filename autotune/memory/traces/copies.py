@@ -75,11 +75,13 @@ class Copies:
         self._layers = layers
         self._layer_of_block = [block["layer"] for block in blocks]
         self._order = order_of(blocks, layers)
-        index_of = {(b["phase"], b["layer"]): i for i, b in enumerate(blocks) if b["layer"] >= 0}
+        index_of = {
+            (b["phase"], b["stack"], b["layer"]): i for i, b in enumerate(blocks) if b["layer"] >= 0
+        }
         self._next_period = {
-            index: index_of[phase, layer + layers.period]
-            for (phase, layer), index in index_of.items()
-            if (phase, layer + layers.period) in index_of
+            index: index_of[phase, stack, layer + layers.period]
+            for (phase, stack, layer), index in index_of.items()
+            if (phase, stack, layer + layers.period) in index_of
         }
         num_traced = len(tensors)
         self._row, self._home, self._place = np.full((3, 2 * num_traced), -1, dtype=np.int32)
@@ -104,7 +106,7 @@ class Copies:
                     members.append(tensor)
                     if category == "gradient":
                         members.append(tensor + num_traced)
-            key = index if block["layer"] < 0 else block["phase"]
+            key = index if block["layer"] < 0 else (block["phase"], block["stack"])
             made[index].append(add_row(key, block["layer"], members))
         self._number(made, len(rows))
         alike: dict[tuple[Any, ...], int] = {}
@@ -207,8 +209,8 @@ def order_of(blocks: Sequence[Mapping[str, Any]], layers: Layers) -> list[tuple[
     """Return (traced block, layer of the whole model) in order of execution."""
     order: list[tuple[int, int]] = []
     indices = range(len(blocks))
-    for (phase, repeats), group in itertools.groupby(
-        indices, lambda i: (blocks[i]["phase"], blocks[i]["layer"] >= 0)
+    for (phase, _, repeats), group in itertools.groupby(
+        indices, lambda i: (blocks[i]["phase"], blocks[i]["stack"], blocks[i]["layer"] >= 0)
     ):
         run = list(group)
         if not repeats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces.blocks import (
-    Place,
-    TracedKernel,
-    adding,
-    count_kernels,
-    cut,
-    giving_up,
-    is_fetch,
-    is_forward,
-    is_setup,
-)
+from autotune.memory.traces.blocks import TracedKernel, adding, count_kernels, cut, giving_up
 from autotune.memory.traces.copies import BrokenTrace, Copies, Events, Layers, numbers_of
+from autotune.memory.traces.phases import (
+    FETCH_PHASES,
+    FORWARD_PHASES,
+    SETUP_PHASES,
+    Phase,
+    Place,
+)
 from autotune.memory.traces.running import in_blocks, running
 from autotune.memory.traces.terms import CHUNK_ROWS, RULES, Array, Sums, Term, Terms, evaluate
 
@@ -65,7 +62,7 @@ class Trace:
 
     def __init__(self, answer: dict[str, Any]) -> None:
         layers = Layers(**answer["layers"])
-        blocks: list[dict[str, Any]] = answer["blocks"]
+        blocks = [{**block, "phase": Phase(block["phase"])} for block in answer["blocks"]]
         self._tensors: list[dict[str, Any]] = answer["tensors"]
         self._rules = [(i, t["rule"]) for i, t in enumerate(self._tensors) if "rule" in t]
         self._terms = Terms([tensor["size"] for tensor in self._tensors])
@@ -74,36 +71,32 @@ class Trace:
         copies = Copies(self._tensors, blocks, layers)
         self._template = copies.template
 
-        starts: dict[Callable[[str], bool], list[tuple[int, int, int]]] = {}
+        step = [phase for phase in Phase if phase not in (*SETUP_PHASES, *FETCH_PHASES)]
+        backward_phases = [phase for phase in step if phase not in FORWARD_PHASES]
 
-        def is_step(phase: str) -> bool:
-            return not is_setup(phase) and not is_fetch(phase)
-
-        def is_backward(phase: str) -> bool:
-            return is_step(phase) and not is_forward(phase)
-
-        def whole(wanted: Callable[[str], bool], events_of: Callable[..., list[int]]) -> Events:
-            events, starts[wanted] = copies.events(
-                {i: events_of(b) for i, b in enumerate(blocks) if wanted(b["phase"])}
+        def whole(
+            phases: Collection[Phase], events_of: Callable[..., list[int]], before: int = 0
+        ) -> tuple[Events, list[tuple[Phase, Place, int]]]:
+            """Events of these phases, and where their blocks start; so many come before."""
+            events, starts = copies.events(
+                {i: events_of(b) for i, b in enumerate(blocks) if b["phase"] in phases}
             )
-            return events
+            return events, [
+                (blocks[i]["phase"], (blocks[i]["stack"], layer), before + at)
+                for i, layer, at in starts
+            ]
 
         traced = operator.itemgetter("events")
-        self._setup = whole(is_setup, traced)
-        batch = whole(lambda phase: phase == "batch", traced)
-        count = whole(lambda phase: phase == "count", traced)
+        self._setup, self._setup_starts = whole(SETUP_PHASES, traced)
+        batch, _ = whole([Phase.BATCH], traced)
+        count, _ = whole([Phase.COUNT], traced)
         self.batch, self.count = listed(batch), listed(count)
-        forward = whole(is_forward, traced)
-        backward = whole(is_backward, traced)
+        forward, forward_starts = whole(FORWARD_PHASES, traced)
+        backward, backward_starts = whole(backward_phases, traced, len(forward))
         self._first = np.concatenate((forward, backward))
-        phases = [block["phase"] for block in blocks]
-        self._setup_starts = [(phases[i], layer, at) for i, layer, at in starts[is_setup]]
-        self._first_starts = [
-            *((phases[i], layer, at) for i, layer, at in starts[is_forward]),
-            *((phases[i], layer, at + len(forward)) for i, layer, at in starts[is_backward]),
-        ]
-        self._next = whole(is_step, functools.partial(adding, self._tensors))
-        self._make_released = functools.partial(whole, is_step, giving_up)
+        self._first_starts = [*forward_starts, *backward_starts]
+        self._next, _ = whole(step, functools.partial(adding, self._tensors))
+        self._make_released = functools.partial(whole, step, giving_up)
         self._categories = self._categorise(np.concatenate((batch, count, forward)))
         self.loss = listed(self._template).index(answer["loss"]) if "loss" in answer else None
         is_workspace = self._categories[numbers_of(self._first)] == "workspace"
@@ -171,7 +164,7 @@ class Trace:
 
     @functools.cached_property
     def _released_first(self) -> Events:
-        events = self._make_released()
+        events, _ = self._make_released()
         self._check(events)
         return events
 
@@ -196,7 +189,7 @@ class Trace:
         """Return tensors that live for the optimizer step alone; one GPU needs none."""
         return []
 
-    def blocks(self) -> list[tuple[str, Place, list[int]]]:
+    def blocks(self) -> list[tuple[Phase, Place, list[int]]]:
         """Return (phase, place, events) of `first`, in order."""
         return cut(self.first, self._first_starts)
 

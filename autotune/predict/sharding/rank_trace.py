@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces import Trace
+from autotune.memory.traces import Phase, Trace
 from autotune.memory.traces.running import in_blocks, running
 from autotune.memory.traces.terms import Array
 from autotune.predict.sharding.shards import TAIL, Shares
@@ -73,7 +73,7 @@ class RankTrace:
         self, trace: Trace, spec: TraceSpec, *, num_gpus: int, hidden_size: int = 0
     ) -> None:
         blocks = trace.blocks()
-        has_head = any(phase == "head" for phase, *_ in blocks)
+        has_head = any(phase == Phase.HEAD for phase, *_ in blocks)
         self._trace = trace
         self._shares = shares = Shares(
             trace.parameters(),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import MIB
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces import Place, TracedParameter, evaluate
+from autotune.memory.traces import OUTSIDE, Place, TracedParameter, evaluate
 from autotune.records.estimate import TraceSpec
 from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 from autotune.space.precisions import PRECISIONS
@@ -27,7 +27,6 @@ from autotune.space.precisions import PRECISIONS
 Unit = tuple[str, Place]
 """Weights that are gathered together: a layer, the embedding, or the tail (final norm and head)."""
 
-OUTSIDE: Place = ("", -1)
 EMBED: Unit = ("embed", OUTSIDE)
 TAIL: Unit = ("tail", OUTSIDE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-from autotune.memory.traces import Place, is_forward
+from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
 
 Size = Callable[[int], int]
@@ -55,14 +55,14 @@ class MicroStep:
         self._reducing: int | None = None
         self._made: dict[Unit, list[int]] = {}
 
-    def written(self, blocks: Sequence[tuple[str, Place, list[int]]]) -> list[int]:
-        last_forward = max(i for i, (phase, *_) in enumerate(blocks) if is_forward(phase))
+    def written(self, blocks: Sequence[tuple[Phase, Place, list[int]]]) -> list[int]:
+        last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
         for index, (phase, place, events) in enumerate(blocks):
             is_backward = index > last_forward
             unit = self._unit_in(phase, place)
             if index == last_forward + 1:
                 self._begin_backward()
-            is_used = phase != "end"
+            is_used = phase != Phase.END
             if is_used and self._gathers and unit in self._shares.members:
                 self._use(unit, is_backward=is_backward)
             self._events += events
@@ -77,10 +77,10 @@ class MicroStep:
         self._free(self._reducing)
         return self._events
 
-    def _unit_in(self, phase: str, place: Place) -> Unit:
+    def _unit_in(self, phase: Phase, place: Place) -> Unit:
         if place[1] >= 0:
             return "layer", place
-        is_embedding = phase.startswith("embed") and not self._shares.tail_stays
+        is_embedding = phase in EMBED_PHASES and not self._shares.tail_stays
         return EMBED if is_embedding else TAIL
 
     def _begin_backward(self) -> None:

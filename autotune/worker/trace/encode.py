@@ -189,7 +189,8 @@ def _blocks(
         if events or kernels or accumulate:
             blocks.append(
                 {
-                    "phase": f"{phase} {place[0]}" if place[0] else phase,
+                    "phase": phase,
+                    "stack": place[0],
                     "layer": place[1],
                     "events": events,
                     "accumulate": accumulate,

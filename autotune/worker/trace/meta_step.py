@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.integrations.neftune import activate_neftune
 
+from autotune.memory.traces import OUTSIDE, Phase, Place
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
@@ -22,10 +23,6 @@ from autotune.worker.build import model as models
 from autotune.worker.build.layers import layer_stacks
 from autotune.worker.trace import liger, sft
 from autotune.worker.trace.tracker import Tracker, in_backward
-
-Place = tuple[int, int]
-"""Place of a layer: (stack, layer) of the repeated layers; OUTSIDE elsewhere."""
-OUTSIDE = (0, -1)
 
 
 class MetaStep:
@@ -39,7 +36,7 @@ class MetaStep:
         self.spec = spec
         self.tracker = tracker
         self._rank = rank
-        self._last: tuple[str, Place] = ("", OUTSIDE)
+        self._last: tuple[Phase, Place] | None = None
         self.parameters: dict[int, nn.Parameter] = {}
         """Parameters by the number of their tensor."""
         self.gradients: dict[int, int] = {}
@@ -51,11 +48,11 @@ class MetaStep:
         self.loss = -1
         """Number of the loss's tensor."""
 
-    def mark(self, phase: str, place: Place = OUTSIDE) -> None:
+    def mark(self, phase: Phase, place: Place = OUTSIDE) -> None:
         self._last = phase, place
         self.tracker.recording.mark(self._last)
 
-    def _mark_change(self, phase: str, place: Place) -> None:
+    def _mark_change(self, phase: Phase, place: Place) -> None:
         if (phase, place) != self._last:
             self.mark(phase, place)
 
@@ -67,7 +64,7 @@ class MetaStep:
         place_of = place_finder(self.model)
         dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
         for name, module in self.model.named_modules():
-            self._mark_change("weights", place_of(name))
+            self._mark_change(Phase.WEIGHTS, place_of(name))
             if quantize.is_quantized(module):
                 linear: Any = module
                 with self.tracker:
@@ -81,7 +78,7 @@ class MetaStep:
         if spec.trainer == "trl-sft":
             sft.prepare(self.model, self.task, is_quantized=spec.quantization != "none")
         if spec.method in ADAPTERS:
-            self._own_new("adapter", place_of)
+            self._own_new(Phase.ADAPTER, place_of)
         if spec.liger:
             liger.apply(self.model, self.task, spec.trainer)
         if spec.activation_checkpointing:
@@ -105,13 +102,13 @@ class MetaStep:
         linears: list[Any] = [m for m in self.model.modules() if quantize.is_quantized(m)]
         if self.spec.quantization != "int8" or all(linear.bias is None for linear in linears):
             return
-        self.mark("settled")
+        self.mark(Phase.SETTLED)
         # A tracker of its own: nothing of this step is recorded but what it leaves behind.
         with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
             self.model(**_batch(self.task, self.spec, micro_batch, sequence_length))
-        self._own_new("settled", place_finder(self.model))
+        self._own_new(Phase.SETTLED, place_finder(self.model))
 
-    def _own_new(self, phase: str, place_of: Callable[[str], Place]) -> None:
+    def _own_new(self, phase: Phase, place_of: Callable[[str], Place]) -> None:
         """Record tensors of the model that have come since the last time."""
         for name, module in self.model.named_modules():
             for tensor in _tensors_of(module):
@@ -128,22 +125,22 @@ class MetaStep:
         """Run Trainer.training_step: loss under autocast, scaled, backward."""
         precision = PRECISIONS[self.spec.precision]
         handles = self._hook_gradients()
-        self.mark("batch")
+        self.mark(Phase.BATCH)
         model: Any = self.model
         inputs = _batch(self.task, self.spec, micro_batch, sequence_length)
         accepts = models.accepts_loss_kwargs(model)
         if accepts:
-            self.mark("count")
+            self.mark(Phase.COUNT)
             inputs["num_items_in_batch"] = _num_items(model, inputs["labels"])
         self._kept += inputs.values()
         for number, stack in enumerate(layer_stacks(model)):
             handles += self._hook_layers(number, stack)
-        self.mark("embed")
+        self.mark(Phase.EMBED)
         loss = self._loss(inputs, accepts=accepts)
         scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
         if precision.grad_scaler:
             scaled = scaled * torch.empty((), dtype=torch.float32, device="meta")
-        self.mark("head_backward")
+        self.mark(Phase.HEAD_BACKWARD)
         # Tensor.backward would switch the function mode off; the engine's own entry does not.
         torch.autograd.graph._engine_run_backward(
             (scaled,),
@@ -154,7 +151,7 @@ class MetaStep:
             allow_unreachable=True,
             accumulate_grad=True,
         )
-        self.mark("end")
+        self.mark(Phase.END)
         self._kept.append(loss.detach())
         self.loss = self.tracker.index_of(loss)
         del scaled, loss, inputs
@@ -209,10 +206,10 @@ class MetaStep:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if in_backward():
                 return
-            self.mark("forward", place)
+            self.mark(Phase.FORWARD, place)
             hidden = args[0] if args else kwargs["hidden_states"]
             if place[1] == 0 and hidden.requires_grad:
-                hidden.register_hook(lambda _: self.mark("embed_backward"))
+                hidden.register_hook(lambda _: self.mark(Phase.EMBED_BACKWARD))
 
         return enter
 
@@ -222,9 +219,9 @@ class MetaStep:
                 return
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
-                hidden.register_hook(lambda _: self.mark("backward", place))
+                hidden.register_hook(lambda _: self.mark(Phase.BACKWARD, place))
             if is_last:
-                self.tracker.mark_before_next(("head", OUTSIDE))
+                self.tracker.mark_before_next((Phase.HEAD, OUTSIDE))
 
         return leave
 

@@ -1,0 +1,37 @@
+"""The phases of a traced micro-step, and where in the model a block of it lies."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+Place = tuple[int, int]
+"""(stack, layer): which of several stacks of layers, from 0; layer -1 outside of all."""
+
+OUTSIDE: Place = (0, -1)
+
+
+class Phase(StrEnum):
+    """What a block of a trace is a part of."""
+
+    WEIGHTS = "weights"
+    ADAPTER = "adapter"
+    SETTLED = "settled"
+    """What the first step changes for good."""
+    BATCH = "batch"
+    """A micro-batch reaches the device."""
+    COUNT = "count"
+    """Its labels are counted."""
+    EMBED = "embed"
+    FORWARD = "forward"
+    HEAD = "head"
+    HEAD_BACKWARD = "head_backward"
+    BACKWARD = "backward"
+    EMBED_BACKWARD = "embed_backward"
+    END = "end"
+    """What goes when the micro-step is over."""
+
+
+SETUP_PHASES = (Phase.WEIGHTS, Phase.ADAPTER, Phase.SETTLED)
+FETCH_PHASES = (Phase.BATCH, Phase.COUNT)
+FORWARD_PHASES = (Phase.EMBED, Phase.FORWARD, Phase.HEAD)
+EMBED_PHASES = (Phase.EMBED, Phase.EMBED_BACKWARD)
