@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ def _read(path: Path, texts: Iterator[bytes]) -> Iterator[Line]:
         try:
             line = _checked(number, text)
             num_trials_left = _next_left(line, num_trials_left)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, UserWarning) as error:
             said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise ConfigError(
                 f"Line {number} of {str(path)[:200]} cannot be imported",
@@ -242,14 +243,18 @@ def _trial(values: Values) -> FrozenTrial:
     record = parts["user_attrs"].get("measurement")
     if record is not None:
         measurement_from_dict(record)
+    with warnings.catch_warnings():
+        # Optuna takes choices that no database gives back, and only warns of them.
+        warnings.simplefilter("error", UserWarning)
+        distributions = {
+            name: json_to_distribution(json.dumps(of))
+            for name, of in parts["distributions"].items()
+        }
     made = create_trial(
         state=TrialState[state],
         value=value,
         params=parts["params"],
-        distributions={
-            name: json_to_distribution(json.dumps(of))
-            for name, of in parts["distributions"].items()
-        },
+        distributions=distributions,
         user_attrs=parts["user_attrs"],
         system_attrs=parts["system_attrs"],
         intermediate_values={int(k): float(v) for k, v in parts["intermediate_values"].items()},
