@@ -581,7 +581,7 @@ def _wrong_model(connection: sqlite3.Connection) -> None:
 
 
 def _wrong_revision(connection: sqlite3.Connection) -> None:
-    connection.execute("UPDATE autotune_schema SET version_num = '00'")
+    connection.execute("UPDATE autotune_schema SET version_num = '0000'")
 
 
 @pytest.fixture(scope="module")

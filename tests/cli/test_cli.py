@@ -614,7 +614,7 @@ def test_a_program_comes_back_with_the_answer(
     assert "    learning_rate=args.lr,\n" in written
     said = " ".join(ran.err.split())
     assert "note: your mine.py is written" in said
-    assert "no other file has it: learning_rate: args.lr (line 6)" in said
+    assert "not literal values, so not in the other files: learning_rate: args.lr (line 6)" in said
 
 
 def test_what_a_part_leaves_open_is_taken_and_said(
