@@ -78,6 +78,7 @@ LEAST_SECONDS = 60
 WAITING = 4
 """How many seconds by the clock a second of CPU may take, on a busy machine."""
 FAST_SECONDS = 0.3
+NO_FAILURE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 QUIET = "ignore::pytest.PytestAssertRewriteWarning"
 NO_END = "the limit of time, or a signal"
 ROOT_OF_ORPHANS = 36
@@ -373,7 +374,7 @@ def run_here(
     recorder = Recorder(known)
     words = ["-q", "-x", "-p", "no:cacheprovider", "-W", QUIET, "--rootdir", str(tree)]
     code = pytest.main([*words, *tests], plugins=[recorder])
-    failed = recorder.failed or ([f"pytest's exit code {code}"] if code else [])
+    failed = recorder.failed or ([f"pytest's exit code {code}"] if code not in NO_FAILURE else [])
     text = json.dumps({"failed": failed, "seconds": recorder.seconds})
     part = end.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
