@@ -398,7 +398,7 @@ def stop_all() -> None:
 def copy_of_tree(folder: Path) -> Path:
     tree = folder / "tree"
     skipped = shutil.ignore_patterns(
-        ".git", ".venv", "__pycache__", "build", ".*_cache", ".hypothesis"
+        ".git", ".venv", "__pycache__", "mutants.json", ".*_cache", ".hypothesis"
     )
     shutil.copytree(HERE, tree, ignore=skipped)
     return tree
