@@ -111,17 +111,20 @@ OWN: dict[str, tuple[str, Operator]] = {
 }
 
 SIGNS = ("+", "-", "*", "/", "//", "%", "**"), ("|", "&", "^"), ("<<", ">>")
-NO_PLACES = {
-    "name",
-    "string",
-    "newline",
-    "atom_expr",
-    "trailer",
-    "expr_stmt",
-    "arglist",
-    "dotted_name",
-}
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!="), ("is", "is not")
+
+TYPES: dict[str, tuple[str, ...]] = {
+    "ReplaceBinaryOperator": ("operator",),
+    "ReplaceComparisonOperator": ("comparison",),
+    "ReplaceUnaryOperator": ("factor", "not_test"),
+    "AddNot": ("if_stmt", "while_stmt", "assert_stmt", "test", "ternary"),
+    "NumberReplacer": ("number",),
+    "RemoveDecorator": ("decorator",),
+    "ZeroIterationForLoop": ("for_stmt",),
+    "return": ("return_stmt",),
+    "except": ("except_clause",),
+}
+"""Types of nodes where a kind of fault can be; of the kinds that are not here, keywords."""
 
 
 @functools.cache
@@ -234,10 +237,14 @@ def places(room: str) -> dict[tuple[str, tuple[int, int], str], list[Mutant]]:
     for file in files:
         source, module = file.read_text(encoding="utf-8"), str(file.relative_to(HERE))
         skipped = no_behaviour(source)
-        nodes = [node for node in ast_nodes(get_ast(source)) if node.type not in NO_PLACES]
+        every = list(ast_nodes(get_ast(source)))
+        nodes = {
+            types: [node for node in every if node.type in types]
+            for types in {*TYPES.values(), ("keyword",)}
+        }
         for name, (kind, operator) in operators().items():
             occurrence = -1
-            for node in nodes:
+            for node in nodes[TYPES.get(kind, ("keyword",))]:
                 for start, _ in operator.mutation_positions(node):
                     occurrence += 1
                     if any(first <= start < last for first, last in skipped):
