@@ -27,6 +27,28 @@ TRIAL = TrialRow(
     is_answer=False,
 )
 
+ANSWER = StoredAnswer(
+    study="s", summary=answers.summary(), files=(), command="", versions={}, details=None
+)
+
+
+def test_there_is_a_chart_of_all_that_is_known_and_of_nothing_else() -> None:
+    assert set(figures.all_figures(ReportData(answer=ANSWER, trials=(TRIAL,)))) == {"speed-memory"}
+    details = answers.details(base=answers.details().answer)
+    measured = dataclasses.replace(
+        TRIAL,
+        evidence="measured",
+        outcome="ok",
+        predicted_tokens_per_second=900.0,
+        predicted_peak_device_bytes=5 * GIB,
+    )
+    answer = dataclasses.replace(ANSWER, details=details)
+    drawn = set(figures.all_figures(ReportData(answer=answer, trials=(measured,))))
+    timelines = (
+        {"timeline-answer", "timeline-base"} if len(details.path) > 1 else {"timeline-answer"}
+    )
+    assert drawn == {"speed-memory", "compared-speed", "compared-memory", *timelines}
+
 
 @pytest.mark.parametrize(
     ("changes", "group"),
@@ -43,10 +65,7 @@ TRIAL = TrialRow(
 def test_each_trial_is_drawn_in_one_group(
     changes: dict[str, str | None], group: str | None
 ) -> None:
-    answer = StoredAnswer(
-        study="s", summary=answers.summary(), files=(), command="", versions={}, details=None
-    )
-    data = ReportData(answer=answer, trials=(dataclasses.replace(TRIAL, **changes),))
+    data = ReportData(answer=ANSWER, trials=(dataclasses.replace(TRIAL, **changes),))
     traces = figures.speed_against_memory(data)["data"]
     drawn = [trace["name"] for trace in traces if trace.get("rows") == [0]]
     assert drawn == ([] if group is None else [group])
