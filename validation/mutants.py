@@ -1,12 +1,12 @@
 """Small faults put into the code one at a time: which of them do the tests of their own room notice?
 
-    PYTHONPATH=. python validation/mutants.py --num 300 --seed 1 --out studies/mutants/rows.jsonl
+    python -m validation.mutants --num 300 --seed 1 --out studies/mutants/rows.jsonl
 
 cosmic-ray finds the places and makes the faults. A fault is drawn evenly over the rooms, in a room evenly
 over the places and at a place evenly over the faults there, so that an arithmetic sign does not count many
 times. Each runs in a process of its own, in a copy of the tree with the one file changed, until the first
-test fails. A row of JSON for each. A command that is given again goes on where the last one ended; --again
-asks those anew that no test noticed, and --minutes ends early.
+test fails. A row of JSON for each. A command that is given again goes on where the last one ended, except in
+modules that have changed since; --again asks those anew that no test noticed, and --minutes ends early.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import ctypes
 import dataclasses
 import difflib
 import functools
+import hashlib
 import importlib
 import json
 import os
@@ -460,7 +461,14 @@ def row_of(mutant: Mutant) -> dict[str, Any]:
         source.splitlines(), (mutant.code(source) or "").splitlines(), lineterm="", n=0
     )
     diff = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
-    return {**dataclasses.asdict(mutant), "diff": diff, "seconds": 0.0}
+    row = {**dataclasses.asdict(mutant), "of": digest(mutant.module)}
+    return {**row, "diff": diff, "seconds": 0.0}
+
+
+def digest(module: str) -> str:
+    """Identify a module's text: what was found of another text says nothing of this one."""
+    file = HERE / module
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
 
 
 def main() -> int:
@@ -523,7 +531,8 @@ def where(row: dict[str, Any]) -> tuple[str, str, int]:
 def read(out: Path) -> list[dict[str, Any]]:
     if not out.exists():
         return []
-    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["of"] == digest(row["module"])]
 
 
 def write(out: Path, rows: list[dict[str, Any]]) -> None:

@@ -44,10 +44,8 @@ def test_there_is_a_chart_of_all_that_is_known_and_of_nothing_else() -> None:
     )
     answer = dataclasses.replace(ANSWER, details=details)
     drawn = set(figures.all_figures(ReportData(answer=answer, trials=(measured,))))
-    timelines = (
-        {"timeline-answer", "timeline-base"} if len(details.path) > 1 else {"timeline-answer"}
-    )
-    assert drawn == {"speed-memory", "compared-speed", "compared-memory", *timelines}
+    charts = {"speed-memory", "compared-speed", "compared-memory"}
+    assert drawn == charts | {"timeline-answer", "timeline-base"}
 
 
 @pytest.mark.parametrize(
