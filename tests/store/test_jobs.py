@@ -25,7 +25,12 @@ from autotune.store.jobs import (
     patiently,
 )
 
-QUESTION = {"schema_version": 1, "options": {"model": "gpt2"}, "model": {"name": "gpt2"}, "space": None}
+QUESTION = {
+    "schema_version": 1,
+    "options": {"model": "gpt2"},
+    "model": {"name": "gpt2"},
+    "space": None,
+}
 CARD = "NVIDIA GeForce RTX 4090"
 HERE = Machine(worker="one", card=CARD, capacity_bytes=24 * 10**9, fingerprint="f")
 OTHER = dataclasses.replace(HERE, worker="other")
@@ -131,7 +136,7 @@ def test_a_job_that_nobody_survives_is_not_tried_for_ever(jobs: JobTable) -> Non
     assert jobs.claim(OTHER) is None
     job = jobs.get(number)
     assert (job.state, job.exit_code) == ("failed", 5)
-    assert "3 workers fell silent" in job.problem
+    assert "3 workers fell silent while they ran it" in job.problem
 
 
 def test_a_job_that_is_given_back_is_free_at_once_and_as_often_as_one_likes(jobs: JobTable) -> None:
