@@ -182,7 +182,7 @@ class Mutant:
 
 def no_behaviour(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Find annotations, type aliases, what only type checkers read, logging, and @dataclass's options."""
-    spans: list[ast.AST] = []
+    spans: list[Any] = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -320,10 +320,10 @@ def files_of(mutant: Mutant) -> tuple[list[str], list[str]]:
     names = {module, *([module.rpartition(".")[0]] if module.count(".") > 2 else [])}
     stem = "test_" + module.rpartition(".")[2]
     near = [path for path in tests if path.stem == stem or names & imported(path)] or tests
-    return tuple(
-        [str(path.relative_to(HERE)) for path in tests if (path in near) is wanted]
-        for wanted in (True, False)
-    )
+    rest = [path for path in tests if path not in near]
+    return [str(path.relative_to(HERE)) for path in near], [
+        str(path.relative_to(HERE)) for path in rest
+    ]
 
 
 @functools.cache
