@@ -6,8 +6,11 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+NUM ?= 300
+SEED ?= 1
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast docs pytest gpu-check lint types format setup clean
+.PHONY: help demo test test-fast docs pytest gpu-check mutants lint types format setup clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -29,6 +32,9 @@ gpu-check: setup  ## Measure this machine's CUDA card against predictions: six p
 
 docs: setup  ## Build the pages of docs/ into build/site; a warning fails it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+mutants: setup  ## Put NUM faults into the code one at a time and list those that no test notices; hours
+	$(BIN)/python -m validation.mutants --num $(NUM) --seed $(SEED)
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .

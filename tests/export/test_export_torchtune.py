@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from autotune.export import torchtune
+from autotune.export.base import torchtune as base
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.optimizers import OPTIMIZERS
 
@@ -123,6 +124,17 @@ def content(config: TrainConfig, model: str = "Qwen/Qwen2.5-1.5B") -> dict[str, 
 def recorded() -> dict[str, Any]:
     values: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))
     return values
+
+
+@pytest.mark.parametrize("config", [FULL, LORA, QLORA], ids=["full", "lora", "qlora"])
+@pytest.mark.parametrize(
+    "model", ["Qwen/Qwen2.5-1.5B", "meta-llama/Llama-3.1-8B", "mistralai/Mistral-7B-v0.1"]
+)
+def test_the_model_of_a_file_is_found_by_its_builder(model: str, config: TrainConfig) -> None:
+    file = content(config, model)
+    # As torchtune's own recipes have it.
+    file["checkpointer"]["checkpoint_dir"] = f"/tmp/{model.rpartition('/')[2]}/"
+    assert base.model_of(file) == model
 
 
 @pytest.mark.skipif(

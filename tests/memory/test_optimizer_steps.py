@@ -57,6 +57,22 @@ def test_traffic_of_a_large_bf16_matrix(name: str, bytes_per_element: float) -> 
 
 
 @pytest.mark.parametrize(
+    ("shape", "sizes_bytes"),
+    [
+        ((4096, 1024), [4 * 4096, 4 * 1024]),
+        # A matrix for each of the first dimension.
+        ((3, 4096, 1024), [3 * 4 * 4096, 3 * 4 * 1024]),
+        ((1024,), [4 * 1024]),
+    ],
+)
+def test_adalomo_keeps_a_sum_of_each_row_and_each_column(
+    shape: tuple[int, ...], sizes_bytes: list[int]
+) -> None:
+    kept = OPTIMIZERS["adalomo"].algorithm.state(TensorSpec(shape=shape, dtype="bfloat16"))
+    assert [tensor.size_bytes for tensor in kept] == sizes_bytes
+
+
+@pytest.mark.parametrize(
     ("specs", "num_launches"),
     [
         ([ONE_LAUNCH], 1),

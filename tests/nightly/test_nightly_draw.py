@@ -16,6 +16,7 @@ import huggingface_hub
 import pytest
 from nights_of import CONFIG, HERE, NOW, cell, night
 
+from autotune.catalogue import gpus
 from autotune.cli import main
 from autotune.common import json_records
 from autotune.errors import StorageError
@@ -158,6 +159,17 @@ def test_the_nearest_card_is_of_its_kind() -> None:
     assert nearest.fingerprint == RTX_4080
     assert relatives.nearest("AMD EPYC", nights) is None
     assert relatives.nearest("NVIDIA GeForce RTX 4090", [night()]) is None
+
+
+@pytest.mark.parametrize(("ratio", "is_nearer"), [(1.4, True), (1.6, False), (1 / 1.6, False)])
+def test_another_architecture_counts_like_half_more_of_something(
+    ratio: float, is_nearer: bool
+) -> None:
+    card = gpus.find_gpu("NVIDIA GeForce RTX 4090")
+    larger = dataclasses.replace(card, capacity_bytes=round(ratio * card.capacity_bytes))
+    other = dataclasses.replace(card, architecture="another")
+    assert relatives.distance(card, card) == 0
+    assert (relatives.distance(card, larger) < relatives.distance(card, other)) is is_nearer
 
 
 def test_files_of_machines_merge_by_copying(tmp_path: Path) -> None:

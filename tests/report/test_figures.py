@@ -1,0 +1,69 @@
+"""Charts of a report as records, without a browser: which trial is drawn as what."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import answers
+import pytest
+
+from autotune.common.units import GIB
+from autotune.report import figures
+from autotune.report.data import ReportData, TrialRow
+from autotune.store.stored_answers import StoredAnswer
+
+TRIAL = TrialRow(
+    number=0,
+    evidence="predicted",
+    outcome="fits",
+    tradeoff="exact",
+    config="LoRA",
+    tokens_per_second=1000.0,
+    peak_device_bytes=6 * GIB,
+    predicted_tokens_per_second=None,
+    predicted_peak_device_bytes=None,
+    reason="",
+    is_frontier=False,
+    is_answer=False,
+)
+
+ANSWER = StoredAnswer(
+    study="s", summary=answers.summary(), files=(), command="", versions={}, details=None
+)
+
+
+def test_there_is_a_chart_of_all_that_is_known_and_of_nothing_else() -> None:
+    assert set(figures.all_figures(ReportData(answer=ANSWER, trials=(TRIAL,)))) == {"speed-memory"}
+    details = answers.details(base=answers.details().answer)
+    measured = dataclasses.replace(
+        TRIAL,
+        evidence="measured",
+        outcome="ok",
+        predicted_tokens_per_second=900.0,
+        predicted_peak_device_bytes=5 * GIB,
+    )
+    answer = dataclasses.replace(ANSWER, details=details)
+    drawn = set(figures.all_figures(ReportData(answer=answer, trials=(measured,))))
+    charts = {"speed-memory", "compared-speed", "compared-memory"}
+    assert drawn == charts | {"timeline-answer", "timeline-base"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "group"),
+    [
+        ({}, "predicted to fit"),
+        ({"outcome": "does not fit", "reason": "over the budget"}, "predicted not to fit"),
+        ({"evidence": "measured", "outcome": "ok"}, "measured"),
+        ({"evidence": "measured", "outcome": "ok", "reason": "paged"}, "measured, not to be used"),
+        ({"evidence": "measured", "outcome": "oom"}, "measured, not to be used"),
+        ({"tokens_per_second": None}, None),
+        ({"peak_device_bytes": None}, None),
+    ],
+)
+def test_each_trial_is_drawn_in_one_group(
+    changes: dict[str, str | None], group: str | None
+) -> None:
+    data = ReportData(answer=ANSWER, trials=(dataclasses.replace(TRIAL, **changes),))
+    traces = figures.speed_against_memory(data)["data"]
+    drawn = [trace["name"] for trace in traces if trace.get("rows") == [0]]
+    assert drawn == ([] if group is None else [group])
