@@ -50,7 +50,7 @@ format: setup  ## Let ruff rewrite the files
 setup: $(STAMP)  ## Make .venv with the versions of constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt tests/loaders.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v in ((3, 11), (3, 12)) or sys.exit("autotune needs Python 3.11 or 3.12, and %s is %d.%d: make PYTHON=python3.12" % (sys.executable, *v))'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 14) or sys.exit("autotune needs Python 3.11 to 3.14, and %s is %d.%d: make PYTHON=python3.12" % (sys.executable, *v))'
 	@echo "Installing into $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]'
