@@ -345,6 +345,7 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
             f"{counts.feasible:,} may fit, {counts.replayed:,} replayed in full, in "
             f"{format_seconds(summary.elapsed_seconds)}",
         ),
+        *(("space changed", change) for change in summary.space_changes),
         *(("left out", str(each)) for each in summary.left_out),
     ]
     if workload.lengths is not None:

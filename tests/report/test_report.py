@@ -268,6 +268,7 @@ def hostile(text: str) -> ReportData:
         gpu_reason=text,
         space=text,
         left_out=(LeftOut(text, Reason.NOT_PREDICTED, text),),
+        space_changes=(text,),
         versions={text: text},
         best=answers.estimate(lent),
         best_by_class={"recipe": answers.estimate(lent)},

@@ -1,0 +1,28 @@
+"""Changes of a space: each is kept with its reason, and what changes nothing is not."""
+
+from __future__ import annotations
+
+from autotune.space.search_space import MethodSpace, SearchSpace
+from autotune.space.space_changes import Changing, SpaceChange
+
+
+def space(**methods: dict[str, tuple[object, ...]]) -> SearchSpace:
+    sections = tuple(MethodSpace(method=name, domains=of) for name, of in methods.items())
+    return SearchSpace(name="space", description="", methods=sections)
+
+
+def test_what_is_different_is_kept_in_words_and_in_order() -> None:
+    before = space(full={"attention": ("sdpa", "eager"), "liger": (False, True)}, lora={})
+    changing = Changing(before)
+    changing.to(space(full={"attention": ("eager",), "liger": (False, True)}, lora={}), "the model")
+    changing.to(space(full={"attention": ("eager",)}), "--method")
+    assert list(map(str, changing.changes)) == [
+        "the model: full: attention sdpa attention, eager attention -> eager attention",
+        "--method: full: liger no Liger kernels, Liger kernels -> by default; lora left out",
+    ]
+
+
+def test_what_changes_nothing_is_no_change() -> None:
+    changing = Changing(space(full={}), (SpaceChange(why="before", what=("x",)),))
+    changing.to(space(full={}), "nothing")
+    assert [change.why for change in changing.changes] == ["before"]
