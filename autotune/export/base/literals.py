@@ -1,6 +1,6 @@
 """Literals of a Python program, which is parsed and never run.
 
-A value that is no literal, no name bound once to one, no dtype of torch and no question for bfloat16 is a
+A value that is not a literal, no name bound once to one, no dtype of torch and no question for bfloat16 is a
 NotLiteral.
 """
 

@@ -112,7 +112,7 @@ def _check_kind(key: str, content: Mapping[str, Any], value: object) -> None:
     for each in (above, value):
         if isinstance(each, NotLiteral):
             raise ValueError(
-                f"{in_words(key)}: {each} is no literal, and nothing is run: write its value"
+                f"{in_words(key)}: {each} is not a literal, and nothing is run: write its value"
             )
 
 
