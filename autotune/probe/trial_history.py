@@ -39,8 +39,9 @@ chance; a probe that so many did not survive is what killed them."""
 _NEVER_FAIL = ("ok", "oom")
 """Outcomes of which a FAIL trial was abandoned while its result was told (autotune.probe.tell_optuna)."""
 MAX_ATTEMPTS = 2
-"""How often a candidate is tried: one that failed is tried once again (docs/ARCHITECTURE.md, "What becomes of
-a trial")."""
+"""How often a candidate is tried: one that failed is tried once again.
+
+Source: docs/ARCHITECTURE.md, "What becomes of a trial"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

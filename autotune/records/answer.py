@@ -213,7 +213,7 @@ class Summary:
     base_name: str = TRAINER_DEFAULTS
     """Name of the base in messages, in the plural."""
     space_changes: tuple[str, ...] = ()
-    """What became of the space that was named before it was searched, in words and in order."""
+    """Changes of the space between the file that was named and the search, in words and in order."""
     loader: LoaderTimes | None = None
     """The loader of the measured answer's train.py; None: it was not timed."""
 

@@ -24,14 +24,14 @@ class StepPhase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     FORWARD_AND_BACKWARD = "forward and backward"
-    """Where several GPUs share the run, and the two are not told apart."""
+    """Both, for several GPUs that share the run: the two are not told apart there."""
     FORWARD_AGAIN = "forward, further micro-batches"
     """Further micro-batches are alike: one is replayed, however many the configuration accumulates."""
     BACKWARD_AGAIN = "backward, further micro-batches"
     FORWARD_AND_BACKWARD_AGAIN = "forward and backward, further micro-batches"
     OPTIMIZER = "optimizer"
     BACKWARD_AND_OPTIMIZER = "backward and optimizer"
-    """Where each weight is updated as soon as it has its gradient."""
+    """Both, for optimizers that update each weight as soon as it has its gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

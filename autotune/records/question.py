@@ -41,7 +41,7 @@ _PATHS = ("dataset", "base")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What `find`, `estimate` and `max` are asked, by the options' names; None where one was left out.
+    """The options of `find`, `estimate` and `max`, by their names; None where one was left out.
 
     Making one raises ConfigError for a value outside CHOICES and RANGES.
     """

@@ -35,21 +35,21 @@ MAX_TRIALS_OF_PAGE = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivered:
-    """What was written of an answer."""
+    """A record of what was written of an answer."""
 
     result: dict[str, Any]
     """The object of `find --json`."""
     files: list[Path]
-    """That a trainer loads."""
+    """Files that a trainer loads."""
     study: str
     """Empty where none was kept."""
     report: Path | None
     """None where there is no folder or no study to draw, or the study is too large to read in passing:
     `autotune report` draws it then."""
     problems: list[AutotuneError]
-    """What could not be written; the answer is not lost by it."""
+    """Errors that kept something from being written; the answer is not lost by them."""
     notes: tuple[str, ...] = ()
-    """What was changed in the user's own file, in words."""
+    """Changes in the user's own file, in words."""
     unsaid: Mapping[str, tuple[str, ...]]
     """Settings that some of the files do not carry, and which; each file says at its top what it is."""
 

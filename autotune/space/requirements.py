@@ -36,7 +36,7 @@ class LeftOut:
     """The values, for people."""
     reason: Reason
     details: str
-    """What there is to say of the reason, for people."""
+    """The reason in more detail, for people."""
 
     def __str__(self) -> str:
         return f"{self.words} ({self.details})"

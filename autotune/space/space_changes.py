@@ -1,4 +1,4 @@
-"""What becomes of a search space between the file that it is read from and the search: a list of changes."""
+"""A list of changes: from the search space that was read from a file to the one that is searched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SpaceChange:
     """One change of a space: what asked for it, and what is different then."""
 
     why: str
-    """What asked for it: an option, the model, the base, what is installed."""
+    """The reason: an option, the model, the base, what is installed."""
     what: tuple[str, ...]
     """Each difference in words, such as `lora: attention sdpa, eager -> eager`."""
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import here
 import pytest
 
-from autotune.errors import NothingFitsError
+from autotune.errors import NothingFitsError, StorageError
 from autotune.probe import fingerprint
 from autotune.records.question import Question
+from autotune.search import predict_best
 from autotune.search.find import Finding, find
 from autotune.store.database import DEFAULT_URL
 from autotune.worker.client import forkserver, isolate, launching
@@ -159,9 +160,10 @@ def test_a_prediction_makes_no_database(
 
 
 @pytest.mark.parametrize("name", ["no url at all", f"sqlite:///{'x' * 300}.db"])
-def test_an_address_that_cannot_be_used_costs_no_prediction(
-    name: str, predicted: tuple[Question, str, Finding]
+def test_an_address_that_cannot_be_used_costs_no_search(
+    name: str, predicted: tuple[Question, str, Finding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does it come before the answer: what it says is said when the answer is kept."""
-    options, _, before = predicted
-    assert find(options, storage=name).summary.best == before.summary.best
+    """It is refused before minutes are spent on an answer that it could not keep."""
+    monkeypatch.setattr(predict_best, "find", lambda *_, **__: pytest.fail("it searched"))
+    with pytest.raises(StorageError, match="database address"):
+        find(predicted[0], storage=name)

@@ -111,8 +111,8 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(path: tuple[str, ...]) -> 
         ({"micro_step_seconds": 0.0, "optimizer_step_seconds": 0.0}, "its step took no time"),
         ({"micro_step_seconds": float("nan")}, "micro_step_seconds is nan"),
         ({"peak_reserved_bytes": None}, "its memory is not there"),
-        ({"num_steps": True}, "num_steps is True and should be of type int"),
-        ({"config": None}, "config is None"),
+        ({"num_steps": True}, "num_steps: Expected int, got bool"),
+        ({"config": None}, "config: Expected object, got null"),
         ({"fingerprint": {"versions": ["torch"]}}, "fingerprint.versions"),
     ],
 )

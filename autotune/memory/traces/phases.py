@@ -11,12 +11,12 @@ OUTSIDE: Place = (0, -1)
 
 
 class Phase(StrEnum):
-    """What a block of a trace is a part of."""
+    """The part of a micro-step that a block of a trace belongs to."""
 
     WEIGHTS = "weights"
     ADAPTER = "adapter"
     SETTLED = "settled"
-    """What the first step changes for good."""
+    """Changes that the first step makes for good."""
     BATCH = "batch"
     """A micro-batch reaches the device."""
     COUNT = "count"
@@ -28,7 +28,7 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     EMBED_BACKWARD = "embed_backward"
     END = "end"
-    """What goes when the micro-step is over."""
+    """Tensors that go when the micro-step is over."""
 
 
 SETUP_PHASES = (Phase.WEIGHTS, Phase.ADAPTER, Phase.SETTLED)

@@ -300,7 +300,7 @@ class _Server:
             raise _ServerGone(self._last_words()) from error
 
     def _started(self) -> Fork:
-        """What the server says of its fork; before its first it imports."""
+        """Wait for what the server says of its fork; before its first it imports."""
         give_up = time.monotonic() + READY_SECONDS
         while self._fork is None:
             if self._unfit_reason:

@@ -44,7 +44,7 @@ class Device:
     """Number of multiprocessors, an A100's unless known. Liger's norms make a row of fp32 for each: 1.7 MB at
     a width of 4,096."""
     backend: str = "cuda"
-    """Whose kernels run: cuda or cpu."""
+    """The backend whose kernels run: cuda or cpu."""
 
     @property
     def multiprocessors(self) -> Multiprocessors:
