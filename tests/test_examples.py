@@ -23,6 +23,8 @@ from autotune.space import space_file
 from autotune.space.config import Workload
 from autotune.space.search_space import enumerate_configs
 
+pytestmark = pytest.mark.worker
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORKLOAD = Workload(model="m", memory_budget_bytes=1)
 

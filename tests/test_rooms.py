@@ -240,6 +240,7 @@ def test_what_is_allowed_is_not_a_breach(tmp_path: Path) -> None:
     assert problems(package) == []
 
 
+@pytest.mark.worker
 @pytest.mark.parametrize(
     ("code", "slow"),
     [

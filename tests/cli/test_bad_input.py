@@ -26,6 +26,8 @@ from autotune.errors import ConfigError
 from autotune.search import predict_best
 from autotune.worker.lengths import UnreadableDataset, count_lengths
 
+pytestmark = pytest.mark.worker
+
 ROOT = Path(__file__).parents[2]
 FIND = ("find", "--model", "qwen2.5-1.5b", "--gpu-mem", "12GB")
 TINY = {

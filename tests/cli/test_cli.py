@@ -29,6 +29,8 @@ from autotune.search.predict_best import Prediction
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
 
+pytestmark = pytest.mark.worker
+
 ROOT = Path(__file__).parents[2]
 
 TINY = {

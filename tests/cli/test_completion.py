@@ -16,6 +16,8 @@ import pytest
 from autotune import cli
 from autotune.store.optuna_study import open_study
 
+pytestmark = pytest.mark.worker
+
 ROOT = Path(__file__).parents[2]
 SLOW = ("optuna", "sqlalchemy", "torch", "transformers", "numpy", "pydantic", "rich", "yaml")
 

@@ -14,6 +14,8 @@ from generated_inputs import KINDS, Input, Seeds, draw, run_apart
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow
+
 NUM_INPUTS = 60
 
 

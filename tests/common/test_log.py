@@ -20,6 +20,8 @@ from autotune.errors import StorageError
 from autotune.search import predict_best
 from autotune.worker.client import isolate
 
+pytestmark = pytest.mark.worker
+
 ROOT = Path(__file__).parents[2]
 
 

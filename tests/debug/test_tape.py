@@ -35,6 +35,8 @@ from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 
+pytestmark = pytest.mark.worker
+
 CONFIG = TrainConfig(
     method="lora",
     micro_batch_size=2,

@@ -30,6 +30,8 @@ from autotune.doctor.verdict import Status, Verdict
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
 from autotune.store import upgrade
 
+pytestmark = pytest.mark.worker
+
 ROOT = Path(__file__).parents[2]
 ASK = {check.name: check.ask for check in CHECKS}
 L4 = ["NVIDIA L4"]

@@ -18,6 +18,8 @@ from fake_nvml import fake_nvml
 from autotune.common.units import GIB
 from autotune.doctor import versions
 
+pytestmark = pytest.mark.worker
+
 ROOT = Path(__file__).parents[2]
 
 TOOLS = {

@@ -8,6 +8,8 @@ import pytest
 
 from tests.faults import kill_store
 
+pytestmark = pytest.mark.worker
+
 
 @pytest.mark.slow
 def test_what_was_said_to_be_kept_survives_a_kill(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ import pytest
 from tests.faults import kill_store, power_cut, torn_disk
 from tests.support.next_revision import NEXT
 
+pytestmark = pytest.mark.worker
+
 OLD, NEW = b"o" * 10_000, b"n" * 10_000
 
 

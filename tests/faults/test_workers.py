@@ -8,6 +8,8 @@ import pytest
 
 from tests.faults import workers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.slow  # a dozen processes
 def test_four_workers_of_which_five_are_killed(postgres_url: str, tmp_path: Path) -> None:

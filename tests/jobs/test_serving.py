@@ -33,6 +33,8 @@ from autotune.store import optuna_study, schema
 from autotune.store.jobs import JobTable, Machine, open_jobs
 from autotune.store.recommendations import open_recommendations
 
+pytestmark = pytest.mark.worker
+
 MACHINE = Machine(worker="me@here 1 2", card="CPU", capacity_bytes=10**9, fingerprint="f")
 HERE = Here(backend="cpu", machine=MACHINE)
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama.json"

@@ -15,6 +15,8 @@ import yaml
 from autotune import cli
 from autotune.catalogue import gpus
 
+pytestmark = pytest.mark.worker
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "workers"
 URL = "postgresql+psycopg://autotune@db/autotune"
 

@@ -27,6 +27,8 @@ from autotune.nightly.journal import Journal, locked
 from autotune.nightly.plan import Planned
 from autotune.probe import fingerprint as fingerprints
 
+pytestmark = pytest.mark.worker
+
 NASTY = "<script>alert(1)</script>|`x`\n# head"
 H100 = dataclasses.replace(HERE, device="NVIDIA H100 80GB HBM3")
 RTX_4080 = dataclasses.replace(HERE, device="NVIDIA GeForce RTX 4080")

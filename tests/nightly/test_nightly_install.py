@@ -17,6 +17,8 @@ import yaml
 
 from autotune import cli
 
+pytestmark = pytest.mark.worker
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "nightly"
 
 

@@ -17,6 +17,8 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 
+pytestmark = pytest.mark.worker
+
 GB = 10**9
 ROOMY = 100 * GB
 

@@ -23,6 +23,8 @@ from autotune.search import predict_best
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 
+pytestmark = pytest.mark.worker
+
 LAYER = 11_798_528
 EMBEDDING = 32_768_000
 TAIL = EMBEDDING + 1024

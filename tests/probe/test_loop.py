@@ -31,6 +31,8 @@ from autotune.store.predicted_trials import CONSTRAINT
 from autotune.store.probe_table import ProbeTable, open_probes
 from autotune.worker.client.isolate import WorkerEnd
 
+pytestmark = pytest.mark.slow
+
 BUDGET_BYTES = 10**9
 SPEC = ProbeSpec(task="causal-lm", backend="cpu", memory_budget_bytes=BUDGET_BYTES, max_seconds=1.0)
 HERE = Fingerprint(device="a CPU", driver="", cuda="", versions=(("torch", "2.13"),), allocator="")

@@ -27,6 +27,8 @@ from autotune.probe.turns import Asked, take_turn
 from autotune.space.config import Workload
 from autotune.store.optuna_study import open_study
 
+pytestmark = pytest.mark.worker
+
 WORKLOAD = Workload(model="gpt2", memory_budget_bytes=10**9)
 SIZES = IntDistribution(1, 16)
 

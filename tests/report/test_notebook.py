@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.worker
+
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
 

@@ -23,6 +23,8 @@ from autotune.report.textbook import (
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 
+pytestmark = pytest.mark.worker
+
 GB = 10**9
 
 

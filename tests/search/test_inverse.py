@@ -28,6 +28,8 @@ from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig
 from autotune.worker.client.forkserver import ForkServer
 
+pytestmark = pytest.mark.worker
+
 _TRACED: dict[tuple[object, ...], Trace | None] = {}
 
 

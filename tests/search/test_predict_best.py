@@ -28,6 +28,8 @@ from autotune.space.defaults import default_base
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.tradeoffs import tradeoff_class
 
+pytestmark = pytest.mark.slow
+
 MB = 10**6
 BUDGETS = [1320 * MB, 1500 * MB, 1700 * MB, 2700 * MB, 12_000 * MB]
 LEVELS = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}

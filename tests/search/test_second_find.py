@@ -18,6 +18,8 @@ from autotune.search.find import Finding, find
 from autotune.store.database import DEFAULT_URL
 from autotune.worker.client import forkserver, isolate, launching
 
+pytestmark = pytest.mark.worker
+
 MODEL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

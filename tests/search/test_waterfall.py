@@ -22,6 +22,8 @@ from autotune.search import waterfall
 from autotune.space.config import TrainConfig
 from autotune.space.rules import Context
 
+pytestmark = pytest.mark.worker
+
 ROOMY = 100 * 10**9
 CONTEXT = Context(effective_batch_size=tiny_model.EFFECTIVE_BATCH_SIZE)
 BASE = TrainConfig(

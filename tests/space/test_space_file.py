@@ -18,6 +18,8 @@ from autotune.space.config import Workload
 from autotune.space.search_space import SearchSpace, enumerate_configs, for_gpus
 from autotune.space.space_file import MAX_FILE_BYTES, available, load
 
+pytestmark = pytest.mark.worker
+
 SHIPPED = (
     *(
         "adapters",

@@ -22,6 +22,8 @@ from autotune.store import stored_answers
 from autotune.store.optuna_study import open_study
 from autotune.store.predicted_trials import OVER_BUDGET, parameter_distributions, record_estimates
 
+pytestmark = pytest.mark.worker
+
 START_SECONDS = 30.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "dashboard.md"
 

@@ -17,6 +17,8 @@ from waiting import wait_until
 from autotune.errors import StorageError
 from autotune.store.locks import exclusive
 
+pytestmark = pytest.mark.worker
+
 HOLD = """
 import sys, time, sqlalchemy
 from autotune.store.locks import exclusive

@@ -20,6 +20,8 @@ from autotune.records.estimate import Breakdown, Estimate, ParameterCount, State
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.store import database, optuna_study, predicted_trials, study_names
 
+pytestmark = pytest.mark.slow
+
 BUDGET_BYTES = 12 * 10**9
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=BUDGET_BYTES)
 LORA = TrainConfig(

@@ -14,6 +14,8 @@ import autotune
 from autotune.store import trace_table
 from autotune.store.trace_table import TraceTable
 
+pytestmark = pytest.mark.worker
+
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_what_another_process_has_kept_meanwhile_spoils_nothing(

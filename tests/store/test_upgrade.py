@@ -27,6 +27,8 @@ from autotune.store.probe_key import probe_key
 from autotune.store.probe_table import open_probes
 from autotune.store.upgrade import open_engine
 
+pytestmark = pytest.mark.worker
+
 MODEL = {"model_type": "llama", "hidden_size": 64}
 CONFIG = TrainConfig(
     method="lora",

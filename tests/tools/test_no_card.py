@@ -20,7 +20,10 @@ CUDA = Path("/usr/local/cuda")
 CARD = find_gpu("t4")
 CONTEXT = 300 * MIB
 
-pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.worker,
+    pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
+]
 needs_toolkit = pytest.mark.skipif(
     not (CUDA / "include/cuda_runtime_api.h").exists(), reason="no headers of the CUDA toolkit"
 )

@@ -28,6 +28,7 @@ from autotune.worker.given.pace import NUM_WARM_UP_STEPS, Pace
 from autotune.worker.probe.steps import CpuClock
 
 pytestmark = [
+    pytest.mark.worker,
     pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),

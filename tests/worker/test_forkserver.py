@@ -26,7 +26,10 @@ from autotune.worker.client.orphans import PARENT_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are safe on Linux only")
+pytestmark = [
+    pytest.mark.worker,
+    pytest.mark.skipif(sys.platform != "linux", reason="forks are safe on Linux only"),
+]
 
 SERVER = """
 import os, random, signal, subprocess, sys, threading, time

@@ -20,6 +20,8 @@ from autotune.errors import WorkerError
 from autotune.records.estimate import SCHEMA_VERSION
 from autotune.worker.client import isolate, launching, orphans
 
+pytestmark = pytest.mark.worker
+
 ROOT = Path(__file__).resolve().parents[2]
 Commands = Callable[[str], list[str]]
 

@@ -8,6 +8,8 @@ import pytest
 
 from autotune.worker.trace.stand_ins import replaced
 
+pytestmark = pytest.mark.worker
+
 
 class Base:
     inherited = "of the base"
