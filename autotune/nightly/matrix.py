@@ -33,7 +33,7 @@ from typing import Any
 from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError, nearest
 from autotune.records.question import SEQUENCE_LENGTH, Question
-from autotune.search import budget as inputs
+from autotune.search.budget import read_yaml
 from autotune.space import values as readers
 from autotune.space.config import METHODS
 from autotune.space.values import kind
@@ -114,7 +114,7 @@ def read(path: Path) -> Matrix:
             f"There is no matrix {path}",
             remedy="Name a file, whose smallest is one line: models: [Qwen/Qwen2.5-1.5B]",
         )
-    read, problems = validated(_schema(), inputs.read_yaml(path), _KNOWN_KEYS, "models")
+    read, problems = validated(_schema(), read_yaml(path), _KNOWN_KEYS, "models")
     matrix = None if problems else _matrix(read, problems)
     if matrix is None or problems:
         why = joined([*dict.fromkeys(problems)])

@@ -72,10 +72,9 @@ def find(
     parse_url(storage)  # an address that cannot be used is said before a search, not after it
     problem = resolve(question, note=listener.note, brought=brought)
     prediction = predict(problem, storage=storage, listener=listener)
-    predicted = _finding(problem, prediction, prediction.summary)
     if problem.backend is None:
         _note_unused(question, listener)
-        return predicted
+        return _finding(problem, prediction, prediction.summary)
     try:
         summary = measure(
             prediction,
@@ -87,12 +86,13 @@ def find(
             server=server,
         )
     except StorageError as error:
+        predicted = _finding(problem, prediction, prediction.summary)
         raise NotMeasuredError(error, predicted) from error
     except (HardwareError, WorkerError) as error:
         if question.backend != "auto":
             raise
         listener.note(f"nothing could be measured, so the answer is predicted. {error}")
-        return predicted
+        summary = prediction.summary
     return _finding(problem, prediction, summary)
 
 
