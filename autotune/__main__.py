@@ -1,4 +1,4 @@
-"""Where `autotune` begins, and `python -m autotune`, which is the same."""
+"""Starts `autotune`, and `python -m autotune`, which is the same."""
 
 from __future__ import annotations
 

@@ -69,11 +69,11 @@ class Result:
     study: str = ""
     """Name in the database; empty where none was kept."""
     files: tuple[Path, ...] = ()
-    """What was written, where `out` was given."""
+    """Files that were written, where `out` was given."""
     notes: tuple[str, ...] = ()
-    """What the search made of its options, and what could not be written."""
+    """Remarks on what the search made of its options, and on what could not be written."""
     _report_data: Callable[[], ReportData] | None = field(default=None, compare=False)
-    """Of the study; where there is none, of one that is made for it."""
+    """Data of the study's report; without a study, of one that is made for it."""
 
     @classmethod
     def load(cls, study: str, *, storage: str = DEFAULT_URL) -> Result:
@@ -92,7 +92,7 @@ class Result:
 
     @property
     def workload(self) -> Workload:
-        """What was asked for, and not up to the search."""
+        """Return what was asked for, and not up to the search."""
         return self.summary.workload
 
     @property
@@ -424,7 +424,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _NOT_IN_COMMAND = ("storage", "progress")
-"""Of what the study keeps of the call: a database's address may hold a password."""
+"""Arguments that the study does not keep of the call: a database's address may hold a password."""
 
 
 def _command(given: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ EXIT_INTERRUPTED = 130
 """128 + SIGINT, the shells' convention."""
 EXIT_REGRESSION = 7
 EXIT_IMPROVED = 8
-"""Of `autotune nightly`: no errors, so no classes."""
+"""Exit codes of `autotune nightly`: no errors, so no classes."""
 
 _MAX_LISTED = 8
 

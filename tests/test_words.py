@@ -12,8 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "autotune"
 
 DONE = (
-    "catalogue", "common", "debug", "doctor", "export", "jobs", "memory", "nightly", "predict",
-    "probe", "records", "report", "space", "speed", "store", "worker",
+    "catalogue", "cli", "common", "debug", "doctor", "export", "jobs", "memory", "nightly", "predict",
+    "probe", "records", "report", "search", "space", "speed", "store", "worker",
 )  # fmt: skip
 
 IN_MID_AIR = (

@@ -47,7 +47,7 @@ def completion(context: click.Context, /, *, shell: str) -> None:
 
 
 def models(_context: click.Context, _option: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Of the catalogue, by Hub id or by the name after its slash; else folders and files."""
+    """Models of the catalogue, by Hub id or by the name after its slash; else folders and files."""
     from autotune.catalogue.models import catalogue
 
     start = typed.casefold()
@@ -64,14 +64,14 @@ def models(_context: click.Context, _option: click.Parameter, typed: str) -> lis
 
 
 def cards(_context: click.Context, _option: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Of the catalogue."""
+    """Cards of the catalogue."""
     from autotune.catalogue.gpus import catalogue
 
     return _starting((card.slug for card in catalogue()), typed)
 
 
 def spaces(_context: click.Context, _option: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Those that come along; else files."""
+    """Spaces that come along; else files."""
     from autotune.space.space_file import names
 
     return _starting(names(), typed) or _paths(typed)

@@ -172,7 +172,7 @@ def _ended(table: JobTable, number: int) -> Job:
 
 
 def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> None:
-    """What `find` does with an answer of its own, but for the report, which it has no need of here."""
+    """Print and write an answer as `find` does its own, without the report."""
     from autotune.errors import ConfigError, StorageError
     from autotune.jobs import asking
     from autotune.report import terminal

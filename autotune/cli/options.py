@@ -131,7 +131,7 @@ def is_given(context: click.Context, name: str) -> bool:
 
 
 def command_line(context: click.Context) -> str:
-    """What was typed, without the database's address: a password may be in it."""
+    """Return the command as typed, without the database's address: a password may be in it."""
     words = ["autotune", str(context.info_name)]
     for option in context.command.params:
         assert option.name is not None

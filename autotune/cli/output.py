@@ -1,4 +1,4 @@
-"""What commands print, and how a problem is told: results on stdout, the rest on stderr."""
+"""Output of commands: results go to stdout, problems and notes to stderr."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def explain(error: AutotuneError) -> None:
 
 
 def command_on(study: str, command: str, storage: str) -> str:
-    """What to type for a command on a study; an address with a password is left to the user."""
+    """Return what to type for a command on a study; an address with a password is left to the user."""
     return shlex.join(["autotune", *command.split(), study, *storage_words(storage)])
 
 

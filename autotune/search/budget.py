@@ -1,4 +1,4 @@
-"""From what was typed to what the search takes: the card, the budget, the length, the base.
+"""Readers of what was typed: the card, the budget, the length, the base, as a search takes them.
 
 Each function raises ConfigError with what, why and the remedy when the pieces do not go together.
 """
@@ -47,7 +47,7 @@ class ChosenCard:
     source: CardSource
     budget_bytes: int
     note: str = ""
-    """What a person should know of the choice, in words."""
+    """A remark on the choice, in words."""
 
     @property
     def is_here(self) -> bool:
@@ -194,7 +194,7 @@ def check_length(task: str, length: int) -> None:
 def read_lengths(
     dataset: Path, source: ModelSource, length: int, *, text_field: str, tokenizer: str | None
 ) -> Lengths:
-    """Of the dataset's samples, cut off at `length`."""
+    """Read how long the dataset's samples are, cut off at `length`."""
     folder_or_id = tokenizer or source.folder_or_id
     return datasets.read_lengths(
         dataset, text_field=text_field, tokenizer=folder_or_id, sequence_length=length
@@ -212,7 +212,7 @@ def longest_batch(
 
 
 def read_yaml(path: Path) -> object:
-    """What is in a file that an option names. Raises ConfigError."""
+    """Read the YAML file that an option names. Raises ConfigError."""
     try:
         return parse_yaml(files.read_text(path, MAX_FILE_BYTES), takes_merges=True)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -222,8 +222,10 @@ def read_yaml(path: Path) -> object:
 def generation(
     source: ModelSource, config: TrainConfig, *, batch_size: int | None, context: int | None
 ) -> KvCache:
-    """What generation keeps, in the dtype that the configuration computes in; by default as much as
-    a micro-batch holds."""
+    """Return the cache that generation keeps, in the dtype that the configuration computes in.
+
+    By default for as many samples as a micro-batch holds.
+    """
     return kv_cache(
         source.config,
         batch_size=batch_size or config.micro_batch_size,
@@ -312,7 +314,7 @@ def card_here_or_planned(name: str | None, size: str | None) -> ChosenCard:
 
 
 FREE_STEP_BYTES = 256 * MIB
-"""What is free is rounded down to it, so that the same command finds its study again."""
+"""Step to which free memory is rounded down, so that the same command finds its study again."""
 
 CHOOSERS = {"auto": card_here_or_planned, "cpu": cpu_as_card, "cuda": card_here}
-"""By backend; choose_card for the others."""
+"""Ways to choose a card, by backend; choose_card for the others."""

@@ -192,7 +192,7 @@ class Candidates:
         )
 
     def considered(self, limit: int) -> tuple[Estimate, ...]:
-        """What was replayed, what fits first, fastest first."""
+        """Return what was replayed: what fits first, fastest first."""
         return tuple(
             sorted(
                 self._estimates.values(),

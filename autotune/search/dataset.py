@@ -1,4 +1,4 @@
-"""What workers find out of a dataset: how long its samples are, and how fast its batches are loaded.
+"""Questions about a dataset that workers answer: how long its samples are, how fast its batches load.
 
 Tokenizers, collators and loaders are Transformers'.
 """
@@ -24,7 +24,7 @@ DEADLINE_SECONDS = 900.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """As it was named."""
+    """The dataset, as it was named."""
 
     path: Path
     text_field: str

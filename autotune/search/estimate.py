@@ -1,4 +1,4 @@
-"""From a Question about one configuration to its Estimate, and to what prices others like it."""
+"""The way from a Question about one configuration to its Estimate, and to what prices others like it."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ class Finding:
     considered: tuple[Estimate, ...]
     """Estimates that a study should keep, best first."""
     details: Details
-    """What a report draws beside the answer."""
+    """Charts that a report draws beside the answer."""
     study: str
     folder_name: str
     """The study's name, as a folder may have it."""
     run: BaseRun | None = None
-    """What the user trains with so far."""
+    """The run that the user trains with so far."""
     question: Mapping[str, Any] = field(default_factory=dict)
-    """What was asked, as recommendations.question_of says it."""
+    """The question, as recommendations.question_of says it."""
 
 
 class NotMeasuredError(StorageError):

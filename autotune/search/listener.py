@@ -1,4 +1,4 @@
-"""Who hears how far a search is: the terminal, a log, nobody."""
+"""Listeners, who hear how far a search is: the terminal, a log, nobody."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measuring:
-    """Who hears of each run as it starts, and of each probe's result."""
+    """Calls for each run as it starts, and for each probe's result."""
 
     on_run: OnRun
     on_probe: OnProbe
@@ -34,10 +34,10 @@ class OnMeasuring(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listener:
-    """Who hears how far a search is."""
+    """A hearer of how far a search is."""
 
     note: Callable[[str], None]
-    """What the user should know of what was made of the options."""
+    """Called with remarks on what was made of the options."""
     searching: Callable[[], AbstractContextManager[Progress]]
     """Around the prediction."""
     measuring: OnMeasuring

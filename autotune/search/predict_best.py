@@ -62,7 +62,7 @@ class Effort:
     num_recorded: int
     """Configurations that the study keeps, best first."""
     max_probes: int
-    """Where probes are made."""
+    """Most probes, if any are made."""
 
 
 EFFORTS = {
@@ -112,7 +112,7 @@ class Prediction:
         return [variant for variant in found if is_allowed(variant.config)]
 
     def details(self, summary: Summary) -> Details:
-        """What a report draws of this answer, or of the one that was measured: ten replays or so.
+        """Return what a report draws of this answer, or of the measured one: ten replays or so.
 
         The way there begins at the base that fits, else at its smallest micro-batch.
         """
@@ -285,7 +285,7 @@ def _context(workload: Workload, gpu: Gpu) -> Context:
 def _possible(
     configs: list[TrainConfig], model: ModelSource, workload: Workload
 ) -> list[TrainConfig]:
-    """Those whose weights and gradients leave room, as far as the number of parameters is known.
+    """Return the configurations whose weights and gradients leave room, where their number is known.
 
     A little more memory counts too, since the answer says what it would bring. All of them where
     there is no such configuration, so that what is lacking can be said.
@@ -388,7 +388,7 @@ def _none_of_class(
     workload: Workload,
     best_by_class: dict[str, Estimate],
 ) -> NothingFitsError:
-    """Where not one of them could be priced: none in the space, none that fits, none that runs."""
+    """Return the error where none could be priced: none in the space, none that fits, none that runs."""
     if not wanted:
         return NothingFitsError(
             f"No configuration of the class {allow} is in the space",
@@ -410,7 +410,7 @@ def _none_of_class(
 
 
 def _higher_class(best_by_class: dict[str, Estimate]) -> str:
-    """What would fit if more were given up; empty where nothing would."""
+    """Say what would fit if more were given up; empty where nothing would."""
     for name, other in best_by_class.items():
         return (
             f"--allow {name}: {describe(other.config)} is predicted to need "
@@ -442,7 +442,7 @@ def _nothing_fits(
 
 
 def _lower_most(smallest: Estimate, workload: Workload) -> str:
-    """Which part of the peak to go for."""
+    """Say which part of the peak to go for."""
     parts = smallest.breakdown
     grows_with_length = parts.activations_bytes + parts.logits_bytes + parts.temporaries_bytes
     if grows_with_length > parts.parameters_bytes:

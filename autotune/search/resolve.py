@@ -1,4 +1,4 @@
-"""From a Question to a Problem: everything that it names, read and checked against each other.
+"""The way from a Question to a Problem: everything that it names, read and checked against each other.
 
 A question that has come from another machine brings what only that one could read.
 """
@@ -41,19 +41,19 @@ from autotune.store import study_names
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Brought:
-    """What was read elsewhere of what the options name."""
+    """Things that the options name, read on another machine."""
 
     source: ModelSource | None = None
-    """None: looked up here."""
+    """The model; None: looked up here."""
     lengths: Lengths | None = None
-    """Of the dataset; None: read here."""
+    """Lengths of the dataset's samples; None: read here."""
     files: Files = field(default_factory=Disk)
-    """Those of the base."""
+    """The files of the base."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What a question resolves to: all that a search needs, read and checked."""
+    """A question resolved: all that a search needs, read and checked."""
 
     question: Question
     source: ModelSource
@@ -61,13 +61,13 @@ class Problem:
     workload: Workload
     space: SearchSpace
     changes: tuple[SpaceChange, ...]
-    """What has become of the space that was named, in order."""
+    """Changes of the space that was named, in order."""
     run: BaseRun | None
-    """What the user trains with so far."""
+    """The run that the user trains with so far."""
     base: TrainConfig | None
     """Its configuration, as the search compares with it; None: TrainingArguments' defaults."""
     backend: str | None
-    """Where probes run, one of BACKENDS; None: nothing is measured."""
+    """The backend that probes run on, one of BACKENDS; None: nothing is measured."""
     reads_dataset: bool
     """Whether the dataset is here, so that its loader can be timed."""
 

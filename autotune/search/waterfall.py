@@ -1,4 +1,4 @@
-"""What each setting bought: the way from the base to the answer, one change at a time.
+"""The gain of each setting: the way from the base to the answer, one change at a time.
 
 The order decides how a gain is shared between settings that need each other, so it is chosen by one
 rule: while the configuration does not fit, the change that frees most; then the one that is fastest
@@ -29,7 +29,7 @@ def details(
     context: Context,
     priced: list[tuple[float, int]],
 ) -> Details:
-    """What a report draws of an answer. `base` None: it could not be traced."""
+    """Return what a report draws of an answer. `base` None: it could not be traced."""
     stride = max(1, -(-len(priced) // MAX_PRICED))
     return Details(
         answer=estimator.timeline(answer),
@@ -42,8 +42,11 @@ def details(
 def path(
     estimator: Estimator, base: TrainConfig, answer: TrainConfig, context: Context
 ) -> tuple[Step, ...]:
-    """The steps from the base to the answer; settings go together where what lies between cannot run,
-    or was not traced. Empty where there is nothing to change, or a speed is unknown."""
+    """Return the steps from the base to the answer.
+
+    Settings go together where what lies between cannot run, or was not traced. Empty where there is nothing
+    to change, or a speed is unknown.
+    """
     left = _changes(base, answer)
     if not left:
         return ()
@@ -60,7 +63,7 @@ def path(
 
 
 def _changes(base: TrainConfig, answer: TrainConfig) -> list[Changes]:
-    """What differs, in groups that make no sense apart."""
+    """Return what differs, in groups that make no sense apart."""
     differing: Changes = {
         field.name: getattr(answer, field.name)
         for field in dataclasses.fields(TrainConfig)
@@ -86,7 +89,7 @@ def _next(
     left: list[Changes],
     context: Context,
 ) -> tuple[Changes, ...]:
-    """By the rule of the module, among the smallest sets of changes that can run; else all at once."""
+    """Choose by the rule of the module, among the smallest sets of changes that can run; else all at once."""
     budget = estimator.memory_budget_bytes
     for size in (1, 2):
         possible = list(_possible(estimator, config, left, context, size))

@@ -1,4 +1,4 @@
-"""From a Question to the most that still fits, or the least card that would do: a Limit, predicted."""
+"""The way from a Question to a Limit: the most that still fits, or the least card that would do."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitProblem:
-    """What the user typed. What a question turns over is not read."""
+    """A question for a limit, looked up. The value that it asks for is not read."""
 
     source: ModelSource | None
     task: str | None
@@ -64,7 +64,7 @@ class LimitProblem:
     fixed: Mapping[str, Any] = field(hash=False)
     space: SearchSpace
     multiple_of: int = 64
-    """Of a sequence length."""
+    """Step in which sequence lengths are tried."""
     card_is_here: bool = False
     """Whether the card was found on this machine."""
 
@@ -77,7 +77,7 @@ class Pricer:
         self._server = server
         self._progress = progress
         self._traces: dict[tuple[object, ...], dict[TraceSpec, Trace | RankTrace]] = {}
-        """By what else changes a trace."""
+        """Traces by what else changes them."""
         self._refused: dict[tuple[object, ...], set[TraceSpec]] = {}
         self._estimators: dict[tuple[object, ...], Estimator] = {}
         self._refusals: dict[tuple[object, ...], ConfigError] = {}
@@ -116,14 +116,14 @@ class Pricer:
         return None if self._traces.get(key) else self._refusals.get(key)
 
     def smallest(self, case: Case) -> Estimate:
-        """What needs least. Raises ConfigError where there is nothing to price."""
+        """Return the estimate that needs least. Raises ConfigError where there is nothing to price."""
         estimator, configs = self._thriftiest(case, self._ladders(case, prune=False))
         if not configs:
             raise self.refusal(case) or self._no_configuration(case)
         return estimator.estimate(configs[0])
 
     def peak_bytes(self, case: Case, config: TrainConfig) -> int:
-        """Of this configuration, at this case's value."""
+        """Return the peak of this configuration at this case's value."""
         config = case.of(config)
         self._num_tried += 1
         estimator = self._estimator(case, [config])
@@ -175,7 +175,7 @@ class Pricer:
         return estimator, sorted(thriftiest, key=lambda c: (estimator.floor_bytes(c), repr(c)))
 
     def _possible(self, case: Case) -> tuple[Estimator, list[TrainConfig]]:
-        """Those whose live tensors fit. What needs more than one that does not fit is not traced."""
+        """Return the configurations whose live tensors fit; what needs more than a misfit is not traced."""
         ladders = self._ladders(case, prune=True)
         possible: list[TrainConfig] = []
         while ladders:
@@ -295,7 +295,7 @@ def narrowed(
 
 
 def _structure(config: TrainConfig) -> tuple[object, ...]:
-    """What traces differ in beside thrift."""
+    """Settings in which traces differ, beside thrift."""
     spec = TraceSpec.of(config)
     thrifty = ("single", "activation_checkpointing", "activation_offloading")
     return tuple(

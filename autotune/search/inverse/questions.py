@@ -1,5 +1,6 @@
-"""The inverse questions: the longest context, the largest micro-batch, rank or model that still fits,
-the smallest card that would do.
+"""The inverse questions: the most that still fits, or the smallest card that would do.
+
+The most is the longest context, or the largest micro-batch, rank or model.
 
 A question is a row of Cases, each a value with everything that goes with it; what the user left open is
 free: a value fits when any configuration of the space does. The answer is exact as predictions go: its
@@ -31,7 +32,7 @@ from autotune.worker.client.forkserver import ForkServer
 
 MAX_MICRO_BATCH = 65_536
 MAX_SEQUENCE_LENGTH = 1_048_576
-"""Where the configuration names no number of positions."""
+"""Longest length that is tried where the configuration names no number of positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +78,7 @@ class Limit:
     beyond: Beyond | None
     """None where it is not memory that ends it."""
     limit: str
-    """What ends it there: `memory`, or a clause."""
+    """The reason that it ends there: `memory`, or a clause."""
     left_out: Mapping[str, str] = field(hash=False)
     """Values beyond it that cannot be priced, and why: one of them may be the true answer."""
     multiple_of: int
@@ -330,7 +331,7 @@ def _first(cases: Sequence[Case], why: str, pricer: Pricer) -> Reached:
 def _nearest_beyond(
     too_large: Sequence[Case], pricer: Pricer, left_out: dict[str, str]
 ) -> Beyond | None:
-    """Of the last that can be priced; what cannot is added to `left_out`."""
+    """Return the last that can be priced; what cannot is added to `left_out`."""
     for case in reversed(too_large):
         try:
             return _beyond(case, pricer)
@@ -375,7 +376,7 @@ def last_below(
 
 
 def _nothing_fits(case: Case, pricer: Pricer) -> NothingFitsError:
-    """With what needs least in the easiest case."""
+    """Say what needs least in the easiest case."""
     smallest = pricer.smallest(case)
     return NothingFitsError(
         f"Nothing fits into {format_bytes(case.budget_bytes)}, not even {case.value}",
