@@ -31,7 +31,7 @@ from autotune import export
 from autotune.catalogue import models
 from autotune.errors import ConfigError, nearest
 from autotune.export import Exporter
-from autotune.records.answer import Summary
+from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
 from autotune.records.question import Question
 from autotune.report import data, notebook, terminal
@@ -64,7 +64,7 @@ _MAX_SHOWN = 200
 class Result:
     """An answer, and what it is to Transformers, PEFT, bitsandbytes and TRL."""
 
-    summary: Summary
+    answer: Answer
     """All figures: predicted but those of `measured`."""
     study: str = ""
     """Name in the database; empty where none was kept."""
@@ -80,7 +80,7 @@ class Result:
         """The latest answer of a study, of the command line's too. Raises ConfigError, StorageError."""
         stored = stored_answers.load(storage, study)
         return cls(
-            summary=stored.summary,
+            answer=stored.answer,
             study=study,
             _report_data=functools.partial(data.read, storage, study),
         )
@@ -88,17 +88,17 @@ class Result:
     @property
     def config(self) -> TrainConfig:
         """The configuration: every setting that was decided, the data loader's too where it was timed."""
-        return self.summary.exported
+        return self.answer.exported
 
     @property
     def workload(self) -> Workload:
         """Return what was asked for, and not up to the search."""
-        return self.summary.workload
+        return self.answer.workload
 
     @property
     def evidence(self) -> str:
         """`measured` or `predicted`."""
-        return self.summary.evidence
+        return self.answer.evidence
 
     def training_arguments(self, **overrides: Any) -> TrainingArguments:
         """Transformers' TrainingArguments (TRL's SFTConfig where that trainer was decided).
@@ -168,7 +168,7 @@ class Result:
         from autotune.worker.given.callback import WatchCallback, say_on_stderr
 
         return WatchCallback(
-            self.summary,
+            self.answer,
             tolerance=tolerance,
             window_steps=window_steps,
             say=say_on_stderr if say is None else say,
@@ -194,7 +194,7 @@ class Result:
             Path(folder),
             workload=self.workload,
             config=self.config,
-            result={**self.summary.to_dict(), "files": [str(path) for path in places]},
+            result={**self.answer.to_dict(), "files": [str(path) for path in places]},
             exporters=exporters,
         )
 
@@ -229,12 +229,12 @@ class Result:
     def __repr__(self) -> str:
         """The screen that `autotune find` shows."""
         drawn = io.StringIO()
-        terminal.draw_summary(self.summary, drawn)
+        terminal.draw_answer(self.answer, drawn)
         lines = [*drawn.getvalue().splitlines(), *(f"note     {note}" for note in self.notes)]
         return "\n".join(line.rstrip() for line in lines)
 
     def _repr_html_(self) -> str:
-        return notebook.html(self.summary, self.notes)
+        return notebook.html(self.answer, self.notes)
 
 
 def find(
@@ -304,21 +304,21 @@ def find(
     command = _command(given)
     notes: list[str] = []
     with _kept_in(storage) as database:
-        answer = search(
+        finding = search(
             question, storage=database, command=command, listener=_noting(notes, progress)
         )
     delivered = deliver(
-        answer, folder=None if out is None else Path(out), storage=storage, command=command
+        finding, folder=None if out is None else Path(out), storage=storage, command=command
     )
     notes += delivered.notes
     for problem in delivered.problems:
         notes.append(str(problem))
         warnings.warn(str(problem), stacklevel=2)
-    report_data = functools.partial(_data_without_study, answer, command)
+    report_data = functools.partial(_data_without_study, finding, command)
     if storage is not None and delivered.study:
         report_data = functools.partial(data.read, storage, delivered.study)
     return Result(
-        summary=answer.summary,
+        answer=finding.answer,
         study=delivered.study,
         files=(*delivered.files, *([delivered.report] if delivered.report else [])),
         notes=tuple(notes),
@@ -462,9 +462,9 @@ def _kept_in(storage: str | None) -> Iterator[str]:
         yield f"sqlite:///{folder}/autotune.db"
 
 
-def _data_without_study(answer: Finding, command: str) -> ReportData:
+def _data_without_study(finding: Finding, command: str) -> ReportData:
     with _kept_in(None) as database:
-        kept = deliver(answer, folder=None, storage=database, command=command)
+        kept = deliver(finding, folder=None, storage=database, command=command)
         for problem in kept.problems:
             raise problem
         return data.read(database, kept.study)

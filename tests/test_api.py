@@ -156,7 +156,7 @@ def test_what_is_asked_for_is_kept_and_read_back(
         f"autotune.find(model='qwen2.5-1.5b', gpu_mem='12GB', seq_len=512, out='{tmp_path}/out')"
     )
     loaded = Result.load(result.study, storage=storage)
-    assert loaded.summary == result.summary
+    assert loaded.answer == result.answer
     assert loaded.config == result.config
     with pytest.raises(ConfigError, match="There is no study 'other'"):
         Result.load("other", storage=storage)
@@ -252,7 +252,7 @@ def test_a_database_that_cannot_be_used_is_warned_of(asked: list[dict[str, Any]]
 
 
 def test_the_files_of_some_formats(tmp_path: Path) -> None:
-    result = Result(summary=answers.summary())
+    result = Result(answer=answers.answer())
     paths = result.export(tmp_path / "some", ["training-args", "train-config"])
     assert [path.name for path in paths] == ["training_args.json", "train_config.yaml"]
     assert sorted(tmp_path.joinpath("some").iterdir()) == sorted(paths)
@@ -287,7 +287,7 @@ def test_the_report_of_a_kept_and_of_an_unkept_answer(
     with pytest.raises(ConfigError, match=r"no format 'htm'\. Did you mean \"html\""):
         kept.report(tmp_path / "x", format="htm")
     with pytest.raises(ConfigError, match="nothing to report of"):
-        Result(summary=answers.summary()).report(tmp_path / "x")
+        Result(answer=answers.answer()).report(tmp_path / "x")
 
 
 def test_the_report_of_a_measurement_that_was_not_kept(
@@ -322,8 +322,8 @@ class Seen(HTMLParser):
 
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_a_notebook_shows_the_answer_and_its_evidence(is_measured: bool) -> None:
-    summary = answers.summary(measured=answers.measured() if is_measured else None)
-    shown = Seen(Result(summary=summary, notes=("look here",))._repr_html_())
+    answer = answers.answer(measured=answers.measured() if is_measured else None)
+    shown = Seen(Result(answer=answer, notes=("look here",))._repr_html_())
     assert ("MEASURED" in shown.text) is is_measured
     assert ("PREDICTED, not measured" in shown.text) is not is_measured
     assert "adamw_bnb_8bit" in shown.text
@@ -345,16 +345,16 @@ def test_text_of_others_stays_text() -> None:
             fingerprint=dataclasses.replace(answers.measurement().fingerprint, device=HOSTILE)
         )
     )
-    summary = answers.summary(workload=workload, gpu=HOSTILE, measured=found)
-    page = Result(summary=summary, notes=(HOSTILE,))._repr_html_()
+    answer = answers.answer(workload=workload, gpu=HOSTILE, measured=found)
+    page = Result(answer=answer, notes=(HOSTILE,))._repr_html_()
     tags = {tag for tag, _ in Seen(page).tags}
     assert tags <= {"div", "style", "table", "caption", "b", "tr", "th", "td", "span", "small"}
     assert "\x1b" not in page
-    assert "\x1b" not in repr(Result(summary=summary))
+    assert "\x1b" not in repr(Result(answer=answer))
 
 
 def test_its_words_are_one_screen() -> None:
-    lines = repr(Result(summary=answers.summary())).splitlines()
+    lines = repr(Result(answer=answers.answer())).splitlines()
     assert len(lines) <= 30  # the bar of memory included
     assert max(map(len, lines)) <= 100
     assert "PREDICTED, not measured." in lines[0]

@@ -69,12 +69,12 @@ def export(
     from autotune.store import stored_answers
 
     named = targets.read(versions)
-    answer = stored_answers.load(storage, study)
-    exporters = _chosen(formats, answer)
+    stored = stored_answers.load(storage, study)
+    exporters = _chosen(formats, stored)
     check_targets(exporters, named)
-    workload, config = answer.summary.workload, answer.summary.exported
+    workload, config = stored.answer.workload, stored.answer.exported
     with targets.named(named):
-        texts = {exporter: _text(exporter, answer) for exporter in exporters}
+        texts = {exporter: _text(exporter, stored) for exporter in exporters}
         lines = unsaid_lines(exporters, workload, config, in_full=EVERY not in formats)
     if out == STDOUT:
         if len(exporters) > 1:
@@ -94,10 +94,10 @@ def export(
         say(f"note: {line}")
 
 
-def _chosen(formats: tuple[str, ...], answer: StoredAnswer) -> list[Exporter]:
+def _chosen(formats: tuple[str, ...], stored: StoredAnswer) -> list[Exporter]:
     from autotune.export import ALL, why_not
 
-    workload, config = answer.summary.workload, answer.summary.exported
+    workload, config = stored.answer.workload, stored.answer.exported
     unknown = [name for name in formats if name not in (*ALL, EVERY)]
     if unknown:
         raise ConfigError(
@@ -109,15 +109,15 @@ def _chosen(formats: tuple[str, ...], answer: StoredAnswer) -> list[Exporter]:
     reasons = {name: why_not(ALL[name], workload, config) for name in wanted}
     for name, reason in reasons.items():
         if reason and EVERY not in formats:
-            raise ConfigError(f'The answer of "{answer.study}" has no {name} file', why=reason)
+            raise ConfigError(f'The answer of "{stored.study}" has no {name} file', why=reason)
         if reason:
             say(f"note: no {ALL[name].filename}. {reason}")
     return [ALL[name] for name in wanted if not reasons[name]]
 
 
-def _text(exporter: Exporter, answer: StoredAnswer) -> str:
-    summary = answer.summary
-    return exporter.write(workload=summary.workload, config=summary.exported, result=answer.result)
+def _text(exporter: Exporter, stored: StoredAnswer) -> str:
+    answer = stored.answer
+    return exporter.write(workload=answer.workload, config=answer.exported, result=stored.result)
 
 
 def _places(out: Path, exporters: list[Exporter], *, is_folder: bool) -> dict[Exporter, Path]:

@@ -156,7 +156,7 @@ def find(
         )
         return
     try:
-        answer = finding.find(
+        found = finding.find(
             Question(**typed),
             storage=storage,
             command=command,
@@ -167,15 +167,15 @@ def find(
         if as_json:
             print_json(deliver(error.predicted, folder=None, storage=None).result)
         else:
-            terminal.draw_summary(error.predicted.summary, sys.stdout)
+            terminal.draw_answer(error.predicted.answer, sys.stdout)
         sys.stdout.flush()
         raise
     if not as_json:
         # Before anything is written: what cannot be written does not cost the answer.
-        terminal.draw_summary(answer.summary, sys.stdout)
+        terminal.draw_answer(found.answer, sys.stdout)
         sys.stdout.flush()
-    folder = out or jobs.STUDIES / answer.folder_name
-    delivered = deliver(answer, folder=folder, storage=storage, command=command)
+    folder = out or jobs.STUDIES / found.folder_name
+    delivered = deliver(found, folder=folder, storage=storage, command=command)
     if as_json:
         print_json({**delivered.result, "files": [str(path) for path in delivered.files]})
     else:
@@ -190,7 +190,7 @@ def find(
             written,
             place,
             sys.stdout,
-            model=answer.summary.workload.model,
+            model=found.answer.workload.model,
             report=report,
             unsaid=delivered.unsaid,
         )

@@ -74,7 +74,7 @@ def list_jobs(*, storage: str, as_json: bool) -> None:
 )
 def show(*, number: int, storage: str, out: Path | None, as_json: bool) -> None:
     """Show a job, and its answer once it has one."""
-    from autotune.records.answer import summary_from_dict
+    from autotune.records.answer import answer_from_dict
     from autotune.report.jobs import draw_job
     from autotune.store.jobs import open_jobs
 
@@ -84,7 +84,7 @@ def show(*, number: int, storage: str, out: Path | None, as_json: bool) -> None:
     if out is not None:
         _deliver(job, folder=out, storage=storage, as_json=as_json)
     elif as_json:
-        result = None if job.result is None else summary_from_dict(job.result).to_dict()
+        result = None if job.result is None else answer_from_dict(job.result).to_dict()
         print_json({**job.to_dict(), "result": result})
     else:
         files = f"{command_on(str(number), 'jobs show', storage)} --out FOLDER"
@@ -190,7 +190,7 @@ def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> N
     answered, notes = asking.answered(job, folder)
     if not as_json:
         # Before anything is written: what cannot be written does not cost the answer.
-        terminal.draw_summary(answered.summary, sys.stdout)
+        terminal.draw_answer(answered.answer, sys.stdout)
         sys.stdout.flush()
     files: list[Path] = []
     problem = None
@@ -207,7 +207,7 @@ def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> N
             files,
             place,
             sys.stdout,
-            model=answered.summary.workload.model,
+            model=answered.answer.workload.model,
             report=report,
             unsaid=answered.unsaid,
         )

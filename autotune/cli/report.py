@@ -62,7 +62,7 @@ def _print(data: ReportData, format_name: str) -> None:
     from autotune.report.files import TEXTS
 
     if format_name == "terminal":  # which has colours
-        terminal.draw_summary(data.answer.summary, sys.stdout)
+        terminal.draw_answer(data.stored.answer, sys.stdout)
     elif format_name == "json":
         print_json(data.to_dict())
     else:

@@ -31,7 +31,7 @@ from autotune.errors import (
     WorkerError,
 )
 from autotune.export.train_config import MAX_FILE_BYTES
-from autotune.records.answer import summary_from_dict
+from autotune.records.answer import answer_from_dict
 from autotune.records.question import Question
 from autotune.report.answer_files import AnswerFiles
 from autotune.search import budget, resolve
@@ -189,7 +189,7 @@ def answered(job: Job, folder: Path) -> tuple[AnswerFiles, list[str]]:
     }
     card = gpus.cpu_stand_in() if options.backend == "cpu" else gpus.find_gpu(job.card)
     run = resolve.read_run(options, card, note=lambda _: None, files=Carried(texts))
-    return AnswerFiles.of(summary_from_dict(job.result), folder=folder, run=run), notes
+    return AnswerFiles.of(answer_from_dict(job.result), folder=folder, run=run), notes
 
 
 def _as_it_is(path: Path, text: str, note: Callable[[str], None]) -> str:

@@ -184,7 +184,7 @@ class _Work:
     def _answer(self) -> None:
         with private_folder() as folder:
             asked = asking.read(self._job.question, Path(folder), backend=self._at.backend)
-            answer = find(
+            finding = find(
                 asked.options,
                 storage=self._url,
                 command=self._job.command,
@@ -195,15 +195,15 @@ class _Work:
             self._log(f"job {self._job.number}: nothing is left to help with")
             return
         # As it was asked: a folder of this machine is no part of it.
-        answer = dataclasses.replace(answer, question=self._job.question["options"])
-        delivered = deliver(answer, folder=None, storage=self._url, command=self._job.command)
+        finding = dataclasses.replace(finding, question=self._job.question["options"])
+        delivered = deliver(finding, folder=None, storage=self._url, command=self._job.command)
         problem = " ".join(map(str, delivered.problems))
         self._has_ended.set()
         if self._jobs.finish(
             self._job.number,
             self._at.machine.worker,
             study=delivered.study,
-            result=stored_record(answer.summary),
+            result=stored_record(finding.answer),
             problem=problem,
         ):
             self._log(f"job {self._job.number}: done, study {delivered.study}")

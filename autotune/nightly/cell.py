@@ -154,8 +154,8 @@ class CellNight:
         verdict = self._judge(seen)
         if not self._planned.searches:
             return self._kept(standing, seen, verdict, has_searched=False)
-        answer = self._find()
-        best = _best(answer)
+        finding = self._find()
+        best = _best(finding)
         if best.config != standing.config:
             challenger = self._repeat(best.config, best.useful_share)
             history = [*self._earlier, self._level.nights, [seen.tokens_per_second]]
@@ -163,28 +163,28 @@ class CellNight:
                 noise = drift.noise_of(history, self._prior)
                 gained = drift.gain(challenger.tokens_per_second, seen.tokens_per_second, noise)
                 if gained.kind == drift.IMPROVEMENT:
-                    return self._replaced(standing, verdict, answer, challenger, gained)
-        self._record(answer)
-        return self._kept(standing, seen, verdict, has_searched=True, study=answer.study)
+                    return self._replaced(standing, verdict, finding, challenger, gained)
+        self._record(finding)
+        return self._kept(standing, seen, verdict, has_searched=True, study=finding.study)
 
     def _searched(self, *, kind: str, reason: str) -> Night:
         """Keep a search's answer, whatever stood before."""
-        answer = self._find()
-        best = _best(answer)
+        finding = self._find()
+        best = _best(finding)
         seen = self._repeat(best.config, best.useful_share)
         if seen.problem:
             raise WorkerError(
                 f"The answer of {self._cell.name} does not run again",
                 why=f"{describe(best.config)}: {seen.problem}",
             )
-        self._record(answer, writes=True)
+        self._record(finding, writes=True)
         return _night(
             seen,
             best.config,
             kind=kind,
             reason=reason,
             useful_share=best.useful_share,
-            study=answer.study,
+            study=finding.study,
             change=None if kind == NEW else dataclasses.replace(self._judge(seen), num_nights=1),
             is_replaced=kind != NEW,
         )
@@ -193,13 +193,13 @@ class CellNight:
         self,
         standing: Night,
         verdict: drift.Verdict,
-        answer: Finding,
+        finding: Finding,
         challenger: Repeated,
         gained: drift.Verdict,
     ) -> Night:
         """Keep another configuration that is faster than the standing one, both of tonight."""
-        self._record(answer, writes=True)
-        best = _best(answer)
+        self._record(finding, writes=True)
+        best = _best(finding)
         reason = (
             f"{describe(best.config)} instead of {describe(standing.config)}, "
             f"{100 * gained.change:+.1f} % side by side"
@@ -216,7 +216,7 @@ class CellNight:
             kind=kind,
             reason=reason,
             useful_share=best.useful_share,
-            study=answer.study,
+            study=finding.study,
             change=change,
             is_replaced=True,
         )
@@ -272,14 +272,14 @@ class CellNight:
             server=self._server,
         )
 
-    def _record(self, answer: Finding, *, writes: bool = False) -> None:
+    def _record(self, finding: Finding, *, writes: bool = False) -> None:
         """Record the answer in its study.
 
         With `writes` as files too, each of which takes the old one's place whole.
         """
-        machine = self._place.folder(_best(answer).fingerprint.device)
+        machine = self._place.folder(_best(finding).fingerprint.device)
         delivered = deliver(
-            answer,
+            finding,
             folder=machine / self._cell.name if writes else None,
             storage=self._place.storage,
             command=self._place.command,
@@ -310,9 +310,9 @@ class CellNight:
         return relatives.nearest(device, last.values())
 
 
-def _best(answer: Finding) -> Measurement:
-    assert answer.summary.measured is not None
-    return answer.summary.measured.best
+def _best(finding: Finding) -> Measurement:
+    assert finding.answer.measured is not None
+    return finding.answer.measured.best
 
 
 def _night(

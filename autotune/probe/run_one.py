@@ -41,7 +41,7 @@ from autotune.store.probe_key import ProbeKey, probe_key
 from autotune.store.probe_table import ProbeTable
 from autotune.worker.client import isolate
 from autotune.worker.client.forkserver import ForkServer
-from autotune.worker.client.isolate import Answer, WorkerEnd, private_folder
+from autotune.worker.client.isolate import Reply, WorkerEnd, private_folder
 
 if TYPE_CHECKING:
     import optuna
@@ -301,7 +301,7 @@ def _parts(fingerprint: Fingerprint) -> Iterator[str]:
     yield f"PYTORCH_ALLOC_CONF {fingerprint.allocator or 'unset'}"
 
 
-def _follow(watch: Watch, folder: Path, useful_share: float, answer: Answer) -> None:
+def _follow(watch: Watch, folder: Path, useful_share: float, answer: Reply) -> None:
     """Show a step to the watch; leave the probe, which counts every token, the word to stop."""
     step, speed = answer.get("step"), answer.get("tokens_per_second_at_most")
     if type(step) is not int or type(speed) is not float or not 0 < speed < math.inf:

@@ -173,7 +173,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
+class Answer:
     """The numbers of an answer: what the terminal draws and `find --json` prints.
 
     All are predicted but those of `measured`.
@@ -288,18 +288,18 @@ class Summary:
         }
 
 
-def stored_record(summary: Summary) -> dict[str, Any]:
-    """Return the answer as it is stored: its own fields alone, which `summary_from_dict` reads back."""
-    return {"schema_version": SCHEMA_VERSION, **json_records.plain(summary)}
+def stored_record(answer: Answer) -> dict[str, Any]:
+    """Return the answer as it is stored: its own fields alone, which `answer_from_dict` reads back."""
+    return {"schema_version": SCHEMA_VERSION, **json_records.plain(answer)}
 
 
-def summary_from_dict(values: Any) -> Summary:
+def answer_from_dict(values: Any) -> Answer:
     """Read `stored_record` back, from JSON as well. Raises ValueError, which names the field."""
     try:
         given = json_records.mapping(values, "it")
         if given.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {json_records.shown(given.get('schema_version'))}")
         fields = {name: value for name, value in given.items() if name != "schema_version"}
-        return json_records.read(Summary, fields)
+        return json_records.read(Answer, fields)
     except ValueError as error:
         raise ValueError(f"this is no answer of autotune: {error}") from error

@@ -1,4 +1,4 @@
-"""Data of a report's charts beside a Summary: memory over a step, and the way from the base to the answer.
+"""Data of a report's charts beside an Answer: memory over a step, and the way from the base to the answer.
 
 All of it is predicted. Computed once, by the search that has the traces, and kept with the study.
 """

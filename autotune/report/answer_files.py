@@ -16,7 +16,7 @@ from autotune.errors import ConfigError
 from autotune.export import Exporter, result_json
 from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun
-from autotune.records.answer import Summary
+from autotune.records.answer import Answer
 
 MAX_RESULT_BYTES = 16 * MIB
 SAME_TIME_SECONDS = 5.0
@@ -28,7 +28,7 @@ first."""
 class AnswerFiles:
     """The files that are to be written for an answer, and what is to be said of them."""
 
-    summary: Summary
+    answer: Answer
     exporters: tuple[Exporter, ...]
     result: dict[str, Any]
     """The object of `find --json`; its `files` are these."""
@@ -38,15 +38,15 @@ class AnswerFiles:
     """The run that the user trains with so far."""
 
     @classmethod
-    def of(cls, summary: Summary, *, folder: Path | None, run: BaseRun | None) -> AnswerFiles:
-        exporters = export.exporters_for(summary.exported, summary.workload)
+    def of(cls, answer: Answer, *, folder: Path | None, run: BaseRun | None) -> AnswerFiles:
+        exporters = export.exporters_for(answer.exported, answer.workload)
         if run is not None and folder is not None:
-            exporters = own_run.with_edited(exporters, folder, run, summary.base)
+            exporters = own_run.with_edited(exporters, folder, run, answer.base)
         places = [] if folder is None else export.export_paths(folder, exporters)
         return cls(
-            summary=summary,
+            answer=answer,
             exporters=exporters,
-            result={**summary.to_dict(), "files": [str(path) for path in places]},
+            result={**answer.to_dict(), "files": [str(path) for path in places]},
             folder=folder,
             run=run,
         )
@@ -62,8 +62,8 @@ class AnswerFiles:
         earlier = _untouched_in(self.folder)
         written = export.export_files(
             self.folder,
-            workload=self.summary.workload,
-            config=self.summary.exported,
+            workload=self.answer.workload,
+            config=self.answer.exported,
             result=self.result,
             exporters=self.exporters,
         )
@@ -79,12 +79,12 @@ class AnswerFiles:
         """The changes to the user's own file, in words."""
         if self.run is None or self.folder is None:
             return ()
-        return tuple(own_run.changed(self.run, self.summary.base, self.summary.exported))
+        return tuple(own_run.changed(self.run, self.answer.base, self.answer.exported))
 
     @property
     def unsaid(self) -> Mapping[str, tuple[str, ...]]:
         """Settings that some of the files do not carry, and which; each file says more at its top."""
-        return export.unsaid_names(self.exporters, self.summary.workload, self.summary.exported)
+        return export.unsaid_names(self.exporters, self.answer.workload, self.answer.exported)
 
 
 def _untouched_in(folder: Path) -> set[Path]:

@@ -66,30 +66,30 @@ class Comparison:
 
 def compare(stored: Sequence[StoredAnswer]) -> Comparison:
     """The answers of several studies, each against the others."""
-    summaries = [answer.summary for answer in stored]
+    answers = [each.answer for each in stored]
     asked = [
         {
-            **summary.workload.to_dict(),
-            "gpu": summary.gpu,
-            "space": summary.space,
-            "allow": summary.allow,
+            **answer.workload.to_dict(),
+            "gpu": answer.gpu,
+            "space": answer.space,
+            "allow": answer.allow,
         }
-        for summary in summaries
+        for answer in answers
     ]
-    configs = [summary.best.config for summary in summaries]
-    found = [None if s.measured is None else s.measured.final for s in summaries]
+    configs = [answer.best.config for answer in answers]
+    found = [None if s.measured is None else s.measured.final for s in answers]
     return Comparison(
-        studies=tuple(answer.study for answer in stored),
+        studies=tuple(each.study for each in stored),
         answers=tuple(map(describe, configs)),
         question=_differing(asked, always=("model", "memory_budget_bytes")),
         settings={
             name: tuple(_said(name, value) for value in values)
             for name, values in _differing([config.to_dict() for config in configs]).items()
         },
-        predicted=_figures([summary.best for summary in summaries]),
+        predicted=_figures([answer.best for answer in answers]),
         measured=_figures(found),
         measured_on=tuple(None if m is None else m.fingerprint.device for m in found),
-        versions=_differing([answer.versions for answer in stored]),
+        versions=_differing([each.versions for each in stored]),
     )
 
 

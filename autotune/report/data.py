@@ -69,17 +69,17 @@ class Trial(Protocol):
 class ReportData:
     """A study's answer and its trials, ready to be drawn."""
 
-    answer: StoredAnswer
+    stored: StoredAnswer
     trials: tuple[TrialRow, ...]
 
     def to_dict(self) -> dict[str, object]:
         """The object of `autotune report --format json`."""
-        details = self.answer.details
+        details = self.stored.details
         return {
-            "study": self.answer.study,
-            "command": self.answer.command,
-            "versions": self.answer.versions,
-            "result": self.answer.result,
+            "study": self.stored.study,
+            "command": self.stored.command,
+            "versions": self.stored.versions,
+            "result": self.stored.result,
             "details": None if details is None else json_records.plain(details),
             "trials": [dataclasses.asdict(row) for row in self.trials],
         }
@@ -93,12 +93,12 @@ def read(url: str, name: str) -> ReportData:
     return collect(*load_with_trials(url, name))
 
 
-def collect(answer: StoredAnswer, trials: Iterable[Trial]) -> ReportData:
+def collect(stored: StoredAnswer, trials: Iterable[Trial]) -> ReportData:
     """Make the record of a report from an answer and its trials."""
-    rows = [_row(trial, answer) for trial in trials]
+    rows = [_row(trial, stored) for trial in trials]
     frontier = _frontier(rows)
     return ReportData(
-        answer=answer,
+        stored=stored,
         trials=tuple(
             dataclasses.replace(row, is_frontier=True) if row.number in frontier else row
             for row in rows
@@ -106,12 +106,12 @@ def collect(answer: StoredAnswer, trials: Iterable[Trial]) -> ReportData:
     )
 
 
-def _row(trial: Trial, answer: StoredAnswer) -> TrialRow:
-    attributes, summary = trial.user_attrs, answer.summary
+def _row(trial: Trial, stored: StoredAnswer) -> TrialRow:
+    attributes, answer = trial.user_attrs, stored.answer
     try:
         config = json_records.read(TrainConfig, attributes.get("config"), "config")
         figures = (_measured if "measurement" in attributes else _predicted)(
-            attributes, summary.workload.memory_budget_bytes
+            attributes, answer.workload.memory_budget_bytes
         )
     except (KeyError, TypeError, ValueError) as error:
         is_unfinished = "config" not in attributes
@@ -125,13 +125,13 @@ def _row(trial: Trial, answer: StoredAnswer) -> TrialRow:
             peak_device_bytes=None,
             reason=str(attributes.get("outcome", "")) if is_unfinished else printable(str(error)),
         )
-    is_answer = config == summary.best.config and figures["evidence"] == summary.evidence
+    is_answer = config == answer.best.config and figures["evidence"] == answer.evidence
     space = str(attributes.get(SPACE, ""))
     return TrialRow(
         number=trial.number,
-        tradeoff=tradeoff_class(config, summary.base),
+        tradeoff=tradeoff_class(config, answer.base),
         config=printable(describe(config)),
-        space="" if is_answer or space == summary.space else printable(space),
+        space="" if is_answer or space == answer.space else printable(space),
         is_answer=is_answer,
         **figures,
     )

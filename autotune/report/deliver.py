@@ -55,7 +55,7 @@ class Delivered:
 
 
 def deliver(
-    answer: Finding,
+    finding: Finding,
     *,
     folder: Path | None,
     storage: str | None,
@@ -67,7 +67,7 @@ def deliver(
     It becomes a recommendation, too: `reason` is why, where that is known better than by comparing it
     with the last one.
     """
-    answered = AnswerFiles.of(answer.summary, folder=folder, run=answer.run)
+    answered = AnswerFiles.of(finding.answer, folder=folder, run=finding.run)
     result = answered.result
     problems: list[AutotuneError] = []
     files: list[Path] = []
@@ -80,9 +80,9 @@ def deliver(
     study, report = "", None
     if storage is not None:
         try:
-            page = _record(answer, result, storage=storage, command=command, draws=bool(files))
-            study = answer.study
-            _recommend(answer, storage=storage, reason=reason)
+            page = _record(finding, result, storage=storage, command=command, draws=bool(files))
+            study = finding.study
+            _recommend(finding, storage=storage, reason=reason)
             if page is not None and folder is not None:
                 report = folder / REPORT
                 write(report, page)
@@ -100,32 +100,32 @@ def deliver(
 
 
 def _record(
-    answer: Finding, result: dict[str, Any], *, storage: str, command: str, draws: bool
+    finding: Finding, result: dict[str, Any], *, storage: str, command: str, draws: bool
 ) -> str | None:
     """Keep the answer in its study. The page of its report, where that is wanted and quick."""
-    summary = answer.summary
+    answer = finding.answer
     with (
         optuna_study.open_study(
             storage,
-            answer.study,
-            workload=summary.workload,
-            gpu=summary.gpu,
+            finding.study,
+            workload=answer.workload,
+            gpu=answer.gpu,
             command=command,
             versions=stored_answers.library_versions(),
         ) as opened,
         damage_explained(parse_url(storage)),
     ):
         # A study of measurements holds nothing else.
-        if summary.measured is None:
+        if answer.measured is None:
             predicted_trials.record_estimates(
                 opened,
-                answer.considered,
-                budget_bytes=summary.workload.memory_budget_bytes,
-                space=summary.space,
+                finding.considered,
+                budget_bytes=answer.workload.memory_budget_bytes,
+                space=answer.space,
             )
-        opened.set_user_attr(stored_answers.RESULT, stored_record(summary))
+        opened.set_user_attr(stored_answers.RESULT, stored_record(answer))
         opened.set_user_attr(stored_answers.FILES, result["files"])
-        opened.set_user_attr(stored_answers.DETAILS, json_records.plain(answer.details))
+        opened.set_user_attr(stored_answers.DETAILS, json_records.plain(finding.details))
         # A study may have been begun by another command: its latest answer is this one's.
         opened.set_user_attr(stored_answers.COMMAND, command)
         opened.set_user_attr(stored_answers.VERSIONS, stored_answers.library_versions())
@@ -135,22 +135,22 @@ def _record(
         return html.draw(collect(stored_answers.answer_of(opened), trials))
 
 
-def _recommend(answer: Finding, *, storage: str, reason: str) -> None:
+def _recommend(finding: Finding, *, storage: str, reason: str) -> None:
     """Keep the answer beside those that were given to the question before."""
-    summary, question = answer.summary, dict(answer.question)
-    final = None if summary.measured is None else summary.measured.final
+    answer, question = finding.answer, dict(finding.question)
+    final = None if answer.measured is None else answer.measured.final
     now = Recommendation(
         question_key=question_key(question),
         question=question,
-        device=summary.gpu if final is None else final.fingerprint.device,
+        device=answer.gpu if final is None else final.fingerprint.device,
         fingerprint=None if final is None else final.fingerprint,
         made_at=datetime.datetime.now(datetime.UTC),
-        study=answer.study,
-        evidence=summary.evidence,
-        tokens_per_second=summary.tokens_per_second,
+        study=finding.study,
+        evidence=answer.evidence,
+        tokens_per_second=answer.tokens_per_second,
         spread=None if final is None else final.spread,
-        peak_device_bytes=summary.peak_device_bytes,
-        config=summary.exported.to_dict(),
+        peak_device_bytes=answer.peak_device_bytes,
+        config=answer.exported.to_dict(),
         result={},
         reason=reason,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autotune.common.units import figure_and_unit, format_bytes, format_count, format_seconds
-from autotune.records.answer import Summary
+from autotune.records.answer import Answer
 from autotune.records.charts import Step
 from autotune.report import words
 from autotune.report.data import ReportData
@@ -78,13 +78,13 @@ class ClassRow:
     against_answer: str
 
 
-def tiles(summary: Summary) -> tuple[Tile, ...]:
+def tiles(answer: Answer) -> tuple[Tile, ...]:
     """The figures of the first screen: speed, memory and what they are worth."""
-    return (_speed(summary), _memory(summary), _against_base(summary))
+    return (_speed(answer), _memory(answer), _against_base(answer))
 
 
-def _speed(summary: Summary) -> Tile:
-    best, found = summary.best, summary.measured
+def _speed(answer: Answer) -> Tile:
+    best, found = answer.best, answer.measured
     if found is None:
         speed = best.tokens_per_second
         note = f"a step takes {words.step(best)}"
@@ -96,12 +96,12 @@ def _speed(summary: Summary) -> Tile:
             "" if spread is None else f"\N{PLUS-MINUS SIGN} {100 * spread:.1f} %, "
         ) + f"{words.confirmation(found)}. Predicted: {words.speed(best)}, off by {off}"
     figure = "unknown" if speed is None else f"{speed:,.0f}"
-    return Tile(label="Speed", figure=figure, unit="tokens/s", evidence=summary.evidence, note=note)
+    return Tile(label="Speed", figure=figure, unit="tokens/s", evidence=answer.evidence, note=note)
 
 
-def _memory(summary: Summary) -> Tile:
-    best, found = summary.best, summary.measured
-    budget_bytes = summary.workload.memory_budget_bytes
+def _memory(answer: Answer) -> Tile:
+    best, found = answer.best, answer.measured
+    budget_bytes = answer.workload.memory_budget_bytes
     peak_bytes: int | None = best.peak_device_bytes
     note = f"on the device; {format_bytes(budget_bytes - best.peak_device_bytes)} to spare"
     if found is not None:
@@ -115,40 +115,40 @@ def _memory(summary: Summary) -> Tile:
         label="Memory at the peak",
         figure=figure,
         unit=f"{unit} of {format_bytes(budget_bytes)}",
-        evidence=summary.evidence,
+        evidence=answer.evidence,
         note=note,
     )
 
 
-def _against_base(summary: Summary) -> Tile:
-    found = summary.measured
+def _against_base(answer: Answer) -> Tile:
+    found = answer.measured
     if found is None:
         note, speedup, baseline = (
-            words.against_baseline(summary),
-            summary.speedup,
-            None if summary.baseline is None else summary.baseline.config,
+            words.against_baseline(answer),
+            answer.speedup,
+            None if answer.baseline is None else answer.baseline.config,
         )
     else:
         note, speedup, baseline = (
-            words.against_measured_baseline(found, summary.base_name),
+            words.against_measured_baseline(found, answer.base_name),
             found.speedup,
             None if found.baseline is None else found.baseline.config,
         )
-    label, figure, unit, evidence = f"Against {summary.base_name}", "", "", ""
-    if baseline == summary.best.config:
+    label, figure, unit, evidence = f"Against {answer.base_name}", "", "", ""
+    if baseline == answer.best.config:
         figure = "the same"
     elif speedup is not None:
         figure, unit = f"{speedup:.2f}", "\N{MULTIPLICATION SIGN} as fast"
-        evidence = summary.evidence
+        evidence = answer.evidence
         if found is not None and found.baseline is not None:
-            note = words.measured_baseline_speed(found.baseline, summary.base_name)
-        elif summary.baseline is not None:
-            note = words.baseline_speed(summary, summary.baseline)
+            note = words.measured_baseline_speed(found.baseline, answer.base_name)
+        elif answer.baseline is not None:
+            note = words.baseline_speed(answer, answer.baseline)
     elif baseline is None:
-        label = sentence(summary.base_name)
+        label = sentence(answer.base_name)
         figure, evidence = "does not fit", "predicted"
     else:
-        label = sentence(summary.base_name)
+        label = sentence(answer.base_name)
         figure, evidence = "did not run", "measured"
     return Tile(
         label=label,
@@ -164,9 +164,9 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def size_words(summary: Summary) -> str:
+def size_words(answer: Answer) -> str:
     """The model's size, such as `1.54 B parameters`; an adapter's are not counted."""
-    best = summary.best
+    best = answer.best
     count = best.parameters
     of_adapter = 0 if best.config.method == "full" else count.trainable
     return f"{format_count(count.total - of_adapter)} parameters"
@@ -174,8 +174,8 @@ def size_words(summary: Summary) -> str:
 
 def bars(data: ReportData) -> tuple[Bar, ...]:
     """Bars of the answer's peak and the base's."""
-    summary, details = data.answer.summary, data.answer.details
-    best, found = summary.best, summary.measured
+    answer, details = data.stored.answer, data.stored.details
+    best, found = answer.best, answer.measured
     drawn = [
         Bar(
             label="The answer",
@@ -185,15 +185,15 @@ def bars(data: ReportData) -> tuple[Bar, ...]:
             measured_bytes=None if found is None else found.final.peak_device_bytes,
         )
     ]
-    label = sentence(summary.base_name)
-    if summary.baseline is not None:
+    label = sentence(answer.base_name)
+    if answer.baseline is not None:
         baseline = None if found is None else found.baseline
         drawn.append(
             Bar(
                 label=label,
-                config=printable(describe(summary.baseline.config)),
-                parts=tuple(words.memory_parts(summary.baseline)),
-                total_bytes=summary.baseline.peak_device_bytes,
+                config=printable(describe(answer.baseline.config)),
+                parts=tuple(words.memory_parts(answer.baseline)),
+                total_bytes=answer.baseline.peak_device_bytes,
                 measured_bytes=None if baseline is None else baseline.peak_device_bytes,
             )
         )
@@ -212,7 +212,7 @@ def bars(data: ReportData) -> tuple[Bar, ...]:
         drawn.append(
             Bar(
                 label=label,
-                config=f"{words.describe_base(summary.base)}, micro-batch 1",
+                config=f"{words.describe_base(answer.base)}, micro-batch 1",
                 parts=parts,
                 total_bytes=total_bytes,
             )
@@ -220,11 +220,11 @@ def bars(data: ReportData) -> tuple[Bar, ...]:
     return tuple(drawn)
 
 
-def settings(summary: Summary) -> list[tuple[str, str, str]]:
+def settings(answer: Answer) -> list[tuple[str, str, str]]:
     """The settings that differ, as (setting, the base's value, the answer's value)."""
-    base, best = summary.base, summary.best.config
-    if summary.baseline is not None:
-        base = summary.baseline.config
+    base, best = answer.base, answer.best.config
+    if answer.baseline is not None:
+        base = answer.baseline.config
     rows = []
     if base.method != best.method:
         rows.append(("method", METHOD_WORDS[base.method], METHOD_WORDS[best.method]))
@@ -241,7 +241,7 @@ def settings(summary: Summary) -> list[tuple[str, str, str]]:
 
 def path_rows(data: ReportData) -> tuple[PathRow, ...]:
     """The way from the base to the answer; empty where it is not known."""
-    summary, details = data.answer.summary, data.answer.details
+    answer, details = data.stored.answer, data.stored.details
     if details is None:
         return ()
     rows = []
@@ -249,12 +249,12 @@ def path_rows(data: ReportData) -> tuple[PathRow, ...]:
     for step in details.path:
         rows.append(
             PathRow(
-                change=summary.base_name if before is None else _change_words(step),
+                change=answer.base_name if before is None else _change_words(step),
                 tokens_per_second=step.tokens_per_second,
                 previous_tokens_per_second=None if before is None else before.tokens_per_second,
                 peak_device_bytes=step.peak_device_bytes,
                 previous_peak_device_bytes=None if before is None else before.peak_device_bytes,
-                fits=step.peak_device_bytes <= summary.workload.memory_budget_bytes,
+                fits=step.peak_device_bytes <= answer.workload.memory_budget_bytes,
             )
         )
         before = step
@@ -277,62 +277,62 @@ def _change_words(step: Step) -> str:
     return printable(", ".join(said))
 
 
-def class_rows(summary: Summary) -> tuple[ClassRow, ...]:
+def class_rows(answer: Answer) -> tuple[ClassRow, ...]:
     """The best of each class, the lowest first."""
     rows = []
     for name in TRADEOFF_CLASSES:
-        estimate = summary.best_by_class.get(name)
-        is_answer = estimate is not None and estimate.config == summary.best.config
+        estimate = answer.best_by_class.get(name)
+        is_answer = estimate is not None and estimate.config == answer.best.config
         rows.append(
             ClassRow(
                 name=name,
                 meaning=words.CLASS_MEANINGS[name],
-                entry=printable(words.class_entry(name, summary)),
+                entry=printable(words.class_entry(name, answer)),
                 tokens_per_second=None if estimate is None else estimate.tokens_per_second,
                 peak_device_bytes=None if estimate is None else estimate.peak_device_bytes,
                 against_answer=""
                 if estimate is None or is_answer
-                else words.gain(estimate, summary.best),
+                else words.gain(estimate, answer.best),
             )
         )
     return tuple(rows)
 
 
-def reasons(summary: Summary) -> list[str]:
+def reasons(answer: Answer) -> list[str]:
     """Sentences on why this configuration is the answer, and what else the terminal would say of it."""
-    best, found = summary.best, summary.measured
+    best, found = answer.best, answer.measured
     said = []
     if found is None:
-        said.append(words.why(summary))
+        said.append(words.why(answer))
     else:
         said.append(f"Probes: {words.probes(found)}")
         said += [f"Rejected: {words.rejected(failed)}" for failed in found.rejected]
         said.append(f"The run: {words.run(found)}.")
         if found.num_compiled:
             said.append(f"{words.compilation(found)}.")
-        said.append(f"The loader: {words.loader(summary)}.")
-    if summary.widened:
-        said.append(words.widened(summary))
+        said.append(f"The loader: {words.loader(answer)}.")
+    if answer.widened:
+        said.append(words.widened(answer))
     if best.state.optimizer_state_managed_bytes:
         said.append(words.paging(best))
     if note := best.unquantized_note:
         said.append(note)
-    if summary.tied:
-        said.append(f"Tied: {words.tied(summary)}.")
+    if answer.tied:
+        said.append(f"Tied: {words.tied(answer)}.")
     return [printable(text) for text in said]
 
 
 def provenance(data: ReportData) -> list[tuple[str, str]]:
     """Rows on what the figures hold for, and how they were made."""
-    answer = data.answer
-    summary = answer.summary
-    workload, counts, found = summary.workload, summary.counts, summary.measured
+    stored = data.stored
+    answer = stored.answer
+    workload, counts, found = answer.workload, answer.counts, answer.measured
     num_valid = counts.enumerated - counts.invalid
     rows = [
-        ("command", answer.command or "not known"),
-        ("study", answer.study),
+        ("command", stored.command or "not known"),
+        ("study", stored.study),
         ("model", workload.model),
-        ("card", f"{summary.gpu}, {summary.gpu_reason}"),
+        ("card", f"{answer.gpu}, {answer.gpu_reason}"),
         ("budget", words.exact_size(workload.memory_budget_bytes)),
         (
             "workload",
@@ -341,12 +341,12 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
         ),
         (
             "space",
-            f"{summary.space}: {counts.enumerated:,} points, {num_valid:,} valid, "
+            f"{answer.space}: {counts.enumerated:,} points, {num_valid:,} valid, "
             f"{counts.feasible:,} may fit, {counts.replayed:,} replayed in full, in "
-            f"{format_seconds(summary.elapsed_seconds)}",
+            f"{format_seconds(answer.elapsed_seconds)}",
         ),
-        *(("space changed", change) for change in summary.space_changes),
-        *(("left out", str(each)) for each in summary.left_out),
+        *(("space changed", change) for change in answer.space_changes),
+        *(("left out", str(each)) for each in answer.left_out),
     ]
     if workload.lengths is not None:
         rows.append(("data", words.data(workload)))
@@ -357,7 +357,7 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
         rows.append(("libraries", _versions(seen.versions)))
         rows += [("allocator", seen.allocator)] if seen.allocator else []
     else:
-        rows.append(("libraries", _versions(answer.versions.items())))
+        rows.append(("libraries", _versions(stored.versions.items())))
     rows.append(("not modelled", words.LIMITS))
     if found is not None and found.final.spec.backend == "cpu":
         rows.append(("limits", "Measured on a CPU: it says nothing about a GPU's speed"))

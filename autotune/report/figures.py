@@ -36,15 +36,15 @@ _PHASE_WORDS = {
 
 def unit_of(data: ReportData) -> Unit:
     """The unit (name, bytes) of memory in all of a report's charts, chosen by its budget."""
-    return unit_for(data.answer.summary.workload.memory_budget_bytes)
+    return unit_for(data.stored.answer.workload.memory_budget_bytes)
 
 
 def all_figures(data: ReportData) -> dict[str, Figure]:
     """All charts of a report by the name of their place in the page; one with nothing to draw is left out."""
-    details = data.answer.details
+    details = data.stored.details
     figures = {"speed-memory": speed_against_memory(data)}
     if details is not None:
-        budget_bytes = data.answer.summary.workload.memory_budget_bytes
+        budget_bytes = data.stored.answer.workload.memory_budget_bytes
         lines = [line for line in (details.answer, details.base) if line is not None]
         top_bytes = max(line.at(line.peak_point) for line in lines)
         # A budget far above would leave the areas flat.
@@ -129,8 +129,8 @@ def memory_over_step(timeline: Timeline, budget_bytes: int, top_bytes: int, unit
 
 def speed_against_memory(data: ReportData) -> Figure:
     """Draw every trial's speed against its memory, with the frontier, the base and what was only priced."""
-    summary, details = data.answer.summary, data.answer.details
-    budget_bytes = summary.workload.memory_budget_bytes
+    answer, details = data.stored.answer, data.stored.details
+    budget_bytes = answer.workload.memory_budget_bytes
     name_of_unit, unit_bytes = unit = unit_of(data)
     traces: list[Figure] = []
     if details is not None and details.priced:
@@ -144,7 +144,7 @@ def speed_against_memory(data: ReportData) -> Figure:
                 "marker": {"size": 4, "color": "--muted", "opacity": 0.35},
                 "hoverinfo": "skip",
                 # Predictions of another speed than what was measured would take all the room.
-                "visible": True if summary.measured is None else "legendonly",
+                "visible": True if answer.measured is None else "legendonly",
             }
         )
     groups = (
@@ -215,13 +215,13 @@ def speed_against_memory(data: ReportData) -> Figure:
 
 def _landmarks(data: ReportData, unit: Unit) -> list[Figure]:
     """The answer and the base, with the evidence of the answer."""
-    summary = data.answer.summary
-    found = summary.measured
+    answer = data.stored.answer
+    found = answer.measured
     marks = [
-        ("the answer", summary.best if found is None else found.final, "star", "--accent", 15),
+        ("the answer", answer.best if found is None else found.final, "star", "--accent", 15),
         (
-            summary.base_name,
-            summary.baseline if found is None else found.baseline,
+            answer.base_name,
+            answer.baseline if found is None else found.baseline,
             "square",
             "--text",
             9,
@@ -231,7 +231,7 @@ def _landmarks(data: ReportData, unit: Unit) -> list[Figure]:
         {
             "type": "scatter",
             "mode": "markers",
-            "name": f"{name}, {summary.evidence}",
+            "name": f"{name}, {answer.evidence}",
             "x": [round(mark.peak_device_bytes / unit[1], 4)],
             "y": [round(mark.tokens_per_second, 1)],
             "marker": {

@@ -18,7 +18,7 @@ def _json(data: ReportData) -> str:
 
 def _terminal(data: ReportData) -> str:
     file = io.StringIO()
-    terminal.draw_summary(data.answer.summary, file)
+    terminal.draw_answer(data.stored.answer, file)
     return file.getvalue()
 
 

@@ -39,7 +39,7 @@ def draw(data: ReportData) -> str:
     )
     environment.filters |= {"size": format_bytes, "speed": lambda value: f"{value:,.0f}"}
     scripts = [_own("page.js"), _plotly()]
-    summary, answer = data.answer.summary, data.answer
+    answer, stored = data.stored.answer, data.stored
     drawn = figures.all_figures(data)
     return environment.from_string(_own("page.html.j2")).render(
         policy=_policy(scripts),
@@ -52,22 +52,22 @@ def draw(data: ReportData) -> str:
         ),
         figures=set(drawn),
         unit=figures.unit_of(data)[0],
-        study=answer.study,
-        model=words.model_name(summary.workload.model),
-        summary=summary,
-        size=facts.size_words(summary),
-        answer_parts=facts.config_parts(summary.best.config),
-        base_title=facts.sentence(summary.base_name),
-        tiles=facts.tiles(summary),
+        study=stored.study,
+        model=words.model_name(answer.workload.model),
+        answer=answer,
+        size=facts.size_words(answer),
+        answer_parts=facts.config_parts(answer.best.config),
+        base_title=facts.sentence(answer.base_name),
+        tiles=facts.tiles(answer),
         bars=facts.bars(data),
         widest_bytes=max(
-            summary.workload.memory_budget_bytes, *(bar.total_bytes for bar in facts.bars(data))
+            answer.workload.memory_budget_bytes, *(bar.total_bytes for bar in facts.bars(data))
         ),
-        budget_bytes=summary.workload.memory_budget_bytes,
-        reasons=facts.reasons(summary),
-        settings=facts.settings(summary),
+        budget_bytes=answer.workload.memory_budget_bytes,
+        reasons=facts.reasons(answer),
+        settings=facts.settings(answer),
         path=facts.path_rows(data),
-        classes=facts.class_rows(summary),
+        classes=facts.class_rows(answer),
         provenance=facts.provenance(data),
         num_trials=len(data.trials),
         has_predictions=any(row.predicted_tokens_per_second is not None for row in data.trials),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TextIO
 
-from autotune.records.answer import summary_from_dict
+from autotune.records.answer import answer_from_dict
 from autotune.report import terminal, words
 from autotune.report.words import printable
 from autotune.store.jobs import Job
@@ -37,7 +37,7 @@ def draw_job(job: Job, file: TextIO, *, files: str) -> None:
     `files`: the command that writes the answer's files.
     """
     if job.result is not None:
-        terminal.draw_summary(summary_from_dict(job.result), file)
+        terminal.draw_answer(answer_from_dict(job.result), file)
         print(file=file)
     rows = [
         ("job", f"{job.number}, {job.state}"),

@@ -15,24 +15,24 @@ MAX_TRIALS = 20
 
 def draw(data: ReportData) -> str:
     """Draw the report as one Markdown document."""
-    summary = data.answer.summary
-    budget_bytes = summary.workload.memory_budget_bytes
+    answer = data.stored.answer
+    budget_bytes = answer.workload.memory_budget_bytes
     banner = "Predicted, nothing was run"
-    if summary.measured is not None:
-        banner = f"Measured on {summary.measured.final.fingerprint.device}"
+    if answer.measured is not None:
+        banner = f"Measured on {answer.measured.final.fingerprint.device}"
     parts = [
-        f"# {plain(words.model_name(summary.workload.model))}",
+        f"# {plain(words.model_name(answer.workload.model))}",
         f"**{plain(banner)}.** The fastest configuration that fits {format_bytes(budget_bytes)} of "
-        f"{plain(summary.gpu)}:",
-        f"> {plain(', '.join(facts.config_parts(summary.best.config)))}",
+        f"{plain(answer.gpu)}:",
+        f"> {plain(', '.join(facts.config_parts(answer.best.config)))}",
         table(
             ("", "", "evidence", ""),
             (
                 (tile.label, f"**{tile.figure}** {tile.unit}", tile.evidence, tile.note)
-                for tile in facts.tiles(summary)
+                for tile in facts.tiles(answer)
             ),
         ),
-        "\n\n".join(plain(text) for text in facts.reasons(summary)),
+        "\n\n".join(plain(text) for text in facts.reasons(answer)),
         "## Memory at the peak, predicted",
         *map(_bar, facts.bars(data)),
     ]
@@ -66,7 +66,7 @@ def draw(data: ReportData) -> str:
                     "" if row.peak_device_bytes is None else format_bytes(row.peak_device_bytes),
                     row.against_answer,
                 )
-                for row in facts.class_rows(summary)
+                for row in facts.class_rows(answer)
             ),
         ),
         _trials(data.trials, figures.unit_of(data)),

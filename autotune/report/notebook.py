@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from html import escape
 
 from autotune.common.units import format_bytes
-from autotune.records.answer import Summary
+from autotune.records.answer import Answer
 from autotune.report import words
 from autotune.space.knobs import describe
 
@@ -20,12 +20,12 @@ _COLOURS = (
 of words.memory_parts."""
 
 
-def html(summary: Summary, notes: Iterable[str] = ()) -> str:
+def html(answer: Answer, notes: Iterable[str] = ()) -> str:
     """Draw the answer as HTML: its figures, and the memory at the peak against the budget."""
-    best, found = summary.best, summary.measured
+    best, found = answer.best, answer.measured
     rows = [
-        ("model", words.model_name(summary.workload.model)),
-        ("card", f"{words.printable(summary.gpu)}, {summary.gpu_reason}"),
+        ("model", words.model_name(answer.workload.model)),
+        ("card", f"{words.printable(answer.gpu)}, {answer.gpu_reason}"),
         ("answer", describe(best.config)),
     ]
     if found is not None:
@@ -34,12 +34,12 @@ def html(summary: Summary, notes: Iterable[str] = ()) -> str:
                 "measured",
                 f"{words.measured(found.final)} on {found.final.fingerprint.device} "
                 f"({words.predicted(found.predicted)}); "
-                f"{words.against_measured_baseline(found, summary.base_name)}",
+                f"{words.against_measured_baseline(found, answer.base_name)}",
             )
         )
         rows.append(("", words.confirmation(found)))
     else:
-        rows.append(("predicted", f"{words.speed(best)}; {words.against_baseline(summary)}"))
+        rows.append(("predicted", f"{words.speed(best)}; {words.against_baseline(answer)}"))
         rows.append(("", words.step(best)))
     rows += [("note", text) for text in notes]
     body = "".join(
@@ -49,7 +49,7 @@ def html(summary: Summary, notes: Iterable[str] = ()) -> str:
     return (
         '<div class="autotune"><style>.autotune th,.autotune td{text-align:left;vertical-align:top}'
         f"</style><table><caption><b>autotune: {evidence}</b></caption>{body}"
-        f"<tr><th>memory</th><td>{_bar(summary)}</td></tr></table></div>"
+        f"<tr><th>memory</th><td>{_bar(answer)}</td></tr></table></div>"
     )
 
 
@@ -57,9 +57,9 @@ def _cell(text: str) -> str:
     return escape(words.printable(text.replace(words.GLUE, " ")))
 
 
-def _bar(summary: Summary) -> str:
+def _bar(answer: Answer) -> str:
     """A bar of the memory at the predicted peak, each part as wide as its share of the budget."""
-    best, budget_bytes = summary.best, summary.workload.memory_budget_bytes
+    best, budget_bytes = answer.best, answer.workload.memory_budget_bytes
     scale_bytes = max(budget_bytes, best.peak_device_bytes)
     parts = [
         (name, size_bytes, colour)

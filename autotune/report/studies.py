@@ -21,14 +21,14 @@ def draw_list(studies: Iterable[ListedStudy], file: TextIO) -> None:
 
 
 def _cells(study: ListedStudy) -> tuple[str, ...]:
-    workload, summary = study.workload or {}, study.summary
+    workload, answer = study.workload or {}, study.answer
     budget, at = workload.get("memory_budget_bytes"), study.last_trial_at
-    speed = None if summary is None else summary.tokens_per_second
+    speed = None if answer is None else answer.tokens_per_second
     return (
         words.model_name(study.name),
         words.model_name(str(workload.get("model", ""))),
         words.short_size(budget) if isinstance(budget, int) else "",
-        study.problem if summary is None else summary.evidence,
+        study.problem if answer is None else answer.evidence,
         "" if speed is None else f"{speed:,.0f}",
         f"{study.num_trials:,}",
         "" if at is None else f"{at.astimezone():%Y-%m-%d %H:%M}",
@@ -36,7 +36,7 @@ def _cells(study: ListedStudy) -> tuple[str, ...]:
 
 
 def draw_stored(
-    answer: StoredAnswer,
+    stored: StoredAnswer,
     counts: Mapping[str, Mapping[str, int]],
     *,
     place: str,
@@ -47,19 +47,19 @@ def draw_stored(
 
     `place`: its name and database; `commands`: what to type for its report and files, labelled.
     """
-    terminal.draw_summary(answer.summary, file)
-    versions = ", ".join(f"{name} {version}" for name, version in answer.versions.items())
+    terminal.draw_answer(stored.answer, file)
+    versions = ", ".join(f"{name} {version}" for name, version in stored.versions.items())
     trials = "; ".join(trials_in_words(evidence, of) for evidence, of in counts.items() if of)
     rows = [
-        ("command", printable(answer.command) or "unknown"),
+        ("command", printable(stored.command) or "unknown"),
         ("trials", printable(trials) or "none"),
         ("versions", printable(versions) or "unknown"),
     ]
     rows += [(name, printable(said).replace(" ", words.GLUE)) for name, said in commands.items()]
     print(file=file)
     terminal.draw_rows(rows, file)
-    files = [Path(path) for path in answer.files if Path(path).exists()]
-    terminal.draw_outcome(files, place, file, model=answer.summary.workload.model)
+    files = [Path(path) for path in stored.files if Path(path).exists()]
+    terminal.draw_outcome(files, place, file, model=stored.answer.workload.model)
 
 
 def trials_in_words(evidence: str, outcomes: Mapping[str, int]) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 from autotune.catalogue.gpus import Gpu
 from autotune.common.units import GIB, format_bytes, format_count, format_seconds, unit_for
 from autotune.export.references import model_reference
-from autotune.records.answer import Measured, Summary
+from autotune.records.answer import Answer, Measured
 from autotune.records.estimate import Estimate
 from autotune.report import words
 from autotune.report.explain import Line
@@ -43,34 +43,34 @@ Row = tuple[str, str] | tuple[str, str, str]
 """A labelled line: label, text, and perhaps a style."""
 
 
-def draw_summary(summary: Summary, file: TextIO) -> None:
+def draw_answer(answer: Answer, file: TextIO) -> None:
     """Draw the answer of a search: what it is, why it is that one, and what else there is."""
-    best, counts = summary.best, summary.counts
-    budget_bytes = summary.workload.memory_budget_bytes
+    best, counts = answer.best, answer.counts
+    budget_bytes = answer.workload.memory_budget_bytes
     console = console_on(file)
-    _print_header(console, summary.workload.model, best, summary.measured)
+    _print_header(console, answer.workload.model, best, answer.measured)
     num_valid = counts.enumerated - counts.invalid
     traceable = f" > traceable {num_valid - counts.unsupported:,}" if counts.unsupported else ""
     _print_rows(
         console,
         [
-            ("card", f"{printable(summary.gpu)}, {summary.gpu_reason}"),
+            ("card", f"{printable(answer.gpu)}, {answer.gpu_reason}"),
             ("budget", words.exact_size(budget_bytes)),
             (
                 "space",
-                f"{summary.space} {counts.enumerated:,} > valid {num_valid:,}{traceable} > fit "
-                f"{counts.feasible:,}, in {format_seconds(summary.elapsed_seconds)}",
+                f"{answer.space} {counts.enumerated:,} > valid {num_valid:,}{traceable} > fit "
+                f"{counts.feasible:,}, in {format_seconds(answer.elapsed_seconds)}",
             ),
-            *([("data", words.data(summary.workload))] if summary.workload.lengths else []),
-            *([("carried", words.carried(summary.workload))] if summary.workload.extra else []),
-            *(("left out", str(each)) for each in summary.left_out),
+            *([("data", words.data(answer.workload))] if answer.workload.lengths else []),
+            *([("carried", words.carried(answer.workload))] if answer.workload.extra else []),
+            *(("left out", str(each)) for each in answer.left_out),
         ],
     )
     console.print()
     rows: list[Row] = [("answer", describe(best.config), "bold green")]
-    if summary.measured is not None:
-        found = summary.measured
-        versus = words.against_measured_baseline(found, summary.base_name)
+    if answer.measured is not None:
+        found = answer.measured
+        versus = words.against_measured_baseline(found, answer.base_name)
         rows += [
             (
                 "measured",
@@ -81,36 +81,36 @@ def draw_summary(summary: Summary, file: TextIO) -> None:
             *(("rejected", words.rejected(failed)) for failed in found.rejected),
             ("run", words.run(found)),
             *([("compile", words.compilation(found))] if found.num_compiled else []),
-            ("loader", words.loader(summary)),
+            ("loader", words.loader(answer)),
             ("probes", words.probes(found)),
             ("", "What follows is predicted."),
         ]
     rows += [
-        ("speed", f"{words.speed(best)}; {words.against_baseline(summary)}"),
+        ("speed", f"{words.speed(best)}; {words.against_baseline(answer)}"),
         ("step", words.step(best)),
-        *([("epoch", words.epoch(summary))] if summary.workload.lengths else []),
+        *([("epoch", words.epoch(answer))] if answer.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
     ]
     _print_rows(console, rows)
     _print_bar(console, best, budget_bytes)
     rows = []
-    if summary.measured is None and summary.workload.lengths is not None:
-        rows.append(("loader", words.loader(summary)))
+    if answer.measured is None and answer.workload.lengths is not None:
+        rows.append(("loader", words.loader(answer)))
     rows += words.of_each_gpu(best)
-    if summary.measured is None:
-        rows.append(("why", words.why(summary)))
-    if summary.widened:
-        rows.append(("", words.widened(summary)))
+    if answer.measured is None:
+        rows.append(("why", words.why(answer)))
+    if answer.widened:
+        rows.append(("", words.widened(answer)))
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
     rows += [("note", words.bound(text)) for text in requirements.unpredicted(best.config)]
     notes = (words.unfused_casts(best.config), best.unquantized_note)
     rows += [("note", note) for note in notes if note]
-    if summary.tied:
-        rows.append(("tied", words.tied(summary)))
+    if answer.tied:
+        rows.append(("tied", words.tied(answer)))
     _print_rows(console, rows)
     console.print()
-    _print_classes(console, summary)
+    _print_classes(console, answer)
 
 
 def draw_outcome(
@@ -367,22 +367,20 @@ def _print_bar(console: Console, estimate: Estimate, budget_bytes: int) -> None:
         console.print(Text.assemble(" " * _LABEL_WIDTH, *line), soft_wrap=True)
 
 
-def _print_classes(console: Console, summary: Summary) -> None:
+def _print_classes(console: Console, answer: Answer) -> None:
     """Print the best of each trade-off class beside the winner."""
-    unit, unit_bytes = unit_for(summary.workload.memory_budget_bytes)
+    unit, unit_bytes = unit_for(answer.workload.memory_budget_bytes)
     table = _table("class", "fastest of its class", "tokens/s>", f"{unit}>", "speed>")
     for name in TRADEOFF_CLASSES:
-        estimate = summary.best_by_class.get(name)
+        estimate = answer.best_by_class.get(name)
         figures = ["", "", ""]
         if estimate is not None:
             figures = [
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.peak_device_bytes / unit_bytes:.1f}",
-                ""
-                if estimate.config == summary.best.config
-                else words.gain(estimate, summary.best),
+                "" if estimate.config == answer.best.config else words.gain(estimate, answer.best),
             ]
-        _add_row(table, [name, words.class_entry(name, summary), *figures])
+        _add_row(table, [name, words.class_entry(name, answer), *figures])
     console.print(table)
     meanings = (f"{name}: {meaning}" for name, meaning in words.CLASS_MEANINGS.items())
     console.print("; ".join(meanings), style="dim")

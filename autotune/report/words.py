@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autotune.common.units import counted, format_bytes, format_count, format_seconds, unit_for
-from autotune.records.answer import MORE_MEMORY_BYTES, Change, Measured, Summary
+from autotune.records.answer import MORE_MEMORY_BYTES, Answer, Change, Measured
 from autotune.records.estimate import Estimate
 from autotune.records.loader_times import LoaderTime
 from autotune.records.measurement import NOISE, Measurement
@@ -97,16 +97,16 @@ def run(found: Measured) -> str:
     return f"{found.tokens_per_second_over_run:,.0f} tokens/s over {steps}, with {cold}"
 
 
-def loader(summary: Summary) -> str:
+def loader(answer: Answer) -> str:
     """The loader's settings and what decided them; or that they are the base's, and why."""
-    timed = summary.loader
+    timed = answer.loader
     if timed is None:
-        why = "timed with --dataset only" if summary.workload.lengths is None else "not timed"
-        if summary.measured is None:
+        why = "timed with --dataset only" if answer.workload.lengths is None else "not timed"
+        if answer.measured is None:
             why = "timed beside measured steps only"
-        if summary.workload.sets_loader:
+        if answer.workload.sets_loader:
             why = "what you have set is not changed"
-        return f"the same as in {summary.base_name}: {why}"
+        return f"the same as in {answer.base_name}: {why}"
     chosen, needed = timed.chosen, timed.micro_step_seconds
     verdict = "keeps up" if chosen.keeps_up(needed) else "the step waits for it"
     said = f"{_loader_settings(chosen)}: {_batch_time(chosen)}, {verdict}"
@@ -235,12 +235,12 @@ def carried(workload: Workload) -> str:
     return f"{', '.join(map(printable, workload.extra))}: unchanged from your base"
 
 
-def epoch(summary: Summary) -> str:
+def epoch(answer: Answer) -> str:
     """Predicted time for all of the dataset, and how much of it goes into padding.
 
     The last step of an epoch has the micro-batches that are left (transformers 5.23 Trainer._run_epoch).
     """
-    lengths, best = summary.workload.lengths, summary.best
+    lengths, best = answer.workload.lengths, answer.best
     assert lengths is not None
     assert best.micro_step_seconds is not None
     assert best.optimizer_step_seconds is not None
@@ -269,22 +269,22 @@ def step(estimate: Estimate) -> str:
     )
 
 
-def against_baseline(summary: Summary) -> str:
+def against_baseline(answer: Answer) -> str:
     """The speed-up over the base, or that there is none to speak of."""
-    baseline = summary.baseline
+    baseline = answer.baseline
     if baseline is None:
-        return f"{summary.base_name} ({describe_base(summary.base)}) do not fit at any micro-batch"
-    if baseline.config == summary.best.config:
-        return f"{summary.base_name}, at the largest micro-batch that fits"
-    assert summary.speedup is not None
-    return f"{summary.speedup:.2f} x {baseline_speed(summary, baseline)}"
+        return f"{answer.base_name} ({describe_base(answer.base)}) do not fit at any micro-batch"
+    if baseline.config == answer.best.config:
+        return f"{answer.base_name}, at the largest micro-batch that fits"
+    assert answer.speedup is not None
+    return f"{answer.speedup:.2f} x {baseline_speed(answer, baseline)}"
 
 
-def baseline_speed(summary: Summary, baseline: Estimate) -> str:
+def baseline_speed(answer: Answer, baseline: Estimate) -> str:
     """The predicted speed of the base, and what the base is."""
     assert baseline.tokens_per_second is not None
     return (
-        f"the {baseline.tokens_per_second:,.0f} of {summary.base_name} "
+        f"the {baseline.tokens_per_second:,.0f} of {answer.base_name} "
         f"({describe_base(baseline.config)}, micro-batch {baseline.config.micro_batch_size})"
     )
 
@@ -350,9 +350,9 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
     return rows
 
 
-def why(summary: Summary) -> str:
+def why(answer: Answer) -> str:
     """The reason why nothing is faster, and what each setting that was changed is good for."""
-    best, more = summary.best, summary.more_memory
+    best, more = answer.best, answer.more_memory
     more_gb = f"{MORE_MEMORY_BYTES / 10**9:.0f} GB more"
     if more is None:
         sentences = [
@@ -364,8 +364,8 @@ def why(summary: Summary) -> str:
             f"The amount of memory limits the speed: {more_gb} would allow {settings}, "
             f"{gain(more.estimate, best)}."
         ]
-    budget_bytes = summary.workload.memory_budget_bytes
-    return " ".join([*sentences, *(changed(c, best, budget_bytes) for c in summary.changes)])
+    budget_bytes = answer.workload.memory_budget_bytes
+    return " ".join([*sentences, *(changed(c, best, budget_bytes) for c in answer.changes)])
 
 
 def changed(change: Change, best: Estimate, budget_bytes: int) -> str:
@@ -409,28 +409,28 @@ def unfused_casts(config: TrainConfig) -> str:
     )
 
 
-def tied(summary: Summary) -> str:
-    first = difference(summary.tied[0].config, summary.best.config)
-    more = f" and {len(summary.tied) - 1} more" if len(summary.tied) > 1 else ""
+def tied(answer: Answer) -> str:
+    first = difference(answer.tied[0].config, answer.best.config)
+    more = f" and {len(answer.tied) - 1} more" if len(answer.tied) > 1 else ""
     return f"within {100 * NOISE:.0f} %, so no worse: {first}{more}"
 
 
-def widened(summary: Summary) -> str:
+def widened(answer: Answer) -> str:
     """The reason why the answer is of a higher class than was wanted; empty where it is not."""
-    if not summary.widened:
+    if not answer.widened:
         return ""
-    lower = TRADEOFF_CLASSES[: TRADEOFF_CLASSES.index(summary.best_class)]
-    is_there = not set(lower) <= set(summary.classes_outside)
+    lower = TRADEOFF_CLASSES[: TRADEOFF_CLASSES.index(answer.best_class)]
+    is_there = not set(lower) <= set(answer.classes_outside)
     nothing = "Nothing of a lower class fits" if is_there else "The space has no lower class"
     return f"{nothing}, so another recipe was allowed."
 
 
-def class_entry(name: str, summary: Summary) -> str:
+def class_entry(name: str, answer: Answer) -> str:
     """The best configuration of a class, as a row of the table words it."""
-    estimate = summary.best_by_class.get(name)
+    estimate = answer.best_by_class.get(name)
     if estimate is None:
-        return "none in this space" if name in summary.classes_outside else "none fits"
-    if estimate.config == summary.best.config:
+        return "none in this space" if name in answer.classes_outside else "none fits"
+    if estimate.config == answer.best.config:
         return "the answer"
     words = describe(estimate.config)
     count = estimate.parameters

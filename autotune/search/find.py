@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.export.base.read import BaseRun
-from autotune.records.answer import Summary
+from autotune.records.answer import Answer
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate
 from autotune.records.question import Question
@@ -31,7 +31,7 @@ from autotune.worker.client.forkserver import ForkServer
 class Finding:
     """All that a search leaves: the answer, and what is kept and written beside it."""
 
-    summary: Summary
+    answer: Answer
     considered: tuple[Estimate, ...]
     """Estimates that a study should keep, best first."""
     details: Details
@@ -74,9 +74,9 @@ def find(
     prediction = predict(problem, storage=storage, listener=listener)
     if problem.backend is None:
         _note_unused(question, listener)
-        return _finding(problem, prediction, prediction.summary)
+        return _finding(problem, prediction, prediction.answer)
     try:
-        summary = measure(
+        answer = measure(
             prediction,
             problem,
             backend=problem.backend,
@@ -86,14 +86,14 @@ def find(
             server=server,
         )
     except StorageError as error:
-        predicted = _finding(problem, prediction, prediction.summary)
+        predicted = _finding(problem, prediction, prediction.answer)
         raise NotMeasuredError(error, predicted) from error
     except (HardwareError, WorkerError) as error:
         if question.backend != "auto":
             raise
         listener.note(f"nothing could be measured, so the answer is predicted. {error}")
-        summary = prediction.summary
-    return _finding(problem, prediction, summary)
+        answer = prediction.answer
+    return _finding(problem, prediction, answer)
 
 
 def predict(problem: Problem, *, storage: str, listener: Listener) -> Prediction:
@@ -125,7 +125,7 @@ def measure(
     command: str,
     listener: Listener,
     server: ForkServer | None,
-) -> Summary:
+) -> Answer:
     """Measure a prediction's candidates: the answer that probes give.
 
     Raises StorageError, HardwareError and WorkerError.
@@ -133,7 +133,7 @@ def measure(
     # Optuna's samplers come with it, which a prediction does without.
     from autotune.search import measure_best
 
-    workload, gpu = prediction.summary.workload, prediction.summary.gpu
+    workload, gpu = prediction.answer.workload, prediction.answer.gpu
     study = optuna_study.open_study(
         storage,
         problem.question.study or measured_name(problem),
@@ -159,13 +159,13 @@ def measured_name(problem: Problem) -> str:
     return f"{problem.study}-measured"
 
 
-def _finding(problem: Problem, prediction: Prediction, summary: Summary) -> Finding:
+def _finding(problem: Problem, prediction: Prediction, answer: Answer) -> Finding:
     named = problem.question.study
-    name = problem.study if summary.measured is None else measured_name(problem)
+    name = problem.study if answer.measured is None else measured_name(problem)
     return Finding(
-        summary=summary,
+        answer=answer,
         considered=tuple(prediction.considered),
-        details=prediction.details(summary),
+        details=prediction.details(answer),
         study=named or name,
         folder_name=name if named is None else study_names.folder_of(named),
         run=problem.run,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from autotune.errors import WorkerError
 from autotune.probe import compiled, fingerprint, loop
 from autotune.probe.run_one import NotAsAssumed, Prober
-from autotune.records.answer import Measured, Summary
+from autotune.records.answer import Answer, Measured
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
 from autotune.search import predict_best
@@ -36,7 +36,7 @@ def measured(
     storage: str,
     listener: Listener,
     server: ForkServer | None,
-) -> Summary:
+) -> Answer:
     """Probe the candidates and confirm the winner: the answer, measured. Nothing measured is ever lost."""
     question, source = problem.question, problem.source
     data = None
@@ -46,10 +46,10 @@ def measured(
             text_field=question.text_field,
             tokenizer=question.tokenizer or source.folder_or_id,
         )
-    summary = prediction.summary
-    workload = summary.workload
+    answer = prediction.answer
+    workload = answer.workload
     confirm_steps, train_steps = question.confirm_steps, question.train_steps
-    if train_steps is None and (train_steps := predict_best.steps_per_epoch(summary)) is not None:
+    if train_steps is None and (train_steps := predict_best.steps_per_epoch(answer)) is not None:
         listener.note(
             f"the run is taken to be an epoch of the dataset: --train-steps {train_steps}."
         )
@@ -63,18 +63,18 @@ def measured(
     if confirm_steps is None:
         confirm_steps = CONFIRM_STEPS[backend]
     with (
-        listener.measuring(summary.counts, max_probes, confirm_steps) as heard,
+        listener.measuring(answer.counts, max_probes, confirm_steps) as heard,
         ForkServer() if server is None else contextlib.nullcontext(server) as server,
     ):
         plan = loop.Plan(
             pool=[e for e in prediction.pool() if loop.can_run(e.config, backend)],
-            base=summary.base,
-            baseline=summary.baseline,
+            base=answer.base,
+            baseline=answer.baseline,
             budget_bytes=workload.memory_budget_bytes,
             max_probes=max_probes,
             confirm_steps=confirm_steps,
             train_steps=train_steps,
-            space=summary.space,
+            space=answer.space,
             variants=lambda e: [
                 v for v in prediction.variants(e) if loop.can_run(v.config, backend)
             ],
@@ -93,17 +93,17 @@ def measured(
             # Where everything was measured before, no process is needed that could tell the fingerprint.
             try:
                 prober = new_prober(assumed=fingerprint.assumed_fingerprint(backend))
-                answer = loop.search(opened, plan, prober, on_probe=heard.on_probe)
+                found = loop.search(opened, plan, prober, on_probe=heard.on_probe)
             except NotAsAssumed:
-                answer = loop.search(opened, plan, new_prober(), on_probe=heard.on_probe)
-        loader = _time_loaders(server, data, workload, answer, listener)
+                found = loop.search(opened, plan, new_prober(), on_probe=heard.on_probe)
+        loader = _time_loaders(server, data, workload, found, listener)
     not_compiled = (
         reason
         for estimate in plan.pool
         for variant in prediction.variants(estimate)
         if (reason := compiled.why_not(variant.config, backend))
     )
-    told = predict_best.with_measured(summary, answer, not_compiled=next(not_compiled, ""))
+    told = predict_best.with_measured(answer, found, not_compiled=next(not_compiled, ""))
     return dataclasses.replace(told, loader=loader)
 
 

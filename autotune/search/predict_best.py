@@ -25,10 +25,10 @@ from autotune.records.answer import (
     MORE_MEMORY_BYTES,
     TRAINER_DEFAULTS,
     USERS_BASE,
+    Answer,
     Change,
     Counts,
     Measured,
-    Summary,
 )
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate, TraceSpec
@@ -80,7 +80,7 @@ class Prediction:
 
     def __init__(
         self,
-        summary: Summary,
+        answer: Answer,
         candidates: Candidates,
         estimator: Estimator,
         *,
@@ -88,7 +88,7 @@ class Prediction:
         ways_to_compile: Mapping[str, Sequence[tuple[str, str]]],
         num_considered: int,
     ) -> None:
-        self.summary = summary
+        self.answer = answer
         self.considered = candidates.considered(num_considered)
         """Estimates that a study should keep, best first."""
         self._candidates = candidates
@@ -98,29 +98,29 @@ class Prediction:
 
     def pool(self) -> Sequence[Estimate]:
         """The candidates for probes, fastest first, the base at the end if not before; a replay each."""
-        baseline = self.summary.baseline
+        baseline = self.answer.baseline
         return self._candidates.pool(
-            self._candidates.at_most(self.summary.allow),
+            self._candidates.at_most(self.answer.allow),
             POOL_SIZE,
             always=None if baseline is None else baseline.config,
         )
 
     def variants(self, estimate: Estimate) -> Sequence[Estimate]:
         """The candidate compiled, in every way that the space and --allow have."""
-        is_allowed = self._candidates.at_most(self.summary.allow)
+        is_allowed = self._candidates.at_most(self.answer.allow)
         found = compiled.variants(estimate, self._ways_to_compile)
         return [variant for variant in found if is_allowed(variant.config)]
 
-    def details(self, summary: Summary) -> Details:
+    def details(self, answer: Answer) -> Details:
         """Return what a report draws of this answer, or of the measured one: ten replays or so.
 
         The way there begins at the base that fits, else at its smallest micro-batch.
         """
-        baseline = self._smallest_base if summary.baseline is None else summary.baseline.config
+        baseline = self._smallest_base if answer.baseline is None else answer.baseline.config
         base = baseline if self._estimator.supports(baseline) else None
-        context = _context(summary.workload, self._estimator.gpu)
+        context = _context(answer.workload, self._estimator.gpu)
         priced = self._candidates.priced()
-        return waterfall.details(self._estimator, base, summary.best.config, context, priced)
+        return waterfall.details(self._estimator, base, answer.best.config, context, priced)
 
 
 Progress = Callable[[str, int, int], None]
@@ -212,20 +212,20 @@ def find(
         if of_class is not None:
             best_by_class[name] = of_class[0]
     chosen = allow or "numerics"
-    answer = candidates.best(candidates.at_most(chosen))
-    if answer is None and allow is None:
+    ranked = candidates.best(candidates.at_most(chosen))
+    if ranked is None and allow is None:
         chosen = "recipe"
-        answer = candidates.best(candidates.at_most(chosen))
+        ranked = candidates.best(candidates.at_most(chosen))
     widened = allow is None and chosen == "recipe"
-    if answer is None:
+    if ranked is None:
         allowed = list(filter(candidates.at_most(chosen), supported))
         if not allowed:
             wanted = list(filter(candidates.at_most(chosen), points.configs))
             raise _none_of_class(chosen, wanted, reference, model, workload, best_by_class)
         raise _nothing_fits(estimator, allowed, workload, best_by_class)
-    best, *tied = answer
+    best, *tied = ranked
     progress("replayed", candidates.num_replayed, candidates.num_possible)
-    summary = Summary(
+    answer = Answer(
         workload=workload,
         gpu=gpu.name,
         gpu_reason=gpu_reason,
@@ -264,7 +264,7 @@ def find(
         space_changes=tuple(map(str, changing.changes)),
     )
     return Prediction(
-        summary,
+        answer,
         candidates,
         estimator,
         smallest_base=baselines[-1],
@@ -297,25 +297,25 @@ def _possible(
     return [config for config in configs if least_bytes(config, count) <= limit] or configs
 
 
-def steps_per_epoch(summary: Summary) -> int | None:
+def steps_per_epoch(answer: Answer) -> int | None:
     """Optimizer steps in which the answer sees all of the dataset once; None without a dataset."""
-    lengths, config = summary.workload.lengths, summary.best.config
+    lengths, config = answer.workload.lengths, answer.best.config
     if lengths is None:
         return None
-    useful_tokens = summary.best.useful_share * config.tokens_per_step
+    useful_tokens = answer.best.useful_share * config.tokens_per_step
     return math.ceil(lengths.tokens_per_epoch(config.batching) / useful_tokens)
 
 
-def with_measured(summary: Summary, measured: Measured, *, not_compiled: str = "") -> Summary:
+def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "") -> Answer:
     """The answer that probes gave: the prediction of the measured winner, and what was measured.
 
     `not_compiled`: why nothing could be compiled here, where it was to be.
     """
     best = measured.predicted
     return dataclasses.replace(
-        summary,
+        answer,
         best=best,
-        best_class=tradeoff_class(best.config, summary.base),
+        best_class=tradeoff_class(best.config, answer.base),
         tied=(),
         changes=(),
         more_memory=None,
@@ -324,7 +324,7 @@ def with_measured(summary: Summary, measured: Measured, *, not_compiled: str = "
             LeftOut(each.words, Reason.NOT_COMPILED, not_compiled)
             if not_compiled and each.reason is Reason.NOT_PREDICTED
             else each
-            for each in summary.left_out
+            for each in answer.left_out
             if not (measured.num_compiled and each.reason is Reason.NOT_PREDICTED)
         ),
         measured=measured,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.common import json_records
 from autotune.errors import ConfigError, StorageError
-from autotune.records.answer import Summary, summary_from_dict
+from autotune.records.answer import Answer, answer_from_dict
 from autotune.records.charts import Details
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.store.optuna_study import existing_storage, existing_study, is_ours
@@ -43,7 +43,7 @@ class StoredAnswer:
     """The latest answer of a study."""
 
     study: str
-    summary: Summary
+    answer: Answer
     files: tuple[str, ...]
     """Names of the files that were written of the answer."""
     command: str
@@ -56,7 +56,7 @@ class StoredAnswer:
     @property
     def result(self) -> dict[str, Any]:
         """The object of `find --json`."""
-        return {**self.summary.to_dict(), "files": list(self.files)}
+        return {**self.answer.to_dict(), "files": list(self.files)}
 
 
 def load(url: str, name: str) -> StoredAnswer:
@@ -79,7 +79,7 @@ def answer_of(study: optuna.Study) -> StoredAnswer:
             remedy=f"Run its command again: {attributes.get(COMMAND) or 'autotune find'}",
         )
     try:
-        summary = summary_from_dict(result)
+        answer = answer_from_dict(result)
         stored = attributes.get(DETAILS)
         details = None if stored is None else json_records.read(Details, stored, "details")
     except ValueError as error:
@@ -90,7 +90,7 @@ def answer_of(study: optuna.Study) -> StoredAnswer:
         ) from error
     return StoredAnswer(
         study=name,
-        summary=summary,
+        answer=answer,
         files=tuple(map(str, attributes.get(FILES, ()))),
         command=str(attributes.get(COMMAND, "")),
         versions=dict(attributes.get(VERSIONS, {})),
@@ -109,23 +109,23 @@ class ListedStudy:
     is_ours: bool
     workload: dict[str, Any] | None
     """The study's workload as stored; None where the study is not autotune's."""
-    summary: Summary | None
-    """Summary of the answer; None where there is none that can be read."""
+    answer: Answer | None
+    """The answer; None where there is none that can be read."""
     problem: str
-    """Why there is no summary; empty where there is one."""
+    """Why there is no answer; empty where there is one."""
 
     def to_dict(self) -> dict[str, object]:
         """Return an entry of `studies list --json`, its speed and peak of the kind that `evidence` names."""
-        summary, at = self.summary, self.last_trial_at
+        answer, at = self.answer, self.last_trial_at
         workload = self.workload or {}
         return {
             "study": self.name,
             "is_autotunes": self.is_ours,
             "model": workload.get("model"),
             "memory_budget_bytes": workload.get("memory_budget_bytes"),
-            "evidence": None if summary is None else summary.evidence,
-            "tokens_per_second": None if summary is None else summary.tokens_per_second,
-            "peak_device_bytes": None if summary is None else summary.peak_device_bytes,
+            "evidence": None if answer is None else answer.evidence,
+            "tokens_per_second": None if answer is None else answer.tokens_per_second,
+            "peak_device_bytes": None if answer is None else answer.peak_device_bytes,
             "num_trials": self.num_trials,
             "last_trial_at": None if at is None else at.isoformat(),
             "problem": self.problem,
@@ -158,14 +158,14 @@ def listed(url: str) -> list[ListedStudy]:
 def _listed(
     name: str, attributes: dict[str, Any], num_trials: int, last_at: datetime.datetime | None
 ) -> ListedStudy:
-    ours, summary, problem = is_ours(attributes), None, ""
+    ours, answer, problem = is_ours(attributes), None, ""
     if not ours:
         problem = "not autotune's"
     elif RESULT not in attributes:
         problem = "no answer"
     else:
         try:
-            summary = summary_from_dict(attributes[RESULT])
+            answer = answer_from_dict(attributes[RESULT])
         except ValueError as error:
             problem = str(error)
     workload = attributes.get("workload")
@@ -176,7 +176,7 @@ def _listed(
         last_trial_at=None if last_at is None else last_at.replace(tzinfo=datetime.UTC),
         is_ours=ours,
         workload=workload if ours and isinstance(workload, dict) else None,
-        summary=summary,
+        answer=answer,
         problem=problem,
     )
 

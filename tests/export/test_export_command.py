@@ -25,9 +25,9 @@ Export = Callable[..., tuple[int, str, str]]
 
 
 def save(url: str, name: str, config: TrainConfig = answers.CONFIG) -> None:
-    summary = answers.summary(best=answers.estimate(config))
-    with optuna_study.open_study(url, name, workload=summary.workload, gpu=summary.gpu) as study:
-        study.set_user_attr(stored_answers.RESULT, json.loads(json.dumps(stored_record(summary))))
+    answer = answers.answer(best=answers.estimate(config))
+    with optuna_study.open_study(url, name, workload=answer.workload, gpu=answer.gpu) as study:
+        study.set_user_attr(stored_answers.RESULT, json.loads(json.dumps(stored_record(answer))))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from autotune.catalogue import gpus
 from autotune.common.files import Disk
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, WorkerError
 from autotune.jobs import asking
-from autotune.records.answer import Summary, stored_record
+from autotune.records.answer import Answer, stored_record
 from autotune.records.question import Question
 from autotune.report.answer_files import AnswerFiles
 from autotune.search import budget, resolve
@@ -226,16 +226,16 @@ def written(folder: Path, texts: dict[str, str]) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def answer_to(base: TrainConfig) -> Summary:
+def answer_to(base: TrainConfig) -> Answer:
     """Twice the micro-batch and another optimizer."""
     best = dataclasses.replace(
         base, micro_batch_size=2 * base.micro_batch_size, optimizer="adamw_torch_fused"
     )
-    return answers.summary(best=answers.estimate(best), base=base)
+    return answers.answer(best=answers.estimate(best), base=base)
 
 
-def answered_job(question: dict[str, Any], summary: Summary, folder: Path) -> Job:
-    result = stored_record(summary)
+def answered_job(question: dict[str, Any], answer: Answer, folder: Path) -> Job:
+    result = stored_record(answer)
     with open_jobs(f"sqlite:///{folder}/jobs.db") as jobs:
         number = jobs.add(question, Wanted(card=CARD, budget_bytes=None), command="", asked_by="")
         assert jobs.claim(MACHINE) is not None
@@ -271,9 +271,9 @@ def test_a_base_goes_as_text_and_comes_back_as_find_gives_it(
     assert run.config == local.config
     assert list(machine.iterdir()) == []
 
-    summary = answer_to(run.config)
-    there = AnswerFiles.of(summary, folder=Path("there"), run=local)
-    here, notes = asking.answered(answered_job(question, summary, tmp_path), Path("there"))
+    answer = answer_to(run.config)
+    there = AnswerFiles.of(answer, folder=Path("there"), run=local)
+    here, notes = asking.answered(answered_job(question, answer, tmp_path), Path("there"))
     assert (here.notes, notes) == (there.notes, [])
     assert here.result == there.result
     expected = {path: path.read_text() for path in there.write()}
@@ -329,10 +329,10 @@ def test_a_base_that_has_changed_since_comes_back_as_it_was_asked_about(
 
 
 def test_the_files_of_an_answer_are_those_of_find(tmp_path: Path) -> None:
-    job = answered_job(prepared(**NAMED)[0], answers.summary(), tmp_path)
+    job = answered_job(prepared(**NAMED)[0], answers.answer(), tmp_path)
     here, notes = asking.answered(job, tmp_path / "out")
     files = here.write()
-    assert (here.summary.exported, here.notes, notes) == (answers.CONFIG, (), [])
+    assert (here.answer.exported, here.notes, notes) == (answers.CONFIG, (), [])
     assert {"train.py", "train_config.yaml", "result.json"} <= {path.name for path in files}
     assert all(path.exists() for path in files)
     assert json.loads((tmp_path / "out" / "result.json").read_text())["files"] == [

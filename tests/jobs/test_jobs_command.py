@@ -62,7 +62,7 @@ def jobs(main: Main) -> Iterator[JobTable]:  # in its folder
 def finish(jobs: JobTable, study: str = "on-4090") -> None:
     job = jobs.claim(MACHINE)
     assert job is not None
-    result = stored_record(answers.summary())
+    result = stored_record(answers.answer())
     assert jobs.finish(job.number, MACHINE.worker, study=study, result=result, problem="")
 
 

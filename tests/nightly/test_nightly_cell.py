@@ -331,7 +331,7 @@ def test_a_search_ends_after_its_probe_when_the_time_is_over() -> None:
     heard: list[int] = []
     spoken = Measuring(on_run=lambda *_: None, on_probe=lambda number, *_: heard.append(number))
     listener = dataclasses.replace(SILENT, measuring=lambda *_: contextlib.nullcontext(spoken))
-    counts = answers.summary().counts
+    counts = answers.answer().counts
     in_time = _limited(listener, time.monotonic() + 60)
     with in_time.measuring(counts, 6, 10) as measuring:
         measuring.on_probe(1, answers.measurement(), None)

@@ -265,10 +265,10 @@ def test_a_search_shares_out_what_does_not_fit() -> None:
         },
     )
     space = dataclasses.replace(tiny_model.SPACE, methods=(mixed,))
-    summary = predict_best.find(
+    answer = predict_best.find(
         tiny_model.MODEL, workload, space, tiny_model.gpu(), allow="numerics"
-    ).summary
-    assert summary.best.config.parallelism == "fsdp2"
-    assert summary.best.config.num_gpus == 2
-    assert summary.best.config.effective_batch_size == tiny_model.EFFECTIVE_BATCH_SIZE
-    assert summary.base.parallelism == "ddp"
+    ).answer
+    assert answer.best.config.parallelism == "fsdp2"
+    assert answer.best.config.num_gpus == 2
+    assert answer.best.config.effective_batch_size == tiny_model.EFFECTIVE_BATCH_SIZE
+    assert answer.base.parallelism == "ddp"

@@ -133,15 +133,15 @@ def test_the_answer_says_why_nothing_was_compiled() -> None:
             "SOAP (not predicted)", Reason.NOT_INSTALLED, "needs: pip install pytorch-optimizer"
         ),
     )
-    summary = dataclasses.replace(answers.summary(), left_out=left_out)
+    answer = dataclasses.replace(answers.answer(), left_out=left_out)
     eager = dataclasses.replace(found(measured(EAGER, 1.0), None), num_compiled=0)
-    assert with_measured(summary, eager).left_out == left_out
-    told = with_measured(summary, eager, not_compiled="no C++ compiler")
+    assert with_measured(answer, eager).left_out == left_out
+    told = with_measured(answer, eager, not_compiled="no C++ compiler")
     assert list(map(str, told.left_out)) == [
         "torch.compile (default) (no C++ compiler)",
         str(left_out[1]),
     ]
-    assert with_measured(summary, found(None, measured(COMPILED, 1.0))).left_out == left_out[1:]
+    assert with_measured(answer, found(None, measured(COMPILED, 1.0))).left_out == left_out[1:]
 
 
 def test_the_fastest_eager_ones_are_compiled() -> None:
@@ -196,10 +196,10 @@ def test_compilation_pays_after_so_many_steps(
 ) -> None:
     eager = measured(EAGER, eager_seconds, cold_start_seconds=0.5)
     late = measured(COMPILED, compiled_seconds, cold_start_seconds=30.0)
-    answer = found(eager, late)
-    assert answer.compile_pays_after_steps == pays_after
-    assert answer.to_dict()["compile_pays_after_steps"] == pays_after
-    said = words.compilation(answer)
+    outcome = found(eager, late)
+    assert outcome.compile_pays_after_steps == pays_after
+    assert outcome.to_dict()["compile_pays_after_steps"] == pays_after
+    said = words.compilation(outcome)
     assert ("after 118 steps" in said) == (pays_after == 118)
     assert ("never pays" in said) == (pays_after is None)
     if pays_after is not None:
@@ -218,15 +218,15 @@ def test_a_compiled_one_that_was_stopped_as_too_slow_is_said() -> None:
     assert compiled.fastest([eager, too_large, stopped], is_compiled=True) is stopped
     slower = measured(COMPILED, 2.0)
     assert compiled.fastest([stopped, slower], is_compiled=True) is slower
-    answer = found(eager, stopped)
-    assert answer.compile_pays_after_steps is None
-    assert words.compilation(answer).endswith("never pays for itself (stopped after 3 steps)")
+    outcome = found(eager, stopped)
+    assert outcome.compile_pays_after_steps is None
+    assert words.compilation(outcome).endswith("never pays for itself (stopped after 3 steps)")
 
 
 def test_what_did_not_compile_is_said() -> None:
-    answer = found(measured(EAGER, 1.0), None)
-    assert answer.compile_pays_after_steps is None
-    assert "1 tried, none ran" in words.compilation(answer)
+    outcome = found(measured(EAGER, 1.0), None)
+    assert outcome.compile_pays_after_steps is None
+    assert "1 tried, none ran" in words.compilation(outcome)
 
 
 def test_the_run_is_said() -> None:
@@ -268,5 +268,5 @@ def test_a_run_is_an_epoch_of_the_dataset(
         useful_share=useful_share,
     )
     workload = dataclasses.replace(answers.WORKLOAD, lengths=lengths)
-    assert steps_per_epoch(answers.summary(workload=workload, best=best)) == num_steps
-    assert steps_per_epoch(answers.summary(best=best)) is None
+    assert steps_per_epoch(answers.answer(workload=workload, best=best)) == num_steps
+    assert steps_per_epoch(answers.answer(best=best)) is None

@@ -13,7 +13,7 @@ import answers
 import sweep
 
 from autotune.probe.sampler import Near
-from autotune.records.answer import stored_record, summary_from_dict
+from autotune.records.answer import answer_from_dict, stored_record
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.report import words
@@ -146,5 +146,5 @@ def test_it_is_said_that_others_probes_helped() -> None:
         "figures is shown as measured here." in words.probes(found)
     )
     assert "of the same card" not in words.probes(answers.measured())
-    summary = answers.summary(measured=found)
-    assert summary_from_dict(json.loads(json.dumps(stored_record(summary)))) == summary
+    answer = answers.answer(measured=found)
+    assert answer_from_dict(json.loads(json.dumps(stored_record(answer)))) == answer

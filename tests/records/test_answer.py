@@ -11,7 +11,7 @@ import answers
 import pytest
 
 from autotune.errors import ConfigError, StorageError
-from autotune.records.answer import stored_record, summary_from_dict
+from autotune.records.answer import answer_from_dict, stored_record
 from autotune.records.estimate import PerGpu
 from autotune.records.loader_times import LoaderTime, LoaderTimes
 from autotune.space.lengths import Lengths
@@ -90,9 +90,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_read_back_is_equal(name: str) -> None:
-    summary = answers.summary(**CASES[name])
-    text = json.dumps(stored_record(summary), allow_nan=False)
-    assert summary_from_dict(json.loads(text)) == summary
+    answer = answers.answer(**CASES[name])
+    text = json.dumps(stored_record(answer), allow_nan=False)
+    assert answer_from_dict(json.loads(text)) == answer
 
 
 def test_a_winner_that_was_stopped_and_then_confirmed_fits() -> None:
@@ -120,32 +120,32 @@ def test_a_winner_that_was_stopped_and_then_confirmed_fits() -> None:
     ],
 )
 def test_garbage_is_named(place: tuple[str, ...], value: object, said: str) -> None:
-    values: Any = stored_record(answers.summary())
+    values: Any = stored_record(answers.answer())
     inner = values
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = value
     with pytest.raises(ValueError, match="this is no answer of autotune") as caught:
-        summary_from_dict(values)
+        answer_from_dict(values)
     assert said in str(caught.value)
 
 
 def test_a_study_keeps_its_answer(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/studies.db"
-    summary = answers.summary()
+    answer = answers.answer()
     with pytest.raises(StorageError, match="There is no database"):
         stored_answers.load(url, "one")
     assert not list(tmp_path.iterdir())
     with open_study(
-        url, "one", workload=answers.WORKLOAD, gpu=summary.gpu, command="autotune find --model X"
+        url, "one", workload=answers.WORKLOAD, gpu=answer.gpu, command="autotune find --model X"
     ) as study:
         pass
     with pytest.raises(ConfigError, match=r"holds no answer.*autotune find --model X"):
         stored_answers.load(url, "one")
     with existing_study(url, "one") as study:
-        study.set_user_attr(stored_answers.RESULT, stored_record(summary))
+        study.set_user_attr(stored_answers.RESULT, stored_record(answer))
     stored = stored_answers.load(url, "one")
-    assert stored.summary == summary
+    assert stored.answer == answer
     assert stored.command == "autotune find --model X"
     with pytest.raises(ConfigError, match=r'There is no study.*Did you mean "one"'):
         stored_answers.load(url, "onee")

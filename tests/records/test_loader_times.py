@@ -112,29 +112,29 @@ def test_times_are_read_back() -> None:
 
 
 def test_an_answer_exports_what_was_timed_else_what_its_base_has() -> None:
-    predicted = answers.summary()
+    predicted = answers.answer()
     assert predicted.exported == predicted.best.config
     base = dataclasses.replace(predicted.base, dataloader_num_workers=3)
-    assert answers.summary(base=base).exported.dataloader_num_workers == 3
+    assert answers.answer(base=base).exported.dataloader_num_workers == 3
     loader = LoaderTimes(micro_step_seconds=1.0, times=(timed(1, 0.5),))
-    assert answers.summary(base=base, loader=loader).exported.dataloader_num_workers == 1
+    assert answers.answer(base=base, loader=loader).exported.dataloader_num_workers == 1
 
 
 def test_the_figures_are_said() -> None:
     times = (timed(0, 0.05), timed(1, 0.051, pin_memory=True))
     loader = LoaderTimes(micro_step_seconds=1.0, times=times)
-    said = words.loader(answers.summary(measured=answers.measured(), loader=loader))
+    said = words.loader(answers.answer(measured=answers.measured(), loader=loader))
     assert said == (
         "1 worker with 2 batches ready, pinned memory: 51.0 ms a batch, keeps up; a micro-step takes "
         "1.00 s; timed too: no workers 50.0 ms a batch"
     )
     assert "the step waits for it" in words.loader(
-        answers.summary(
+        answers.answer(
             measured=answers.measured(),
             loader=LoaderTimes(micro_step_seconds=0.01, times=times),
         )
     )
-    not_timed = words.loader(answers.summary(measured=answers.measured()))
+    not_timed = words.loader(answers.answer(measured=answers.measured()))
     assert not_timed == "the same as in the Trainer's defaults: timed with --dataset only"
 
 
@@ -164,7 +164,7 @@ def test_another_trainers_file_gets_them_unless_it_has_its_own(
     assert workload.sets_loader
     assert not answers.WORKLOAD.sets_loader
     assert training_arguments(CONFIG, extra=workload.extra)["dataloader_num_workers"] == 8
-    said = words.loader(answers.summary(workload=workload))
+    said = words.loader(answers.answer(workload=workload))
     assert "what you have set is not changed" in said
 
 

@@ -18,7 +18,7 @@ from autotune.space.config import TrainConfig
 
 
 def write(config: TrainConfig, folder: Path, base: Path | None = None) -> list[Path]:
-    summary = answers.summary(best=answers.estimate(config))
+    answer = answers.answer(best=answers.estimate(config))
     run = None
     if base is not None:
         run = own_run.read_run(
@@ -32,7 +32,7 @@ def write(config: TrainConfig, folder: Path, base: Path | None = None) -> list[P
             note=lambda _: None,
             files=Disk(),
         )
-    return AnswerFiles.of(summary, folder=folder, run=run).write()
+    return AnswerFiles.of(answer, folder=folder, run=run).write()
 
 
 def present(folder: Path) -> set[Path]:

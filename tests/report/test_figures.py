@@ -28,12 +28,12 @@ TRIAL = TrialRow(
 )
 
 ANSWER = StoredAnswer(
-    study="s", summary=answers.summary(), files=(), command="", versions={}, details=None
+    study="s", answer=answers.answer(), files=(), command="", versions={}, details=None
 )
 
 
 def test_there_is_a_chart_of_all_that_is_known_and_of_nothing_else() -> None:
-    assert set(figures.all_figures(ReportData(answer=ANSWER, trials=(TRIAL,)))) == {"speed-memory"}
+    assert set(figures.all_figures(ReportData(stored=ANSWER, trials=(TRIAL,)))) == {"speed-memory"}
     details = answers.details(base=answers.details().answer)
     measured = dataclasses.replace(
         TRIAL,
@@ -42,8 +42,8 @@ def test_there_is_a_chart_of_all_that_is_known_and_of_nothing_else() -> None:
         predicted_tokens_per_second=900.0,
         predicted_peak_device_bytes=5 * GIB,
     )
-    answer = dataclasses.replace(ANSWER, details=details)
-    drawn = set(figures.all_figures(ReportData(answer=answer, trials=(measured,))))
+    stored = dataclasses.replace(ANSWER, details=details)
+    drawn = set(figures.all_figures(ReportData(stored=stored, trials=(measured,))))
     charts = {"speed-memory", "compared-speed", "compared-memory"}
     assert drawn == charts | {"timeline-answer", "timeline-base"}
 
@@ -63,7 +63,7 @@ def test_there_is_a_chart_of_all_that_is_known_and_of_nothing_else() -> None:
 def test_each_trial_is_drawn_in_one_group(
     changes: dict[str, str | None], group: str | None
 ) -> None:
-    data = ReportData(answer=ANSWER, trials=(dataclasses.replace(TRIAL, **changes),))
+    data = ReportData(stored=ANSWER, trials=(dataclasses.replace(TRIAL, **changes),))
     traces = figures.speed_against_memory(data)["data"]
     drawn = [trace["name"] for trace in traces if trace.get("rows") == [0]]
     assert drawn == ([] if group is None else [group])

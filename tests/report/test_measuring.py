@@ -104,7 +104,7 @@ def told(*, quiet: bool = False) -> list[str]:
 
 @contextlib.contextmanager
 def measuring(*, quiet: bool) -> Iterator[Measuring]:
-    counts = answers.summary().counts
+    counts = answers.answer().counts
     with measuring_on_stderr(counts, 20, 50, quiet=quiet) as heard:
         yield heard
 

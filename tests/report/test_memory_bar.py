@@ -61,6 +61,6 @@ def test_colours_are_for_terminals_that_want_them(
     for name in ("COLORTERM", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     screen = Terminal()
-    terminal.draw_summary(answers.summary(), screen)
+    terminal.draw_answer(answers.answer(), screen)
     assert ("\x1b[30;46mweights" in screen.getvalue()) is coloured
     assert ("|weights----" in screen.getvalue()) is not coloured

@@ -21,7 +21,7 @@ from autotune.common import json_records
 from autotune.common.units import GIB
 from autotune.errors import ConfigError, StorageError
 from autotune.probe.tell_optuna import tell
-from autotune.records.answer import Summary, stored_record
+from autotune.records.answer import Answer, stored_record
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.report import data, facts, files, markdown
@@ -51,14 +51,14 @@ def in_memory() -> optuna.Study:
     return optuna.create_study(direction="maximize")
 
 
-def answer(**changed: Any) -> stored_answers.StoredAnswer:
-    """A stored answer around answers.summary, whose fields may be named here."""
+def stored_of(**changed: Any) -> stored_answers.StoredAnswer:
+    """A stored answer around answers.answer, whose fields may be named here."""
     fields = {field.name for field in dataclasses.fields(stored_answers.StoredAnswer)}
     own = {name: value for name, value in changed.items() if name in fields}
-    summary = summary_of(**{n: v for n, v in changed.items() if n not in fields})
+    answer = answer_of(**{n: v for n, v in changed.items() if n not in fields})
     values: dict[str, Any] = {
         "study": "qwen-12gb",
-        "summary": summary,
+        "answer": answer,
         "files": (),
         "command": "autotune find --model Qwen/Qwen2.5-1.5B --gpu-mem 12GB",
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
@@ -67,22 +67,22 @@ def answer(**changed: Any) -> stored_answers.StoredAnswer:
     return stored_answers.StoredAnswer(**values | own)
 
 
-def summary_of(**changed: Any) -> Summary:
+def answer_of(**changed: Any) -> Answer:
     baseline = answers.estimate(BASE, device_gib=11.0, step_seconds=16.0)
-    return answers.summary(**{"base": BASE, "baseline": baseline} | changed)
+    return answers.answer(**{"base": BASE, "baseline": baseline} | changed)
 
 
 def predicted(*estimates: Estimate, **changed: Any) -> ReportData:
     study = in_memory()
     predicted_trials.record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
-    return data.collect(answer(**changed), study.get_trials(deepcopy=False))
+    return data.collect(stored_of(**changed), study.get_trials(deepcopy=False))
 
 
 def measured(*measurements: Measurement, **changed: Any) -> ReportData:
     study = in_memory()
     for each in measurements:
         tell(study, study.ask(), each, answers.estimate(each.config))
-    found = answer(measured=answers.measured(), **changed)
+    found = stored_of(measured=answers.measured(), **changed)
     return data.collect(found, study.get_trials(deepcopy=False))
 
 
@@ -111,14 +111,14 @@ def test_predicted_trials_fit_or_do_not_and_say_by_how_much() -> None:
 
 
 def test_a_trial_of_another_space_says_so() -> None:
-    study, found = in_memory(), answer()
+    study, found = in_memory(), stored_of()
     others = [answers.estimate(), answers.estimate(BASE, device_gib=12.18)]
     predicted_trials.record_estimates(
         study, others, budget_bytes=answers.BUDGET_BYTES, space="my <b>space"
     )
     own = [answers.estimate(config(micro_batch_size=2))]
     predicted_trials.record_estimates(
-        study, own, budget_bytes=answers.BUDGET_BYTES, space=found.summary.space
+        study, own, budget_bytes=answers.BUDGET_BYTES, space=found.answer.space
     )
     record = data.collect(found, study.get_trials(deepcopy=False))
     # The answer is of its own space, whichever search came upon it first.
@@ -166,22 +166,22 @@ def test_trials_that_cannot_be_read_are_rows_all_the_same() -> None:
     broken = study.ask()
     broken.set_user_attr("evidence", "predicted")
     broken.set_user_attr("config", {"method": "full"})
-    unfinished, unreadable = data.collect(answer(), study.get_trials(deepcopy=False)).trials
+    unfinished, unreadable = data.collect(stored_of(), study.get_trials(deepcopy=False)).trials
     assert unfinished.outcome == "not finished"
     assert unreadable.outcome == "unreadable"
     assert "config: Object missing required field micro_batch_size" in unreadable.reason
-    assert page.draw(data.collect(answer(), study.get_trials(deepcopy=False)))
+    assert page.draw(data.collect(stored_of(), study.get_trials(deepcopy=False)))
 
 
 def test_the_tiles_say_what_is_predicted_and_what_measured() -> None:
-    speed, memory, against = facts.tiles(summary_of())
+    speed, memory, against = facts.tiles(answer_of())
     assert (speed.figure, speed.unit, speed.evidence) == ("4,096", "tokens/s", "predicted")
     assert (memory.figure, memory.unit) == ("10.00", "GiB of 11.18 GiB")
     assert (against.figure, against.evidence) == ("2.00", "predicted")
     assert against.note.startswith("the 2,048 of the Trainer's defaults")
     baseline = answers.measurement(config=BASE, step_seconds=15.0)
     found = answers.measured(baseline=baseline)
-    speed, memory, against = facts.tiles(summary_of(measured=found))
+    speed, memory, against = facts.tiles(answer_of(measured=found))
     assert (speed.figure, speed.evidence) == ("3,277", "measured")
     # 4,096 predicted over 3,276.8 measured.
     assert "Predicted: 4,096 tokens/s, off by +25 %" in speed.note
@@ -190,11 +190,11 @@ def test_the_tiles_say_what_is_predicted_and_what_measured() -> None:
 
 
 def test_a_base_that_fits_nowhere_or_is_the_answer_has_no_ratio() -> None:
-    assert facts.tiles(summary_of(baseline=None))[2].figure == "does not fit"
-    same = facts.tiles(summary_of(baseline=answers.estimate()))[2]
+    assert facts.tiles(answer_of(baseline=None))[2].figure == "does not fit"
+    same = facts.tiles(answer_of(baseline=answers.estimate()))[2]
     assert (same.figure, same.evidence) == ("the same", "")
     crashed = answers.measured(baseline=answers.measurement(config=BASE, outcome="crashed"))
-    assert facts.tiles(summary_of(measured=crashed))[2].figure == "did not run"
+    assert facts.tiles(answer_of(measured=crashed))[2].figure == "did not run"
 
 
 def test_a_setting_with_commas_in_it_is_one_part() -> None:
@@ -206,10 +206,10 @@ def test_a_setting_with_commas_in_it_is_one_part() -> None:
 
 def test_the_size_of_a_model_leaves_its_adapter_out() -> None:
     """1.55 billion with the adapter's 50 million, 1.5 without."""
-    assert facts.size_words(summary_of()) == "1.50 B parameters"
+    assert facts.size_words(answer_of()) == "1.50 B parameters"
     adapted = answers.estimate(answers.ADAPTER)
     assert adapted.parameters.total == 1_550_000_000
-    assert facts.size_words(summary_of(best=adapted)) == "1.50 B parameters"
+    assert facts.size_words(answer_of(best=adapted)) == "1.50 B parameters"
 
 
 def test_the_parts_of_a_bar_add_up_to_its_total() -> None:
@@ -260,7 +260,7 @@ def hostile(text: str) -> ReportData:
     """The same report, this text wherever a user may write."""
     workload = dataclasses.replace(answers.WORKLOAD, model=text)
     lent = config(method="lora", lora_rank=8, lora_targets=text)
-    found = answer(
+    found = stored_of(
         study=text,
         command=f"autotune find --model {text}",
         workload=workload,
@@ -362,7 +362,7 @@ def test_five_thousand_trials_are_drawn_in_time_and_size() -> None:
         study.add_trial(trial(value=1.0, user_attrs=attributes))
     trials = study.get_trials(deepcopy=False)
     started = time.process_time()
-    drawn = page.draw(data.collect(answer(), trials))
+    drawn = page.draw(data.collect(stored_of(), trials))
     assert time.process_time() - started < 5
     assert len(drawn.encode()) < 6_000_000
 
@@ -371,14 +371,14 @@ def test_five_thousand_trials_are_drawn_in_time_and_size() -> None:
 def stored(tmp_path: Path) -> str:
     """A database with one study that holds an answer."""
     url = f"sqlite:///{tmp_path}/studies.db"
-    found = answer()
+    found = stored_of()
     with optuna_study.open_study(
         url, "qwen-12gb", workload=answers.WORKLOAD, gpu="g", command=found.command
     ) as study:
         predicted_trials.record_estimates(
             study, [answers.estimate()], budget_bytes=answers.BUDGET_BYTES
         )
-        study.set_user_attr(stored_answers.RESULT, stored_record(found.summary))
+        study.set_user_attr(stored_answers.RESULT, stored_record(found.answer))
         study.set_user_attr(stored_answers.DETAILS, json_records.plain(answers.details()))
     return url
 

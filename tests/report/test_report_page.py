@@ -65,20 +65,20 @@ def trial(number: int) -> TrialRow:
 
 
 def record(name: str = NAME) -> ReportData:
-    summary = answers.summary(
+    answer = answers.answer(
         workload=dataclasses.replace(answers.WORKLOAD, model=name),
         gpu_reason=name,
         measured=answers.measured(confirmation=answers.measurement(confirm_steps=50)),
     )
     found = StoredAnswer(
         study=name,
-        summary=summary,
+        answer=answer,
         files=(),
         command=f"autotune find --model {name}",
         versions={},
         details=answers.details(base=answers.details().answer),
     )
-    return ReportData(answer=found, trials=tuple(map(trial, range(NUM_TRIALS))))
+    return ReportData(stored=found, trials=tuple(map(trial, range(NUM_TRIALS))))
 
 
 @pytest.fixture(scope="module")

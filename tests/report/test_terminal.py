@@ -16,7 +16,7 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
-from autotune.records.answer import USERS_BASE, Summary
+from autotune.records.answer import USERS_BASE, Answer
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
@@ -30,9 +30,9 @@ def _width_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
 
 
-def drawn(summary: Summary) -> str:
+def drawn(answer: Answer) -> str:
     file = io.StringIO()
-    terminal.draw_summary(summary, file)
+    terminal.draw_answer(answer, file)
     return file.getvalue()
 
 
@@ -41,7 +41,7 @@ def one_line(text: str) -> str:
 
 
 def test_the_answer_says_everything_on_one_screen() -> None:
-    text = drawn(answers.summary())
+    text = drawn(answers.answer())
     assert len(text.splitlines()) <= 24
     shown = one_line(text)
     for part in (
@@ -73,7 +73,7 @@ def test_what_was_measured_is_beside_what_was_predicted() -> None:
         config=answers.ADAPTER, confirm_steps=50, outcome="oom", message="out of memory"
     )
     found = answers.measured(confirmation=confirmation, rejected=(failed,))
-    shown = one_line(drawn(answers.summary(measured=found, tied=(), changes=())))
+    shown = one_line(drawn(answers.answer(measured=found, tied=(), changes=())))
     for part in (
         "MEASURED on NVIDIA RTX 4070.",
         "measured 4,000 tokens/s +- 0.4 %, 10.00 GiB (predicted 4,096 tokens/s, 10.00 GiB); 4.88 x the "
@@ -116,38 +116,38 @@ def test_what_varied_lengths_took_is_no_error_of_the_prediction(
     )
     spec = dataclasses.replace(confirmation.spec, varied_steps=25, **of_spec)
     found = answers.measured(confirmation=dataclasses.replace(confirmation, spec=spec))
-    summary = answers.summary(measured=found, tied=(), changes=())
-    shown = one_line(drawn(summary))
+    answer = answers.answer(measured=found, tied=(), changes=())
+    shown = one_line(drawn(answer))
     assert told in shown
     assert f"{max(varied_gib or 0, 10):.2f} GiB (predicted" in shown
     assert "+0 % in memory" in shown
-    assert summary.peak_device_bytes == max(varied_gib or 0, 10) * GIB
+    assert answer.peak_device_bytes == max(varied_gib or 0, 10) * GIB
 
 
 def test_a_winner_that_was_not_confirmed_is_said_to_be_none() -> None:
-    shown = one_line(drawn(answers.summary(measured=answers.measured(), tied=(), changes=())))
+    shown = one_line(drawn(answers.answer(measured=answers.measured(), tied=(), changes=())))
     assert "3,277 tokens/s" in shown
     assert "not confirmed: --confirm-steps 0" in shown
     full = answers.measurement(confirm_steps=50, outcome="full_disk", message="no room")
     found = answers.measured(confirmation=full)
-    shown = one_line(drawn(answers.summary(measured=found, tied=(), changes=())))
+    shown = one_line(drawn(answers.answer(measured=found, tied=(), changes=())))
     assert "3,277 tokens/s" in shown
     assert "not confirmed: no room" in shown
 
 
 def test_the_base_that_never_fits_is_said() -> None:
-    shown = one_line(drawn(answers.summary(baseline=None)))
+    shown = one_line(drawn(answers.answer(baseline=None)))
     assert "defaults (full, bf16-true, adamw_torch_fused) do not fit at any micro-batch" in shown
 
 
 def test_an_answer_that_is_the_base_claims_no_gain() -> None:
-    shown = one_line(drawn(answers.summary(baseline=answers.estimate())))
+    shown = one_line(drawn(answers.answer(baseline=answers.estimate())))
     assert "4,096 tokens/s; the Trainer's defaults, at the largest micro-batch that fits" in shown
 
 
 def test_a_base_of_the_user_is_called_so() -> None:
     file = io.StringIO()
-    terminal.draw_summary(answers.summary(base_name=USERS_BASE), file)
+    terminal.draw_answer(answers.answer(base_name=USERS_BASE), file)
     assert "of your base's settings (full" in one_line(file.getvalue())
     assert "Trainer" not in file.getvalue()
 
@@ -155,13 +155,13 @@ def test_a_base_of_the_user_is_called_so() -> None:
 def test_what_is_carried_is_named() -> None:
     extra = '{"learning_rate": 0.1, "seed": 1}'
     workload = dataclasses.replace(answers.WORKLOAD, extra_arguments=extra)
-    shown = one_line(drawn(answers.summary(workload=workload)))
+    shown = one_line(drawn(answers.answer(workload=workload)))
     assert "carried learning_rate, seed: unchanged from your base" in shown
-    assert "carried" not in drawn(answers.summary())
+    assert "carried" not in drawn(answers.answer())
 
 
 def test_where_memory_does_not_bind_the_bound_is_said() -> None:
-    shown = one_line(drawn(answers.summary(more_memory=None)))
+    shown = one_line(drawn(answers.answer(more_memory=None)))
     assert (
         "Bound by compute, not by the amount of memory: 2 GB more would make nothing faster."
         in shown
@@ -173,7 +173,7 @@ def test_a_widened_answer_and_empty_classes_are_said() -> None:
     recipe = answers.estimate(answers.ADAPTER)
     shown = one_line(
         drawn(
-            answers.summary(
+            answers.answer(
                 best=recipe,
                 best_class="recipe",
                 widened=True,
@@ -191,17 +191,17 @@ def test_a_widened_answer_and_empty_classes_are_said() -> None:
 
 def test_a_class_that_is_not_in_the_space_is_not_said_not_to_fit() -> None:
     recipe = answers.estimate(answers.ADAPTER)
-    summary = answers.summary(
+    answer = answers.answer(
         best=recipe,
         best_class="recipe",
         widened=True,
         best_by_class={"recipe": recipe},
         classes_outside=("exact", "numerics"),
     )
-    shown = one_line(drawn(summary))
+    shown = one_line(drawn(answer))
     assert "The space has no lower class, so another recipe was allowed." in shown
     assert "exact none in this space numerics none in this space recipe the answer" in shown
-    assert "fits" not in words.widened(summary)
+    assert "fits" not in words.widened(answer)
 
 
 @pytest.mark.parametrize("width", [None, 80])
@@ -234,8 +234,8 @@ def test_a_list_is_not_spelt_downwards_on_a_narrow_terminal(
 
 
 def test_unsupported_points_are_counted() -> None:
-    counts = dataclasses.replace(answers.summary().counts, unsupported=204)
-    assert "valid 11,204 > traceable 11,000 >" in drawn(answers.summary(counts=counts))
+    counts = dataclasses.replace(answers.answer().counts, unsupported=204)
+    assert "valid 11,204 > traceable 11,000 >" in drawn(answers.answer(counts=counts))
 
 
 def test_paged_state_is_named() -> None:
@@ -245,7 +245,7 @@ def test_paged_state_is_named() -> None:
         optimizer_state_bytes=4 * GIB,
         optimizer_state_managed_bytes=4 * GIB,
     )
-    shown = one_line(drawn(answers.summary(best=answers.estimate(state=state))))
+    shown = one_line(drawn(answers.answer(best=answers.estimate(state=state))))
     assert "4.00 GiB of optimizer state is paged" in shown
     assert "paged state, CUDA 1.5" in shown
 
@@ -255,7 +255,7 @@ HOSTILE = "evil\n\x1b[31m[red]x[/red]\u202e\r" + "y" * 300
 
 def test_a_hostile_name_is_escaped_and_cut() -> None:
     workload = dataclasses.replace(answers.WORKLOAD, model=HOSTILE)
-    first = drawn(answers.summary(workload=workload)).split(", 1.50 B")[0]
+    first = drawn(answers.answer(workload=workload)).split(", 1.50 B")[0]
     assert first.replace("\n", "").startswith("evil\\n\\x1b[31m[red]x[/red]\\u202e\\ryyy")
     assert "\x1b" not in first
     assert "\u202e" not in first
@@ -265,7 +265,7 @@ def test_a_hostile_name_is_escaped_and_cut() -> None:
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_lines_keep_to_the_width(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    text = drawn(answers.summary())
+    text = drawn(answers.answer())
     assert max(len(line) for line in text.splitlines()) <= columns
     assert "4,096 tokens/s" in text
 
@@ -328,7 +328,7 @@ def test_an_epoch_has_whole_micro_batches_and_steps(
         useful_share=useful_share,
     )
     workload = dataclasses.replace(answers.WORKLOAD, lengths=lengths)
-    assert words.epoch(answers.summary(workload=workload, best=best)).startswith(said)
+    assert words.epoch(answers.answer(workload=workload, best=best)).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_colours_are_for_terminals_without_no_color(
 def test_what_fp8_costs_without_torch_compile_is_said() -> None:
     config = dataclasses.replace(answers.CONFIG, precision="fp8-mixed")
     assert "issue 685" in one_line(everything(answers.estimate(config)))
-    assert "issue 685" in one_line(drawn(answers.summary(best=answers.estimate(config))))
+    assert "issue 685" in one_line(drawn(answers.answer(best=answers.estimate(config))))
     for other in (answers.CONFIG, dataclasses.replace(config, torch_compile="default")):
         assert "issue 685" not in one_line(everything(answers.estimate(other)))
 
@@ -412,7 +412,7 @@ def test_a_mixtures_experts_that_stay_in_16_bits_are_said() -> None:
     )
     said = "Most weights are not quantised (2.0 bytes each)"
     assert said in one_line(everything(mixture))
-    assert said in one_line(drawn(answers.summary(best=mixture)))
+    assert said in one_line(drawn(answers.answer(best=mixture)))
     # Llama 3.1 8B: embeddings and head in 16 bits, the rest in 4.
     dense = dataclasses.replace(
         mixture,
@@ -611,7 +611,7 @@ def test_a_small_budget_is_shown_in_mib() -> None:
     tiny = answers.estimate(peak_reserved_bytes=30 * MIB, nontorch_bytes=2 * MIB)
     best_by_class = {"numerics": tiny}
     shown = one_line(
-        drawn(answers.summary(workload=workload, best=tiny, best_by_class=best_by_class))
+        drawn(answers.answer(workload=workload, best=tiny, best_by_class=best_by_class))
     )
     assert "32.0 of 47.7 MiB weights" in shown
     assert "tokens/s MiB" in shown

@@ -18,7 +18,7 @@ from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
-from autotune.records.answer import Summary
+from autotune.records.answer import Answer
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
 from autotune.search import predict_best
 from autotune.search.candidates import Candidates
@@ -130,7 +130,7 @@ def traced(traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(predict_best, "trace_all", trace_all)
 
 
-def search(budget_bytes: int, **options: Any) -> Summary:
+def search(budget_bytes: int, **options: Any) -> Answer:
     methods = options.pop("methods", tiny_model.METHODS)
     return find(
         options.pop("model", tiny_model.MODEL),
@@ -138,7 +138,7 @@ def search(budget_bytes: int, **options: Any) -> Summary:
         options.pop("space", tiny_model.SPACE),
         options.pop("gpu", tiny_model.gpu()),
         **options,
-    ).summary
+    ).answer
 
 
 @pytest.mark.usefixtures("traced")
@@ -158,15 +158,15 @@ def test_the_answer_is_that_of_brute_force(
             with pytest.raises(NothingFitsError):
                 search(budget_bytes, base=base, allow=allow)
             continue
-        summary = search(budget_bytes, base=base, allow=allow)
-        assert giving_up(summary.best, base) == expected
-        assert summary.best in estimates
-        assert summary.best_class == tradeoff_class(summary.best.config, base)
+        answer = search(budget_bytes, base=base, allow=allow)
+        assert giving_up(answer.best, base) == expected
+        assert answer.best in estimates
+        assert answer.best_class == tradeoff_class(answer.best.config, base)
         by_class = {
             name: brute_force(estimates, base, budget_bytes, lambda n, own=level: n == own)
             for name, level in LEVELS.items()
         }
-        found = {name: giving_up(e, base) for name, e in summary.best_by_class.items()}
+        found = {name: giving_up(e, base) for name, e in answer.best_by_class.items()}
         assert found == {name: key for name, key in by_class.items() if key is not None}
 
 
@@ -175,14 +175,14 @@ def test_the_answer_is_that_of_brute_force(
 def test_more_memory_is_brute_force_too(estimate_all: EstimateAll, budget_bytes: int) -> None:
     larger = budget_bytes + 2 * 10**9
     fits = [e for e in estimate_all(larger) if e.peak_device_bytes <= larger]
-    summary = search(budget_bytes, base=BASE, allow="recipe")
+    answer = search(budget_bytes, base=BASE, allow="recipe")
     fastest = max(map(speed, fits))
-    if fastest < 1.02 * speed(summary.best):
-        assert summary.more_memory is None
+    if fastest < 1.02 * speed(answer.best):
+        assert answer.more_memory is None
     else:
-        assert summary.more_memory is not None
-        assert summary.more_memory.value == larger
-        assert speed(summary.more_memory.estimate) == fastest
+        assert answer.more_memory is not None
+        assert answer.more_memory.value == larger
+        assert speed(answer.more_memory.estimate) == fastest
 
 
 def fake(config: TrainConfig, *, speed: float, peak_bytes: int) -> Estimate:
@@ -440,7 +440,7 @@ def test_the_base_is_measured_with_the_candidates_however_slow(
         base=dataclasses.replace(BASE, activation_checkpointing=1),
         allow="recipe",
     )
-    baseline = found.summary.baseline
+    baseline = found.answer.baseline
     assert baseline is not None
     fastest, base = found.pool()
     assert base.config == baseline.config
@@ -548,11 +548,11 @@ def test_the_baseline_is_the_base_with_the_largest_micro_batch_that_fits(roomy: 
     peaks = {size: at(size).peak_device_bytes for size in (1, 2, 4, 8)}
     between = (peaks[4] + peaks[8]) // 2
     assert peaks[4] < between < peaks[8]
-    summary = search(between)
-    assert summary.base == default_base(summary.workload, tiny_model.gpu(), tiny_model.MODEL)
-    assert summary.baseline is not None
-    assert summary.baseline.config.micro_batch_size == 4
-    assert summary.speedup == pytest.approx(speed(summary.best) / speed(at(4)))
+    answer = search(between)
+    assert answer.base == default_base(answer.workload, tiny_model.gpu(), tiny_model.MODEL)
+    assert answer.baseline is not None
+    assert answer.baseline.config.micro_batch_size == 4
+    assert answer.speedup == pytest.approx(speed(answer.best) / speed(at(4)))
 
     given_base = at(1).config
     alone = search(between, base=given_base)
@@ -565,13 +565,13 @@ def test_the_baseline_is_the_base_with_the_largest_micro_batch_that_fits(roomy: 
 @pytest.mark.usefixtures("traced")
 def test_the_class_is_raised_only_where_nothing_else_fits() -> None:
     tight, roomy_enough = 1500 * MB, 4000 * MB
-    summary = search(tight)
-    assert summary.widened
-    assert (summary.allow, summary.best_class) == ("recipe", "recipe")
-    summary = search(roomy_enough)
-    assert not summary.widened
-    assert summary.allow == "numerics"
-    assert summary.best_class != "recipe"
+    answer = search(tight)
+    assert answer.widened
+    assert (answer.allow, answer.best_class) == ("recipe", "recipe")
+    answer = search(roomy_enough)
+    assert not answer.widened
+    assert answer.allow == "numerics"
+    assert answer.best_class != "recipe"
     with pytest.raises(NothingFitsError) as caught:
         search(tight, allow="exact")
     assert "--allow recipe" in str(caught.value)
@@ -602,9 +602,9 @@ def test_a_class_outside_the_space_is_told_from_one_of_which_nothing_fits() -> N
     assert search(1500 * MB).classes_outside == ()
     # A base in float32, which the space has nothing of.
     base = dataclasses.replace(search(4000 * MB).base, precision="fp32")
-    summary = search(4000 * MB, base=base)
-    assert summary.classes_outside == ("exact",)
-    assert summary.best_class == "numerics"
+    answer = search(4000 * MB, base=base)
+    assert answer.classes_outside == ("exact",)
+    assert answer.best_class == "numerics"
 
 
 @pytest.mark.usefixtures("traced")
@@ -628,14 +628,14 @@ def test_when_nothing_fits_the_message_has_the_smallest(
 def test_changes_put_one_setting_back(roomy: Estimator, budget_bytes: int) -> None:
     slow = {"optimizer": "adamw_bnb_8bit", "precision": "bf16-mixed"}
     base = dataclasses.replace(BASE, activation_checkpointing=1, **slow)
-    summary = search(budget_bytes, base=base, allow="recipe", methods=("full",))
+    answer = search(budget_bytes, base=base, allow="recipe", methods=("full",))
     estimator = roomy.with_budget(budget_bytes)
-    settings = {change.setting for change in summary.changes}
+    settings = {change.setting for change in answer.changes}
     assert {"optimizer", "precision"} <= settings
-    for change in summary.changes:
-        expected = dataclasses.replace(summary.best.config, **{change.setting: change.value})
+    for change in answer.changes:
+        expected = dataclasses.replace(answer.best.config, **{change.setting: change.value})
         assert change.value == getattr(base, change.setting)
-        assert change.value != getattr(summary.best.config, change.setting)
+        assert change.value != getattr(answer.best.config, change.setting)
         assert change.estimate == estimator.estimate(expected)
         assert change.fits == (change.estimate.peak_device_bytes <= budget_bytes)
 
@@ -643,10 +643,10 @@ def test_changes_put_one_setting_back(roomy: Estimator, budget_bytes: int) -> No
 @pytest.mark.usefixtures("traced")
 def test_every_point_is_accounted_for() -> None:
     for budget_bytes in BUDGETS:
-        summary = search(budget_bytes, allow="recipe")
-        counts = summary.counts
+        answer = search(budget_bytes, allow="recipe")
+        counts = answer.counts
         rest = counts.invalid + counts.unsupported + counts.predicted_oom + counts.feasible
-        assert counts.enumerated == rest == 160 + sum(summary.invalid_by_rule.values())
+        assert counts.enumerated == rest == 160 + sum(answer.invalid_by_rule.values())
         assert counts.feasible > 0
         assert 0 < counts.replayed <= 160
     assert counts.predicted_oom == 0  # 12 GB hold everything
@@ -666,7 +666,7 @@ def test_effort_bounds_what_is_recorded() -> None:
         tiny_model.gpu(),
         effort="quick",
     )
-    assert found.summary.best in found.considered
+    assert found.answer.best in found.considered
     assert len(found.considered) <= predict_best.EFFORTS["quick"].num_recorded
 
 
@@ -675,10 +675,10 @@ def test_a_method_that_cannot_be_traced_is_counted(
 ) -> None:
     some = {spec: trace for spec, trace in traces.items() if spec.method == "lora"}
     monkeypatch.setattr(predict_best, "trace_all", lambda *_, **__: some)
-    summary = search(12_000 * MB)
-    assert summary.best.config.method == "lora"
-    assert summary.counts.unsupported == 160 - 48
-    assert summary.baseline is None
+    answer = search(12_000 * MB)
+    assert answer.best.config.method == "lora"
+    assert answer.counts.unsupported == 160 - 48
+    assert answer.baseline is None
 
 
 @pytest.mark.usefixtures("traced")
@@ -702,11 +702,11 @@ def test_a_space_without_valid_points_says_which_rules_they_break() -> None:
 @pytest.mark.usefixtures("traced")
 def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
-    summary = search(2700 * MB, progress=lambda *step: told.append(step))
+    answer = search(2700 * MB, progress=lambda *step: told.append(step))
     assert [what for what, _, _ in told] == ["space", "priced", "replayed"]
     assert all(0 < done <= total for _, done, total in told)
     assert told[0][1:] == (160, 160)
-    assert told[2][1] <= summary.counts.replayed
+    assert told[2][1] <= answer.counts.replayed
 
 
 def test_what_cannot_fit_is_not_traced() -> None:

@@ -90,7 +90,7 @@ def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_assumed_of_this_machine_is_what_its_probes_say(
     first: tuple[str, Finding],
 ) -> None:
-    measured = first[1].summary.measured
+    measured = first[1].answer.measured
     assert measured is not None
     assert fingerprint.assumed_fingerprint("cpu") == measured.best.fingerprint
 
@@ -101,13 +101,13 @@ def test_another_budget_needs_no_process(
     size: str, first: tuple[str, Finding], options: Question
 ) -> None:
     url, before = first
-    answer = find(dataclasses.replace(options, gpu_mem=size), storage=url)
-    measured, known = answer.summary.measured, before.summary.measured
+    found = find(dataclasses.replace(options, gpu_mem=size), storage=url)
+    measured, known = found.answer.measured, before.answer.measured
     assert measured is not None
     assert known is not None
     assert measured.num_run == 0
     assert measured.final.tokens_per_second == known.final.tokens_per_second
-    budget_bytes = answer.summary.workload.memory_budget_bytes
+    budget_bytes = found.answer.workload.memory_budget_bytes
     assert measured.final.spec.memory_budget_bytes == budget_bytes
     assert measured.final.probed_budget_bytes == (None if size == "100MB" else 100_000_000)
 
@@ -133,9 +133,9 @@ def test_a_second_prediction_needs_no_process(
     size: str | None, predicted: tuple[Question, str, Finding]
 ) -> None:
     options, url, before = predicted
-    answer = find(dataclasses.replace(options, gpu_mem=size), storage=url)
-    assert answer.summary.measured is None
-    assert answer.summary.best == before.summary.best
+    found = find(dataclasses.replace(options, gpu_mem=size), storage=url)
+    assert found.answer.measured is None
+    assert found.answer.best == before.answer.best
 
 
 def test_a_second_estimate_needs_no_process(
@@ -156,8 +156,8 @@ def test_a_prediction_makes_no_database(
     predicted: tuple[Question, str, Finding], tmp_path: Path
 ) -> None:
     options, _, before = predicted
-    answer = find(options, storage=f"sqlite:///{tmp_path}/autotune.db")
-    assert answer.summary.best == before.summary.best
+    found = find(options, storage=f"sqlite:///{tmp_path}/autotune.db")
+    assert found.answer.best == before.answer.best
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,12 +31,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "dashboard.md"
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     url = f"sqlite:///{tmp_path_factory.mktemp('dashboard')}/autotune.db"
-    summary = answers.summary()
-    named = {"workload": answers.WORKLOAD, "gpu": summary.gpu}
+    answer = answers.answer()
+    named = {"workload": answers.WORKLOAD, "gpu": answer.gpu}
     with open_study(url, "predicted", **named) as study:
         fits, too_large = answers.estimate(), answers.estimate(answers.BASE, device_gib=13.0)
         record_estimates(study, (fits, too_large), budget_bytes=answers.BUDGET_BYTES)
-        study.set_user_attr(stored_answers.RESULT, stored_record(summary))
+        study.set_user_attr(stored_answers.RESULT, stored_record(answer))
     with open_study(url, "measured", **named) as study:
         for measurement in (
             answers.measurement(),

@@ -146,30 +146,30 @@ def test_why_an_answer_is_another(changes: dict[str, Any], reason: str) -> None:
 def test_every_answer_that_is_delivered_is_kept(url: str) -> None:
     device = answers.measurement().fingerprint.device
     for changed in ({}, {"measured": answers.measured()}):
-        summary = answers.summary(**changed)
-        where = device if summary.evidence == "measured" else summary.gpu
-        answer = answers.finding(study=summary.evidence, question=QUESTION, **changed)
+        answer = answers.answer(**changed)
+        where = device if answer.evidence == "measured" else answer.gpu
+        found = answers.finding(study=answer.evidence, question=QUESTION, **changed)
         for reason in ("", "", "because"):
-            delivered = deliver(answer, folder=None, storage=url, reason=reason)
+            delivered = deliver(found, folder=None, storage=url, reason=reason)
             assert delivered.problems == []
         with open_recommendations(url) as table:
             history = table.history(question_key(QUESTION), where)
-        history = [one for one in history if one.evidence == summary.evidence]
+        history = [one for one in history if one.evidence == answer.evidence]
         assert [one.reason for one in history] == ["first", "unchanged", "because"]
-        assert history[0].tokens_per_second == summary.tokens_per_second
-        assert history[0].config == summary.exported.to_dict()
+        assert history[0].tokens_per_second == answer.tokens_per_second
+        assert history[0].config == answer.exported.to_dict()
         assert history[0].result == {}
-        assert stored_answers.load(url, summary.evidence).summary == summary
+        assert stored_answers.load(url, answer.evidence).answer == answer
 
 
 def test_a_study_says_what_made_its_latest_answer(url: str) -> None:
     for command, speed in (("autotune find --space quick", 1.0), ("autotune find", 2.0)):
         best = answers.estimate(step_seconds=speed)
-        answer = answers.finding(study="s", best=best)
-        deliver(answer, folder=None, storage=url, command=command)
+        found = answers.finding(study="s", best=best)
+        deliver(found, folder=None, storage=url, command=command)
         stored = stored_answers.load(url, "s")
         assert stored.command == command
-        assert stored.summary.best == best
+        assert stored.answer.best == best
         assert stored.versions["torch"]
 
 
@@ -179,10 +179,10 @@ def test_a_password_is_kept_nowhere(postgres_url: str, capsys: pytest.CaptureFix
         # The tests' own server asks for none, and takes any.
         address = address.set(password="hunter2-of-the-tests")
     url = address.render_as_string(hide_password=False)
-    answer = answers.finding(study="s", question=question_of(Question()))
+    found = answers.finding(study="s", question=question_of(Question()))
     with pytest.raises(SystemExit):
         cli.main(["studies", "list", "--storage", url])
-    assert deliver(answer, folder=None, storage=url).problems == []
+    assert deliver(found, folder=None, storage=url).problems == []
     with pytest.raises(SystemExit):
         cli.main(["studies", "show", "s", "--storage", url])
     said = "".join(capsys.readouterr())

@@ -14,7 +14,7 @@ import pytest
 
 from autotune import cli
 from autotune.probe.tell_optuna import tell
-from autotune.records.answer import Summary, stored_record
+from autotune.records.answer import Answer, stored_record
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.config import Workload
@@ -55,12 +55,12 @@ def store(
     url: str,
     name: str,
     *,
-    summary: Summary | None = None,
+    answer: Answer | None = None,
     predicted: tuple[Estimate, ...] = (),
     measured: tuple[Measurement, ...] = (),
     versions: dict[str, str] | None = None,
 ) -> None:
-    workload = answers.WORKLOAD if summary is None else summary.workload
+    workload = answers.WORKLOAD if answer is None else answer.workload
     with open_study(
         url, name, workload=workload, gpu="g", command="autotune find -x", versions=versions
     ) as study:
@@ -71,28 +71,28 @@ def store(
             fixed = {n: getattr(measurement.config, n) for n in chosen}
             study.enqueue_trial({n: v for n, v in fixed.items() if v is not None})
             tell(study, study.ask(), measurement)
-        if summary is not None:
-            study.set_user_attr(stored_answers.RESULT, stored_record(summary))
+        if answer is not None:
+            study.set_user_attr(stored_answers.RESULT, stored_record(answer))
 
 
 def store_some(url: str) -> None:
     """A predicted answer, a measured one, one without an answer, and a stranger's study."""
     fits, too_large = answers.estimate(), answers.estimate(answers.BASE, device_gib=13.0)
-    store(url, "one", summary=answers.summary(), predicted=(fits, too_large))
+    store(url, "one", answer=answers.answer(), predicted=(fits, too_large))
     probed = (answers.measurement(), answers.measurement(config=answers.BASE, outcome="oom"))
-    store(url, "two", summary=measured_summary(), measured=probed)
+    store(url, "two", answer=measured_summary(), measured=probed)
     store(url, HOSTILE)
     strange = optuna.create_study(storage=url, study_name="strange")
     strange.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=3)
 
 
-def measured_summary() -> Summary:
+def measured_summary() -> Answer:
     workload = Workload(
         model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=answers.BUDGET_BYTES, sequence_length=2048
     )
     found = answers.measured(predicted=answers.estimate(answers.ADAPTER))
     best = answers.estimate(answers.ADAPTER, step_seconds=4.0)
-    return answers.summary(workload=workload, measured=found, best=best, tied=(), changes=())
+    return answers.answer(workload=workload, measured=found, best=best, tied=(), changes=())
 
 
 def test_every_study_is_listed_without_its_trials_being_read(
@@ -159,7 +159,7 @@ def test_what_is_not_there_or_not_ours_is_refused(url: str, main: Main, command:
 
 
 def test_an_answer_that_cannot_be_read_does_not_hide_the_others(url: str, main: Main) -> None:
-    store(url, "one", summary=answers.summary())
+    store(url, "one", answer=answers.answer())
     store(url, "broken")
     optuna.load_study(study_name="broken", storage=url).set_user_attr(
         stored_answers.RESULT, {"a": 1}
@@ -171,10 +171,10 @@ def test_an_answer_that_cannot_be_read_does_not_hide_the_others(url: str, main: 
 
 
 def test_a_comparison_keeps_predicted_and_measured_apart(url: str, main: Main) -> None:
-    faster = answers.summary(best=answers.estimate(step_seconds=4.0), space="full")
-    store(url, "one", summary=answers.summary(), versions={"torch": "2.13", "peft": "1"})
-    store(url, "fast", summary=faster, versions={"torch": "2.14", "peft": "1"})
-    store(url, "two", summary=measured_summary())
+    faster = answers.answer(best=answers.estimate(step_seconds=4.0), space="full")
+    store(url, "one", answer=answers.answer(), versions={"torch": "2.13", "peft": "1"})
+    store(url, "fast", answer=faster, versions={"torch": "2.14", "peft": "1"})
+    store(url, "two", answer=measured_summary())
     record = json.loads(main("compare", "one", "fast", "two", "--json")[1])
     assert record["studies"] == ["one", "fast", "two"]
     assert record["question"] == {
@@ -197,7 +197,7 @@ def test_a_comparison_keeps_predicted_and_measured_apart(url: str, main: Main) -
 
 
 def test_one_study_alone_is_no_comparison(url: str, main: Main) -> None:
-    store(url, "one", summary=answers.summary())
+    store(url, "one", answer=answers.answer())
     code, _, err = main("compare", "one")
     assert (code, "two or more" in err) == (2, True)
 
@@ -229,7 +229,7 @@ def test_removing_leaves_the_probes_and_everybody_elses_studies(url: str, main: 
 
 
 def test_nothing_is_removed_unasked(url: str, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    store(url, "one", summary=answers.summary())
+    store(url, "one", answer=answers.answer())
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     code, _, err = main("rm", "one")
     assert code == 2

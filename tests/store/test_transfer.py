@@ -44,7 +44,7 @@ def fill(url: str) -> None:
         ) as study:
             estimates = (answers.estimate(), answers.estimate(answers.BASE, device_gib=13.0))
             record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
-            study.set_user_attr(stored_answers.RESULT, stored_record(answers.summary()))
+            study.set_user_attr(stored_answers.RESULT, stored_record(answers.answer()))
     with open_study(url, "one", workload=answers.WORKLOAD, gpu="g") as study:
         trial = study.ask()
         trial.report(3.5, 1)
@@ -100,7 +100,7 @@ def test_to_a_server_and_back_it_is_the_same_file(
     study = optuna.load_study(storage=third, study_name="one")
     assert [t.state.name for t in study.trials] == ["COMPLETE", "PRUNED", "PRUNED"]
     assert study.trials[2].intermediate_values == {1: 3.5}
-    assert stored_answers.load(third, "one").summary == answers.summary()
+    assert stored_answers.load(third, "one").answer == answers.answer()
 
 
 def test_what_another_machine_found_is_merged(file: Path, tmp_path: Path) -> None:

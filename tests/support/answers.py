@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autotune.common.units import GIB
-from autotune.records.answer import Change, Counts, Measured, Summary
+from autotune.records.answer import Answer, Change, Counts, Measured
 from autotune.records.charts import Details, Step, Timeline
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.records.fingerprint import Fingerprint
@@ -132,7 +132,7 @@ def measured(**changed: Any) -> Measured:
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=BUDGET_BYTES)
 
 
-def summary(**changed: Any) -> Summary:
+def answer(**changed: Any) -> Answer:
     best = estimate()
     without = dataclasses.replace(CONFIG, activation_checkpointing=0)
     values: dict[str, Any] = {
@@ -183,15 +183,15 @@ def summary(**changed: Any) -> Summary:
         "invalid_by_rule": {"micro-batch-divides": 7_228},
         "elapsed_seconds": 4.2,
     }
-    return Summary(**values | changed)
+    return Answer(**values | changed)
 
 
 class MadeUpPrediction(Prediction):
     """A prediction of made-up figures: its candidates are its answer and what ties with it."""
 
-    def __init__(self, summary: Summary) -> None:
-        self.summary = summary
-        self.considered = [summary.best, *summary.tied]
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.considered = [answer.best, *answer.tied]
 
     def pool(self) -> Sequence[Estimate]:
         return self.considered
@@ -199,18 +199,18 @@ class MadeUpPrediction(Prediction):
     def variants(self, estimate: Estimate) -> Sequence[Estimate]:
         return ()
 
-    def details(self, summary: Summary) -> Details:
+    def details(self, answer: Answer) -> Details:
         return details()
 
 
 def prediction(**changed: Any) -> Prediction:
-    return MadeUpPrediction(summary(**changed))
+    return MadeUpPrediction(answer(**changed))
 
 
 def finding(*, study: str, folder_name: str = "s", question: Any = None, **changed: Any) -> Finding:
-    made = summary(**changed)
+    made = answer(**changed)
     return Finding(
-        summary=made,
+        answer=made,
         considered=(made.best, *made.tied),
         details=details(),
         study=study,

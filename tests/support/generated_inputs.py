@@ -105,7 +105,7 @@ class Seeds:
     """Files of every kind that is read, and a database, all of which work; made once in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        workload = answers.summary().workload
+        workload = answers.answer().workload
         self.bases: dict[str, str] = {"axolotl-lora.yaml": _example("axolotl-lora.yaml")}
         for config in (answers.CONFIG, answers.ADAPTER):
             for exporter in export.exporters_for(config, workload):

@@ -68,14 +68,14 @@ def rows(length: int = LENGTH) -> list[dict[str, Any]]:
     return [{"input_ids": ids, "labels": ids} for _ in range(4 * NUM_STEPS)]
 
 
-def answer(step_seconds: float, device: str | None = None) -> Result:
+def result_of(step_seconds: float, device: str | None = None) -> Result:
     """Measured on this CPU: a step takes so long."""
     seen = answers.measurement(config=CONFIG, step_seconds=step_seconds)
     here = dataclasses.replace(seen.fingerprint, device=device or cpu_name())
     seen = dataclasses.replace(seen, fingerprint=here)
     best = answers.estimate(CONFIG)
     measured = answers.measured(best=seen, predicted=best)
-    return Result(summary=answers.summary(best=best, measured=measured))
+    return Result(answer=answers.answer(best=best, measured=measured))
 
 
 def trained(
@@ -104,7 +104,7 @@ def trained(
 
 
 def test_a_run_that_is_faster_than_planned_says_so_once(tmp_path: Path) -> None:
-    watch = trained(answer(step_seconds=100.0), tmp_path)
+    watch = trained(result_of(step_seconds=100.0), tmp_path)
     begin, faster, end = watch.lines
     # 2 x 2 x 16 tokens in 100 s.
     assert "micro-batch 2 x 2" in begin
@@ -127,7 +127,7 @@ def test_a_run_that_is_slower_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, cause: str
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
-    watch = trained(answer(step_seconds=1e-6), tmp_path)
+    watch = trained(result_of(step_seconds=1e-6), tmp_path)
     (slower,) = [line for line in watch.lines if "slower than measured" in line]
     assert "64,000,000 measured (-100 %)" in slower
     assert cause in slower
@@ -141,20 +141,20 @@ class SlowToLoad(TrainerCallback):
 
 
 def test_a_slow_loader_is_named(tmp_path: Path) -> None:
-    watch = trained(answer(step_seconds=1e-6), tmp_path, callbacks=(SlowToLoad(),))
+    watch = trained(result_of(step_seconds=1e-6), tmp_path, callbacks=(SlowToLoad(),))
     (slower,) = [line for line in watch.lines if "slower" in line]
     assert "Likely cause: data loading: " in slower
 
 
 def test_other_batches_are_named(tmp_path: Path) -> None:
-    watch = trained(answer(step_seconds=1e-6), tmp_path, length=4 * LENGTH)
+    watch = trained(result_of(step_seconds=1e-6), tmp_path, length=4 * LENGTH)
     (slower,) = [line for line in watch.lines if "slower" in line]
     assert "batches of up to 2 x 64 tokens, planned 2 x 16" in slower
 
 
 def test_other_arguments_are_named_as_training_begins(tmp_path: Path) -> None:
     watch = trained(
-        answer(step_seconds=1e-6),
+        result_of(step_seconds=1e-6),
         tmp_path,
         per_device_train_batch_size=4,
         optim="sgd",
@@ -171,7 +171,7 @@ def test_other_arguments_are_named_as_training_begins(tmp_path: Path) -> None:
 
 def test_a_run_as_planned_is_left_in_peace(tmp_path: Path) -> None:
     # However fast this machine is.
-    watch = trained(answer(step_seconds=1.0), tmp_path, tolerance=1e9)
+    watch = trained(result_of(step_seconds=1.0), tmp_path, tolerance=1e9)
     begin, end = watch.lines
     assert "the plan is" in begin
     assert end.endswith("as planned, as far as it was checked")
@@ -179,9 +179,9 @@ def test_a_run_as_planned_is_left_in_peace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_another_device_is_not_compared(tmp_path: Path, is_measured: bool) -> None:
-    result = answer(step_seconds=1e-6, device="NVIDIA L4")
+    result = result_of(step_seconds=1e-6, device="NVIDIA L4")
     if not is_measured:
-        result = Result(summary=dataclasses.replace(result.summary, measured=None))
+        result = Result(answer=dataclasses.replace(result.answer, measured=None))
     watch = trained(result, tmp_path)
     _, end = watch.lines
     card = "NVIDIA L4" if is_measured else "NVIDIA RTX 4070"
@@ -190,7 +190,7 @@ def test_another_device_is_not_compared(tmp_path: Path, is_measured: bool) -> No
 
 def test_a_step_after_an_evaluation_or_a_checkpoint_does_not_count(tmp_path: Path) -> None:
     now_and_then = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 6}
-    watch = trained(answer(step_seconds=1.0), tmp_path, save_strategy="steps", **now_and_then)
+    watch = trained(result_of(step_seconds=1.0), tmp_path, save_strategy="steps", **now_and_then)
     # Of 12 steps neither the first three, nor those after steps 4, 6 and 8.
     assert watch._pace.num_tokens == 6 * CONFIG.tokens_per_step
 
@@ -201,13 +201,13 @@ def test_trl_trains_with_it(tmp_path: Path) -> None:
     config = dataclasses.replace(
         CONFIG, method="lora", trainer="trl-sft", lora_rank=4, lora_targets="all-linear"
     )
-    summary = answer(step_seconds=1e-6).summary
-    measured = summary.measured
+    answer = result_of(step_seconds=1e-6).answer
+    measured = answer.measured
     assert measured is not None
     seen = dataclasses.replace(measured.best, config=config)
-    best = dataclasses.replace(summary.best, config=config)
+    best = dataclasses.replace(answer.best, config=config)
     measured = dataclasses.replace(measured, best=seen, predicted=best)
-    result = Result(summary=dataclasses.replace(summary, best=best, measured=measured))
+    result = Result(answer=dataclasses.replace(answer, best=best, measured=measured))
     mine = trl.SFTConfig(
         output_dir=str(tmp_path),
         max_steps=NUM_STEPS,
@@ -261,8 +261,8 @@ class Card:
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr("autotune.worker.given.callback.CudaClock", CpuClock)
-        result = answer(step_seconds=1e-9, device="NVIDIA L4")
-        measured = result.summary.measured
+        result = result_of(step_seconds=1e-9, device="NVIDIA L4")
+        measured = result.answer.measured
         assert measured is not None
         assert measured.best.peak_reserved_bytes == 9 * GIB
         assert measured.best.nontorch_bytes == GIB

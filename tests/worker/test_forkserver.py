@@ -312,7 +312,7 @@ def test_a_server_that_hangs_is_killed_with_its_job(
     monkeypatch.setattr(forkserver, "PATIENCE_SECONDS", 0.3)
     monkeypatch.setattr(forkserver, "CLOSE_SECONDS", 0.2)
 
-    def stop(answer: isolate.Answer) -> None:
+    def stop(answer: isolate.Reply) -> None:
         assert server.server_pid is not None
         os.kill(server.server_pid, signal.SIGSTOP)
 
@@ -404,7 +404,7 @@ def test_what_libraries_do_in_a_fork_does_not_disturb_the_job(tmp_path: Path, ma
 
 
 def test_an_exception_in_the_caller_ends_the_job(command: list[str], mark: str) -> None:
-    def fail(answer: isolate.Answer) -> None:
+    def fail(answer: isolate.Reply) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), ForkServer(command=command) as server:

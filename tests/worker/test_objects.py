@@ -67,7 +67,7 @@ ITS_OWN = {
 
 def result(config: TrainConfig, model: str = "Qwen/Qwen2.5-1.5B") -> Result:
     workload = dataclasses.replace(answers.WORKLOAD, model=model)
-    return Result(summary=answers.summary(best=answers.estimate(config), workload=workload))
+    return Result(answer=answers.answer(best=answers.estimate(config), workload=workload))
 
 
 def values(arguments: TrainingArguments) -> dict[str, Any]:
@@ -76,22 +76,22 @@ def values(arguments: TrainingArguments) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_new_arguments_are_those_of_the_file(name: str, tmp_path: Path) -> None:
-    answer = result(CONFIGS[name])
-    (path,) = answer.export(tmp_path, ["training-args"])
+    found = result(CONFIGS[name])
+    (path,) = found.export(tmp_path, ["training-args"])
     of_file = TrainingArguments(**json.loads(path.read_text(encoding="utf-8")), use_cpu=True)
-    assert values(answer.training_arguments()) == values(of_file)
-    changed = answer.training_arguments(learning_rate=1e-3, per_device_train_batch_size=3)
+    assert values(found.training_arguments()) == values(of_file)
+    changed = found.training_arguments(learning_rate=1e-3, per_device_train_batch_size=3)
     assert type(changed) is TrainingArguments
     assert (changed.learning_rate, changed.per_device_train_batch_size) == (1e-3, 3)
     with pytest.raises(ConfigError, match=r"no field learning_rates. Did you mean \"learning_rate"):
-        answer.training_arguments(learning_rates=1e-3)
+        found.training_arguments(learning_rates=1e-3)
 
 
 def test_what_a_base_had_set_is_carried() -> None:
     extra = dataclasses.replace(answers.WORKLOAD, extra_arguments='{"learning_rate": 0.003}')
-    answer = Result(summary=answers.summary(best=answers.estimate(FULL), workload=extra))
-    assert answer.training_arguments().learning_rate == 0.003
-    assert answer.training_arguments(learning_rate=0.1).learning_rate == 0.1
+    found = Result(answer=answers.answer(best=answers.estimate(FULL), workload=extra))
+    assert found.training_arguments().learning_rate == 0.003
+    assert found.training_arguments(learning_rate=0.1).learning_rate == 0.1
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, SFTConfig])
@@ -187,8 +187,7 @@ def test_fp8_comes_with_the_arguments_and_goes_with_them(
     with_fp8, without = result(dataclasses.replace(FULL, precision="fp8-mixed")), result(FULL)
     assert objects.differences(with_fp8.config, mine)["mixed_precision"] == ("no", "fp8")
     made = [
-        answer.training_arguments() if is_new else answer.apply(mine)
-        for answer in (with_fp8, without)
+        found.training_arguments() if is_new else found.apply(mine) for found in (with_fp8, without)
     ]
     assert [arguments.mixed_precision for arguments in made] == ["fp8", "no"]
     assert "mixed_precision" not in objects.differences(with_fp8.config, made[0])
@@ -247,10 +246,10 @@ def test_the_adapter_is_of_its_own_class_and_fits_the_model(method: str, tmp_pat
 
 
 def test_a_full_fine_tune_has_no_adapter_and_no_quantisation() -> None:
-    answer = result(FULL)
-    assert answer.lora_config() is None
-    assert answer.quantization_config() is None
-    assert answer.model_kwargs() == {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    found = result(FULL)
+    assert found.lora_config() is None
+    assert found.quantization_config() is None
+    assert found.model_kwargs() == {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
 
 
 @pytest.mark.parametrize(
@@ -262,13 +261,13 @@ def test_a_full_fine_tune_has_no_adapter_and_no_quantisation() -> None:
     ],
 )
 def test_the_quantisation_of_the_base(quantization: str, expected: dict[str, Any]) -> None:
-    answer = result(dataclasses.replace(QLORA, quantization=quantization))
-    made = answer.quantization_config()
+    found = result(dataclasses.replace(QLORA, quantization=quantization))
+    made = found.quantization_config()
     assert isinstance(made, transformers.BitsAndBytesConfig)
     assert {name: getattr(made, name) for name in expected} == expected
     if quantization != "int8":
         assert made.bnb_4bit_compute_dtype is torch.bfloat16
-    assert answer.model_kwargs()["quantization_config"].to_dict() == made.to_dict()
+    assert found.model_kwargs()["quantization_config"].to_dict() == made.to_dict()
 
 
 def test_the_model_loads_as_it_was_priced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ NAME = "large"
 
 def make(url: str, num_trials: int) -> None:
     """A study with an answer and so many predicted trials."""
-    summary = answers.summary()
+    answer = answers.answer()
     estimates = [
         answers.estimate(
             dataclasses.replace(answers.CONFIG, micro_batch_size=number + 1),
@@ -35,9 +35,9 @@ def make(url: str, num_trials: int) -> None:
         )
         for number in range(num_trials)
     ]
-    with optuna_study.open_study(url, NAME, workload=summary.workload, gpu=summary.gpu) as study:
+    with optuna_study.open_study(url, NAME, workload=answer.workload, gpu=answer.gpu) as study:
         predicted_trials.record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
-        study.set_user_attr(stored_answers.RESULT, {**summary.to_dict(), "files": []})
+        study.set_user_attr(stored_answers.RESULT, {**answer.to_dict(), "files": []})
         study.set_user_attr(stored_answers.DETAILS, json_records.plain(answers.details()))
 
 

@@ -33,7 +33,7 @@ from autotune.store.probe_key import ProbeKey, columns_of, probe_key
 from autotune.store.probe_table import ProbeTable
 from autotune.store.recommendations import Recommendation, RecommendationTable, row_of
 from autotune.store.upgrade import open_engine
-from tests.support.answers import summary
+from tests.support.answers import answer
 
 NUM_MODELS = 40
 NUM_STUDIES = 200
@@ -154,7 +154,7 @@ def fill(url: str, num_probes: int) -> int:
 
 def made_up_answer() -> dict[str, Any]:
     """The object of `find --json`, as the tests have it."""
-    return summary().to_dict()
+    return answer().to_dict()
 
 
 def recommendation(number: int) -> Recommendation:

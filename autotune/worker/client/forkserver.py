@@ -103,7 +103,7 @@ class ForkServer:
         request: Mapping[str, Any],
         *,
         deadline_seconds: float,
-        on_answer: Callable[[isolate.Answer], None] | None = None,
+        on_answer: Callable[[isolate.Reply], None] | None = None,
     ) -> isolate.WorkerEnd:
         """Run one job to its end, as isolate.run does.
 

@@ -43,7 +43,7 @@ from autotune.worker.client.launching import Job, Launch, Process
 
 _log = log.logger(__name__)
 
-Answer = dict[str, Any]
+Reply = dict[str, Any]
 """One JSON object from the child."""
 
 POLL_SECONDS = 0.02
@@ -69,7 +69,7 @@ class WorkerEnd:
     """Kind of the end: ok, crashed, timeout or unreadable."""
     exit_code: int
     """Exit code as subprocess gives it: minus the signal's number when a signal ended the child."""
-    answers: tuple[Answer, ...]
+    answers: tuple[Reply, ...]
     num_partial_lines: int
     """Number of lines cut off: 1 when the child died while it wrote its last line."""
     problem: str
@@ -95,7 +95,7 @@ def run(
     request: Mapping[str, Any],
     *,
     deadline_seconds: float,
-    on_answer: Callable[[Answer], None] | None = None,
+    on_answer: Callable[[Reply], None] | None = None,
     command: Sequence[str] | None = None,
 ) -> WorkerEnd:
     """Run one child to its end; see `run_many`."""
@@ -110,7 +110,7 @@ def run_many(
     requests: Sequence[Mapping[str, Any]],
     *,
     deadline_seconds: float,
-    on_answer: Callable[[Answer], None] | None = None,
+    on_answer: Callable[[Reply], None] | None = None,
     command: Sequence[str] | None = None,
     max_children: int | None = None,
 ) -> tuple[WorkerEnd, ...]:
@@ -134,7 +134,7 @@ def run_jobs(
     *,
     launch: Launch,
     deadline_seconds: float,
-    on_answer: Callable[[Answer], None] | None = None,
+    on_answer: Callable[[Reply], None] | None = None,
     max_children: int | None = None,
 ) -> tuple[WorkerEnd, ...]:
     """Launch a child per request and follow it to its end; return the ends in order.
@@ -181,7 +181,7 @@ class _Child:
             result_path=folder / "result.jsonl",
             printed_path=folder / "printed.txt",
         )
-        self._answers: list[Answer] = []
+        self._answers: list[Reply] = []
         self._rest = b""
         self._problem = ""
         self._how = "ok"
@@ -218,9 +218,9 @@ class _Child:
     def is_spoilt(self) -> bool:
         return self._how == "unreadable"
 
-    def read_answers(self) -> list[Answer]:
+    def read_answers(self) -> list[Reply]:
         """Return the answers that have arrived since the last call, up to the first unreadable line."""
-        new: list[Answer] = []
+        new: list[Reply] = []
         *lines, self._rest = (self._rest + (self._result.readall() or b"")).split(b"\n")
         for line in lines:
             answer = _parse(line)
@@ -316,7 +316,7 @@ def _no_room(error: OSError) -> WorkerError:
     )
 
 
-def _parse(line: bytes) -> Answer | None:
+def _parse(line: bytes) -> Reply | None:
     try:
         value = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):

@@ -29,7 +29,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from autotune.catalogue import gpus, nvml
 from autotune.catalogue.installed import cpu_name
 from autotune.common.units import MIB, format_bytes
-from autotune.records.answer import Summary
+from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.knobs import describe
@@ -65,7 +65,7 @@ def say_on_stderr(line: str) -> None:
 
 
 class WatchCallback(TrainerCallback):
-    """A callback that watches a run of the configuration that a Summary answers with.
+    """A callback that watches a run of the configuration that an Answer holds.
 
     `lines` has what was said. `tolerance` is the share by which the speed may differ [default: 0.1 of
     what was measured, 0.3 of what was predicted], `window_steps` how many steps a speed is taken over.
@@ -73,7 +73,7 @@ class WatchCallback(TrainerCallback):
 
     def __init__(
         self,
-        summary: Summary,
+        answer: Answer,
         *,
         tolerance: float | None = None,
         window_steps: int = 20,
@@ -81,14 +81,14 @@ class WatchCallback(TrainerCallback):
     ) -> None:
         self.lines: list[str] = []
         self._say_line = say
-        self._evidence = summary.evidence
-        self._card = summary.gpu
-        self._plan: Estimate | Measurement = summary.best
-        self._planned_bytes: int | None = summary.best.peak_reserved_bytes
+        self._evidence = answer.evidence
+        self._card = answer.gpu
+        self._plan: Estimate | Measurement = answer.best
+        self._planned_bytes: int | None = answer.best.peak_reserved_bytes
         """Planned bytes that torch's allocator reserves at the peak."""
-        if summary.measured is not None:
-            self._plan = summary.measured.final
-            self._planned_bytes = summary.measured.final.most_reserved_bytes
+        if answer.measured is not None:
+            self._plan = answer.measured.final
+            self._planned_bytes = answer.measured.final.most_reserved_bytes
         self._config = self._plan.config
         self._tolerance = TOLERANCES[self._evidence] if tolerance is None else tolerance
         self._window_steps = window_steps
