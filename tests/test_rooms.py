@@ -240,6 +240,15 @@ def test_what_is_allowed_is_not_a_breach(tmp_path: Path) -> None:
     assert problems(package) == []
 
 
+def test_a_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module_name(path, PACKAGE))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 @pytest.mark.worker
 @pytest.mark.parametrize(
     ("code", "slow"),

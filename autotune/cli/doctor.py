@@ -23,10 +23,10 @@ def doctor(*, storage: str, as_json: bool) -> int:
     """
     from autotune import doctor as checks
     from autotune.doctor import draw as drawn
-    from autotune.doctor.machine import Machine
+    from autotune.doctor.machine import CheckedMachine
 
     findings = []
-    for found in checks.examine(Machine(storage)):
+    for found in checks.examine(CheckedMachine(storage)):
         findings.append(found)
         if not as_json:
             drawn.draw_finding(found, sys.stdout)

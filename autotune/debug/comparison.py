@@ -40,7 +40,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class RecordedAllocation:
     """An allocation of the run."""
 
     event: int
@@ -55,7 +55,7 @@ class Parting:
     """The first place at which the two differ; None on the side that has nothing more."""
 
     predicted: Predicted | None
-    seen: Seen | None
+    seen: RecordedAllocation | None
     more_bytes: int = 0
     """Bytes by which more is live in the run, where that is the difference."""
 
@@ -82,7 +82,7 @@ class SeenGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class SnapshotComparison:
     """Places where a prediction and a run part, with their figures."""
 
     least_bytes: int
@@ -125,7 +125,7 @@ class _Allocation:
     """Bytes live with this allocation included."""
 
 
-def compare(tape: TapeFile, run: Recorded, *, least_bytes: int = LEAST_BYTES) -> Comparison:
+def compare(tape: TapeFile, run: Recorded, *, least_bytes: int = LEAST_BYTES) -> SnapshotComparison:
     """Lay a prediction and a recorded run side by side.
 
     `least_bytes`: size below which tensors do not count.
@@ -140,7 +140,7 @@ def compare(tape: TapeFile, run: Recorded, *, least_bytes: int = LEAST_BYTES) ->
     if num_equal < min(len(ours), len(theirs)):
         sizes = _parting(tape, run, ours[num_equal], theirs[num_equal])
     only_predicted, only_seen = _groups(tape, run, least_bytes)
-    return Comparison(
+    return SnapshotComparison(
         least_bytes=least_bytes,
         predicted_live_bytes=sum(rounded(tape.tensors[n].size_bytes) for n in tape.live_at_peak()),
         seen_live_bytes=run.peak_live_bytes,
@@ -260,7 +260,9 @@ def _parting(
             layer=tensor.layer,
             step=phase.step,
         ),
-        seen=Seen(event=event.position, size_bytes=theirs.size_bytes, frames=event.tensor.frames),
+        seen=RecordedAllocation(
+            event=event.position, size_bytes=theirs.size_bytes, frames=event.tensor.frames
+        ),
         more_bytes=more_bytes,
     )
 

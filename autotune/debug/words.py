@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autotune.common.units import counted, format_bytes
-from autotune.debug.comparison import Comparison, Parting
+from autotune.debug.comparison import Parting, SnapshotComparison
 from autotune.debug.tape import TapeFile, live_groups
 
 NUM_GROUPS = 10
@@ -37,7 +37,7 @@ def lines_of_tape(tape: TapeFile, words: str) -> Iterator[str]:
         yield f"  {format_bytes(rest_bytes):>10}  {num_tensors:>5} others"
 
 
-def lines_of_comparison(found: Comparison) -> Iterator[str]:
+def lines_of_comparison(found: SnapshotComparison) -> Iterator[str]:
     """Yield lines for what is equal, where they part, and what only one of them has."""
     yield "                predicted        the run"
     yield _row("live at peak", found.predicted_live_bytes, found.seen_live_bytes)
@@ -75,7 +75,7 @@ def _row(name: str, predicted_bytes: int, seen_bytes: int) -> str:
     )
 
 
-def _alignment(found: Comparison) -> Iterator[str]:
+def _alignment(found: SnapshotComparison) -> Iterator[str]:
     step = found.begins_step
     begin = "before the first step" if step < 0 else f"with step {step}"
     skipped = f", {found.num_skipped:,} allocations before that" if found.num_skipped else ""
@@ -106,7 +106,7 @@ def _both(parting: Parting) -> Iterator[str]:
         )
 
 
-def _predicted_groups(found: Comparison) -> Iterator[str]:
+def _predicted_groups(found: SnapshotComparison) -> Iterator[str]:
     for group in found.only_predicted:
         yield (
             f"  {group.count:>5} x {format_bytes(group.size_bytes):>10}  "
@@ -114,7 +114,7 @@ def _predicted_groups(found: Comparison) -> Iterator[str]:
         )
 
 
-def _seen_groups(found: Comparison) -> Iterator[str]:
+def _seen_groups(found: SnapshotComparison) -> Iterator[str]:
     for group in found.only_seen:
         yield f"  {group.count:>5} x {format_bytes(group.size_bytes):>10}  {_stack(group.frames)}"
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from autotune.common.secrets import redacted
 from autotune.doctor import card, host, libraries, reach
-from autotune.doctor.machine import Machine, NotAnswered
-from autotune.doctor.verdict import Status, Verdict, fail, warn
+from autotune.doctor.machine import CheckedMachine, NotAnswered
+from autotune.doctor.verdict import Diagnosis, Status, fail, warn
 from autotune.errors import AutotuneError, ConfigError, HardwareError, StorageError, WorkerError
 from autotune.records.estimate import SCHEMA_VERSION
 
@@ -26,7 +26,7 @@ class Check:
     """A check, whose result is one line."""
 
     name: str
-    ask: Callable[[Machine], Verdict]
+    ask: Callable[[CheckedMachine], Diagnosis]
     error: type[AutotuneError]
     """Error whose exit code a failure has."""
 
@@ -45,11 +45,11 @@ CHECKS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class CheckResult:
     """A check's result, and how long it took."""
 
     check: Check
-    verdict: Verdict
+    verdict: Diagnosis
     seconds: float
 
     def to_dict(self) -> dict[str, object]:
@@ -63,14 +63,14 @@ class Finding:
         }
 
 
-def examine(machine: Machine) -> Iterator[Finding]:
+def examine(machine: CheckedMachine) -> Iterator[CheckResult]:
     """Run every check, one after the other; a check that breaks is a line that failed."""
     for check in CHECKS:
         started = time.monotonic()
         verdict = _asked(check, machine)
-        yield Finding(
+        yield CheckResult(
             check=check,
-            verdict=Verdict(
+            verdict=Diagnosis(
                 status=verdict.status,
                 said=redacted(verdict.said),
                 remedy=redacted(verdict.remedy),
@@ -79,13 +79,13 @@ def examine(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def exit_code(findings: list[Finding]) -> int:
+def exit_code(findings: list[CheckResult]) -> int:
     failed = (found for found in findings if found.verdict.status is Status.FAIL)
     first = next(failed, None)
     return 0 if first is None else first.check.error.exit_code
 
 
-def to_dict(findings: list[Finding]) -> dict[str, object]:
+def to_dict(findings: list[CheckResult]) -> dict[str, object]:
     """Return the object of `doctor --json`."""
     worst = max((found.verdict.status for found in findings), key=list(Status).index)
     return {
@@ -97,7 +97,7 @@ def to_dict(findings: list[Finding]) -> dict[str, object]:
     }
 
 
-def _asked(check: Check, machine: Machine) -> Verdict:
+def _asked(check: Check, machine: CheckedMachine) -> Diagnosis:
     try:
         return check.ask(machine)
     except NotAnswered as end:

@@ -6,11 +6,11 @@ Only the first card that is visible is looked at: probes run on that one.
 from __future__ import annotations
 
 from autotune.catalogue import nvml
-from autotune.doctor.machine import Machine
-from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
+from autotune.doctor.machine import CheckedMachine
+from autotune.doctor.verdict import NO_CARD, Diagnosis, fail, ok, warn
 
 
-def driver(machine: Machine) -> Verdict:
+def driver(machine: CheckedMachine) -> Diagnosis:
     card = machine.card
     if isinstance(card, nvml.NoCard):
         if card.is_fault:
@@ -24,7 +24,7 @@ def driver(machine: Machine) -> Verdict:
     return ok(f"{card.driver}; {card.name}, compute capability {major}.{minor}{more}")
 
 
-def cuda(machine: Machine) -> Verdict:
+def cuda(machine: CheckedMachine) -> Diagnosis:
     """Check that the driver is new enough for the CUDA that torch was built for.
 
     Within a major version an older driver runs what a newer CUDA compiled, but compiles nothing itself

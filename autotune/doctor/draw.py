@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from autotune.common.units import format_seconds
-from autotune.doctor import CHECKS, Finding
+from autotune.doctor import CHECKS, CheckResult
 from autotune.doctor.verdict import Status
 from autotune.report import terminal
 from autotune.report.words import printable
@@ -20,7 +20,7 @@ _NARROW_COLUMNS = 60
 """Width below which the text goes under its label, where there is room for it."""
 
 
-def draw_finding(found: Finding, file: TextIO) -> None:
+def draw_finding(found: CheckResult, file: TextIO) -> None:
     """Draw a status word, which needs no colour, the check's name, what was found, what to do."""
     from rich.text import Text
 
@@ -47,7 +47,7 @@ def draw_finding(found: Finding, file: TextIO) -> None:
             head = (" " * indent,)
 
 
-def draw_end(findings: Sequence[Finding], file: TextIO) -> None:
+def draw_end(findings: Sequence[CheckResult], file: TextIO) -> None:
     """Draw how many there are of each, and how long it took."""
     counts = Counter(found.verdict.status for found in findings)
     seconds = sum(found.seconds for found in findings)

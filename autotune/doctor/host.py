@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autotune.common.units import GIB, format_bytes
-from autotune.doctor.machine import Machine
-from autotune.doctor.verdict import Verdict, fail, ok, warn
+from autotune.doctor.machine import CheckedMachine
+from autotune.doctor.verdict import Diagnosis, fail, ok, warn
 from autotune.errors import StorageError
 from autotune.store.database import file_of, parse_url
 
@@ -28,7 +28,7 @@ _REMEDIES = {
 }
 
 
-def disk(machine: Machine) -> Verdict:
+def disk(machine: CheckedMachine) -> Diagnosis:
     """Check that the folders for studies, the Hub's cache and workers' files can be written and have room.
 
     Whether files can be written there is asked by writing one, as a full quota says nothing before.

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from autotune.catalogue import nvml
-from autotune.doctor.machine import Machine
-from autotune.doctor.verdict import NO_CARD, Verdict, fail, ok, warn
+from autotune.doctor.machine import CheckedMachine
+from autotune.doctor.verdict import NO_CARD, Diagnosis, fail, ok, warn
 from autotune.memory.out_of_memory import says_out_of_memory
 
 _GET_TORCH = "Install one of https://pytorch.org/get-started/locally for your driver"
@@ -26,7 +26,7 @@ _WHEN_UNUSABLE = (
 )
 
 
-def torch(machine: Machine) -> Verdict:
+def torch(machine: CheckedMachine) -> Diagnosis:
     """Check that torch loads, and can use the card where there is one."""
     build = machine.ask("torch")
     if build["problem"]:
@@ -50,7 +50,7 @@ def torch(machine: Machine) -> Verdict:
     return ok(f"{found}, ran on the {card.name}")
 
 
-def kernels(machine: Machine) -> Verdict:
+def kernels(machine: CheckedMachine) -> Diagnosis:
     """Check that this build of torch has machine code for the card.
 
     Code for X.y runs on X.z, z not below y; from PTX the driver compiles for any later card
@@ -74,7 +74,7 @@ def kernels(machine: Machine) -> Verdict:
     return fail(f"{said}: none runs on it", f"{_GET_TORCH}, with kernels for {major}.{minor}")
 
 
-def bitsandbytes(machine: Machine) -> Verdict:
+def bitsandbytes(machine: CheckedMachine) -> Diagnosis:
     part = machine.ask("bitsandbytes")
     found, library = part.get("version", ""), part.get("library", "")
     lost = "QLoRA, LLM.int8 and the 8-bit and paged optimizers do not work"
@@ -93,7 +93,7 @@ def bitsandbytes(machine: Machine) -> Verdict:
     return ok(f"{found}, {library}")
 
 
-def flash_attention(machine: Machine) -> Verdict:
+def flash_attention(machine: CheckedMachine) -> Diagnosis:
     """Check flash attention, which is optional: torch's sdpa has flash kernels too.
 
     One that does not load spoils every probe of it.

@@ -26,7 +26,7 @@ class NotAnswered(Exception):
         """It ended in this very part."""
 
 
-class Machine:
+class CheckedMachine:
     """This machine, with the database that is asked about."""
 
     def __init__(

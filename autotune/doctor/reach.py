@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from autotune.doctor.machine import Machine
-from autotune.doctor.verdict import Verdict, fail, ok, warn
+from autotune.doctor.machine import CheckedMachine
+from autotune.doctor.verdict import Diagnosis, fail, ok, warn
 from autotune.errors import StorageError
 from autotune.store import optuna_study, upgrade
 from autotune.store.database import engine_options, explained, file_of, parse_url
@@ -23,7 +23,7 @@ _WITHOUT_HUB = (
 )
 
 
-def database(machine: Machine) -> Verdict:
+def database(machine: CheckedMachine) -> Diagnosis:
     """Check that the database can be read and written, and whose versions wrote it. Nothing is created."""
     from autotune.store.schema import HEAD
 
@@ -71,7 +71,7 @@ def _ask(url: URL) -> tuple[str, list[str], str | None]:
     return f"{engine.dialect.name} {'.'.join(map(str, numbers))}", tables, ours
 
 
-def hub(_machine: Machine) -> Verdict:
+def hub(_machine: CheckedMachine) -> Diagnosis:
     """Check that a configuration could be fetched, asked as autotune.catalogue.models does, token and all."""
     import huggingface_hub
     from huggingface_hub import constants, errors

@@ -17,7 +17,7 @@ class Status(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Diagnosis:
     """A check's outcome: one line of the doctor."""
 
     status: Status
@@ -30,16 +30,16 @@ class Verdict:
         assert self.status is Status.OK or self.remedy, self.said
 
 
-def ok(said: str) -> Verdict:
-    return Verdict(status=Status.OK, said=said)
+def ok(said: str) -> Diagnosis:
+    return Diagnosis(status=Status.OK, said=said)
 
 
-def warn(said: str, remedy: str) -> Verdict:
-    return Verdict(status=Status.WARN, said=said, remedy=remedy)
+def warn(said: str, remedy: str) -> Diagnosis:
+    return Diagnosis(status=Status.WARN, said=said, remedy=remedy)
 
 
-def fail(said: str, remedy: str) -> Verdict:
-    return Verdict(status=Status.FAIL, said=said, remedy=remedy)
+def fail(said: str, remedy: str) -> Diagnosis:
+    return Diagnosis(status=Status.FAIL, said=said, remedy=remedy)
 
 
 NO_CARD = ok("no card here: nothing to check")

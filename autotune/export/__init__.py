@@ -106,7 +106,7 @@ def why_not(exporter: Exporter, workload: Workload, config: TrainConfig) -> str:
     return ""
 
 
-def check_targets(exporters: Sequence[Exporter], chosen: Sequence[targets.Target]) -> None:
+def check_targets(exporters: Sequence[Exporter], chosen: Sequence[targets.TargetVersion]) -> None:
     """Check that these versions can be named for these files. Raises ConfigError."""
     if not chosen:
         return

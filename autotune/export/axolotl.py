@@ -12,9 +12,9 @@ from typing import Any
 
 from autotune.export.carried import Unsaid
 from autotune.export.mapping import (
-    Choice,
     Row,
-    Target,
+    Spelling,
+    TrainerFile,
     choices,
     module_names,
     of_alpha,
@@ -80,7 +80,7 @@ def _say_optimizer(optimizer: str) -> dict[str, Any]:
     return {"optimizer": optimizer, "optim_target_modules": None, **added}
 
 
-TARGET = Target(
+TARGET = TrainerFile(
     name="axolotl",
     source="axolotl 0.19.0",
     model_key="base_model",
@@ -88,12 +88,12 @@ TARGET = Target(
     rows=(
         choices(
             ("method", "quantization", "quantization_storage"),
-            Choice(ours=("full", "none", "uint8"), theirs=_base(None)),
-            Choice(ours=("lora", "none", "uint8"), theirs=_base("lora")),
-            Choice(ours=("qlora", "int8", "uint8"), theirs=_base("lora", 8)),
+            Spelling(ours=("full", "none", "uint8"), theirs=_base(None)),
+            Spelling(ours=("lora", "none", "uint8"), theirs=_base("lora")),
+            Spelling(ours=("qlora", "int8", "uint8"), theirs=_base("lora", 8)),
             # Where none is named axolotl takes bfloat16, float32 for some models: the bytes of uint8.
             *(
-                Choice(
+                Spelling(
                     ours=("qlora", row.name, storage or "uint8"),
                     theirs={
                         **_base("qlora", 4),
@@ -117,9 +117,9 @@ TARGET = Target(
         ),
         choices(
             ("lora_variant",),
-            Choice(ours=("plain",), theirs={"peft_use_dora": False, "peft_use_rslora": False}),
-            Choice(ours=("rslora",), theirs={"peft_use_dora": False, "peft_use_rslora": True}),
-            Choice(ours=("dora",), theirs={"peft_use_dora": True, "peft_use_rslora": False}),
+            Spelling(ours=("plain",), theirs={"peft_use_dora": False, "peft_use_rslora": False}),
+            Spelling(ours=("rslora",), theirs={"peft_use_dora": False, "peft_use_rslora": True}),
+            Spelling(ours=("dora",), theirs={"peft_use_dora": True, "peft_use_rslora": False}),
             methods=_LORA,
         ),
         of_key("lora_dropout", methods=_LORA),
@@ -137,27 +137,27 @@ TARGET = Target(
         # "auto" is for bf16 what the card has, and off beside fp16.
         choices(
             ("precision",),
-            Choice(ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False}),
-            Choice(ours=("bf16-autocast",), theirs={"bf16": "auto", "fp16": False}),
-            Choice(ours=("fp16-autocast",), theirs={"bf16": False, "fp16": True}),
-            Choice(ours=("fp16-autocast",), theirs={"bf16": "auto", "fp16": True}),
-            Choice(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": True}),
-            Choice(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": "auto"}),
-            Choice(ours=("fp32",), theirs={"bf16": False, "fp16": False, "tf32": False}),
+            Spelling(ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False}),
+            Spelling(ours=("bf16-autocast",), theirs={"bf16": "auto", "fp16": False}),
+            Spelling(ours=("fp16-autocast",), theirs={"bf16": False, "fp16": True}),
+            Spelling(ours=("fp16-autocast",), theirs={"bf16": "auto", "fp16": True}),
+            Spelling(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": True}),
+            Spelling(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": "auto"}),
+            Spelling(ours=("fp32",), theirs={"bf16": False, "fp16": False, "tf32": False}),
             nearest={("fp16-mixed",): ("fp16-autocast",), (): ("bf16-autocast",)},
         ),
         choices(
             ("activation_checkpointing", "activation_offloading"),
-            Choice(
+            Spelling(
                 ours=(0, False),
                 theirs={"gradient_checkpointing": False, "activation_offloading": False},
             ),
-            Choice(
+            Spelling(
                 ours=(1, False),
                 theirs={"gradient_checkpointing": True, "activation_offloading": False},
                 beside={"gradient_checkpointing_kwargs.use_reentrant": False},
             ),
-            Choice(
+            Spelling(
                 ours=(1, True),
                 theirs={"gradient_checkpointing": True, "activation_offloading": "hidden_states"},
                 beside={"gradient_checkpointing_kwargs.use_reentrant": False},
@@ -177,9 +177,9 @@ TARGET = Target(
         ),
         choices(
             ("batching",),
-            Choice(ours=("packed",), theirs={"sample_packing": True, "group_by_length": False}),
+            Spelling(ours=("packed",), theirs={"sample_packing": True, "group_by_length": False}),
             *(
-                Choice(
+                Spelling(
                     ours=(batching,),
                     theirs={
                         "sample_packing": False,
@@ -197,28 +197,28 @@ TARGET = Target(
         ),
         choices(
             ("liger",),
-            Choice(ours=(False,), theirs=dict.fromkeys(_LIGER, False)),
-            Choice(
+            Spelling(ours=(False,), theirs=dict.fromkeys(_LIGER, False)),
+            Spelling(
                 ours=(True,),
                 theirs=dict.fromkeys(_LIGER, True),
                 within={"plugins": _LIGER_PLUGIN},
             ),
             # Its loss without logits is what most of its memory is about.
-            Choice(ours=(False,), theirs={"liger_fused_linear_cross_entropy": False}),
-            Choice(
+            Spelling(ours=(False,), theirs={"liger_fused_linear_cross_entropy": False}),
+            Spelling(
                 ours=(True,),
                 theirs={"liger_fused_linear_cross_entropy": True},
                 within={"plugins": _LIGER_PLUGIN},
             ),
-            Choice(ours=(False,), theirs={}),  # without the plugin the keys say nothing
+            Spelling(ours=(False,), theirs={}),  # without the plugin the keys say nothing
         ),
         of_key("torch_empty_cache_steps"),
         of_key("neftune_noise_alpha"),
         choices(
             ("torch_compile",),
-            Choice(ours=("none",), theirs={"torch_compile": False}),
+            Spelling(ours=("none",), theirs={"torch_compile": False}),
             *(
-                Choice(
+                Spelling(
                     ours=(mode,), theirs={"torch_compile": switch, "torch_compile_mode": mode}
                 )
                 for mode in COMPILE_MODES

@@ -13,9 +13,9 @@ from typing import Any
 
 from autotune.export.carried import Unsaid
 from autotune.export.mapping import (
-    Choice,
     Row,
-    Target,
+    Spelling,
+    TrainerFile,
     choices,
     module_names,
     of_alpha,
@@ -56,20 +56,20 @@ def _quantized(bits: int | None, **more: Any) -> dict[str, Any]:
     return {"finetuning_type": "lora", "quantization_bit": bits, **more}
 
 
-TARGET = Target(
+TARGET = TrainerFile(
     name="LLaMA-Factory",
     source="llamafactory 0.9.5",
     model_key="model_name_or_path",
     rows=(
         choices(
             ("method", "quantization"),
-            Choice(
+            Spelling(
                 ours=("full", "none"), theirs={"finetuning_type": "full", "quantization_bit": None}
             ),
-            Choice(ours=("lora", "none"), theirs=_quantized(None)),
-            Choice(ours=("qlora", "int8"), theirs=_quantized(8, quantization_method="bnb")),
+            Spelling(ours=("lora", "none"), theirs=_quantized(None)),
+            Spelling(ours=("qlora", "int8"), theirs=_quantized(8, quantization_method="bnb")),
             *(
-                Choice(
+                Spelling(
                     ours=("qlora", row.name),
                     theirs=_quantized(
                         4,
@@ -83,7 +83,7 @@ TARGET = Target(
             ),
         ),
         choices(
-            (), Choice(ours=(), theirs={"stage": "sft"}), Choice(ours=(), theirs={"stage": "pt"})
+            (), Spelling(ours=(), theirs={"stage": "sft"}), Spelling(ours=(), theirs={"stage": "pt"})
         ),
         of_key("lora_rank", methods=_LORA),
         Row(
@@ -95,9 +95,9 @@ TARGET = Target(
         ),
         choices(
             ("lora_variant",),
-            Choice(ours=("plain",), theirs={"use_dora": False, "use_rslora": False}),
-            Choice(ours=("rslora",), theirs={"use_dora": False, "use_rslora": True}),
-            Choice(ours=("dora",), theirs={"use_dora": True, "use_rslora": False}),
+            Spelling(ours=("plain",), theirs={"use_dora": False, "use_rslora": False}),
+            Spelling(ours=("rslora",), theirs={"use_dora": False, "use_rslora": True}),
+            Spelling(ours=("dora",), theirs={"use_dora": True, "use_rslora": False}),
             methods=_LORA,
         ),
         of_key("lora_dropout", methods=_LORA),
@@ -114,17 +114,17 @@ TARGET = Target(
         # What trains is put into float32, but for pure_bf16 (model/adapter.py).
         choices(
             ("precision",),
-            Choice(ours=("bf16-mixed",), theirs={"bf16": True, "fp16": False, "pure_bf16": False}),
-            Choice(ours=("fp16-mixed",), theirs={"bf16": False, "fp16": True, "pure_bf16": False}),
-            Choice(ours=("bf16-true",), theirs={"bf16": False, "fp16": False, "pure_bf16": True}),
-            Choice(
+            Spelling(ours=("bf16-mixed",), theirs={"bf16": True, "fp16": False, "pure_bf16": False}),
+            Spelling(ours=("fp16-mixed",), theirs={"bf16": False, "fp16": True, "pure_bf16": False}),
+            Spelling(ours=("bf16-true",), theirs={"bf16": False, "fp16": False, "pure_bf16": True}),
+            Spelling(
                 ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False, "pure_bf16": True}
             ),
-            Choice(
+            Spelling(
                 ours=("tf32",),
                 theirs={"bf16": False, "fp16": False, "pure_bf16": False, "tf32": True},
             ),
-            Choice(
+            Spelling(
                 ours=("fp32",),
                 theirs={"bf16": False, "fp16": False, "pure_bf16": False, "tf32": False},
             ),
@@ -138,54 +138,54 @@ TARGET = Target(
         # Frozen weights are loaded in the dtype of bf16 or fp16; with neither, in the checkpoint's.
         choices(
             ("precision",),
-            Choice(
+            Spelling(
                 ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False, "pure_bf16": False}
             ),
-            Choice(
+            Spelling(
                 ours=("fp16-autocast",), theirs={"bf16": False, "fp16": True, "pure_bf16": False}
             ),
-            Choice(ours=("bf16-true",), theirs={"bf16": False, "fp16": False, "pure_bf16": True}),
+            Spelling(ours=("bf16-true",), theirs={"bf16": False, "fp16": False, "pure_bf16": True}),
             methods=_LORA,
             nearest={("fp16-mixed",): ("fp16-autocast",), (): ("bf16-autocast",)},
         ),
         # use_unsloth_gc keeps a layer's input in host memory (model/model_utils/checkpointing.py).
         choices(
             ("activation_checkpointing", "activation_offloading"),
-            Choice(
+            Spelling(
                 ours=(1, False),
                 theirs={"disable_gradient_checkpointing": False, "use_unsloth_gc": False},
             ),
-            Choice(
+            Spelling(
                 ours=(1, True),
                 theirs={"disable_gradient_checkpointing": False, "use_unsloth_gc": True},
             ),
-            Choice(
+            Spelling(
                 ours=(0, False),
                 theirs={"disable_gradient_checkpointing": True, "use_unsloth_gc": False},
             ),
-            Choice(ours=(0, False), theirs={"disable_gradient_checkpointing": True}),
+            Spelling(ours=(0, False), theirs={"disable_gradient_checkpointing": True}),
             nearest={(): (1, False)},
         ),
         # auto leaves it to Transformers, which takes sdpa.
         choices(
             ("attention",),
-            Choice(ours=("sdpa",), theirs={"flash_attn": "sdpa"}),
-            Choice(ours=("sdpa",), theirs={"flash_attn": "auto"}),
-            Choice(ours=("eager",), theirs={"flash_attn": "disabled"}),
-            Choice(ours=("flash_attention_2",), theirs={"flash_attn": "fa2"}),
+            Spelling(ours=("sdpa",), theirs={"flash_attn": "sdpa"}),
+            Spelling(ours=("sdpa",), theirs={"flash_attn": "auto"}),
+            Spelling(ours=("eager",), theirs={"flash_attn": "disabled"}),
+            Spelling(ours=("flash_attention_2",), theirs={"flash_attn": "fa2"}),
             nearest={("flash_attention_3",): ("flash_attention_2",), (): ("sdpa",)},
         ),
         choices(
             ("batching",),
-            Choice(
+            Spelling(
                 ours=("packed",), theirs={"packing": True, "train_sampling_strategy": "random"}
             ),
-            Choice(ours=("packed",), theirs={"packing": False, "stage": "pt"}),
-            Choice(
+            Spelling(ours=("packed",), theirs={"packing": False, "stage": "pt"}),
+            Spelling(
                 ours=("grouped",),
                 theirs={"packing": False, "train_sampling_strategy": "group_by_length"},
             ),
-            Choice(
+            Spelling(
                 ours=("padded",), theirs={"packing": False, "train_sampling_strategy": "random"}
             ),
             nearest={(): ("padded",)},

@@ -30,7 +30,7 @@ class NotLiteral:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Spelling:
     """A way to say some of our settings."""
 
     ours: tuple[Any, ...]
@@ -52,7 +52,7 @@ class Row:
     ours: tuple[str, ...]
     """Fields of TrainConfig that the row is about."""
     keys: tuple[str, ...]
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[Spelling, ...] = ()
     say: Callable[..., Mapping[str, Any]] | None = None
     hear: Callable[[Mapping[str, Any]], Any] | None = None
     """Reads their value. May raise ValueError; the setting's own check comes after it."""
@@ -72,17 +72,17 @@ class Row:
         """Return the values that decide how the row is said."""
         return tuple(getattr(config, name) for name in (*self.ours, *self.also))
 
-    def choice_for(self, values: tuple[Any, ...]) -> Choice | None:
+    def choice_for(self, values: tuple[Any, ...]) -> Spelling | None:
         return next((choice for choice in self.choices if choice.ours == values), None)
 
-    def choice_said(self, values: tuple[Any, ...]) -> Choice | None:
+    def choice_said(self, values: tuple[Any, ...]) -> Spelling | None:
         """Return the choice for the values, or what is nearest to them."""
         nearest = self.nearest.get(values, self.nearest.get((), ()))
         return self.choice_for(values) or self.choice_for(nearest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class TrainerFile:
     """Another trainer's configuration file."""
 
     name: str
@@ -125,7 +125,7 @@ class Target:
     """Cases in which the trainer does what was not predicted, whatever its file says."""
 
 
-def choices(ours: tuple[str, ...], *rows: Choice, **more: Any) -> Row:
+def choices(ours: tuple[str, ...], *rows: Spelling, **more: Any) -> Row:
     """Return a row that is one of some choices."""
     keys = dict.fromkeys(key for row in rows for key in (*row.theirs, *row.within))
     return Row(ours=ours, keys=tuple(keys), choices=rows, **more)
@@ -159,7 +159,7 @@ def _by_its_name(name: str, value: Any) -> dict[str, Any]:
 
 def of_values(name: str, key: str, values: Mapping[Any, Any], **more: Any) -> Row:
     """Return a row that maps one of ours to one of theirs."""
-    rows = (Choice(ours=(ours,), theirs={key: said}) for ours, said in values.items())
+    rows = (Spelling(ours=(ours,), theirs={key: said}) for ours, said in values.items())
     return choices((name,), *rows, **more)
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from autotune.export.carried import Unsaid
-from autotune.export.mapping import Row, Target
+from autotune.export.mapping import Row, TrainerFile
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
 
 _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 
 
-def keys_of(target: Target, config: TrainConfig) -> dict[str, Any]:
+def keys_of(target: TrainerFile, config: TrainConfig) -> dict[str, Any]:
     """Return the target's keys that say the configuration, or what is nearest, those at their default too."""
     keys: dict[str, Any] = {}
     for row in _rows(target, config.method):
@@ -30,7 +30,7 @@ def keys_of(target: Target, config: TrainConfig) -> dict[str, Any]:
     return keys
 
 
-def unsaid(target: Target, config: TrainConfig) -> tuple[Unsaid, ...]:
+def unsaid(target: TrainerFile, config: TrainConfig) -> tuple[Unsaid, ...]:
     """Each setting that the target has no key for."""
     lost = [each for row in _rows(target, config.method) for each in _unsaid_by(row, config)]
     said = {"num_gpus", *target.fixed, *(name for row in target.rows for name in row.ours)}
@@ -59,7 +59,7 @@ def _unsaid_by(row: Row, config: TrainConfig) -> Iterator[Unsaid]:
         yield Unsaid(row.ours[0], words)
 
 
-def says_method(target: Target, method: str) -> bool:
+def says_method(target: TrainerFile, method: str) -> bool:
     """Return whether the target trains that way at all."""
     if "method" in target.elsewhere:
         return True
@@ -69,7 +69,7 @@ def says_method(target: Target, method: str) -> bool:
     return any(choice.ours[0] == method for choice in row.choices)
 
 
-def allows(target: Target, method: str, name: str, value: object) -> bool:
+def allows(target: TrainerFile, method: str, name: str, value: object) -> bool:
     """Return whether the target can express the setting's value, alone or with some value of another."""
     if not says_method(target, method):
         return False
@@ -112,5 +112,5 @@ def _words(name: str, config: TrainConfig) -> str:
     return str(value) if knob is None else knob.words(value)
 
 
-def _rows(target: Target, method: str) -> Iterable[Row]:
+def _rows(target: TrainerFile, method: str) -> Iterable[Row]:
     return (row for row in target.rows if method in row.methods)

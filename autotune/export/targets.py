@@ -25,7 +25,7 @@ _FORM = "Name a release: --target transformers==5.0.0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class TargetVersion:
     """A version that was named, and what the release takes whose names stand for it."""
 
     library: str
@@ -56,16 +56,18 @@ class Target:
         return {name: "" for name in sorted(self.names) if name.isidentifier()}
 
 
-_NAMED: ContextVar[Mapping[str, Target]] = ContextVar("targets", default=MappingProxyType({}))
+_NAMED: ContextVar[Mapping[str, TargetVersion]] = ContextVar(
+    "targets", default=MappingProxyType({})
+)
 
 
-def of(library: str) -> Target | None:
+def of(library: str) -> TargetVersion | None:
     """Return the version that was named of that library; None where names are the installed version's."""
     return _NAMED.get().get(library)
 
 
 @contextlib.contextmanager
-def named(targets: Iterable[Target]) -> Iterator[None]:
+def named(targets: Iterable[TargetVersion]) -> Iterator[None]:
     """Let files that are written meanwhile have these versions' names."""
     token = _NAMED.set({target.library: target for target in targets})
     try:
@@ -80,7 +82,7 @@ def said(*libraries: str) -> str:
     return f" for {' and '.join(targets)}" if targets else ""
 
 
-def read(texts: Sequence[str]) -> tuple[Target, ...]:
+def read(texts: Sequence[str]) -> tuple[TargetVersion, ...]:
     """Read `library==version` of each. Raises ConfigError."""
     targets = tuple(map(_read_one, texts))
     names = [target.library for target in targets]
@@ -89,7 +91,7 @@ def read(texts: Sequence[str]) -> tuple[Target, ...]:
     return targets
 
 
-def _read_one(text: str) -> Target:
+def _read_one(text: str) -> TargetVersion:
     library, equals, version = (part.strip() for part in text.partition("=="))
     if library not in LIBRARIES:
         raise ConfigError(
@@ -106,7 +108,7 @@ def _read_one(text: str) -> Target:
             f"The names of {library} {version} are not known",
             why=f"Known are {next(iter(releases))} to {newest(library)}",
         )
-    return Target(
+    return TargetVersion(
         library=library, version=version, release=earlier[-1], names=releases[earlier[-1]]
     )
 

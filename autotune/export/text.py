@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.export.mapping import Target
+from autotune.export.mapping import TrainerFile
 from autotune.export.mapping_write import unsaid
 from autotune.space.config import TrainConfig
 
 
 def as_yaml(
-    target: Target,
+    target: TrainerFile,
     config: TrainConfig,
     keys: Mapping[str, Any],
     yours: Mapping[str, Any],
@@ -47,7 +47,7 @@ def as_yaml(
     return f"{comments}\n" + "\n# Yours: what is trained on, and how.\n".join(parts)
 
 
-def caveats_of(target: Target, config: TrainConfig) -> list[str]:
+def caveats_of(target: TrainerFile, config: TrainConfig) -> list[str]:
     """Return cases in which the trainer does otherwise than predicted."""
     return [words for holds, words in target.caveats if holds(config)]
 

@@ -34,7 +34,7 @@ _SMALLEST = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BaseRun:
+class SavedRun:
     """The user's own run as the file has it."""
 
     config: TrainConfig
@@ -58,7 +58,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def read_train_config(path: Path, files: Files | None = None) -> BaseRun:
+def read_train_config(path: Path, files: Files | None = None) -> SavedRun:
     """Read the run of a file as `write` makes it, perhaps edited. Raises ConfigError.
 
     `files` None: the disk's.
@@ -67,7 +67,7 @@ def read_train_config(path: Path, files: Files | None = None) -> BaseRun:
     return from_yaml(text, source=str(path))
 
 
-def from_yaml(text: str, *, source: str = filename) -> BaseRun:
+def from_yaml(text: str, *, source: str = filename) -> SavedRun:
     """Read what `write` has written. The workload in it is for people and not read.
 
     Raises ConfigError, which names every problem: broken YAML, Python tags, unknown or missing
@@ -103,7 +103,7 @@ def from_yaml(text: str, *, source: str = filename) -> BaseRun:
     if problems:
         raise ConfigError(f"{source} cannot be used", why="; ".join(problems))
     config = TrainConfig(**content["config"])
-    return BaseRun(config=config, extra_arguments=extra_arguments)
+    return SavedRun(config=config, extra_arguments=extra_arguments)
 
 
 def _problems(values: dict[Any, Any]) -> list[str]:

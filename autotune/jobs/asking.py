@@ -39,7 +39,7 @@ from autotune.search.budget import CardSource, ChosenCard
 from autotune.search.resolve import Brought
 from autotune.space import space_file
 from autotune.space.lengths import Lengths
-from autotune.store.jobs import Job, Wanted
+from autotune.store.jobs import Job, WantedMachine
 from autotune.store.recommendations import question_of
 
 VERSION = 2
@@ -51,7 +51,7 @@ SPACE_FILE = "space.yaml"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ReceivedQuestion:
     """A question as a worker reads it."""
 
     options: Question
@@ -67,7 +67,9 @@ class _WithoutSecrets(Disk):
         return text
 
 
-def prepare(options: Question, *, note: Callable[[str], None]) -> tuple[dict[str, Any], Wanted]:
+def prepare(
+    options: Question, *, note: Callable[[str], None]
+) -> tuple[dict[str, Any], WantedMachine]:
     """Return the question as JSON, and what it wants of a machine. `note` hears what is made of the options.
 
     Raises ConfigError for what no machine can answer, or none but this one; HardwareError, WorkerError.
@@ -103,7 +105,7 @@ def prepare(options: Question, *, note: Callable[[str], None]) -> tuple[dict[str
     return question, wanted
 
 
-def _wanted(options: Question) -> tuple[Gpu, Wanted]:
+def _wanted(options: Question) -> tuple[Gpu, WantedMachine]:
     if options.backend == "predict":
         raise ConfigError(
             "--backend predict does not go with --enqueue",
@@ -123,10 +125,10 @@ def _wanted(options: Question) -> tuple[Gpu, Wanted]:
         )
     else:
         card = budget.choose_card(options.gpu, options.gpu_mem).gpu
-    return card, Wanted(card=card.name, budget_bytes=budget_bytes)
+    return card, WantedMachine(card=card.name, budget_bytes=budget_bytes)
 
 
-def read(question: Mapping[str, Any], folder: Path, *, backend: str) -> Asked:
+def read(question: Mapping[str, Any], folder: Path, *, backend: str) -> ReceivedQuestion:
     """Read a question that `prepare` has made, to be measured on that backend.
 
     Files that it needs go into the folder. Raises ConfigError for what another version has asked.
@@ -144,7 +146,7 @@ def read(question: Mapping[str, Any], folder: Path, *, backend: str) -> Asked:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError("The question cannot be read", why=str(error)) from error
-    return Asked(options=options, brought=brought)
+    return ReceivedQuestion(options=options, brought=brought)
 
 
 def _options(question: Mapping[str, Any]) -> Question:

@@ -39,7 +39,7 @@ from autotune.search.find import find
 from autotune.search.listener import SILENT, Listener, Measuring
 from autotune.space.config import TrainConfig
 from autotune.store import optuna_study
-from autotune.store.jobs import Job, JobTable, Machine, may_pass, open_jobs, patiently
+from autotune.store.jobs import Job, JobTable, WorkerMachine, may_pass, open_jobs, patiently
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import private_folder
 
@@ -60,7 +60,7 @@ class Here:
     """The machine, backend and kind of measurement that this worker offers."""
 
     backend: str
-    machine: Machine
+    machine: WorkerMachine
 
 
 def here(backend: str) -> Here:
@@ -82,7 +82,7 @@ def here(backend: str) -> Here:
     worker = f"{asking.who()} {owner['pid']} {owner['began']}"
     return Here(
         backend=backend,
-        machine=Machine(
+        machine=WorkerMachine(
             worker=worker, card=card.name, capacity_bytes=capacity_bytes, fingerprint=fingerprint
         ),
     )
@@ -133,7 +133,7 @@ def _serve(url: str, at: Here, jobs: JobTable, *, once: bool, log: Log) -> None:
             time.sleep(IDLE_SECONDS)
 
 
-def _give_back(jobs: JobTable, machine: Machine, log: Log, *, waits: bool = False) -> None:
+def _give_back(jobs: JobTable, machine: WorkerMachine, log: Log, *, waits: bool = False) -> None:
     """Give back the job that this worker holds, if any; `waits` for a database that is away."""
     give = functools.partial(jobs.give_back, machine.worker)
     with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
@@ -141,7 +141,7 @@ def _give_back(jobs: JobTable, machine: Machine, log: Log, *, waits: bool = Fals
             log(f"job {number}: given back, what was measured is kept")
 
 
-def _next(jobs: JobTable, machine: Machine, joined: set[int]) -> tuple[Job | None, bool]:
+def _next(jobs: JobTable, machine: WorkerMachine, joined: set[int]) -> tuple[Job | None, bool]:
     """Return a job, and whether it is this machine's own rather than one to help with."""
     job = jobs.claim(machine)
     return (job, True) if job else (jobs.to_join(machine, leave_out=joined), False)

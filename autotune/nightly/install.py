@@ -25,7 +25,7 @@ LAST_CELL_MINUTES = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class NightlyCommand:
     """Options of the command that is to run every night."""
 
     file: Path
@@ -36,7 +36,7 @@ class Wanted:
     max_minutes: float | None
 
 
-def command(wanted: Wanted) -> list[str]:
+def command(wanted: NightlyCommand) -> list[str]:
     """Return the words of the command, without its program.
 
     Raises ConfigError for what no file should hold.
@@ -67,7 +67,7 @@ def _program() -> list[str]:
     return [sys.executable, "-m", "autotune"]
 
 
-def systemd(wanted: Wanted) -> str:
+def systemd(wanted: NightlyCommand) -> str:
     """Return two units for `systemctl --user`."""
     words = command(wanted)
     line = " ".join(map(_systemd_quoted, [*_program(), *words]))
@@ -103,7 +103,7 @@ WantedBy=timers.target
 """
 
 
-def cron(wanted: Wanted) -> str:
+def cron(wanted: NightlyCommand) -> str:
     """Return a line for `crontab -e`."""
     words = command(wanted)
     line = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*_program(), *words])}"
@@ -114,7 +114,7 @@ def cron(wanted: Wanted) -> str:
     )
 
 
-def github(wanted: Wanted) -> str:
+def github(wanted: NightlyCommand) -> str:
     """Return a workflow for a runner of one's own, with a GPU."""
     import yaml
 
@@ -165,7 +165,7 @@ def github(wanted: Wanted) -> str:
     )
 
 
-def _night_minutes(wanted: Wanted) -> float:
+def _night_minutes(wanted: NightlyCommand) -> float:
     """Return the minutes of a night, as the options say, else the matrix.
 
     A matrix that is not written yet says nothing of it.
@@ -198,4 +198,8 @@ def _systemd_quoted(word: str) -> str:
     return f'"{escaped}"'
 
 
-TEXTS: dict[str, Callable[[Wanted], str]] = {"systemd": systemd, "cron": cron, "github": github}
+TEXTS: dict[str, Callable[[NightlyCommand], str]] = {
+    "systemd": systemd,
+    "cron": cron,
+    "github": github,
+}

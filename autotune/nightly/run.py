@@ -32,7 +32,7 @@ from autotune.worker.client.forkserver import ForkServer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Delivered:
+class NightReport:
     """A night's digest and what was written of it."""
 
     digest: Digest
@@ -89,7 +89,7 @@ def night(
     budget_seconds: float,
     on_plan: Callable[[Prepared], None] = lambda _: None,
     on_done: Callable[[Done], None] = lambda _: None,
-) -> Delivered:
+) -> NightReport:
     """Run a night, to its end, to the end of its time or to an interruption, which the digest says.
 
     Raises StorageError where another one runs here, HardwareError where nothing can be measured.
@@ -99,7 +99,7 @@ def night(
             matrix, place, budget_seconds=budget_seconds, on_plan=on_plan, on_done=on_done
         )
         digest, written = _written(place.out / digest.machine, digest)
-        return Delivered(digest=digest, files=written)
+        return NightReport(digest=digest, files=written)
 
 
 def _written(folder: Path, digest: Digest) -> tuple[Digest, list[Path]]:

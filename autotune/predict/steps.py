@@ -41,7 +41,7 @@ factor, and the steps since it changed (torch 2.13 amp/grad_scaler.py)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """Events of one phase, in order."""
 
     step: int
@@ -62,7 +62,7 @@ class Steps:
     sizes: list[int]
     """Bytes of each tensor."""
     categories: list[str]
-    parts: list[Part]
+    parts: list[StepPart]
     sure_step: int
     """Last step that runs in any case; those behind it run until one reserves no more."""
     of_update: range = range(0)
@@ -79,7 +79,7 @@ class Steps:
         return replay(self.sizes, _events_of(sure), until_steady=steps)
 
 
-def _events_of(parts: Iterable[Part]) -> list[int]:
+def _events_of(parts: Iterable[StepPart]) -> list[int]:
     return [event for part in parts for event in part.events]
 
 
@@ -101,7 +101,7 @@ def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -
         *_shifted(update.made, len(sizes)),
         *kept.scalars(),
     ]
-    parts = [Part(-1, StepPhase.SETUP, setup), *map(kept.added_to, parts)]
+    parts = [StepPart(-1, StepPhase.SETUP, setup), *map(kept.added_to, parts)]
     return Steps(
         sizes=[*sizes, *tape.sizes, *kept.tape.sizes],
         categories=[*trace.categories, *tape.categories, *kept.tape.categories],
@@ -143,7 +143,7 @@ class _KeptByTrainer:
             self.tape.alloc(_SCALAR_BYTES, "temporary")
         return self._written()
 
-    def added_to(self, part: Part) -> Part:
+    def added_to(self, part: StepPart) -> StepPart:
         """The part of a step with the events of the kept tensors in it."""
         before, events, after = list[int](), part.events, list[int]()
         if part.step != self._step:
@@ -157,7 +157,7 @@ class _KeptByTrainer:
         if part.phase not in _WITHOUT_BACKWARD and len(self._losses) > 1:
             self.tape.free(self._losses.pop(0))
             after = self._written()
-        return Part(part.step, part.phase, [*before, *events, *after])
+        return StepPart(part.step, part.phase, [*before, *events, *after])
 
     def _fetch(self) -> None:
         tape, sizes = self.tape, self._sizes
@@ -209,33 +209,35 @@ def _later_steps(config: TrainConfig) -> tuple[int, ...]:
 
 def _updating_after(
     trace: Trace | RankTrace, update: Update, num_tensors: int, config: TrainConfig
-) -> list[Part]:
+) -> list[StepPart]:
     def micro_step(
         events: list[int],
         step: int,
         phases: tuple[StepPhase, StepPhase, StepPhase] = _FIRST,
         *,
         is_first: bool = False,
-    ) -> list[Part]:
+    ) -> list[StepPart]:
         forward, backward, both = phases
         if not isinstance(trace, Trace):
-            return [Part(step, both, events)]
+            return [StepPart(step, both, events)]
         middle = trace.num_forward_events
         if is_first:
             middle += trace.num_forward_workspaces
         emptied = _emptied(config, step)
         return [
-            Part(step, forward, events[:middle]),
-            Part(step, backward, [*emptied, *events[middle:]]),
+            StepPart(step, forward, events[:middle]),
+            StepPart(step, backward, [*emptied, *events[middle:]]),
         ]
 
-    def optimizer_step(events: list[int], step: int) -> Part:
+    def optimizer_step(events: list[int], step: int) -> StepPart:
         zero_grad = [~gradient for gradient in trace.gradients]
         done = [~number for number in trace.step_buffers]
         written = _shifted(events, num_tensors)
-        return Part(step, StepPhase.OPTIMIZER, [*trace.step_buffers, *written, *done, *zero_grad])
+        return StepPart(
+            step, StepPhase.OPTIMIZER, [*trace.step_buffers, *written, *done, *zero_grad]
+        )
 
-    def further(step: int) -> list[Part]:
+    def further(step: int) -> list[StepPart]:
         is_more = config.gradient_accumulation_steps > 1
         return micro_step(trace.next, step, _AGAIN) if is_more else []
 
@@ -255,7 +257,7 @@ def _updating_after(
 
 def _updating_in_backward(
     trace: Trace, row: Optimizer, num_tensors: int, config: TrainConfig
-) -> tuple[Tape, list[Part]]:
+) -> tuple[Tape, list[StepPart]]:
     """The steps of an optimizer that updates each weight where it gets its gradient: nothing is clipped."""
     tape, rank = Tape(), config.lora_rank or 0
     states: dict[int, States] = {}
@@ -273,7 +275,7 @@ def _updating_in_backward(
         shifted = _shifted(written, num_tensors)
         return [*shifted[:end], ~gradient, *shifted[end:]]
 
-    parts = list[Part]()
+    parts = list[StepPart]()
     for step in (0, *_later_steps(config)):
         micro_step = trace.released if step else trace.released_first
         middle = trace.num_forward_events + (0 if step else trace.num_forward_workspaces)
@@ -290,8 +292,8 @@ def _updating_in_backward(
                 waiting = ~event
         if waiting is not None:
             events += update(waiting)
-        parts.append(Part(step, StepPhase.FORWARD, micro_step[:middle]))
-        parts.append(Part(step, StepPhase.BACKWARD_AND_OPTIMIZER, events))
+        parts.append(StepPart(step, StepPhase.FORWARD, micro_step[:middle]))
+        parts.append(StepPart(step, StepPhase.BACKWARD_AND_OPTIMIZER, events))
     return tape, parts
 
 

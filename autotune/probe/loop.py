@@ -28,10 +28,10 @@ from autotune.probe import compiled, owners
 from autotune.probe.pruner import SpeedPruner
 from autotune.probe.run_one import Prober
 from autotune.probe.sampler import Candidate, PredictionSampler
-from autotune.probe.study_view import Seen
+from autotune.probe.study_view import StudyView
 from autotune.probe.tell_optuna import ended, watched
 from autotune.probe.trial_history import key_of
-from autotune.probe.turns import Asked, take_turn
+from autotune.probe.turns import Proposal, take_turn
 from autotune.probe.winner import (
     MAX_CONFIRMATIONS,
     Final,
@@ -114,7 +114,7 @@ class _Search:
 
     def __init__(self, study: optuna.Study, plan: Plan, prober: Prober, on_probe: OnProbe) -> None:
         self._study, self._plan, self._prober, self._on_probe = study, plan, prober, on_probe
-        self._seen = Seen(study, prober.fingerprint_of, prober.here)
+        self._seen = StudyView(study, prober.fingerprint_of, prober.here)
         self._seen.look()
         self._baseline = None if plan.baseline is None else self._measure_base(plan.baseline.config)
         self._predicted = {estimate.config: estimate for estimate in plan.pool}
@@ -265,18 +265,20 @@ class _Search:
         study.sampler = sampler
         base = self._base_params(predicted)
 
-        def propose() -> Asked | None:
+        def propose() -> Proposal | None:
             seen.look()
             if base is not None and not seen.known([base[0]]) and not _runs(study, base[1]):
-                return Asked(params=base[1], distributions={n: distributions[n] for n in base[1]})
+                return Proposal(
+                    params=base[1], distributions={n: distributions[n] for n in base[1]}
+                )
             if seen.num_begun >= max_probes or sampler.should_stop(study):
                 return None
             proposed = sampler.propose(study)
             if proposed is None:
                 return None
-            return Asked(params=proposed.params, distributions=sampler.search_space(proposed))
+            return Proposal(params=proposed.params, distributions=sampler.search_space(proposed))
 
-        def run(trial: optuna.Trial, asked: Asked) -> float:
+        def run(trial: optuna.Trial, asked: Proposal) -> float:
             trial.set_user_attr(SPACE, self._plan.space)
             estimate = predicted[key_of(asked.params)]
             best_speed = pruner.best_speed(study) or 0.0

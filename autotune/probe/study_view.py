@@ -19,7 +19,7 @@ from autotune.records.measurement import NOISE, Measurement, measurement_from_di
 from autotune.space.config import TrainConfig
 
 
-class Seen:
+class StudyView:
     """The measurements of a study that count here, as they are known after the latest `look`.
 
     `fingerprint_of`: what a measurement of a configuration made here would have. `here`: what the owners of

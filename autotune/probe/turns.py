@@ -62,7 +62,7 @@ optuna.storages._heartbeat.Thread = _Heartbeat  # type: ignore[attr-defined, ass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class Proposal:
     """The parameters that a trial is to have, and their distributions."""
 
     params: Mapping[str, Any]
@@ -73,8 +73,8 @@ def take_turn(
     study: optuna.Study,
     turn: AbstractContextManager[object],
     owner: Mapping[str, Any],
-    propose: Callable[[], Asked | None],
-    run: Callable[[optuna.Trial, Asked], float],
+    propose: Callable[[], Proposal | None],
+    run: Callable[[optuna.Trial, Proposal], float],
 ) -> bool:
     """Ask for the trial that `propose` returns, and run it.
 

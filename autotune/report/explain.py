@@ -16,7 +16,7 @@ from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class SumLine:
     """One line of the sum.
 
     None stands where the textbook has no such line, or where there is no such state.
@@ -33,10 +33,10 @@ class Line:
     """The reason why the figures differ; empty where they do not."""
 
 
-def explain(estimate: Estimate) -> tuple[Line, ...]:
+def explain(estimate: Estimate) -> tuple[SumLine, ...]:
     """The lines of the sum, the total last; `peak_bytes` add up to peak_device_bytes."""
     lines = [*_states(estimate), *_beyond(estimate)]
-    total = Line(
+    total = SumLine(
         name="total",
         formula="",
         textbook_bytes=sum(line.textbook_bytes or 0 for line in lines),
@@ -48,7 +48,7 @@ def explain(estimate: Estimate) -> tuple[Line, ...]:
     return (*lines, total)
 
 
-def _states(estimate: Estimate) -> list[Line]:
+def _states(estimate: Estimate) -> list[SumLine]:
     config, parts, state = estimate.config, estimate.breakdown, estimate.state
     trainable = estimate.parameters.trainable
     frozen = estimate.parameters.total - trainable
@@ -62,7 +62,7 @@ def _states(estimate: Estimate) -> list[Line]:
         weights_formula = f"{_product(frozen, base_bits)} + {_product(trainable, bits)}"
     moments_bytes = moments * trainable * bits // 8
     return [
-        Line(
+        SumLine(
             name="weights",
             formula=weights_formula,
             textbook_bytes=weights,
@@ -70,7 +70,7 @@ def _states(estimate: Estimate) -> list[Line]:
             peak_bytes=parts.parameters_bytes,
             why=_why_weights(estimate, weights),
         ),
-        Line(
+        SumLine(
             name="gradients",
             formula=_product(trainable, bits),
             textbook_bytes=trainable * bits // 8,
@@ -78,7 +78,7 @@ def _states(estimate: Estimate) -> list[Line]:
             peak_bytes=parts.gradients_bytes,
             why=_why_gradients(estimate, trainable * bits // 8),
         ),
-        Line(
+        SumLine(
             name="optimizer",
             formula=f"{moments} x {_product(trainable, bits)}" if moments else "no moments",
             textbook_bytes=moments_bytes,
@@ -89,7 +89,7 @@ def _states(estimate: Estimate) -> list[Line]:
     ]
 
 
-def _beyond(estimate: Estimate) -> list[Line]:
+def _beyond(estimate: Estimate) -> list[SumLine]:
     parts = estimate.breakdown
     paged = estimate.state.optimizer_state_managed_bytes
     rows = [
@@ -110,7 +110,7 @@ def _beyond(estimate: Estimate) -> list[Line]:
         ),
     ]
     return [
-        Line(
+        SumLine(
             name=name,
             formula="",
             textbook_bytes=None,

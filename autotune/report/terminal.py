@@ -21,7 +21,7 @@ from autotune.export.references import model_reference
 from autotune.records.answer import Answer, Measured
 from autotune.records.estimate import Estimate
 from autotune.report import words
-from autotune.report.explain import Line
+from autotune.report.explain import SumLine
 from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
 from autotune.space import requirements
@@ -226,7 +226,7 @@ def draw_rows(rows: Iterable[Row], file: TextIO) -> None:
     _print_rows(console_on(file), rows)
 
 
-def draw_explanation(lines: Sequence[Line], file: TextIO) -> None:
+def draw_explanation(lines: Sequence[SumLine], file: TextIO) -> None:
     """Draw the textbook's sum beside the traced figures."""
     console = console_on(file)
     unit, unit_bytes = unit_for(max(line.peak_bytes or 0 for line in lines))

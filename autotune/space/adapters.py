@@ -150,7 +150,7 @@ ADAPTERS: dict[str, Adapter] = {
 }
 
 
-class Choice(Protocol):
+class AdapterSettings(Protocol):
     """The settings that decide an adapter: of a TrainConfig, or of a TraceSpec."""
 
     @property
@@ -171,7 +171,7 @@ class Choice(Protocol):
     def peft(self) -> str | None: ...
 
 
-def adapter_of(choice: Choice) -> Adapter:
+def adapter_of(choice: AdapterSettings) -> Adapter:
     """Return the row of the choice's method; for a `--peft` file, that of its type where there is one."""
     row = ADAPTERS[choice.method]
     if row.size != "peft" or choice.peft is None:
@@ -180,7 +180,7 @@ def adapter_of(choice: Choice) -> Adapter:
     return next((each for each in ADAPTERS.values() if each.peft_type == kind), row)
 
 
-def peft_fields(choice: Choice, *, lora_rank: int | None = None) -> dict[str, Any]:
+def peft_fields(choice: AdapterSettings, *, lora_rank: int | None = None) -> dict[str, Any]:
     """`peft_type` and the fields of PEFT's configuration that differ from its defaults.
 
     Three values are for whoever has the model to fill in: names among the target modules that it has

@@ -166,7 +166,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class CardRates:
     """Attainable rates of one card; what the catalogue does not know is missing."""
 
     flop_per_second: Mapping[tuple[str, str], float] = field(hash=False)
@@ -221,7 +221,7 @@ def peak_flop_per_second(gpu: Gpu, dtype: str) -> float | None:
     return gpu.peak_flop_per_second.get(dtype)
 
 
-def ceilings(gpu: Gpu) -> Machine:
+def ceilings(gpu: Gpu) -> CardRates:
     """Attainable rates of a card."""
     capability = gpu.compute_capability
     peaks = {
@@ -242,7 +242,7 @@ def ceilings(gpu: Gpu) -> Machine:
             bytes_per_second[kind] = share * gpu.memory_bandwidth_bytes_per_second
     if gpu.pcie_bandwidth_bytes_per_second is not None:
         bytes_per_second["copy_host"] = _COPY_OF_PCIE * gpu.pcie_bandwidth_bytes_per_second
-    return Machine(
+    return CardRates(
         flop_per_second={
             (engine, dtype): share * peak
             for engine, share in engines.items()
@@ -252,7 +252,7 @@ def ceilings(gpu: Gpu) -> Machine:
     )
 
 
-def seconds(kernels: Iterable[Kernel], machine: Machine) -> StepTime | None:
+def seconds(kernels: Iterable[Kernel], machine: CardRates) -> StepTime | None:
     """Predicted time of these kernels, run once each; None when a rate that one of them needs is unknown."""
     flop_per_second, bytes_per_second = machine.flop_per_second, machine.bytes_per_second
     spent = dict.fromkeys(BOUNDS, 0.0)
@@ -297,7 +297,7 @@ def mfu(*, model_flops: float, step_seconds: float, gpu: Gpu, dtype: str) -> flo
 
 
 def _engine(kernel: Kernel) -> str:
-    """Return which row of Machine.flop_per_second gives a kernel's rate."""
+    """Return which row of CardRates.flop_per_second gives a kernel's rate."""
     if kernel.kind == "matmul":
         return "matmul"
     families = (family for family in ("efficient", "flash3", "flex") if family in kernel.name)

@@ -46,7 +46,7 @@ AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class WantedMachine:
     """The machine that a question asks for."""
 
     card: str
@@ -56,7 +56,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class WorkerMachine:
     """A worker's machine: who it is and what card it has."""
 
     worker: str
@@ -120,7 +120,7 @@ class JobTable:
         self._table = jobs
 
     def add(
-        self, question: Mapping[str, Any], wanted: Wanted, *, command: str, asked_by: str
+        self, question: Mapping[str, Any], wanted: WantedMachine, *, command: str, asked_by: str
     ) -> int:
         """Put a question into the queue and return its number."""
         from autotune.store.schema import utc_now
@@ -159,7 +159,7 @@ class JobTable:
                 for row in connection.execute(self._table.select().order_by(self._table.c.id))
             ]
 
-    def claim(self, machine: Machine) -> Job | None:
+    def claim(self, machine: WorkerMachine) -> Job | None:
         """Take the oldest job that the machine can answer and no live worker runs; None where there is none.
 
         A job that MAX_CLAIMS workers did not survive is failed on the way.
@@ -193,7 +193,7 @@ class JobTable:
                         connection.execute(table.select().where(table.c.id == row.id)).one()
                     )
 
-    def to_join(self, machine: Machine, *, leave_out: set[int]) -> Job | None:
+    def to_join(self, machine: WorkerMachine, *, leave_out: set[int]) -> Job | None:
         """The oldest running job of machines like this one, for a worker to join; None without one."""
         table = self._table
         with self._engine.connect() as connection:
@@ -266,7 +266,7 @@ class JobTable:
                 return
         raise ConfigError(f"Job {number} has ended already", why=f"It is {self.get(number).state}")
 
-    def _for(self, machine: Machine) -> Select[Any]:
+    def _for(self, machine: WorkerMachine) -> Select[Any]:
         """Select the jobs that the machine can answer, the oldest first."""
         table = self._table
         fits = table.c.budget_bytes.is_(None) | (table.c.budget_bytes <= machine.capacity_bytes)

@@ -29,7 +29,7 @@ from autotune.export.base.huggingface import SFT, TRAINING_ARGUMENTS
 from autotune.export.base.launch import ACCELERATE
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
 from autotune.export.base.torchtune import TARGET as TORCHTUNE
-from autotune.export.mapping import Target, same
+from autotune.export.mapping import TrainerFile, same
 from autotune.export.training_args import training_arguments
 from autotune.records import loader_times
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
@@ -81,7 +81,7 @@ def of_trl() -> Defaults:
     return {**of_dataclass(trl.ModelConfig), **as_made(made)}
 
 
-def keys_of(target: Target) -> set[str]:
+def keys_of(target: TrainerFile) -> set[str]:
     return {key for row in target.rows for key in row.keys} | set(target.defaults)
 
 
@@ -101,7 +101,7 @@ def is_checked(key: str) -> bool:
     return "." not in key and key not in NOT_IN_THE_CLASS | NOTHING_OF_OURS
 
 
-def rows(target: Target) -> list[str]:
+def rows(target: TrainerFile) -> list[str]:
     return sorted(filter(is_checked, keys_of(target)))
 
 
@@ -174,7 +174,7 @@ def test_what_a_search_improves_on_is_what_the_trainer_does_by_itself() -> None:
 
 
 @pytest.mark.parametrize("target", [TRAINING_ARGUMENTS, SFT, axolotl.TARGET], ids=lambda t: t.name)
-def test_the_mode_that_torch_compiles_in(target: Target) -> None:
+def test_the_mode_that_torch_compiles_in(target: TrainerFile) -> None:
     """None is named to it, which its documentation calls "default"."""
     import torch
 
@@ -218,7 +218,7 @@ def tiny() -> Any:
          f"{MODEL}attn_implementation"),
     ],
 )  # fmt: skip
-def test_the_attention_of_a_model_that_names_none(target: Target, key: str) -> None:
+def test_the_attention_of_a_model_that_names_none(target: TrainerFile, key: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(tiny())

@@ -10,7 +10,7 @@ import pytest
 from autotune.memory.allocator import EMPTY_CACHE
 from autotune.memory.traces import Trace
 from autotune.predict.optimizer_update import priced_update
-from autotune.predict.steps import Part, Steps, first_steps
+from autotune.predict.steps import StepPart, Steps, first_steps
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
@@ -57,7 +57,7 @@ def steps_of(
     return first_steps(trace, config, update)
 
 
-def is_emptied(part: Part) -> bool:
+def is_emptied(part: StepPart) -> bool:
     return EMPTY_CACHE in part.events
 
 

@@ -15,7 +15,7 @@ import tiny_model
 from snapshots import Run
 
 from autotune.common.units import MIB
-from autotune.debug.comparison import Comparison, compare
+from autotune.debug.comparison import SnapshotComparison, compare
 from autotune.debug.snapshot import read_snapshot, recorded
 from autotune.debug.tape import (
     Event,
@@ -234,14 +234,14 @@ def made_up(sizes: list[int], events: list[int], *, phases: tuple[TapePhase, ...
     )
 
 
-Beside = Callable[..., Comparison]
+Beside = Callable[..., SnapshotComparison]
 
 
 @pytest.fixture
 def beside(tmp_path: Path) -> Beside:
     """The comparison of a tape with a run, by way of its file."""
 
-    def compared(tape: TapeFile, run: Run, **options: Any) -> Comparison:
+    def compared(tape: TapeFile, run: Run, **options: Any) -> SnapshotComparison:
         path = snapshots.dump(tmp_path / "run.pickle", run.snapshot())
         return compare(tape, recorded(read_snapshot(path), path), **options)
 

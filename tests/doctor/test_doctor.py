@@ -25,8 +25,8 @@ from next_revision import NEXT, next_revision
 from autotune import cli, doctor
 from autotune.common.units import GIB, MIB
 from autotune.doctor import CHECKS, host, libraries, reach
-from autotune.doctor.machine import PARTS, Machine, NotAnswered
-from autotune.doctor.verdict import Status, Verdict
+from autotune.doctor.machine import PARTS, CheckedMachine, NotAnswered
+from autotune.doctor.verdict import Diagnosis, Status
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
 from autotune.store import upgrade
 
@@ -59,7 +59,7 @@ WELL = {
 }
 
 
-class Told(Machine):
+class Told(CheckedMachine):
     """A machine whose worker has answered."""
 
     def __init__(self, storage: str = "sqlite:///x.db", **parts: Any):
@@ -70,7 +70,7 @@ class Told(Machine):
         return {"problem": "", **self._parts[part]}
 
 
-def check(verdict: Verdict, status: str, *parts: str) -> None:
+def check(verdict: Diagnosis, status: str, *parts: str) -> None:
     assert verdict.status.value == status, verdict
     for part in parts:
         assert part in f"{verdict.said} | {verdict.remedy}", verdict
@@ -397,16 +397,16 @@ def test_every_check_is_seen_in_every_state() -> None:
     assert wanted - seen == {("flash-attn", "warn")}
 
 
-def run_all(machine: Machine) -> list[doctor.Finding]:
+def run_all(machine: CheckedMachine) -> list[doctor.CheckResult]:
     return list(doctor.examine(machine))
 
 
-def with_verdicts(monkeypatch: pytest.MonkeyPatch, **statuses: str) -> list[doctor.Finding]:
+def with_verdicts(monkeypatch: pytest.MonkeyPatch, **statuses: str) -> list[doctor.CheckResult]:
     """What the doctor finds where each check answers so; the others are fine."""
 
-    def ask_for(name: str) -> Callable[[Machine], Verdict]:
+    def ask_for(name: str) -> Callable[[CheckedMachine], Diagnosis]:
         status = Status(statuses.get(name.replace(" ", "_"), "ok"))
-        return lambda _: Verdict(status=status, said=name, remedy="do something")
+        return lambda _: Diagnosis(status=status, said=name, remedy="do something")
 
     checks = tuple(
         doctor.Check(name=each.name, ask=ask_for(each.name), error=each.error) for each in CHECKS
@@ -447,7 +447,7 @@ def test_a_torch_that_does_not_load_is_a_line(
 ) -> None:
     error = "libcudart.so.13: cannot open shared object file"
     fake_torch(tmp_path, monkeypatch, f"raise ImportError('{error}')")
-    machine = Machine("sqlite:///x.db")
+    machine = CheckedMachine("sqlite:///x.db")
     check(libraries.torch(machine), "fail", f"does not load: ImportError: {error}", "pytorch.org")
 
 
@@ -464,7 +464,7 @@ def test_a_worker_that_crashes_or_hangs_is_a_line(
     fake_nvml(monkeypatch, [], error="NVML Shared Library Not Found")
     fake_torch(tmp_path, monkeypatch, code)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    machine = Machine("sqlite:///x.db", deadline_seconds=2.0)
+    machine = CheckedMachine("sqlite:///x.db", deadline_seconds=2.0)
     found = {each.check.name: each.verdict for each in run_all(machine)}
     check(found["torch"], "fail", words)
     # Its end says nothing of what comes after.
@@ -477,7 +477,7 @@ def test_the_part_in_which_a_worker_ended_is_the_one_that_failed() -> None:
         "import sys; open(sys.argv[2], 'w').write("
         '\'{"torch": {"problem": ""}}\\n{"allocator": {"problem": ""}}\\n\'); sys.exit(9)'
     )
-    machine = Machine("sqlite:///x.db", command=[sys.executable, "-c", code])
+    machine = CheckedMachine("sqlite:///x.db", command=[sys.executable, "-c", code])
     assert machine.ask("torch") == {"problem": ""}
     for part, is_cause in (("card", True), ("bitsandbytes", False)):
         with pytest.raises(NotAnswered, match="ended with exit code 9") as end:
@@ -572,13 +572,13 @@ def test_what_it_looks_like(
     checks = (
         doctor.Check(
             name="host memory",
-            ask=lambda _: Verdict(
+            ask=lambda _: Diagnosis(
                 status=Status.WARN, said="a\x1b[2J little " * 6, remedy="Do something about it"
             ),
             error=HardwareError,
         ),
         doctor.Check(
-            name="hub", ask=lambda _: Verdict(status=Status.OK, said="well"), error=ConfigError
+            name="hub", ask=lambda _: Diagnosis(status=Status.OK, said="well"), error=ConfigError
         ),
     )
     monkeypatch.setattr(doctor, "CHECKS", checks)

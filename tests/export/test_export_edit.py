@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from autotune.export.base.edit import Change, edited
+from autotune.export.base.edit import KeyEdit, edited
 
 FILE = """\
 # what this is
@@ -28,28 +28,28 @@ last: "quoted"
 @pytest.mark.parametrize(
     ("change", "old", "new"),
     [
-        (Change(key="a", value=2), "a: 1   # one", "a: 2   # one"),
-        (Change(key="a", value="yes"), "a: 1   # one", "a: 'yes'   # one"),
-        (Change(key="a", value=None), "a: 1   # one\n", ""),
-        (Change(key="b", value=["z"]), "b:\n- x\n- y # why", "b: [z] # why"),
-        (Change(key="b", value=None), "b:\n- x\n- y # why\n", ""),
-        (Change(key="c.d", value=3), "{d: 1, e: 2}", "{d: 3, e: 2}"),
-        (Change(key="c.d", value=None), "{d: 1, e: 2}", "{e: 2}"),
-        (Change(key="c.e", value=None), "{d: 1, e: 2}", "{d: 1}"),
-        (Change(key="c.f", value="x"), "{d: 1, e: 2}", "{d: 1, e: 2, f: x}"),
-        (Change(key="f.g", value=False), "g: true  # on", "g: false  # on"),
-        (Change(key="f.g", value=None), "  g: true  # on\n", ""),
-        (Change(key="f.new", value=1), "  h: false\n", "  h: false\n  new: 1\n"),
-        (Change(key="i", value=5), "i:\n", "i: 5\n"),
-        (Change(key="new", value=1), 'last: "quoted"\n', 'last: "quoted"\nnew: 1\n'),
-        (Change(key="new", value=1, after=("a",)), "# one\n", "# one\nnew: 1\n"),
-        (Change(key="n.m", value=1), '"quoted"\n', '"quoted"\nn: {m: 1}\n'),
-        (Change(key="new", value=1, instead="a"), "a: 1   # one", "new: 1   # one"),
-        (Change(key="absent", value=None), "", ""),
+        (KeyEdit(key="a", value=2), "a: 1   # one", "a: 2   # one"),
+        (KeyEdit(key="a", value="yes"), "a: 1   # one", "a: 'yes'   # one"),
+        (KeyEdit(key="a", value=None), "a: 1   # one\n", ""),
+        (KeyEdit(key="b", value=["z"]), "b:\n- x\n- y # why", "b: [z] # why"),
+        (KeyEdit(key="b", value=None), "b:\n- x\n- y # why\n", ""),
+        (KeyEdit(key="c.d", value=3), "{d: 1, e: 2}", "{d: 3, e: 2}"),
+        (KeyEdit(key="c.d", value=None), "{d: 1, e: 2}", "{e: 2}"),
+        (KeyEdit(key="c.e", value=None), "{d: 1, e: 2}", "{d: 1}"),
+        (KeyEdit(key="c.f", value="x"), "{d: 1, e: 2}", "{d: 1, e: 2, f: x}"),
+        (KeyEdit(key="f.g", value=False), "g: true  # on", "g: false  # on"),
+        (KeyEdit(key="f.g", value=None), "  g: true  # on\n", ""),
+        (KeyEdit(key="f.new", value=1), "  h: false\n", "  h: false\n  new: 1\n"),
+        (KeyEdit(key="i", value=5), "i:\n", "i: 5\n"),
+        (KeyEdit(key="new", value=1), 'last: "quoted"\n', 'last: "quoted"\nnew: 1\n'),
+        (KeyEdit(key="new", value=1, after=("a",)), "# one\n", "# one\nnew: 1\n"),
+        (KeyEdit(key="n.m", value=1), '"quoted"\n', '"quoted"\nn: {m: 1}\n'),
+        (KeyEdit(key="new", value=1, instead="a"), "a: 1   # one", "new: 1   # one"),
+        (KeyEdit(key="absent", value=None), "", ""),
     ],
 )
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_one_change(change: Change, old: str, new: str, newline: str) -> None:
+def test_one_change(change: KeyEdit, old: str, new: str, newline: str) -> None:
     assert FILE.count(old) == 1 or not old
     text = FILE.replace("\n", newline)
     wanted = FILE.replace(old, new, 1).replace("\n", newline)
@@ -79,17 +79,21 @@ i: "1e-4"
 @pytest.mark.parametrize(
     ("change", "gone", "new"),
     [
-        (Change(key="f.g", value=None), "    g: 1\n", ""),
-        (Change(key="f.h", value=None), "    h:\n      - x  # x\n      # about y\n      - y\n", ""),
-        (Change(key="f.k", value=2, after=("g",)), "    g: 1\n", "    g: 1\n    k: 2\n"),
-        (Change(key="f.k", value=2), "      - y\n", "      - y\n    k: 2\n"),
-        (Change(key="i", value="1e-5"), '"1e-4"', "1e-5"),
-        (Change(key="k", value=2, instead="i"), 'i: "1e-4"', "k: 2"),
-        (Change(key="f", value=None), INDENTED[10 : INDENTED.index("\n# about i")], ""),
+        (KeyEdit(key="f.g", value=None), "    g: 1\n", ""),
+        (
+            KeyEdit(key="f.h", value=None),
+            "    h:\n      - x  # x\n      # about y\n      - y\n",
+            "",
+        ),
+        (KeyEdit(key="f.k", value=2, after=("g",)), "    g: 1\n", "    g: 1\n    k: 2\n"),
+        (KeyEdit(key="f.k", value=2), "      - y\n", "      - y\n    k: 2\n"),
+        (KeyEdit(key="i", value="1e-5"), '"1e-4"', "1e-5"),
+        (KeyEdit(key="k", value=2, instead="i"), 'i: "1e-4"', "k: 2"),
+        (KeyEdit(key="f", value=None), INDENTED[10 : INDENTED.index("\n# about i")], ""),
     ],
 )
 def test_a_comment_stays_with_the_key_below_it_and_indentation_as_it_was(
-    change: Change, gone: str, new: str
+    change: KeyEdit, gone: str, new: str
 ) -> None:
     assert INDENTED.count(gone) == 1
     found, keeps_comments = edited(INDENTED, [change])
@@ -98,18 +102,18 @@ def test_a_comment_stays_with_the_key_below_it_and_indentation_as_it_was(
 
 
 def test_new_keys_stand_in_the_order_in_which_they_are_given() -> None:
-    changes = [Change(key=key, value=1, after=("a",)) for key in "xyz"]
+    changes = [KeyEdit(key=key, value=1, after=("a",)) for key in "xyz"]
     assert edited("a: 1\nb: 2\n", changes)[0] == "a: 1\nx: 1\ny: 1\nz: 1\nb: 2\n"
 
 
 def test_a_file_without_a_last_line_break() -> None:
-    changes = [Change(key="b", value=2), Change(key="c", value=3)]
+    changes = [KeyEdit(key="b", value=2), KeyEdit(key="c", value=3)]
     assert edited("a: 1", changes) == ("a: 1\nb: 2\nc: 3", True)
 
 
 def test_a_whole_mapping_that_empties_goes() -> None:
     text = "a: 1\nb:\n  c: 2\n"
-    assert yaml.safe_load(edited(text, [Change(key="b.c", value=None)])[0]) == {"a": 1}
+    assert yaml.safe_load(edited(text, [KeyEdit(key="b.c", value=None)])[0]) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +124,7 @@ def test_a_whole_mapping_that_empties_goes() -> None:
 def test_what_cannot_be_edited_in_place_is_still_right(text: str) -> None:
     """The value of an alias stands elsewhere: another key would change with it."""
     key = "b" if "*x" in text else "b.a"
-    new, _ = edited(text, [Change(key=key, value=7)])
+    new, _ = edited(text, [KeyEdit(key=key, value=7)])
     content = yaml.safe_load(text)
     if key == "b":
         content["b"] = 7
@@ -130,13 +134,13 @@ def test_what_cannot_be_edited_in_place_is_still_right(text: str) -> None:
 
 
 def test_an_anchored_value_leaves_its_alias_what_it_was() -> None:
-    new, keeps_comments = edited("a: &x 1 # one\nb: *x\n", [Change(key="a", value=2)])
+    new, keeps_comments = edited("a: &x 1 # one\nb: *x\n", [KeyEdit(key="a", value=2)])
     assert yaml.safe_load(new) == {"a": 2, "b": 1}
     assert keeps_comments == ("# one" in new)
 
 
 def test_a_key_that_is_there_twice_costs_the_comments_and_that_is_said() -> None:
-    new, keeps_comments = edited("a: 1 # one\na: 2\nb: 3\n", [Change(key="b", value=4)])
+    new, keeps_comments = edited("a: 1 # one\na: 2\nb: 3\n", [KeyEdit(key="b", value=4)])
     assert yaml.safe_load(new) == {"a": 2, "b": 4}
     assert not keeps_comments
 
@@ -144,14 +148,14 @@ def test_a_key_that_is_there_twice_costs_the_comments_and_that_is_said() -> None
 @pytest.mark.parametrize(
     ("text", "change", "wanted"),
     [
-        ('{"a": 1, "b": 2}', Change(key="b", value=None), '{"a": 1}'),
-        ('{"a": 1, "b": 2}', Change(key="a", value="x"), '{"a": "x", "b": 2}'),
-        ('{\n\t"a": 1\n}\n', Change(key="b", value=True), '{\n\t"a": 1,\n\t"b": true\n}\n'),
-        ('{\r\n   "a": "ü"\r\n}', Change(key="a", value=1), '{\r\n   "a": 1\r\n}'),
-        ('{"a": 1}\n', Change(key="a", value=None), "{}\n"),
+        ('{"a": 1, "b": 2}', KeyEdit(key="b", value=None), '{"a": 1}'),
+        ('{"a": 1, "b": 2}', KeyEdit(key="a", value="x"), '{"a": "x", "b": 2}'),
+        ('{\n\t"a": 1\n}\n', KeyEdit(key="b", value=True), '{\n\t"a": 1,\n\t"b": true\n}\n'),
+        ('{\r\n   "a": "ü"\r\n}', KeyEdit(key="a", value=1), '{\r\n   "a": 1\r\n}'),
+        ('{"a": 1}\n', KeyEdit(key="a", value=None), "{}\n"),
     ],
 )
-def test_json(text: str, change: Change, wanted: str) -> None:
+def test_json(text: str, change: KeyEdit, wanted: str) -> None:
     new, _ = edited(text, [change])
     assert new == wanted
     json.loads(new)

@@ -11,7 +11,7 @@ import yaml
 from autotune.export import axolotl, llama_factory
 from autotune.export.base import huggingface
 from autotune.export.base.mapping_read import read
-from autotune.export.mapping import Target
+from autotune.export.mapping import TrainerFile
 from autotune.export.mapping_write import allows, keys_of, unsaid
 from autotune.space.adapters import whole_alpha
 from autotune.space.config import TrainConfig, Workload
@@ -50,7 +50,9 @@ def of_every_value(config: TrainConfig) -> list[TrainConfig]:
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 @pytest.mark.parametrize("config", [FULL, LORA, QLORA], ids=lambda config: config.method)
-def test_a_setting_is_read_back_or_said_to_be_missing(target: Target, config: TrainConfig) -> None:
+def test_a_setting_is_read_back_or_said_to_be_missing(
+    target: TrainerFile, config: TrainConfig
+) -> None:
     """None is lost in silence."""
     silent = []
     for case in of_every_value(dataclasses.replace(config, **target.fixed)):
@@ -77,7 +79,7 @@ def _nested(keys: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 @pytest.mark.parametrize("config", [FULL, LORA, QLORA], ids=lambda config: config.method)
-def test_a_search_is_kept_to_what_can_be_said(target: Target, config: TrainConfig) -> None:
+def test_a_search_is_kept_to_what_can_be_said(target: TrainerFile, config: TrainConfig) -> None:
     base = dataclasses.replace(config, **target.fixed)
     for case in of_every_value(base):
         (name, *others) = [

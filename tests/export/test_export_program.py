@@ -15,7 +15,7 @@ import pytest
 from autotune.errors import ConfigError
 from autotune.export import mapping_write
 from autotune.export.base import program, program_edit
-from autotune.export.base.edit import Change
+from autotune.export.base.edit import KeyEdit
 from autotune.export.base.read import BaseRun, changes, read_base
 from autotune.export.mapping import NotLiteral
 from autotune.space.config import TrainConfig
@@ -57,7 +57,7 @@ def theirs(folder: Path, name: str) -> Path:
     return written(folder, (BASES / f"{name}.py.txt").read_text(encoding="utf-8"))
 
 
-def changed(run: BaseRun, **settings: Any) -> tuple[str, list[Change]]:
+def changed(run: BaseRun, **settings: Any) -> tuple[str, list[KeyEdit]]:
     answer = dataclasses.replace(run.config, **settings)
     text, _, left = run.parts[0].edited(changes(run, run.config, answer))
     path = written(run.path.parent, text)
@@ -175,28 +175,28 @@ def test_what_is_not_changed_stays_byte_for_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "change", "new"),
     [
-        ("f()", Change(key="bf16", value=True), "f(bf16=True)"),
-        ("f('out')", Change(key="bf16", value=True), "f('out', bf16=True)"),
-        ("f(a=1, b=2)", Change(key="c", value="x", after=("a",)), 'f(a=1, c="x", b=2)'),
-        ("f(a=1, b=2,)", Change(key="c", value=[1]), "f(a=1, b=2, c=[1],)"),
-        ("f(a=1, b=2)", Change(key="a", value=None), "f(b=2)"),
-        ("f(a=1, b=2)", Change(key="b", value=None), "f(a=1)"),
-        ("f(\n    a=1,  # one\n    b=2,\n)", Change(key="c", value=3, after=("a",)),
+        ("f()", KeyEdit(key="bf16", value=True), "f(bf16=True)"),
+        ("f('out')", KeyEdit(key="bf16", value=True), "f('out', bf16=True)"),
+        ("f(a=1, b=2)", KeyEdit(key="c", value="x", after=("a",)), 'f(a=1, c="x", b=2)'),
+        ("f(a=1, b=2,)", KeyEdit(key="c", value=[1]), "f(a=1, b=2, c=[1],)"),
+        ("f(a=1, b=2)", KeyEdit(key="a", value=None), "f(b=2)"),
+        ("f(a=1, b=2)", KeyEdit(key="b", value=None), "f(a=1)"),
+        ("f(\n    a=1,  # one\n    b=2,\n)", KeyEdit(key="c", value=3, after=("a",)),
          "f(\n    a=1,  # one\n    c=3,\n    b=2,\n)"),
-        ("f(\n    a=1,\n    b=2  # two\n)", Change(key="c", value=3),
+        ("f(\n    a=1,\n    b=2  # two\n)", KeyEdit(key="c", value=3),
          "f(\n    a=1,\n    b=2,  # two\n    c=3\n)"),
-        ("f(\n    a=1,  # one\n    b=2,\n)", Change(key="a", value=None), "f(\n    b=2,\n)"),
-        ("f(a={'x': 1})", Change(key="a.y", value=2), "f(a={'x': 1, 'y': 2})"),
-        ("f(a={'x': 1}, b=2)", Change(key="a.x", value=None), "f(b=2)"),
-        ("f(a=dict(x=1))", Change(key="a.x", value=2), "f(a=dict(x=2))"),
-        ("f(a=(1))", Change(key="a", value=2), "f(a=(2))"),
-        ("f(a=None)", Change(key="a.x", value=2), 'f(a={"x": 2})'),
-        ("f(**{'a': 1})", Change(key="a", value=2), "f(**{'a': 2})"),
-        ("f(é='ü', a=1)", Change(key="a", value="\"'\n\u2028"), "f(é='ü', a='\"\\'\\n\\u2028')"),
-        ("f(old=True)", Change(key="new", value="x", instead="old"), 'f(new="x")'),
+        ("f(\n    a=1,  # one\n    b=2,\n)", KeyEdit(key="a", value=None), "f(\n    b=2,\n)"),
+        ("f(a={'x': 1})", KeyEdit(key="a.y", value=2), "f(a={'x': 1, 'y': 2})"),
+        ("f(a={'x': 1}, b=2)", KeyEdit(key="a.x", value=None), "f(b=2)"),
+        ("f(a=dict(x=1))", KeyEdit(key="a.x", value=2), "f(a=dict(x=2))"),
+        ("f(a=(1))", KeyEdit(key="a", value=2), "f(a=(2))"),
+        ("f(a=None)", KeyEdit(key="a.x", value=2), 'f(a={"x": 2})'),
+        ("f(**{'a': 1})", KeyEdit(key="a", value=2), "f(**{'a': 2})"),
+        ("f(é='ü', a=1)", KeyEdit(key="a", value="\"'\n\u2028"), "f(é='ü', a='\"\\'\\n\\u2028')"),
+        ("f(old=True)", KeyEdit(key="new", value="x", instead="old"), 'f(new="x")'),
     ],
 )  # fmt: skip
-def test_one_change(old: str, change: Change, new: str) -> None:
+def test_one_change(old: str, change: KeyEdit, new: str) -> None:
     old, new = (text.replace("f(", "TrainingArguments(", 1) for text in (old, new))
     assert program_edit.edited(f"x = {old}  # end\n", [change]) == (f"x = {new}  # end\n", [])
     ast.parse(new)
@@ -204,12 +204,12 @@ def test_one_change(old: str, change: Change, new: str) -> None:
 
 def test_what_cannot_be_placed_is_named_and_nothing_else_is_touched() -> None:
     text = "x = TrainingArguments(**{'a': (1)})\n"
-    change = Change(key="b", value=2)
-    assert program_edit.edited(text, [change, Change(key="a", value=3)]) == (
+    change = KeyEdit(key="b", value=2)
+    assert program_edit.edited(text, [change, KeyEdit(key="a", value=3)]) == (
         "x = TrainingArguments(**{'a': (3)}, b=2)\n",
         [],
     )
-    stray = Change(key="quantization:load_in_4bit", value=True)
+    stray = KeyEdit(key="quantization:load_in_4bit", value=True)
     assert program_edit.edited(text, [stray]) == (text, [stray])
 
 

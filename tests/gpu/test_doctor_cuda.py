@@ -9,7 +9,7 @@ import pytest
 from autotune import doctor
 from autotune.catalogue.gpus import detect
 from autotune.doctor import versions
-from autotune.doctor.machine import Machine
+from autotune.doctor.machine import CheckedMachine
 from autotune.doctor.verdict import Status
 
 pytestmark = [
@@ -20,7 +20,7 @@ pytestmark = [
 
 def test_a_card_that_works_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = {each.check.name: each for each in doctor.examine(Machine("sqlite:///x.db"))}
+    found = {each.check.name: each for each in doctor.examine(CheckedMachine("sqlite:///x.db"))}
     for name in ("driver", "cuda", "torch", "kernels", "bitsandbytes", "allocator"):
         assert found[name].verdict.status is not Status.FAIL, found[name].verdict
     card = detect()[0]

@@ -21,7 +21,7 @@ from autotune.search import budget, resolve
 from autotune.search.budget import CardSource, ChosenCard
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
-from autotune.store.jobs import Job, Machine, Wanted, open_jobs
+from autotune.store.jobs import Job, WantedMachine, WorkerMachine, open_jobs
 
 SPACE = """
 name: small
@@ -34,7 +34,7 @@ methods:
 MODEL = {"model_type": "gpt2", "n_layer": 2, "n_positions": 256, "vocab_size": 100}
 BASES = Path(__file__).parents[1] / "data" / "bases"
 CARD = "NVIDIA RTX 4090"
-MACHINE = Machine(worker="w", card=CARD, capacity_bytes=10**12, fingerprint="f")
+MACHINE = WorkerMachine(worker="w", card=CARD, capacity_bytes=10**12, fingerprint="f")
 NAMED = {"model": "Qwen/Qwen2.5-1.5B", "gpu": "rtx-4090"}
 LENGTHS = Lengths(
     num_samples=10, num_tokens=900, num_kept_tokens=800, percentiles=(*range(20, 120), 128)
@@ -45,7 +45,7 @@ def card_of(budget_bytes: int) -> ChosenCard:
     return ChosenCard(gpu=gpus.find_gpu(CARD), source=CardSource.NAMED, budget_bytes=budget_bytes)
 
 
-def prepared(*notes: list[str], **options: Any) -> tuple[dict[str, Any], Wanted]:
+def prepared(*notes: list[str], **options: Any) -> tuple[dict[str, Any], WantedMachine]:
     note = notes[0].append if notes else print
     question, wanted = asking.prepare(Question(**options), note=note)
     # As the database gives it back.
@@ -69,7 +69,7 @@ def test_a_question_needs_no_file_where_it_is_answered(
         "seq_len": 128,
     }
     question, wanted = prepared(**options, space="small.yaml")
-    assert wanted == Wanted(card="NVIDIA RTX 4090", budget_bytes=12 * 10**9)
+    assert wanted == WantedMachine(card="NVIDIA RTX 4090", budget_bytes=12 * 10**9)
     monkeypatch.chdir(machine)
     asked = asking.read(question, machine, backend="cuda")
     assert asked.brought.source is not None
@@ -87,7 +87,7 @@ def test_a_shipped_space_goes_by_its_name() -> None:
 
 
 def test_probes_on_a_cpu_want_one_and_a_budget() -> None:
-    assert prepared(model="gpt2", backend="cpu", gpu_mem="500MB")[1] == Wanted(
+    assert prepared(model="gpt2", backend="cpu", gpu_mem="500MB")[1] == WantedMachine(
         card="CPU", budget_bytes=500_000_000
     )
 
@@ -237,7 +237,9 @@ def answer_to(base: TrainConfig) -> Answer:
 def answered_job(question: dict[str, Any], answer: Answer, folder: Path) -> Job:
     result = stored_record(answer)
     with open_jobs(f"sqlite:///{folder}/jobs.db") as jobs:
-        number = jobs.add(question, Wanted(card=CARD, budget_bytes=None), command="", asked_by="")
+        number = jobs.add(
+            question, WantedMachine(card=CARD, budget_bytes=None), command="", asked_by=""
+        )
         assert jobs.claim(MACHINE) is not None
         assert jobs.finish(number, MACHINE.worker, study="s", result=result, problem="")
         return jobs.get(number)

@@ -15,12 +15,12 @@ import pytest
 from autotune import cli
 from autotune.cli import jobs as command
 from autotune.records.answer import stored_record
-from autotune.store.jobs import JobTable, Machine, open_jobs
+from autotune.store.jobs import JobTable, WorkerMachine, open_jobs
 
 pytestmark = pytest.mark.worker
 
 ASKED = ("find", "--model", "openai-community/gpt2", "--gpu", "rtx-4090", "--enqueue")
-MACHINE = Machine(
+MACHINE = WorkerMachine(
     worker="me@gpu-1 7 9", card="NVIDIA RTX 4090", capacity_bytes=10**12, fingerprint="f"
 )
 

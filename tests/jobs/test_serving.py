@@ -30,12 +30,12 @@ from autotune.records.question import Question
 from autotune.search.find import Finding
 from autotune.store import jobs as module
 from autotune.store import optuna_study, schema
-from autotune.store.jobs import JobTable, Machine, open_jobs
+from autotune.store.jobs import JobTable, WorkerMachine, open_jobs
 from autotune.store.recommendations import open_recommendations
 
 pytestmark = pytest.mark.worker
 
-MACHINE = Machine(worker="me@here 1 2", card="CPU", capacity_bytes=10**9, fingerprint="f")
+MACHINE = WorkerMachine(worker="me@here 1 2", card="CPU", capacity_bytes=10**9, fingerprint="f")
 HERE = Here(backend="cpu", machine=MACHINE)
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
 SPACE = """
@@ -153,7 +153,7 @@ def test_a_job_that_had_only_just_been_taken_goes_back_too(
     number = add(jobs)
     claim = JobTable.claim
 
-    def claim_and_stop(table: JobTable, machine: Machine) -> None:
+    def claim_and_stop(table: JobTable, machine: WorkerMachine) -> None:
         assert claim(table, machine) is not None
         raise KeyboardInterrupt
 

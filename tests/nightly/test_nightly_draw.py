@@ -306,9 +306,11 @@ def test_the_command_exits_with_what_the_night_found(
     Path("m.yaml").write_text("models: [gpt2]\ntime_budget: 2h", encoding="utf-8")
     asked: list[float] = []
 
-    def found(*_: object, budget_seconds: float, **__: object) -> run.Delivered:
+    def found(*_: object, budget_seconds: float, **__: object) -> run.NightReport:
         asked.append(budget_seconds)
-        return run.Delivered(digest=digest(REGRESSED, notes=("a note",)), files=[Path("digest.md")])
+        return run.NightReport(
+            digest=digest(REGRESSED, notes=("a note",)), files=[Path("digest.md")]
+        )
 
     monkeypatch.setattr(run, "night", found)
     with pytest.raises(SystemExit) as ended:

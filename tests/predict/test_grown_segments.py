@@ -7,19 +7,19 @@ import pytest
 from autotune.common.units import MIB
 from autotune.memory.allocator import OVERSHOOT_BYTES, PAGE_BYTES, replay
 from autotune.predict.expandable_segments import grown
-from autotune.predict.steps import Part, Steps
+from autotune.predict.steps import StepPart, Steps
 
 X, Y, Z = range(3)
 SIZES = [300 * MIB, 300 * MIB, 400 * MIB]
 ONCE = [
     # X goes while Y stays: Z fits into no free block of the steps, however often they run.
-    Part(-1, "set-up", [X, Y, ~X]),
-    Part(0, "forward", [Z, ~Z]),
-    Part(1, "forward", [Z, ~Z]),
+    StepPart(-1, "set-up", [X, Y, ~X]),
+    StepPart(0, "forward", [Z, ~Z]),
+    StepPart(1, "forward", [Z, ~Z]),
 ]
 
 
-def steps(parts: list[Part], sizes: list[int] = SIZES) -> Steps:
+def steps(parts: list[StepPart], sizes: list[int] = SIZES) -> Steps:
     return Steps(sizes=sizes, categories=["activation"] * 3, parts=parts, sure_step=0)
 
 
@@ -59,5 +59,7 @@ def test_what_is_given_back_in_every_step_does_not_fit() -> None:
     sizes = [500 * MIB, 300 * MIB, 800 * MIB]
     runs = replay(sizes, step * 30, cap_bytes=1100 * MIB, expandable_segments=True)
     assert (runs.failed_event, runs.num_alloc_retries) == (None, 30)
-    found = grown(steps([Part(0, "forward", step), Part(1, "forward", step)], sizes), room(1100))
+    found = grown(
+        steps([StepPart(0, "forward", step), StepPart(1, "forward", step)], sizes), room(1100)
+    )
     assert found.peak_reserved_bytes == room(1100) + PAGE_BYTES

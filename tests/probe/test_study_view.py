@@ -11,7 +11,7 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.errors import StorageError
-from autotune.probe.study_view import Seen
+from autotune.probe.study_view import StudyView
 from autotune.probe.trial_history import OWNER
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement
@@ -22,8 +22,8 @@ ELSEWHERE = dataclasses.replace(HERE, driver="999.0")
 LARGER = dataclasses.replace(answers.CONFIG, micro_batch_size=8, gradient_accumulation_steps=4)
 
 
-def seen_in(study: optuna.Study) -> Seen:
-    found = Seen(study, lambda _: HERE, "here")
+def seen_in(study: optuna.Study) -> StudyView:
+    found = StudyView(study, lambda _: HERE, "here")
     found.look()
     return found
 

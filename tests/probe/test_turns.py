@@ -23,7 +23,7 @@ from autotune.errors import StorageError
 from autotune.probe import owners, turns
 from autotune.probe.tell_optuna import Failed
 from autotune.probe.trial_history import INTERRUPTED, OWNER
-from autotune.probe.turns import Asked, take_turn
+from autotune.probe.turns import Proposal, take_turn
 from autotune.space.config import Workload
 from autotune.store.optuna_study import open_study
 
@@ -48,8 +48,8 @@ def me(**changes: Any) -> dict[str, Any]:
     return {**owners.this_process(), "fingerprint": "here", **changes}
 
 
-def ask(size: int) -> Asked:
-    return Asked(params={"size": size}, distributions={"size": SIZES})
+def ask(size: int) -> Proposal:
+    return Proposal(params={"size": size}, distributions={"size": SIZES})
 
 
 def turn(study: optuna.Study, run: Any, *, owner: dict[str, Any] | None = None) -> bool:
@@ -84,7 +84,7 @@ def test_what_is_asked_for_runs_outside_of_the_turn(study: optuna.Study) -> None
         yield
         held.append("let go")
 
-    def run(trial: optuna.Trial, asked: Asked) -> float:
+    def run(trial: optuna.Trial, asked: Proposal) -> float:
         assert held == ["held", "let go"]
         assert trial.params == asked.params == {"size": 4}
         assert trial.user_attrs[OWNER]["pid"] == os.getpid()
@@ -141,7 +141,7 @@ def test_what_breaks_a_trial_off_goes_on_and_the_trial_is_given_back(
 
 @pytest.mark.parametrize("tells", [False, True])
 def test_a_trial_that_others_took_for_dead_is_theirs(study: optuna.Study, tells: bool) -> None:
-    def run(trial: optuna.Trial, _: Asked) -> float:
+    def run(trial: optuna.Trial, _: Proposal) -> float:
         study._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
         if tells:
             trial.report(3.0, 1)
@@ -197,7 +197,7 @@ def test_what_somebody_else_put_into_the_queue_is_not_measured_as_ours(study: op
     study.enqueue_trial({"size": 9})
     ran: list[int] = []
 
-    def run(trial: optuna.Trial, _: Asked) -> float:
+    def run(trial: optuna.Trial, _: Proposal) -> float:
         ran.append(trial.params["size"])
         return 1.0
 

@@ -11,8 +11,8 @@ from autotune.speed.roofline import (
     BOUNDS,
     KINDS,
     PHASES,
+    CardRates,
     Kernel,
-    Machine,
     ceilings,
     kind_of,
     mfu,
@@ -22,7 +22,7 @@ from autotune.speed.roofline import (
 
 # Round rates: 1 TFLOP/s and 1 GB/s, attention and reductions slower; no tail, 1 us a launch but in the
 # passes of a micro-step.
-MACHINE = Machine(
+MACHINE = CardRates(
     flop_per_second={
         ("matmul", "bfloat16"): 1e12,
         ("flash", "bfloat16"): 5e11,

@@ -18,8 +18,8 @@ from autotune.store.jobs import (
     MAX_CLAIMS,
     Job,
     JobTable,
-    Machine,
-    Wanted,
+    WantedMachine,
+    WorkerMachine,
     may_pass,
     open_jobs,
     patiently,
@@ -32,7 +32,7 @@ QUESTION = {
     "space": None,
 }
 CARD = "NVIDIA GeForce RTX 4090"
-HERE = Machine(worker="one", card=CARD, capacity_bytes=24 * 10**9, fingerprint="f")
+HERE = WorkerMachine(worker="one", card=CARD, capacity_bytes=24 * 10**9, fingerprint="f")
 OTHER = dataclasses.replace(HERE, worker="other")
 
 
@@ -50,11 +50,11 @@ def jobs(url: str) -> Iterator[JobTable]:
 
 
 def add(jobs: JobTable, *, card: str = CARD, budget_bytes: int | None = None) -> int:
-    wanted = Wanted(card=card, budget_bytes=budget_bytes)
+    wanted = WantedMachine(card=card, budget_bytes=budget_bytes)
     return jobs.add(QUESTION, wanted, command="autotune find", asked_by="me@laptop")
 
 
-def claimed(jobs: JobTable, machine: Machine = HERE) -> Job:
+def claimed(jobs: JobTable, machine: WorkerMachine = HERE) -> Job:
     job = jobs.claim(machine)
     assert job is not None
     return job

@@ -7,7 +7,7 @@ import pytest
 from autotune.worker.probe.steps import (
     CpuClock,
     Marks,
-    StepSeconds,
+    TimedStep,
     spread,
     step_seconds,
     summarize,
@@ -19,9 +19,9 @@ TWO = Marks(0.0, [(2.0, 12.0), (13.0, 25.0)], 30.0)
 ONE = Marks(0.0, [(1.0, 11.0)], 16.0)
 
 
-def steps(*totals: float) -> list[StepSeconds]:
+def steps(*totals: float) -> list[TimedStep]:
     return [
-        StepSeconds(micro_step_seconds=t - 1, optimizer_step_seconds=1.0, total_seconds=t)
+        TimedStep(micro_step_seconds=t - 1, optimizer_step_seconds=1.0, total_seconds=t)
         for t in totals
     ]
 

@@ -22,7 +22,7 @@ MAX_VALUES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class KeyEdit:
     """A change of one key, with dots below others."""
 
     key: str
@@ -48,7 +48,7 @@ _NONE = (None, None, None, None)
 """Comments of a key that has none: on its line, above it, after its value, within that."""
 
 
-def edited(text: str, changes: Sequence[Change]) -> tuple[str, bool]:
+def edited(text: str, changes: Sequence[KeyEdit]) -> tuple[str, bool]:
     """Return the text with the changes, and whether all of its comments are still there."""
     import yaml
 
@@ -113,7 +113,7 @@ def _as_json(content: Any, text: str) -> str:
     return json.dumps(content, indent=spread, ensure_ascii=text.isascii()) + end
 
 
-def applied(content: dict[str, Any], change: Change) -> None:
+def applied(content: dict[str, Any], change: KeyEdit) -> None:
     """Make the change in the content itself."""
     if change.instead:
         content.pop(change.instead, None)
@@ -135,7 +135,7 @@ def applied(content: dict[str, Any], change: Change) -> None:
             del parent[folder]
 
 
-def _round_trip(text: str, changes: Sequence[Change]) -> str:
+def _round_trip(text: str, changes: Sequence[KeyEdit]) -> str:
     """Return the YAML with the changes."""
     import yaml
     from ruamel.yaml import YAML
@@ -179,7 +179,7 @@ def _round_trip(text: str, changes: Sequence[Change]) -> str:
 
 
 def _make(
-    root: Any, change: Change, spelled: Callable[[Any], Any], added: set[tuple[int, str]]
+    root: Any, change: KeyEdit, spelled: Callable[[Any], Any], added: set[tuple[int, str]]
 ) -> None:
     mapping, names = root, change.key.split(".")
     while len(names) > 1 and isinstance(mapping.get(names[0]), dict):

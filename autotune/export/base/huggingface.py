@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.export.mapping import (
-    Choice,
     Row,
-    Target,
+    Spelling,
+    TrainerFile,
     choices,
     module_names,
     of_alpha,
@@ -41,9 +41,9 @@ def _say_optimizer(optimizer: str) -> dict[str, Any]:
 
 _CHECKPOINTING = choices(
     ("activation_checkpointing", "activation_offloading"),
-    Choice(ours=(0, False), theirs={_SWITCH: False}),
+    Spelling(ours=(0, False), theirs={_SWITCH: False}),
     *(
-        Choice(
+        Spelling(
             ours=(every, offload),
             theirs={
                 _SWITCH: True,
@@ -75,8 +75,8 @@ _SHARED = (
     *said_only(*LOADER_SETTINGS),
     choices(
         ("parallelism",),
-        Choice(ours=("none",), theirs={"deepspeed": None}),
-        Choice(ours=("ddp",), theirs={"deepspeed": None}),
+        Spelling(ours=("none",), theirs={"deepspeed": None}),
+        Spelling(ours=("ddp",), theirs={"deepspeed": None}),
     ),
 )
 _DEFAULTS = {
@@ -99,17 +99,17 @@ _REFUSED = {
     "auto_find_batch_size": "leaves the batch size open",
 }
 
-TRAINING_ARGUMENTS = Target(
+TRAINING_ARGUMENTS = TrainerFile(
     name="TrainingArguments",
     source="transformers 5.23",
     rows=(
         # Transformers 5 loads a model in its checkpoint's dtype, which is taken to be bfloat16.
         choices(
             ("precision",),
-            Choice(ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False}),
-            Choice(ours=("fp16-mixed",), theirs={"bf16": False, "fp16": True}),
-            Choice(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": True}),
-            Choice(ours=("bf16-true",), theirs={"bf16": False, "fp16": False, "tf32": None}),
+            Spelling(ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False}),
+            Spelling(ours=("fp16-mixed",), theirs={"bf16": False, "fp16": True}),
+            Spelling(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": True}),
+            Spelling(ours=("bf16-true",), theirs={"bf16": False, "fp16": False, "tf32": None}),
         ),
         of_values(
             "batching",
@@ -159,18 +159,18 @@ def _bits(peft: bool, bits: int | None, **more: Any) -> dict[str, Any]:
 
 _16_BITS = ("bfloat16", "auto")
 
-SFT = Target(
+SFT = TrainerFile(
     name="TRL's SFTConfig",
     source="trl 1.16",
     model_key="model_name_or_path",
     rows=(
         choices(
             ("method", "quantization", "quantization_storage"),
-            Choice(ours=("full", "none", "uint8"), theirs=_bits(False, None)),
-            Choice(ours=("lora", "none", "uint8"), theirs=_bits(True, None)),
-            Choice(ours=("qlora", "int8", "uint8"), theirs=_bits(True, 8)),
+            Spelling(ours=("full", "none", "uint8"), theirs=_bits(False, None)),
+            Spelling(ours=("lora", "none", "uint8"), theirs=_bits(True, None)),
+            Spelling(ours=("qlora", "int8", "uint8"), theirs=_bits(True, 8)),
             *(
-                Choice(
+                Spelling(
                     ours=("qlora", row.name, storage or "uint8"),
                     theirs=_bits(
                         True,
@@ -195,9 +195,9 @@ SFT = Target(
         ),
         choices(
             ("lora_variant",),
-            Choice(ours=("plain",), theirs={"use_dora": False, "use_rslora": False}),
-            Choice(ours=("rslora",), theirs={"use_dora": False, "use_rslora": True}),
-            Choice(ours=("dora",), theirs={"use_dora": True, "use_rslora": False}),
+            Spelling(ours=("plain",), theirs={"use_dora": False, "use_rslora": False}),
+            Spelling(ours=("rslora",), theirs={"use_dora": False, "use_rslora": True}),
+            Spelling(ours=("dora",), theirs={"use_dora": True, "use_rslora": False}),
             methods=_LORA,
         ),
         of_key("lora_dropout", off=0.0, methods=_LORA),
@@ -207,7 +207,7 @@ SFT = Target(
         choices(
             ("precision",),
             *(
-                Choice(ours=(ours,), theirs={"dtype": dtype, "fp16": fp16, "bf16": bf16})
+                Spelling(ours=(ours,), theirs={"dtype": dtype, "fp16": fp16, "bf16": bf16})
                 for ours, bf16, fp16, dtypes in (
                     ("bf16-mixed", True, False, ("float32",)),
                     ("bf16-autocast", True, False, _16_BITS),
@@ -219,8 +219,8 @@ SFT = Target(
                 )
                 for dtype in dtypes
             ),
-            Choice(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": True}),
-            Choice(ours=("fp32",), theirs={"bf16": False, "fp16": False, "tf32": False}),
+            Spelling(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": True}),
+            Spelling(ours=("fp32",), theirs={"bf16": False, "fp16": False, "tf32": False}),
         ),
         of_values(
             "attention",
@@ -235,8 +235,8 @@ SFT = Target(
         ),
         choices(
             ("batching",),
-            Choice(ours=("packed",), theirs={"packing": True}),
-            Choice(
+            Spelling(ours=("packed",), theirs={"packing": True}),
+            Spelling(
                 ours=("grouped",),
                 theirs={
                     "packing": False,
@@ -244,7 +244,7 @@ SFT = Target(
                     "train_sampling_strategy": "group_by_length",
                 },
             ),
-            Choice(
+            Spelling(
                 ours=("padded",),
                 theirs={
                     "packing": False,
@@ -252,7 +252,7 @@ SFT = Target(
                     "train_sampling_strategy": "random",
                 },
             ),
-            Choice(ours=("padding-free",), theirs={"packing": False, "padding_free": True}),
+            Spelling(ours=("padding-free",), theirs={"packing": False, "padding_free": True}),
         ),
         *_SHARED,
         # TrlParser sets the variables after TRL's imports (trl 1.16 scripts/utils.py): in time unless one of

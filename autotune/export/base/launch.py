@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.export.mapping import Choice, Row, Target, choices, of_key, value_at
+from autotune.export.mapping import Row, Spelling, TrainerFile, choices, of_key, value_at
 from autotune.space.knobs import KNOBS
 from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 
@@ -22,10 +22,12 @@ BESIDE = "deepspeed:"
 _FILE = f"{_PLUGIN}.deepspeed_config_file"
 
 
-def _of_zero(stage_key: str, optimizer_key: str, weights_key: str, off: str | None) -> list[Choice]:
+def _of_zero(
+    stage_key: str, optimizer_key: str, weights_key: str, off: str | None
+) -> list[Spelling]:
     """Choices for ZeRO's stages, whichever file says them. `off` is how no offloading is said."""
     return [
-        Choice(
+        Spelling(
             ours=(row.name,),
             theirs={
                 stage_key: row.stage,
@@ -73,18 +75,18 @@ def _precisions(*, is_shared_out: bool) -> Row:
     }
     return choices(
         ("precision",),
-        *(Choice(ours=(ours,), theirs={"mixed_precision": said}) for ours, said in ways.items()),
-        Choice(ours=("bf16-true",), theirs={"mixed_precision": None}),
-        *(Choice(ours=(ours,), theirs={"mixed_precision": said}) for ours, said in more.items()),
+        *(Spelling(ours=(ours,), theirs={"mixed_precision": said}) for ours, said in ways.items()),
+        Spelling(ours=("bf16-true",), theirs={"mixed_precision": None}),
+        *(Spelling(ours=(ours,), theirs={"mixed_precision": said}) for ours, said in more.items()),
     )
 
 
 _PARALLELISM = choices(
     ("parallelism",),
-    Choice(ours=("none",), theirs=_launched("NO")),
-    Choice(ours=("ddp",), theirs=_launched("MULTI_GPU")),
+    Spelling(ours=("none",), theirs=_launched("NO")),
+    Spelling(ours=("ddp",), theirs=_launched("MULTI_GPU")),
     *(
-        Choice(
+        Spelling(
             ours=(name,),
             theirs=_launched(
                 "FSDP",
@@ -111,7 +113,7 @@ _PARALLELISM = choices(
     ),
 )
 
-ACCELERATE = Target(
+ACCELERATE = TrainerFile(
     name="accelerate's config",
     source="accelerate 1.15",
     rows=(
@@ -141,7 +143,7 @@ ACCELERATE = Target(
 )
 
 
-def fitted_accelerate(content: Mapping[str, Any], method: str) -> Target:  # noqa: ARG001
+def fitted_accelerate(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for how the GPUs share the run; with DeepSpeed's own file, that file's."""
     rows: tuple[Row, ...] = tuple(row for row in ACCELERATE.rows if row.ours != ("precision",))
     if value_at(content, _FILE) is not None:
@@ -174,7 +176,7 @@ def _deepspeed_rows(prefix: str = "") -> tuple[Row, ...]:
     return (
         choices(
             ("parallelism",),
-            Choice(ours=("ddp",), theirs={f"{zero}.stage": 0}),
+            Spelling(ours=("ddp",), theirs={f"{zero}.stage": 0}),
             *(
                 dataclasses.replace(choice, beside=_beside(zero, choice.ours[0]))
                 for choice in stages
@@ -184,14 +186,14 @@ def _deepspeed_rows(prefix: str = "") -> tuple[Row, ...]:
         of_key("gradient_accumulation_steps", f"{prefix}gradient_accumulation_steps"),
         choices(
             ("precision",),
-            Choice(ours=("bf16-mixed",), theirs={bf16: True, fp16: False}),
-            Choice(ours=("fp16-mixed",), theirs={bf16: False, fp16: True}),
-            Choice(ours=("fp32",), theirs={bf16: False, fp16: False}),
+            Spelling(ours=("bf16-mixed",), theirs={bf16: True, fp16: False}),
+            Spelling(ours=("fp16-mixed",), theirs={bf16: False, fp16: True}),
+            Spelling(ours=("fp32",), theirs={bf16: False, fp16: False}),
         ),
     )
 
 
-DEEPSPEED = Target(
+DEEPSPEED = TrainerFile(
     name="DeepSpeed's config",
     source="deepspeed 0.19.8",
     rows=_deepspeed_rows(),
@@ -212,7 +214,7 @@ DEEPSPEED = Target(
 )
 
 
-def fitted_deepspeed(content: Mapping[str, Any], method: str) -> Target:  # noqa: ARG001
+def fitted_deepspeed(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what the file decides."""
     rows = _said(DEEPSPEED.rows, content)
     said = {name for row in rows for name in row.ours}

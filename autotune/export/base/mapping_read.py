@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.errors import nearest
-from autotune.export.mapping import NotLiteral, Row, Target, entries, same, value_at
+from autotune.export.mapping import NotLiteral, Row, TrainerFile, entries, same, value_at
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
 from autotune.space.values import positive
 
 
-def read(target: Target, content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def read(target: TrainerFile, content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return (our settings, every problem with its key). Where there are problems, settings are missing."""
     content = in_current_words(target, content)
     values: dict[str, Any] = dict(target.fixed)
@@ -36,7 +36,7 @@ def read(target: Target, content: Mapping[str, Any]) -> tuple[dict[str, Any], li
     return values, problems
 
 
-def in_current_words(target: Target, content: Mapping[str, Any]) -> dict[str, Any]:
+def in_current_words(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content without older names and switches."""
     current = dict(content)
     for old, new in target.renamed.items():
@@ -49,7 +49,7 @@ def in_current_words(target: Target, content: Mapping[str, Any]) -> dict[str, An
     return current
 
 
-def notes(target: Target, content: Mapping[str, Any]) -> tuple[str, ...]:
+def notes(target: TrainerFile, content: Mapping[str, Any]) -> tuple[str, ...]:
     """Return notes on keys of the file that change memory or speed and are in no prediction."""
     ours = {
         (key, entry)
@@ -78,7 +78,7 @@ def _is_on(content: Mapping[str, Any], key: str) -> bool:
     return bool(value) and (value is True or value != 1)
 
 
-def _read_row(target: Target, row: Row, content: Mapping[str, Any]) -> tuple[Any, ...]:
+def _read_row(target: TrainerFile, row: Row, content: Mapping[str, Any]) -> tuple[Any, ...]:
     said = {key: value_at(content, key, target.defaults.get(key)) for key in row.keys}
     for key in row.keys if row.choices else row.keys[:1]:
         _check_kind(key, content, said[key])

@@ -17,10 +17,10 @@ from autotune.errors import ConfigError
 from autotune.export import axolotl, llama_factory, train_config
 from autotune.export.base import huggingface, launch, torchtune
 from autotune.export.base.edit import parsed
-from autotune.export.base.parts import OURS, Part, all_of, read_folder, read_part
+from autotune.export.base.parts import OURS, RunFile, all_of, read_folder, read_part
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.base.sections import Shape, target_for
-from autotune.export.mapping import NotLiteral, Target
+from autotune.export.mapping import NotLiteral, TrainerFile
 from autotune.export.training_args import installed_fields
 from autotune.space.knobs import KNOBS
 
@@ -29,9 +29,9 @@ from autotune.space.knobs import KNOBS
 class Reader:
     """A reader of one format."""
 
-    target: Target
+    target: TrainerFile
     recognise: Callable[[Mapping[str, Any]], bool]
-    fitted: Callable[[Mapping[str, Any], str], Target] | None = None
+    fitted: Callable[[Mapping[str, Any], str], TrainerFile] | None = None
     """Returns the table for what is in a file, and for the method where it leaves that open. May raise
     ValueError."""
     prefix: str = ""
@@ -99,13 +99,13 @@ READERS: tuple[Reader, ...] = (
 class Opened:
     """The files and the table that reads them."""
 
-    parts: tuple[Part, ...]
-    target: Target | None
+    parts: tuple[RunFile, ...]
+    target: TrainerFile | None
     """Table of the trainer; None: the file is ours."""
     content: Mapping[str, Any]
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    ours: train_config.BaseRun | None = None
+    ours: train_config.SavedRun | None = None
     """Content of our own file, or of the one beside them."""
 
 
@@ -117,7 +117,7 @@ def open_base(files: Files, path: Path, method: str, *, has_bf16: bool) -> Opene
     return _open_program(part, method) if part.is_program else _open_mapping(files, part, method)
 
 
-def _open_mapping(files: Files, part: Part, method: str) -> Opened:
+def _open_mapping(files: Files, part: RunFile, method: str) -> Opened:
     import yaml
 
     try:
@@ -136,7 +136,7 @@ def _open_mapping(files: Files, part: Part, method: str) -> Opened:
         return Opened(parts=(part,), target=None, content={}, ours=ours)
     part = dataclasses.replace(part, prefix=reader.prefix)
     content = {f"{reader.prefix}{key}": value for key, value in content.items()}
-    parts: tuple[Part, ...] = (part,)
+    parts: tuple[RunFile, ...] = (part,)
     if reader.target is launch.ACCELERATE:
         parts = (part, *_beside(files, part.path, content))
         content = all_of(parts)
@@ -146,7 +146,7 @@ def _open_mapping(files: Files, part: Part, method: str) -> Opened:
     return Opened(parts=parts, target=target, content=content)
 
 
-def _beside(files: Files, path: Path, content: Mapping[str, Any]) -> tuple[Part, ...]:
+def _beside(files: Files, path: Path, content: Mapping[str, Any]) -> tuple[RunFile, ...]:
     """Return DeepSpeed's own file, where accelerate's names one."""
     try:
         name = launch.named_beside(content)
@@ -155,7 +155,7 @@ def _beside(files: Files, path: Path, content: Mapping[str, Any]) -> tuple[Part,
     return () if name is None else (read_part(files, path.parent / name, launch.BESIDE),)
 
 
-def _open_program(part: Part, method: str) -> Opened:
+def _open_program(part: RunFile, method: str) -> Opened:
     program = part.program()
     shape, content = program.shape, program.content
     if not shape.sections:
@@ -213,7 +213,7 @@ def _open_folder(files: Files, folder: Path, method: str) -> Opened:
     return Opened(parts=parts, target=target, content=content, ours=ours)
 
 
-def _fitted(path: Path, target: Target | None, fit: Callable[[], Target]) -> Target:
+def _fitted(path: Path, target: TrainerFile | None, fit: Callable[[], TrainerFile]) -> TrainerFile:
     try:
         return fit()
     except ValueError as error:

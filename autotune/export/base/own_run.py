@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autotune.common.files import Files
 from autotune.export import Exporter, export_paths, mapping_write
-from autotune.export.base.edit import Change
+from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_words
 from autotune.export.base.read import BaseRun, EditedBase, changes, read_base
 from autotune.space.config import TrainConfig
@@ -131,7 +131,7 @@ def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
     return notes
 
 
-def _listed(changes: Iterable[Change]) -> str:
+def _listed(changes: Iterable[KeyEdit]) -> str:
     return ", ".join(
         f"{in_words(change.key)} gone"
         if change.value is None

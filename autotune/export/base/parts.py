@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.common.files import Files
 from autotune.errors import ConfigError
 from autotune.export.base import edit
-from autotune.export.base.edit import Change
+from autotune.export.base.edit import KeyEdit
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.train_config import MAX_FILE_BYTES
 
@@ -32,7 +32,7 @@ OF_FOLDER = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class RunFile:
     """A file of the run."""
 
     path: Path
@@ -71,7 +71,7 @@ class Part:
         prefix, colon, _ = key.partition(":")
         return self.is_program or self.prefix == (prefix + colon if colon else "")
 
-    def edited(self, changes: Sequence[Change]) -> tuple[str, bool, list[Change]]:
+    def edited(self, changes: Sequence[KeyEdit]) -> tuple[str, bool, list[KeyEdit]]:
         """Return the text with those changes that are this file's.
 
         Also: whether all comments are still there; what could not be made.
@@ -86,13 +86,13 @@ class Part:
         return *edit.edited(self.text, cut), []
 
 
-def read_part(files: Files, path: Path, prefix: str = "", *, has_bf16: bool = True) -> Part:
+def read_part(files: Files, path: Path, prefix: str = "", *, has_bf16: bool = True) -> RunFile:
     """Read a file. Raises ConfigError for what cannot be read, is too large or is no text."""
     text = files.read(path, MAX_FILE_BYTES, usual="A configuration has a few KiB")
-    return Part(path=path, text=text, prefix=prefix, has_bf16=has_bf16)
+    return RunFile(path=path, text=text, prefix=prefix, has_bf16=has_bf16)
 
 
-def read_folder(files: Files, folder: Path) -> tuple[Part, ...]:
+def read_folder(files: Files, folder: Path) -> tuple[RunFile, ...]:
     """Read the files of OF_FOLDER that are there. Raises ConfigError where there is none."""
     parts = []
     for prefix, name in OF_FOLDER.items():
@@ -110,7 +110,7 @@ def read_folder(files: Files, folder: Path) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def all_of(parts: Sequence[Part]) -> dict[str, Any]:
+def all_of(parts: Sequence[RunFile]) -> dict[str, Any]:
     """Return the settings of all files together. ConfigError for one that is no mapping."""
     import yaml
 
@@ -128,11 +128,11 @@ def all_of(parts: Sequence[Part]) -> dict[str, Any]:
     return content
 
 
-def _without(change: Change, prefix: str) -> Change:
+def _without(change: KeyEdit, prefix: str) -> KeyEdit:
     def cut(key: str) -> str:
         return key.removeprefix(prefix)
 
-    return Change(
+    return KeyEdit(
         key=cut(change.key),
         value=change.value,
         after=tuple(map(cut, change.after)),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.export.base.calls import OF_SFT
-from autotune.export.base.edit import Change, applied
+from autotune.export.base.edit import KeyEdit, applied
 from autotune.export.base.literals import DTYPES, Box, Program, entries_of
 from autotune.export.base.program import OF_RECIPE, parsed
 from autotune.export.base.section_rows import MODEL, QUANTIZATION, RECIPE
@@ -34,12 +34,12 @@ class _NotHereError(Exception):
 
 
 def edited(
-    text: str, changes: Sequence[Change], *, has_bf16: bool = True
-) -> tuple[str, list[Change]]:
+    text: str, changes: Sequence[KeyEdit], *, has_bf16: bool = True
+) -> tuple[str, list[KeyEdit]]:
     """Return the text with the changes, and those that could not be made."""
     mark = "\ufeff" if text.startswith("\ufeff") else ""
     now = parsed(text, has_bf16=has_bf16)
-    left: list[Change] = []
+    left: list[KeyEdit] = []
     for change in changes:
         wanted = copy.deepcopy(now.content)
         applied(wanted, change)
@@ -67,11 +67,11 @@ class _Entry:
     value: ast.expr
 
 
-def _made(program: Program, change: Change) -> bytes:
+def _made(program: Program, change: KeyEdit) -> bytes:
     if change.instead:
-        added = Change(key=change.key, value=change.value, after=(change.instead,))
+        added = KeyEdit(key=change.key, value=change.value, after=(change.instead,))
         program = parsed(_made(program, added).decode("utf-8"), has_bf16=program.has_bf16)
-        return _made(program, Change(key=change.instead, value=None))
+        return _made(program, KeyEdit(key=change.instead, value=None))
     box, names = _place(program, change.key)
     after = {_local(name) for name in change.after}
     while True:

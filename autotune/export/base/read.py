@@ -13,13 +13,13 @@ from typing import Any
 
 from autotune.common.files import Disk, Files
 from autotune.errors import ConfigError
-from autotune.export.base.edit import Change
+from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_current_words, notes, read
 from autotune.export.base.opening import open_base
-from autotune.export.base.parts import Part, all_of
+from autotune.export.base.parts import RunFile, all_of
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
-from autotune.export.mapping import NotLiteral, Row, Target, entries, same, value_at
+from autotune.export.mapping import NotLiteral, Row, TrainerFile, entries, same, value_at
 from autotune.export.mapping_write import keys_of
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.text import caveats_of
@@ -48,7 +48,7 @@ class BaseRun:
     """Model as the file names it."""
     notes: tuple[str, ...] = ()
     """Notes on parts of the file that are in no prediction, in words."""
-    target: Target | None = None
+    target: TrainerFile | None = None
     """Trainer whose file it is; None: ours."""
     has_length: bool = True
     """Whether the file says how long a sequence is."""
@@ -57,7 +57,7 @@ class BaseRun:
     taken: tuple[str, ...] = ()
     """Settings that every run has and the file does not say."""
     text: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[RunFile, ...] = ()
     """Files of the run, where they are not ours."""
 
 
@@ -133,7 +133,7 @@ def read_base(
 
 
 def _as_ours(
-    target: Target, content: Mapping[str, Any], values: Mapping[str, Any], ours: TrainConfig
+    target: TrainerFile, content: Mapping[str, Any], values: Mapping[str, Any], ours: TrainConfig
 ) -> dict[str, Any]:
     """Return the settings of our own file, where the others say what would be written for it."""
     if values.get("method", ours.method) != ours.method:
@@ -158,7 +158,9 @@ def _behind(prefix: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}{key}": value for key, value in fields.items()}
 
 
-def _says_same(target: Target, key: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+def _says_same(
+    target: TrainerFile, key: str, left: Mapping[str, Any], right: Mapping[str, Any]
+) -> bool:
     default = target.defaults.get(key)
     return same(value_at(left, key, default), value_at(right, key, default))
 
@@ -170,7 +172,7 @@ def _defaults(values: Mapping[str, Any], method: str, has_bf16: bool, steps: int
     return dict(zip(_OPEN, (1, steps, precision, OPTIMIZER), strict=True))
 
 
-def _model_of(target: Target, content: Mapping[str, Any]) -> str | None:
+def _model_of(target: TrainerFile, content: Mapping[str, Any]) -> str | None:
     if target.model_of is not None:
         return target.model_of(content)
     model = content.get(target.model_key) if target.model_key else None
@@ -181,7 +183,7 @@ def _fields() -> Mapping[str, str]:
     return installed_fields() or {}
 
 
-def arguments_of(target: Target, content: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return TrainingArguments in the file that no setting decides."""
     fields = _fields()
     found = {theirs: value_at(content, key) for key, theirs in target.arguments.items()}
@@ -198,14 +200,14 @@ def arguments_of(target: Target, content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[Change]:
+def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[KeyEdit]:
     """Return the keys of the run's file that the answer is written with. `base` is what the file says."""
     assert run.target is not None
     target = run.target
     content = all_of(run.parts)
     current = in_current_words(target, content)
     wanted = keys_of(target, answer)
-    made: list[Change] = []
+    made: list[KeyEdit] = []
     for row in target.rows:
         if answer.method not in row.methods or not _differs(row, base, answer):
             continue
@@ -216,12 +218,12 @@ def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[Change
             if change.key not in taken
         ]
     if answer.lora_rank is None and base.lora_rank is not None:
-        made += [Change(key=key, value=None) for key in target.of_adapters if key in current]
+        made += [KeyEdit(key=key, value=None) for key in target.of_adapters if key in current]
     if target.follows is not None and base != answer:
         follows = target.follows(answer).items()
-        made += [Change(key=k, value=v) for k, v in follows if not same(value_at(current, k), v)]
+        made += [KeyEdit(key=k, value=v) for k, v in follows if not same(value_at(current, k), v)]
     # The user has none of them in the file, or the loader would not have been timed.
-    made += [Change(key=key, value=value) for key, value in answer.loader_arguments.items()]
+    made += [KeyEdit(key=key, value=value) for key, value in answer.loader_arguments.items()]
     return [each for change in made for each in _in_its_words(target, change, content)]
 
 
@@ -232,7 +234,7 @@ class EditedBase:
     run: BaseRun
     base: TrainConfig
     filename: str
-    part: Part | None = None
+    part: RunFile | None = None
     """Part of the run that is written; None: the only one."""
     name: str = "base"
 
@@ -271,12 +273,12 @@ def _differs(row: Row, base: TrainConfig, answer: TrainConfig) -> bool:
 
 
 def _of_row(
-    target: Target,
+    target: TrainerFile,
     row: Row,
     answer: TrainConfig,
     wanted: Mapping[str, Any],
     current: Mapping[str, Any],
-) -> list[Change]:
+) -> list[KeyEdit]:
     choice = row.choice_said(tuple(getattr(answer, name) for name in row.ours))
     beside = {} if choice is None else choice.beside
     within = {} if choice is None else choice.within
@@ -284,18 +286,20 @@ def _of_row(
     for key, entry in within.items():
         listed = entries(value_at(current, key))
         if entry not in listed:
-            made.append(Change(key=key, value=[*listed, entry], after=row.keys))
+            made.append(KeyEdit(key=key, value=[*listed, entry], after=row.keys))
     for key in (*row.keys, *beside):
         if key in within or key not in wanted:
             continue
         if key in beside and value_at(current, key) is not None:
             continue
         if not same(value_at(current, key, target.defaults.get(key)), wanted[key]):
-            made.append(Change(key=key, value=wanted[key], after=row.keys))
+            made.append(KeyEdit(key=key, value=wanted[key], after=row.keys))
     return made
 
 
-def _in_its_words(target: Target, change: Change, content: Mapping[str, Any]) -> list[Change]:
+def _in_its_words(
+    target: TrainerFile, change: KeyEdit, content: Mapping[str, Any]
+) -> list[KeyEdit]:
     """Return the change of a key under the file's name for it; an older switch is changed too."""
     first, *below = change.key.split(".")
     older = next(
@@ -308,4 +312,4 @@ def _in_its_words(target: Target, change: Change, content: Mapping[str, Any]) ->
         made = [dataclasses.replace(change, key=name, instead=first_switch)]
     else:
         made = [dataclasses.replace(change, key=name)]
-    return made + [Change(key=switch, value=None) for switch in switches]
+    return made + [KeyEdit(key=switch, value=None) for switch in switches]

@@ -11,9 +11,9 @@ import dataclasses
 from typing import Any
 
 from autotune.export.mapping import (
-    Choice,
     Row,
-    Target,
+    Spelling,
+    TrainerFile,
     choices,
     module_names,
     of_alpha,
@@ -41,7 +41,7 @@ UNPREDICTED = {
 }
 
 
-def by_setting(target: Target) -> dict[str, Row]:
+def by_setting(target: TrainerFile) -> dict[str, Row]:
     return {row.ours[0]: row for row in target.rows}
 
 
@@ -72,7 +72,7 @@ def adapter_rows(method: str) -> list[Row]:
             choices(
                 ("lora_variant",),
                 *(
-                    Choice(
+                    Spelling(
                         ours=(name,),
                         theirs={f"{ADAPTER}use_dora": dora, f"{ADAPTER}use_rslora": rslora},
                     )
@@ -121,7 +121,7 @@ def quantization_row(**more: Any) -> Row:
     return choices(
         ("quantization", "quantization_storage"),
         *(
-            Choice(
+            Spelling(
                 ours=(name, storage),
                 theirs={
                     **{f"{QUANTIZATION}{key}": value for key, value in keys.items()},
@@ -153,7 +153,7 @@ def precision_row(dtype_key: str, *, is_quantized: bool) -> Row:
     )
     return with_products(
         [
-            Choice(ours=(ours,), theirs={dtype_key: dtype, **switches})
+            Spelling(ours=(ours,), theirs={dtype_key: dtype, **switches})
             for ours, switches, dtypes in table
             for dtype in dtypes
         ],
@@ -161,7 +161,7 @@ def precision_row(dtype_key: str, *, is_quantized: bool) -> Row:
     )
 
 
-def with_products(rows: list[Choice], *further: str, is_quantized: bool) -> Row:
+def with_products(rows: list[Spelling], *further: str, is_quantized: bool) -> Row:
     """Row of the precision, and of `further` settings that are said with it.
 
     Products of 4-bit weights follow the precision where it is written, and are not asked for.

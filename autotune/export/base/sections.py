@@ -29,7 +29,7 @@ from autotune.export.base.section_rows import (
     quantization_row,
     with_products,
 )
-from autotune.export.mapping import Choice, Row, Target, choices, of_key, of_values, value_at
+from autotune.export.mapping import Row, Spelling, TrainerFile, choices, of_key, of_values, value_at
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.config import PEFT_TASK_TYPES, TRAINERS, TrainConfig
@@ -72,7 +72,7 @@ def adapter_method(fields: Mapping[str, Any], *, is_quantized: bool) -> str:
     return next((row.name for row in ADAPTERS.values() if row.peft_type == kind), "peft")
 
 
-def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
+def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> TrainerFile:
     """Return the table for that shape. `method` is for shapes that leave it open.
 
     ValueError: an adapter that no prediction has.
@@ -143,7 +143,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Target:
         fixed["trainer"] = "trl-sft" if shape.is_sft else "transformers"
     if shape.expandable_segments:
         fixed["expandable_segments"] = True
-    return Target(
+    return TrainerFile(
         name=shape.name,
         source="transformers 5.23",
         rows=tuple(rows),
@@ -237,7 +237,7 @@ def _recipe_precision(*, is_quantized: bool) -> Row:
             "tf32": row.tf32 if row.compute_dtype == "float32" else None,
             f"{RECIPE}environment": variables,
         }
-        rows.append(Choice(ours=(name, is_expandable), theirs=theirs))
+        rows.append(Spelling(ours=(name, is_expandable), theirs=theirs))
     return with_products(rows, "expandable_segments", is_quantized=is_quantized)
 
 
@@ -247,7 +247,7 @@ def _recipe_rows() -> list[Row]:
         choices(
             ("batching",),
             *(
-                Choice(
+                Spelling(
                     ours=(name,),
                     theirs={
                         f"{RECIPE}batching": name,

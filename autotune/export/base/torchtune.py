@@ -13,9 +13,9 @@ from typing import Any
 
 from autotune.catalogue.models import CONFIG_NAME, catalogue
 from autotune.export.mapping import (
-    Choice,
     Row,
-    Target,
+    Spelling,
+    TrainerFile,
     choices,
     of_alpha,
     of_key,
@@ -36,7 +36,7 @@ def is_torchtune(content: Mapping[str, Any]) -> bool:
     return isinstance(builder, str) and "torchtune" in builder
 
 
-def fitted(content: Mapping[str, Any], method: str) -> Target:  # noqa: ARG001
+def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for the builder that a file names."""
     builder = str(value_at(content, _BUILDER)).rpartition(".")[2]
     fixed = dict(TARGET.fixed)
@@ -111,8 +111,8 @@ def _hear_targets(said: Mapping[str, Any]) -> str:
 
 _ADAPTED = choices(
     ("method", "quantization"),
-    Choice(ours=("lora", "none"), theirs={_QUANTIZES: False}),
-    Choice(ours=("qlora", "nf4-double"), theirs={_QUANTIZES: True}),
+    Spelling(ours=("lora", "none"), theirs={_QUANTIZES: False}),
+    Spelling(ours=("qlora", "nf4-double"), theirs={_QUANTIZES: True}),
     nearest={("qlora", "nf4"): ("qlora", "nf4-double")},
 )
 
@@ -124,14 +124,14 @@ _KEYS_OF_OPTIMIZERS = {
     for name, keys in OPTIMIZERS.items()
 }
 
-TARGET = Target(
+TARGET = TrainerFile(
     name="torchtune",
     source="torchtune 0.6.1",
     model_of=model_of,
     rows=(
         choices(
             ("method", "quantization"),
-            Choice(ours=("full", "none"), theirs={}),
+            Spelling(ours=("full", "none"), theirs={}),
             *_ADAPTED.choices,
         ),
         of_key("lora_rank", "model.lora_rank", methods=_LORA),
@@ -151,8 +151,8 @@ TARGET = Target(
         of_key("gradient_accumulation_steps"),
         choices(
             ("optimizer",),
-            *(Choice(ours=(name,), theirs=keys) for name, keys in _KEYS_OF_OPTIMIZERS.items()),
-            Choice(
+            *(Spelling(ours=(name,), theirs=keys) for name, keys in _KEYS_OF_OPTIMIZERS.items()),
+            Spelling(
                 ours=("paged_adamw_32bit",),
                 theirs={
                     "optimizer._component_": "bitsandbytes.optim.PagedAdamW",
@@ -162,17 +162,17 @@ TARGET = Target(
         ),
         choices(
             ("precision",),
-            Choice(ours=("bf16-true",), theirs={"dtype": "bf16"}),
-            Choice(ours=("fp32",), theirs={"dtype": "fp32"}),
+            Spelling(ours=("bf16-true",), theirs={"dtype": "bf16"}),
+            Spelling(ours=("fp32",), theirs={"dtype": "fp32"}),
             nearest={("tf32",): ("fp32",), (): ("bf16-true",)},
         ),
         choices(
             ("activation_checkpointing", "activation_offloading"),
-            Choice(ours=(0, False), theirs={_OFF: False, _ON: False, "ac_mode": None}),
-            Choice(ours=(1, False), theirs={_OFF: True, _ON: False, "ac_mode": None}),
-            Choice(ours=(1, True), theirs={_OFF: True, _ON: True, "ac_mode": None}),
+            Spelling(ours=(0, False), theirs={_OFF: False, _ON: False, "ac_mode": None}),
+            Spelling(ours=(1, False), theirs={_OFF: True, _ON: False, "ac_mode": None}),
+            Spelling(ours=(1, True), theirs={_OFF: True, _ON: True, "ac_mode": None}),
             *(
-                Choice(
+                Spelling(
                     ours=(every, False),
                     theirs={_OFF: False, _ON: False, "ac_mode": "selective", "ac_option": every},
                 )

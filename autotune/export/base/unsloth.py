@@ -21,14 +21,14 @@ from autotune.export.base.section_rows import (
     precision_row,
     quantization_row,
 )
-from autotune.export.mapping import Choice, Row, Target, choices, of_key
+from autotune.export.mapping import Row, Spelling, TrainerFile, choices, of_key
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def target_for(
     name: str, content: Mapping[str, Any], *, sections: Collection[str], has_sft_defaults: bool
-) -> Target:
+) -> TrainerFile:
     """Return the table for FastLanguageModel.
 
     It loads, adapts, quantises and checkpoints by words of its own.
@@ -52,7 +52,7 @@ def target_for(
             choices(
                 ("method", "quantization"),
                 *(
-                    Choice(
+                    Spelling(
                         ours=way,
                         theirs={
                             f"{MODEL}load_in_4bit": way[1] == "nf4-double",
@@ -87,7 +87,7 @@ def target_for(
         _unsloth_checkpointing(is_full=is_full),
         precision_row(f"{MODEL}dtype", is_quantized=has_config),
     ]
-    return Target(
+    return TrainerFile(
         name=name,
         source="unsloth 2026.10.9",
         rows=tuple(rows),
@@ -131,7 +131,7 @@ def _unsloth_checkpointing(*, is_full: bool) -> Row:
     return choices(
         ("activation_checkpointing", "activation_offloading"),
         *(
-            Choice(ours=ours, theirs=dict.fromkeys(keys, said))
+            Spelling(ours=ours, theirs=dict.fromkeys(keys, said))
             for keys in (both, both[:1])
             for ours, said in ways
         ),

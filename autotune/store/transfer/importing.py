@@ -20,7 +20,7 @@ from autotune.store.optuna_study import open_storage
 from autotune.store.probe_table import ROWS_AT_ONCE
 from autotune.store.recommendations import row_of
 from autotune.store.transfer import lines
-from autotune.store.transfer.lines import Line, StudyLine
+from autotune.store.transfer.lines import ReadLine, StudyLine
 from autotune.store.upgrade import alone, open_engine
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _pages(records: Iterator[Any]) -> Iterator[list[Any]]:
         yield [record for _, record in page]
 
 
-def _studies(found: Iterator[Line]) -> Iterator[tuple[StudyLine, list[FrozenTrial]]]:
+def _studies(found: Iterator[ReadLine]) -> Iterator[tuple[StudyLine, list[FrozenTrial]]]:
     study: StudyLine | None = None
     trials: list[FrozenTrial] = []
     for line in found:

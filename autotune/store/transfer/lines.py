@@ -36,7 +36,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class ReadLine:
     """One checked record of a file."""
 
     number: int
@@ -109,7 +109,7 @@ def identity(trial: FrozenTrial) -> str:
     return json.dumps(of_trial(trial), sort_keys=True)
 
 
-def read(path: Path) -> Iterator[Line]:
+def read(path: Path) -> Iterator[ReadLine]:
     """Read every record of the file, checked.
 
     Raises ConfigError, which names the line.
@@ -125,7 +125,7 @@ def read(path: Path) -> Iterator[Line]:
         ) from error
 
 
-def _read(path: Path, texts: Iterator[bytes]) -> Iterator[Line]:
+def _read(path: Path, texts: Iterator[bytes]) -> Iterator[ReadLine]:
     num_trials_left, number = 0, 0
     for number, text in enumerate(texts, start=1):
         try:
@@ -149,7 +149,7 @@ def _read(path: Path, texts: Iterator[bytes]) -> Iterator[Line]:
         )
 
 
-def _next_left(line: Line, num_left: int) -> int:
+def _next_left(line: ReadLine, num_left: int) -> int:
     """How many trials of the last study are still to come after this line."""
     if line.kind == "trial":
         if not num_left:
@@ -160,7 +160,7 @@ def _next_left(line: Line, num_left: int) -> int:
     return line.record.num_trials if line.kind == "study" else 0
 
 
-def _checked(number: int, text: bytes) -> Line:
+def _checked(number: int, text: bytes) -> ReadLine:
     if len(text) > MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {MAX_LINE_BYTES} bytes")
     values = json_records.mapping(json.loads(text, parse_constant=_no_number), "it")
@@ -171,7 +171,7 @@ def _checked(number: int, text: bytes) -> Line:
         )
     if kind not in _READERS:
         raise ValueError(f"its kind is {json_records.shown(kind)}")
-    return Line(number=number, kind=kind, record=_READERS[kind](values))
+    return ReadLine(number=number, kind=kind, record=_READERS[kind](values))
 
 
 def _no_number(text: str) -> None:

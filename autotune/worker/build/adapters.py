@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx.experimental import _config as fx_config
 
 from autotune.errors import nearest
-from autotune.space.adapters import ADAPTERS, ATTENTION_PROJECTIONS, Choice, peft_fields
+from autotune.space.adapters import ADAPTERS, ATTENTION_PROJECTIONS, AdapterSettings, peft_fields
 from autotune.space.config import PEFT_TASK_TYPES
 from autotune.worker.build.layers import num_layers
 from autotune.worker.build.model import UnsupportedModel, first_line, reason_of
@@ -24,7 +24,9 @@ RANK = 10_007
 """LoRA rank of a trace: a prime that divides no model dimension, so that sizes tell their factors."""
 
 
-def add_adapter(model: Any, task: str, choice: Choice, rank: int | None = None) -> nn.Module:
+def add_adapter(
+    model: Any, task: str, choice: AdapterSettings, rank: int | None = None
+) -> nn.Module:
     """Add PEFT's adapter to the model, on the model's device; its weights are fp32 where PEFT casts them.
 
     `rank` replaces the choice's. Raises UnsupportedModel where PEFT has no such adapter for the model.
@@ -97,7 +99,7 @@ def peft_config(model: Any, task: str, fields: dict[str, Any], method: str) -> A
         raise UnsupportedModel(f"PEFT refuses the adapter: {first_line(error)}") from error
 
 
-def true_masks(choice: Choice) -> contextlib.AbstractContextManager[Any]:
+def true_masks(choice: AdapterSettings) -> contextlib.AbstractContextManager[Any]:
     """Let a mask without values pick all of its elements.
 
     For the type of adapter that asks whether places lie within a weight (peft 0.21 tuners/waveft/layer.py).

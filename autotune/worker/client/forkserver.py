@@ -136,7 +136,7 @@ class ForkServer:
         if server is not None:
             server.close()
 
-    def _launch(self, job: launching.Job) -> launching.Process:
+    def _launch(self, job: launching.ChildJob) -> launching.Process:
         self.last_fork = None
         for num_starts_left in reversed(range(MAX_STARTS)):
             self.start(job.verb)
@@ -211,7 +211,7 @@ class _Server:
             return False
         return not launching.has_ended(self.pid)
 
-    def fork(self, job: launching.Job) -> Fork:
+    def fork(self, job: launching.ChildJob) -> Fork:
         """Start a job.
 
         Raises _Unfit or _ServerGone: then it has not begun.

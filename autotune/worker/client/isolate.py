@@ -39,7 +39,7 @@ from autotune.common import log
 from autotune.errors import WorkerError
 from autotune.records.estimate import SCHEMA_VERSION
 from autotune.worker.client import launching
-from autotune.worker.client.launching import Job, Launch, Process
+from autotune.worker.client.launching import ChildJob, Launch, Process
 
 _log = log.logger(__name__)
 
@@ -175,7 +175,7 @@ class _Child:
     """A child and its files."""
 
     def __init__(self, verb: str, request: Mapping[str, Any], folder: Path) -> None:
-        self._job = Job(
+        self._job = ChildJob(
             verb=verb,
             request_path=folder / "request.json",
             result_path=folder / "result.jsonl",

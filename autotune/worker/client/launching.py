@@ -31,7 +31,7 @@ _VERB_ENVIRONMENT = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class ChildJob:
     """A child's job: its verb and its three files."""
 
     verb: str
@@ -56,7 +56,7 @@ class Process(Protocol):
         """Wait for the end and return the exit code, as subprocess gives it."""
 
 
-Launch = Callable[[Job], Process]
+Launch = Callable[[ChildJob], Process]
 """A function that starts a child. It raises WorkerError when it cannot."""
 
 
@@ -107,7 +107,7 @@ def has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def spawn(command: Sequence[str], job: Job) -> Process:
+def spawn(command: Sequence[str], job: ChildJob) -> Process:
     """Make the Launch that starts a fresh process: `command` with the job's two files."""
     arguments = [*command, str(job.request_path), str(job.result_path)]
     try:

@@ -28,7 +28,7 @@ from autotune.worker.probe.steps import (
     CpuClock,
     CudaClock,
     Marks,
-    StepSeconds,
+    TimedStep,
     spread,
     step_seconds,
     whole_step_seconds,
@@ -63,7 +63,7 @@ class ProbeCallback(TrainerCallback):
         self.config = config
         self.spec = spec
         self.memory = memory
-        self.steps: list[StepSeconds] = []
+        self.steps: list[TimedStep] = []
         self.stopped = ""
         """The reason why the timing was stopped from outside; else empty."""
         self._on_progress = on_progress

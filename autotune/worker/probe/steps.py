@@ -72,7 +72,7 @@ class Marks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepSeconds:
+class TimedStep:
     """Parts of one optimizer step at a configuration's accumulation."""
 
     micro_step_seconds: float
@@ -81,7 +81,7 @@ class StepSeconds:
     total_seconds: float
 
 
-def step_seconds(clock: Clock, marks: Marks, accumulation: int) -> StepSeconds:
+def step_seconds(clock: Clock, marks: Marks, accumulation: int) -> TimedStep:
     """Extrapolate a step's marks to `accumulation` micro-steps.
 
     Waits for the step's end.
@@ -96,14 +96,14 @@ def step_seconds(clock: Clock, marks: Marks, accumulation: int) -> StepSeconds:
         further = clock.seconds(first[1], last[0]) + clock.seconds(*last)
         micro += (accumulation - 1) * further
     micro += accumulation * fetch
-    return StepSeconds(
+    return TimedStep(
         micro_step_seconds=micro / accumulation,
         optimizer_step_seconds=optimizer,
         total_seconds=micro + optimizer,
     )
 
 
-def whole_step_seconds(clock: Clock, marks: Marks) -> StepSeconds:
+def whole_step_seconds(clock: Clock, marks: Marks) -> TimedStep:
     """Times of a step that ran all its micro-steps.
 
     Waits for the step's end.
@@ -111,7 +111,7 @@ def whole_step_seconds(clock: Clock, marks: Marks) -> StepSeconds:
     micro_steps_ended = marks.micro_steps[-1][1]
     micro = clock.seconds(marks.began, micro_steps_ended)
     optimizer = clock.seconds(micro_steps_ended, marks.ended)
-    return StepSeconds(
+    return TimedStep(
         micro_step_seconds=micro / len(marks.micro_steps),
         optimizer_step_seconds=optimizer,
         total_seconds=micro + optimizer,
@@ -128,7 +128,7 @@ class Timings:
     num_steps: int
 
 
-def summarize(steps: Sequence[StepSeconds]) -> Timings:
+def summarize(steps: Sequence[TimedStep]) -> Timings:
     return Timings(
         micro_step_seconds=statistics.median(s.micro_step_seconds for s in steps),
         optimizer_step_seconds=statistics.median(s.optimizer_step_seconds for s in steps),
@@ -137,7 +137,7 @@ def summarize(steps: Sequence[StepSeconds]) -> Timings:
     )
 
 
-def spread(steps: Sequence[StepSeconds]) -> float | None:
+def spread(steps: Sequence[TimedStep]) -> float | None:
     """Standard error of the mean step, relative to it; None for fewer than two steps."""
     if len(steps) < 2:
         return None
