@@ -21,7 +21,9 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import of_card, trace_all
 from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.question import Question
 from autotune.report import limits
+from autotune.search.budget import CardSource, ChosenCard
 from autotune.search.inverse import pricing, questions
 from autotune.search.inverse.pricing import LimitProblem, thrift
 from autotune.space import space_file
@@ -75,17 +77,22 @@ def server() -> Iterator[ForkServer]:
         yield running
 
 
-def asked(**changed: Any) -> LimitProblem:
+def asked(
+    *,
+    gpu: Gpu | None = None,
+    budget_bytes: int = 3 * GB,
+    accumulation: int = 1,
+    fixed: Mapping[str, Any] | None = None,
+    **changed: Any,
+) -> LimitProblem:
     plain: dict[str, Any] = {
+        "question": Question(accumulation=accumulation, settings=fixed or {}),
         "source": tiny_model.MODEL,
-        "task": None,
-        "gpu": tiny_model.gpu(),
-        "gpu_reason": "named",
-        "budget_bytes": 3 * GB,
+        "card": ChosenCard(
+            gpu=gpu or tiny_model.gpu(), source=CardSource.NAMED, budget_bytes=budget_bytes
+        ),
         "sequence_length": tiny_model.SEQUENCE_LENGTH,
         "methods": METHODS,
-        "accumulation": 1,
-        "fixed": {},
         "space": tiny_model.SPACE,
         "multiple_of": STEP,
     }
@@ -364,16 +371,11 @@ def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(
     server: ForkServer,
 ) -> None:
     card = dataclasses.replace(tiny_model.gpu(), peak_flop_per_second={})
-    ask = asked(gpu=card, budget_bytes=1_500_000_000, methods=("full",))
-    found = questions.answer("sequence-length", ask, server)
+    ask: dict[str, Any] = {"budget_bytes": 1_500_000_000, "methods": ("full",)}
+    found = questions.answer("sequence-length", asked(gpu=card, **ask), server)
     assert found.best.tokens_per_second is None
     assert found.best.peak_device_bytes <= 1_500_000_000
-    assert (
-        found.value
-        == questions.answer(
-            "sequence-length", dataclasses.replace(ask, gpu=tiny_model.gpu()), server
-        ).value
-    )
+    assert found.value == questions.answer("sequence-length", asked(**ask), server).value
 
 
 def test_nothing_fits_says_what_needs_least(server: ForkServer) -> None:

@@ -48,16 +48,11 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
     methods = tuple(method for method in METHODS if method in methods) or METHODS
     space_file.require_method(space, methods)
     return LimitProblem(
+        question=question,
         source=source,
-        task=question.task,
-        gpu=None if card is None else card.gpu,
-        gpu_reason="" if card is None else card.why,
-        budget_bytes=None if card is None else card.budget_bytes,
+        card=card,
         sequence_length=length,
         methods=methods,
-        accumulation=question.accumulation,
-        fixed=question.settings,
         space=space,
         multiple_of=multiple_of,
-        card_is_here=card is not None and card.is_here,
     )

@@ -20,6 +20,8 @@ from autotune.predict.estimator import Estimator, least_bytes
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.tracing import of_card, trace_all
 from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.question import Question
+from autotune.search.budget import ChosenCard
 from autotune.search.candidates import Candidates
 from autotune.search.predict_best import Progress
 from autotune.space.config import TrainConfig, Workload
@@ -53,20 +55,16 @@ class Case:
 class LimitProblem:
     """A question for a limit, looked up. The value that it asks for is not read."""
 
+    question: Question
     source: ModelSource | None
-    task: str | None
-    gpu: Gpu | None
-    gpu_reason: str
-    budget_bytes: int | None
+    """The model; None where it is what is asked for."""
+    card: ChosenCard | None
+    """The card and the budget; None where it is what is asked for."""
     sequence_length: int
     methods: tuple[str, ...]
-    accumulation: int
-    fixed: Mapping[str, Any] = field(hash=False)
     space: SearchSpace
     multiple_of: int = 64
     """Step in which sequence lengths are tried."""
-    card_is_here: bool = False
-    """Whether the card was found on this machine."""
 
 
 class Pricer:
@@ -88,7 +86,7 @@ class Pricer:
         return sum(map(len, self._traces.values()))
 
     def task(self, case: Case) -> str:
-        return self._asked.task or case.source.task
+        return self._asked.question.task or case.source.task
 
     def is_possible(self, case: Case) -> bool:
         """Whether any configuration is valid there."""
@@ -214,7 +212,7 @@ class Pricer:
         """Valid configurations, and how many break which rule."""
         space = narrowed(
             with_attentions(self._asked.space, case.source.attentions),
-            {**self._asked.fixed, **case.fixed},
+            {**self._asked.question.settings, **case.fixed},
         )
         configs: list[TrainConfig] = []
         invalid: dict[str, int] = {}
@@ -238,7 +236,7 @@ class Pricer:
             model=case.source.name,
             task=self.task(case),
             sequence_length=case.sequence_length,
-            effective_batch_size=micro_batch * self._asked.accumulation,
+            effective_batch_size=micro_batch * self._asked.question.accumulation,
             methods=self._asked.methods,
             memory_budget_bytes=case.budget_bytes,
         )

@@ -130,15 +130,16 @@ def answer(
     found = QUESTIONS[what](asked, pricer)
     case = found.case
     best, accumulated = pricer.best(case)
+    card = asked.card
     return Limit(
         what=what,
         value=case.value,
         model=case.source.name,
         task=pricer.task(case),
-        gpu_reason=asked.gpu_reason or "the smallest of the catalogue that does",
+        gpu_reason="the smallest of the catalogue that does" if card is None else card.why,
         memory_budget_bytes=case.budget_bytes,
         space=asked.space.name,
-        fixed=asked.fixed,
+        fixed=asked.question.settings,
         best=best,
         accumulated=accumulated,
         beyond=found.beyond,
@@ -146,7 +147,7 @@ def answer(
         left_out=found.left_out,
         multiple_of=asked.multiple_of if what == "sequence-length" else 1,
         num_traces=pricer.num_traces,
-        card_is_here=asked.card_is_here,
+        card_is_here=card is not None and card.is_here,
         elapsed_seconds=time.monotonic() - started,
     )
 
@@ -205,20 +206,19 @@ def _highest_rank(asked: LimitProblem, pricer: Pricer) -> Reached:
 
 
 def _largest_model(asked: LimitProblem, pricer: Pricer) -> Reached:
-    assert asked.gpu is not None
-    assert asked.budget_bytes is not None
+    assert asked.card is not None
     cases = []
     for entry in sorted(models.catalogue(), key=lambda e: (-e.num_parameters, e.hub_id)):
         source = models.resolve(entry.hub_id)
-        if source.task == (asked.task or "causal-lm"):
+        if source.task == (asked.question.task or "causal-lm"):
             longest = source.max_sequence_length
             if longest is None or asked.sequence_length <= longest:
                 cases.append(
                     Case(
                         value=entry.hub_id,
                         source=source,
-                        gpu=asked.gpu,
-                        budget_bytes=asked.budget_bytes,
+                        gpu=asked.card.gpu,
+                        budget_bytes=asked.card.budget_bytes,
                         sequence_length=asked.sequence_length,
                         fixed={},
                     )
@@ -270,13 +270,12 @@ def positions(source: ModelSource) -> tuple[int, str]:
 
 def _case(asked: LimitProblem) -> Case:
     assert asked.source is not None
-    assert asked.gpu is not None
-    assert asked.budget_bytes is not None
+    assert asked.card is not None
     return Case(
         value=0,
         source=asked.source,
-        gpu=asked.gpu,
-        budget_bytes=asked.budget_bytes,
+        gpu=asked.card.gpu,
+        budget_bytes=asked.card.budget_bytes,
         sequence_length=asked.sequence_length,
         fixed={},
     )
