@@ -9,6 +9,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.search_space import usual_batching
 
 OPTIMIZER = "adamw_torch_fused"
@@ -47,7 +48,7 @@ def default_base(
     if parallelism is None:
         parallelism = "ddp" if workload.num_gpus > 1 else "none"
     is_float32 = model.is_float32 and KNOBS["quantization"].default_for(method) == "none"
-    return TrainConfig(
+    config = TrainConfig(
         method=method,
         micro_batch_size=1,
         gradient_accumulation_steps=max(1, workload.effective_batch_size // workload.num_gpus),
@@ -67,6 +68,11 @@ def default_base(
             and (default := knob.default_for(method)) is not REQUIRED
         },
     )
+    if parallelism == "fsdp2" and QUANTIZATIONS[config.quantization].codes:
+        # FSDP2 shards float tensors only: packed in another dtype, every GPU would keep all codes.
+        dtype = PRECISIONS[config.precision].compute_dtype
+        config = dataclasses.replace(config, quantization_storage=dtype)
+    return config
 
 
 def larger_micro_batches(config: TrainConfig) -> list[TrainConfig]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import tiny_model
@@ -60,9 +61,14 @@ def test_the_default_base(card: str, method: str, precision: str) -> None:
     assert (base.quantization == "none") == (method != "qlora")
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("card", ["a100", "t4"])
-@pytest.mark.parametrize("parallelism", sorted(set(PARALLELISMS) - {"none"}))
+@pytest.mark.parametrize(
+    ("parallelism", "method"),
+    [
+        *itertools.product(sorted(set(PARALLELISMS) - {"none"}), ["full", "lora"]),
+        *((parallelism, "qlora") for parallelism in ("ddp", "fsdp2", "zero1", "zero2")),
+    ],
+)
 def test_the_default_base_works_however_gpus_share_it(
     parallelism: str, card: str, method: str
 ) -> None:
