@@ -33,7 +33,7 @@ class Minutes(click.FloatRange):
         return minutes
 
 
-class KnobType(click.ParamType[Any]):
+class KnobType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     """A value of a knob, read as a space's file reads it."""
 
     def __init__(self, knob: Knob) -> None:
