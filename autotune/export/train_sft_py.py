@@ -25,6 +25,7 @@ _PROGRAM = """\
 # Run it with a file of JSON objects that have a "text": python train_sft.py FILE.jsonl
 # Yours to add: learning_rate, num_train_epochs.
 {environment}import sys
+from pathlib import Path
 
 from datasets import load_dataset
 {imports}
@@ -38,6 +39,8 @@ arguments = SFTConfig(
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("Name the dataset: python train_sft.py FILE.jsonl")
+    if Path(model).is_file():
+        sys.exit(f"{{model}} has neither weights nor a tokenizer: name another model in this file.")
     rows = load_dataset("json", data_files=sys.argv[1], split="train")
     trainer = SFTTrainer(
         model,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -548,3 +549,17 @@ def test_fp8_is_told_by_the_environment() -> None:
     assert recipe(write(train_py))["environment"] == {}
     written = {exporter.filename for exporter in export.exporters_for(config, WORKLOAD)}
     assert "accelerate_config.yaml" in written
+
+
+def test_a_run_of_trl_says_that_a_configuration_alone_has_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}", encoding="utf-8")
+    text = write(train_sft_py)
+    main = ast.unparse(next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)))
+    names: dict[str, Any] = {"sys": sys, "Path": Path, "model": str(path)}
+    exec(main, names)
+    monkeypatch.setattr("sys.argv", ["train_sft.py", "rows.jsonl"])
+    with pytest.raises(SystemExit, match="neither weights nor a tokenizer"):
+        names["main"]()
