@@ -55,7 +55,7 @@ def priced(
         [TraceSpec.of(asked.config)],
         num_gpus=workload.num_gpus,
         on_trace=functools.partial(progress, "trace"),
-        table=None if with_operations else table_of_prediction(DEFAULT_URL),
+        table=None if with_operations else table_of_prediction(DEFAULT_URL, is_kept=False),
         operations=with_operations,
     )
     estimator = Estimator(

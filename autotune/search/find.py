@@ -65,7 +65,7 @@ def find(
     """Answer what was asked; whatever it cannot answer is an AutotuneError.
 
     Probes and traces are kept in the database `storage`, where later searches find them; a prediction
-    keeps traces alone, where that database is there. `command` is what the study keeps of how it was
+    keeps traces alone, and only in a file. `command` is what the study keeps of how it was
     made. `brought` has come with the question from another machine. `server` runs the probes; None: one
     of their own. Raises NotMeasuredError where the database fails what is to be measured.
     """
@@ -111,7 +111,9 @@ def predict(problem: Problem, *, storage: str, listener: Listener) -> Prediction
             has=problem.base if problem.trains_elsewhere else None,
             effort=problem.question.effort,
             progress=progress,
-            traces_table=TraceTable(storage) if is_measured else table_of_prediction(storage),
+            traces_table=TraceTable(storage)
+            if is_measured
+            else table_of_prediction(storage, is_kept=True),
             changes=problem.changes,
         )
 

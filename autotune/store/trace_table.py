@@ -82,14 +82,14 @@ class TraceTable:
                 connection.execute(module.insert(traces).on_conflict_do_nothing(), rows)
 
 
-def table_of_prediction(url: str) -> TraceTable | None:
-    """The table of a database file that exists; None elsewhere.
+def table_of_prediction(url: str, *, is_kept: bool) -> TraceTable | None:
+    """The table of a database file; None where there is no such file, or the database has a server.
 
-    A prediction makes no database, and waits for no server.
+    A prediction waits for no server. `is_kept`: it will be stored there, so that the file may be made.
     """
     with suppress(StorageError, OSError):
         file = file_of(parse_url(url))
-        if file is not None and file.exists():
+        if file is not None and (is_kept or file.exists()):
             return TraceTable(url)
     return None
 

@@ -43,6 +43,7 @@ def traced(
     specs: Iterable[TraceSpec],
     *,
     server: ForkServer,
+    table: object = None,
 ) -> dict[TraceSpec, Any]:
     """What trace_all makes, once for all tests of this file: a trace follows from these alone."""
     kernels = tuple(of_card(card).items())

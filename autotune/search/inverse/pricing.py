@@ -28,6 +28,8 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace, enumerate_configs, with_attentions
+from autotune.store.database import DEFAULT_URL
+from autotune.store.trace_table import table_of_prediction
 from autotune.worker.client.forkserver import ForkServer
 
 _FAR = 10**9
@@ -73,6 +75,7 @@ class Pricer:
     def __init__(self, asked: LimitProblem, server: ForkServer, progress: Progress) -> None:
         self._asked = asked
         self._server = server
+        self._table = table_of_prediction(DEFAULT_URL, is_kept=False)
         self._progress = progress
         self._traces: dict[tuple[object, ...], dict[TraceSpec, Trace | RankTrace]] = {}
         """Traces by what else changes them."""
@@ -266,6 +269,7 @@ class Pricer:
                     case.gpu,
                     missing,
                     server=self._server,
+                    table=self._table,
                 )
             except ConfigError as error:
                 self._refusals[key] = error

@@ -125,7 +125,6 @@ def answer(
     valid configuration for what was fixed, or the question cannot be asked of this model.
     """
     started = time.monotonic()
-    server.start("trace")
     pricer = Pricer(asked, server, progress)
     found = QUESTIONS[what](asked, pricer)
     case = found.case
