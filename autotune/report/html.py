@@ -8,13 +8,14 @@ by their hashes, and lets nothing be fetched.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import importlib.util
 import json
 import math
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError
@@ -22,26 +23,20 @@ from autotune.report import facts, figures, words
 from autotune.report.data import ReportData
 from autotune.space.config import TRADEOFF_CLASSES
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 _FILES = resources.files("autotune.report")
 
 
 def draw(data: ReportData) -> str:
     """Draw the report as one page."""
-    import jinja2
     from jinja2.utils import htmlsafe_json_dumps
 
-    environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=_finalized,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"size": format_bytes, "speed": lambda value: f"{value:,.0f}"}
     scripts = [_own("page.js"), _plotly()]
     answer, stored = data.stored.answer, data.stored
     drawn = figures.all_figures(data)
-    return environment.from_string(_own("page.html.j2")).render(
+    return _template().render(
         policy=_policy(scripts),
         css=_own("page.css"),
         scripts=scripts,
@@ -77,6 +72,22 @@ def draw(data: ReportData) -> str:
         ],
         evidences=sorted({row.evidence for row in data.trials}),
     )
+
+
+@functools.cache
+def _template() -> Template:
+    """The page to be filled in. Compiling it takes longer than filling it in."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_finalized,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"size": format_bytes, "speed": lambda value: f"{value:,.0f}"}
+    return environment.from_string(_own("page.html.j2"))
 
 
 def _finalized(value: Any) -> Any:

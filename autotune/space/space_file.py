@@ -72,8 +72,18 @@ def load(name_or_path: str | Path) -> SearchSpace:
     Raises ConfigError, with every problem of the file and its place.
     """
     shipped = _shipped()
-    path = shipped.get(str(name_or_path)) or Path(name_or_path)
-    shown = str(name_or_path)[:200]
+    path = shipped.get(str(name_or_path))
+    if path is not None:
+        return _load_shipped(path)
+    return _load(Path(name_or_path), str(name_or_path)[:200], shipped)
+
+
+@functools.cache
+def _load_shipped(path: Path) -> SearchSpace:
+    return _load(path, path.stem, ())
+
+
+def _load(path: Path, shown: str, shipped: Iterable[str]) -> SearchSpace:
     document = _parse(_read(path, shown, shipped), shown)
     space, problems = _validated(document, path.stem)
     if not problems and space is not None:

@@ -6,14 +6,13 @@ as a small one. Whatever else is in the database (another program's studies) is 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 from collections import Counter
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from autotune.catalogue import installed
 from autotune.common import json_records
 from autotune.errors import ConfigError, StorageError
 from autotune.records.answer import Answer, answer_from_dict
@@ -291,8 +290,5 @@ _LIBRARIES = ("autotune", "torch", "transformers", "peft", "optuna", "liger-kern
 
 def library_versions() -> dict[str, str]:
     """The versions of the libraries that a prediction depends on, of those that are installed."""
-    versions = {}
-    for name in (*_LIBRARIES, *sorted({row.needs for row in OPTIMIZERS.values() if row.needs})):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
+    names = (*_LIBRARIES, *sorted({row.needs for row in OPTIMIZERS.values() if row.needs}))
+    return {name: found for name in names if (found := installed.version(name)) is not None}
