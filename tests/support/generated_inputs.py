@@ -10,6 +10,8 @@ No worker process is started: a trace ends as if its process had crashed, and a 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import io
 import json
 import shutil
@@ -18,29 +20,38 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import optuna
 import pytest
 import yaml
+from optuna.storages._rdb.storage import _VersionManager
 
 from autotune import cli, export
 from autotune.catalogue import gpus
 from autotune.nightly import run as nightly
 from autotune.predict import tracing
 from autotune.probe import fingerprint
+from autotune.report import deliver, html
 from autotune.search import dataset, predict_best
+from autotune.store import optuna_study, upgrade
+from autotune.store.database import parse_url
 from autotune.worker import lengths
 from autotune.worker.client import forkserver, isolate
 from autotune.worker.client.isolate import WorkerEnd
 from tests.support import answers
 
 ROOT = Path(__file__).parents[2]
+_DATABASE = "studies/autotune.db"
 CODES = (0, 2, 3, 4, 5, 6)
 MAX_CPU_SECONDS = 10.0
 MAX_MESSAGE_CHARS = 4000
+SHARE_STORED = 0.05
+"""Share of the answers to changed files that go into a database and a report: 0.1 s each, against 0.01 s,
+and what is stored and drawn hardly depends on the file."""
 
 WILD_WORDS = (
     "", " ", "0", "-1", "1e400", "nan", "inf", "true", "null", "~", "-", "--", "--json", "0x10", "٣", "½",
@@ -72,6 +83,8 @@ class Input:
     kind: str
     words: tuple[str, ...]
     files: Mapping[str, bytes] = field(default_factory=dict)
+    is_stored: bool = True
+    """Whether an answer goes into the database and the report, too."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,18 @@ class Seeds:
         with contextlib.closing(sqlite3.connect(folder / "studies" / "autotune.db")) as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self.database = (folder / "studies" / "autotune.db").read_bytes()
+        self.empty_database = _empty_database(folder / "empty.db")
+
+
+def _empty_database(file: Path) -> bytes:
+    """Make a database with all tables and nothing in them."""
+    url = f"sqlite:///{file}"
+    with upgrade.open_engine(url):
+        pass
+    storage = optuna_study.open_storage(parse_url(url))
+    storage.remove_session()
+    storage.engine.dispose()
+    return file.read_bytes()
 
 
 def _example(name: str) -> str:
@@ -138,7 +163,12 @@ def _example(name: str) -> str:
 
 def draw(random: Random, seeds: Seeds) -> Input:
     """Draw one input at random."""
-    return random.choice(KINDS)(random, seeds)
+    made = random.choice(KINDS)(random, seeds)
+    if made.kind.startswith(("command", "database")):
+        return made
+    # Making the tables takes longer than most commands.
+    files = {_DATABASE: seeds.empty_database, **made.files} if random.random() < 0.9 else made.files
+    return replace(made, files=files, is_stored=random.random() < SHARE_STORED)
 
 
 def _base(random: Random, seeds: Seeds) -> Input:
@@ -217,7 +247,7 @@ _STORED = (
 def _database(random: Random, seeds: Seeds) -> Input:
     content = seeds.database
     change = random.choice((_cells_changed, _cells_changed, _bytes_changed, _tables_changed))
-    files = {"studies/autotune.db": change(random, content), "night.yaml": b"models: [gpt2]\n"}
+    files = {_DATABASE: change(random, content), "night.yaml": b"models: [gpt2]\n"}
     return Input(f"database, {change.__name__[1:]}", random.choice(_STORED), files)
 
 
@@ -249,7 +279,7 @@ def _command(random: Random, seeds: Seeds) -> Input:
             words += [option.opts[0], str(value or _word(random, seeds))]
     if path == ["studies", "rm"]:
         words.append("--yes")
-    files = {"studies/autotune.db": seeds.database} if random.random() < 0.5 else {}
+    files = {_DATABASE: seeds.database} if random.random() < 0.5 else {}
     return Input(f"command {' '.join(path)}", tuple(words), files)
 
 
@@ -269,10 +299,7 @@ def _word(random: Random, seeds: Seeds) -> str:
 
 def _changed(random: Random, text: str) -> bytes:
     """Change a document at random: a few of its values, keys, lines or bytes."""
-    content: Any = None
-    if random.random() < 0.7:
-        with contextlib.suppress(yaml.YAMLError, ValueError):
-            content = json.loads(text) if text.startswith("{") else yaml.safe_load(text)
+    content = copy.deepcopy(_parsed(text)) if random.random() < 0.7 else None
     if isinstance(content, dict):
         for _ in range(random.randrange(1, 4)):
             _change_a_value(random, content)
@@ -284,6 +311,13 @@ def _changed(random: Random, text: str) -> bytes:
         text = _changed_line(random, text)
     data = text.encode("utf-8", "surrogatepass")
     return _bytes_changed(random, data) if random.random() < 0.1 else data
+
+
+@functools.lru_cache(100)
+def _parsed(text: str) -> Any:
+    with contextlib.suppress(yaml.YAMLError, ValueError):
+        return json.loads(text) if text.startswith("{") else yaml.safe_load(text)
+    return None
 
 
 def _plain(value: Any) -> Any:
@@ -433,7 +467,7 @@ def run(made: Input, folder: Path) -> End:
     out, err = io.StringIO(), io.StringIO()
     began = time.process_time()
     with (
-        _alone(),
+        _alone(is_stored=made.is_stored),
         contextlib.chdir(folder),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -451,8 +485,14 @@ def run_apart(made: Input, folder: Path) -> End:
     return run(made, folder / "here")
 
 
+@functools.cache
+def _newest_tables() -> str:
+    """The newest version of Optuna's tables; it executes each of its revisions to say so."""
+    return optuna.storages.RDBStorage("sqlite://").get_head_version()
+
+
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _alone(*, is_stored: bool) -> Iterator[None]:
     crashed = WorkerEnd(
         how="crashed", exit_code=1, answers=(), num_partial_lines=0, problem="was not started", stderr_tail=""
     )  # fmt: skip
@@ -481,6 +521,9 @@ def _alone() -> Iterator[None]:
         def run(self, *_: Any, **__: Any) -> WorkerEnd:
             return crashed
 
+    def delivered(answer: Any, *, storage: str | None, **rest: Any) -> Any:
+        return deliver_all(answer, storage=storage if is_stored else None, **rest)
+
     def tokenise(texts: list[str], **_: Any) -> dict[str, list[str]]:
         return {"input_ids": texts}
 
@@ -490,7 +533,11 @@ def _alone() -> Iterator[None]:
     def found(_model: Any, workload: Any, _space: Any, gpu: Any, **_: Any) -> Any:
         return answers.prediction(workload=workload, gpu=gpu.name)
 
+    newest_tables, deliver_all = _newest_tables(), deliver.deliver
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_VersionManager, "get_head_version", lambda _: newest_tables)
+        patch.setattr(deliver, "deliver", delivered)
+        patch.setattr(html, "_plotly", lambda: "")
         patch.setattr(gpus, "detect", list)
         patch.setattr(predict_best, "find", found)
         for module in (isolate, tracing):
