@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -310,6 +311,26 @@ def test_terms_and_sums() -> None:
     assert sums.at(4, 10).tolist() == [11.0, 0.0, 40.0]
     # Bytes of a large model: beyond 32 bits.
     assert Terms([(2**40, 1, 0)]).at(64, 1).tolist() == [2**46]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 10**6])
+@pytest.mark.parametrize("rank", [1, 10**6])
+@pytest.mark.parametrize("coefficient", [0, 7, 2**50, 2**63 - 1])
+def test_terms_beyond_64_bits_are_exact(coefficient: int, micro_batch: int, rank: int) -> None:
+    terms = [(coefficient, power, other) for power in range(3) for other in range(3)]
+    expected = [evaluate(term, micro_batch, rank) for term in terms]
+    assert Terms(terms).at(micro_batch, rank).tolist() == expected
+    assert Sums([terms]).at(micro_batch, rank).tolist() == [pytest.approx(sum(expected))]
+
+
+@pytest.mark.parametrize("hidden_bytes", [2**40, 2**59, 2**62])
+def test_sums_beyond_64_bits_are_exact(hidden_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five outputs and the embedded input are alive at once, and the scratch of the last layer."""
+    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", [hidden_bytes, 1, 0])
+    trace = step(full=5).trace()
+    assert max(trace.sizes(8, 1)) == 8 * hidden_bytes
+    again = trace.running_bytes("again", 8, 1)
+    assert max(again[: len(FORWARD) - 1]) == 6 * 8 * hidden_bytes + 512 * 11
 
 
 @pytest.mark.parametrize(

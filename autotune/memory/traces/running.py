@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from autotune.memory.traces.copies import numbers_of
-from autotune.memory.traces.terms import Array
+from autotune.memory.traces.terms import Array, summable
 
 
-def in_blocks(sizes: npt.ArrayLike) -> Array:
+def in_blocks(sizes: Sequence[int] | Array) -> Array:
     """Sizes as the allocator rounds them: up to 512 B (autotune.memory.allocator)."""
-    rounded: Array = (np.asarray(sizes, dtype=np.int64) + 511) & -512
+    rounded: Array = (summable(sizes) + 511) & -512
     return rounded
 
 

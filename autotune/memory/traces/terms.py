@@ -13,6 +13,21 @@ Term = tuple[int, int, int]
 """A size as (coefficient, power of the micro-batch, power of the rank)."""
 
 Array = npt.NDArray[np.int64]
+"""Whole numbers: of 64 bits, or Python's own (dtype object) where they or their sums have more."""
+
+_SUMMABLE = 2**44
+"""Largest number of which half a million can be added up in 64 bits; no card has as many bytes."""
+
+
+def holding(values: Array, largest: int) -> Array:
+    """Return the values in a type that can hold the largest, too."""
+    return values.astype(object) if largest >= 2**63 else values
+
+
+def summable(values: Sequence[int] | Array) -> Array:
+    """Return the values in a type that holds any sum of them."""
+    largest = max(values, default=0) if isinstance(values, Sequence) else values.max(initial=0)
+    return np.asarray(values, dtype=object if largest > _SUMMABLE else np.int64)
 
 
 def evaluate(term: Sequence[int], micro_batch: int, rank: int) -> int:
@@ -109,11 +124,19 @@ class Terms:
     def __init__(self, terms: Sequence[Term]) -> None:
         table = np.asarray(terms, dtype=np.int64).reshape(-1, 3)
         self._coefficients, self._batch_powers, self._rank_powers = table.T
+        self._largest: dict[tuple[int, int], int] = {}
+        for coefficient, *powers in table.tolist():
+            batch_power, rank_power = powers
+            before = self._largest.get((batch_power, rank_power), 0)
+            self._largest[batch_power, rank_power] = max(before, coefficient)
 
     def at(self, micro_batch: int, rank: int) -> Array:
-        values: Array = (
-            self._coefficients * micro_batch**self._batch_powers * rank**self._rank_powers
+        largest = max(
+            (evaluate((c, i, j), micro_batch, rank) for (i, j), c in self._largest.items()),
+            default=0,
         )
+        powers = holding(self._batch_powers, largest), holding(self._rank_powers, largest)
+        values: Array = self._coefficients * micro_batch ** powers[0] * rank ** powers[1]
         return values
 
 

@@ -22,7 +22,16 @@ from autotune.memory.traces.phases import (
     Place,
 )
 from autotune.memory.traces.running import in_blocks, running
-from autotune.memory.traces.terms import CHUNK_ROWS, RULES, Array, Sums, Term, Terms, evaluate
+from autotune.memory.traces.terms import (
+    CHUNK_ROWS,
+    RULES,
+    Array,
+    Sums,
+    Term,
+    Terms,
+    evaluate,
+    holding,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +242,18 @@ class Trace:
         return in_blocks(self._traced_sizes(micro_batch, rank))
 
     def _traced_sizes(self, micro_batch: int, rank: int) -> Array:
+        of_rules = {
+            index: RULES[name]([evaluate(t, micro_batch, rank) for t in terms])
+            for index, (name, *terms) in self._rules
+        }
         traced = self._terms.at(micro_batch, rank)
-        for index, (name, *terms) in self._rules:
-            traced[index] = RULES[name]([evaluate(t, micro_batch, rank) for t in terms])
+        traced = holding(traced, max(of_rules.values(), default=0))
+        for index, num_bytes in of_rules.items():
+            traced[index] = num_bytes
         if self._chunked:
-            traced[self._chunked] *= self._chunk_rows(micro_batch)[0]
+            rows = self._chunk_rows(micro_batch)[0]
+            traced = holding(traced, rows * int(traced[self._chunked].max()))
+            traced[self._chunked] *= rows
         return traced
 
     def _chunk_rows(self, micro_batch: int) -> tuple[int, int]:

@@ -39,7 +39,7 @@ import numpy as np
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Phase, Trace
 from autotune.memory.traces.running import in_blocks, running
-from autotune.memory.traces.terms import Array
+from autotune.memory.traces.terms import Array, summable
 from autotune.predict.sharding.shards import TAIL, Shares
 from autotune.predict.sharding.step import AddedTensors, MicroStep, Size
 from autotune.records.estimate import TraceSpec
@@ -182,7 +182,7 @@ class RankTrace:
         )
 
     def _all_sizes(self, micro_batch: int, rank: int) -> Array:
-        whole = np.asarray(self._trace.sizes(micro_batch, rank), dtype=np.int64)
+        whole = summable(self._trace.sizes(micro_batch, rank))
         numbers, replaced, extra, ratio = self._own_sizes(rank)
         whole[numbers] = replaced
         whole[self._whole_gradients] //= ratio
