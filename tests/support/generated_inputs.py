@@ -339,7 +339,7 @@ def _change_a_value(random: Random, content: Any) -> None:
             content = content[key]
             continue
         break
-    wild = random.choice(WILD_VALUES)
+    wild = copy.deepcopy(random.choice(WILD_VALUES))
     match random.randrange(6):
         case 0 if isinstance(content, dict):
             content[random.choice(("extra", "", "r", "config", "<<", 1, None))] = wild
