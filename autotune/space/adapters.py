@@ -8,6 +8,7 @@ whole from a file (`read_peft`).
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -230,9 +231,16 @@ def _target_modules(targets: str) -> str | list[str]:
 
 
 MAX_PEFT_LENGTH = 20_000
-MAX_RANKS = {"HRA": 64}
-"""Largest rank by type: peft 0.21 tuners/hra applies each of its `r` reflections as operations of its own, so
-that a step takes as many times as long. [judgement] PEFT's default is 8."""
+_MAX_SIZE = 10_000_000
+"""Largest whole number but for seeds; a larger one is taken for a typing error."""
+_MAX_REPEATS = 64
+"""Most times that a layer's operations are repeated, so that a step takes as many times as long. [judgement]
+PEFT's defaults are 8 and less."""
+_REPEATS = (
+    "boft_n_butterfly_factor", "depth", "encoder_num_layers", "num_cayley_neumann_terms",
+    "psoft_svd_lowrank_niter", "shadow_num_hidden_layers", "xlora_depth",
+)  # fmt: skip
+"""Fields of peft 0.21 that say so; `r` does for HRA, which applies each reflection for itself."""
 _OF_A_FILE = (
     "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
     "revision", "runtime_config",
@@ -266,18 +274,31 @@ def read_peft(value: object) -> str:
             f"must do without {', '.join(refused)}: a prediction loads no weights, tokenizers or data"
         )
     fields["peft_type"] = value["peft_type"].upper()
-    most, rank = MAX_RANKS.get(fields["peft_type"]), fields.get("r")
-    if most is not None and isinstance(rank, int) and rank > most:
-        raise ValueError(
-            f"must have an r of {most} at most: {fields['peft_type']} runs r times a layer"
-        )
+    repeats = ("r",) if fields["peft_type"] == "HRA" else _REPEATS
     try:
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        giant = _giant(fields, repeats)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError("must be made of text, numbers, lists and mappings") from error
+    if giant:
+        raise ValueError(giant)
     if len(text) > MAX_PEFT_LENGTH:
         raise ValueError(f"must have {MAX_PEFT_LENGTH:,} characters at most")
     return text
+
+
+def _giant(fields: Mapping[str, Any], repeats: Collection[str]) -> str:
+    """Say which size no adapter has, there or in a mapping below; empty where there is none."""
+    for name, value in fields.items():
+        if isinstance(value, dict) and (giant := _giant(value, repeats)):
+            return giant
+        is_repeat = name in repeats
+        most = _MAX_REPEATS if is_repeat else _MAX_SIZE
+        is_size = isinstance(value, int) and not str(name).endswith(("seed", "key"))
+        if is_size and value > most:
+            why = ": each is run for itself" if is_repeat else ""
+            return f"must have at most {most:,} as its {str(name)[:40]}{why}"
+    return ""
 
 
 def peft_words(text: str) -> str:

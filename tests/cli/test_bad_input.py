@@ -24,6 +24,7 @@ from autotune.catalogue import gpus, models
 from autotune.common.units import GIB
 from autotune.errors import ConfigError
 from autotune.search import predict_best
+from autotune.space import adapters
 from autotune.worker.lengths import UnreadableDataset, count_lengths
 
 pytestmark = pytest.mark.worker
@@ -550,11 +551,31 @@ def test_a_model_that_no_machine_holds(fail: Fail, tmp_path: Path) -> None:
     assert "parameters are more than any machine holds" in err
 
 
-def test_a_peft_file_that_would_take_minutes(fail: Fail, tmp_path: Path) -> None:
-    (tmp_path / "peft.yaml").write_text("peft_type: hra\nr: 2000\n", encoding="utf-8")
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ("peft_type: hra\nr: 2000", "must have at most 64 as its r: each is run"),
+        ("peft_type: p_tuning\nencoder_num_layers: 100000", "at most 64 as its encoder_num_layers"),
+        (
+            "peft_type: oft\nnum_cayley_neumann_terms: 65",
+            "at most 64 as its num_cayley_neumann_terms",
+        ),
+        ("peft_type: loha\nr: 100000000000", "must have at most 10,000,000 as its r"),
+        ("peft_type: loha\nrank_pattern: {q_proj: 20000000}", "at most 10,000,000 as its q_proj"),
+    ],
+)
+def test_a_peft_file_that_would_take_minutes(
+    fail: Fail, tmp_path: Path, fields: str, problem: str
+) -> None:
+    (tmp_path / "peft.yaml").write_text(f"{fields}\n", encoding="utf-8")
     code, err = fail("estimate", "--model", "gpt2", "--gpu", "rtx-4070", "--peft", "peft.yaml")
     assert code == 2
-    assert "must have an r of 64 at most: HRA runs r times a layer" in err
+    assert problem in err
+
+
+def test_a_seed_in_a_peft_file_may_be_any_number() -> None:
+    text = adapters.read_peft({"peft_type": "FOURIERFT", "random_loc_seed": 2**40})
+    assert json.loads(text)["random_loc_seed"] == 2**40
 
 
 def _cut_value(connection: sqlite3.Connection) -> None:
