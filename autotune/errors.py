@@ -24,6 +24,7 @@ EXIT_IMPROVED = 8
 """Exit codes of `autotune nightly`: no errors, so no classes."""
 
 _MAX_LISTED = 8
+_MAX_NAME_CHARS = 80
 
 
 class AutotuneError(Exception):
@@ -90,8 +91,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     alike = difflib.get_close_matches(folded_name, by_folded, n=3, cutoff=0.6)
     close = list(dict.fromkeys([*sorted(begun, key=len), *alike]))[:3]
     if close:
-        return "Did you mean " + " or ".join(f'"{by_folded[folded]}"' for folded in close) + "?"
+        return "Did you mean " + " or ".join(f'"{_cut(by_folded[each])}"' for each in close) + "?"
     if not names:
         return ""
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return "Known: " + ", ".join(names[:_MAX_LISTED]) + more + "."
+    return "Known: " + ", ".join(map(_cut, names[:_MAX_LISTED])) + more + "."
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _MAX_NAME_CHARS else f"{name[: _MAX_NAME_CHARS - 1]}…"

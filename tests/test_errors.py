@@ -71,5 +71,10 @@ def test_nearest_of_many_does_not_list_them_all() -> None:
     assert text.endswith("and 92 more.")
 
 
+def test_names_that_are_too_long_to_be_shown_are_cut() -> None:
+    assert nearest("zzzz", ["[" * 5000]) == f"Known: {'[' * 79}…."
+    assert nearest("[" * 60, ["[" * 90]) == f'Did you mean "{"[" * 79}…"?'
+
+
 def test_nearest_of_nothing_is_empty() -> None:
     assert nearest("a", []) == ""

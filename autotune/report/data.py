@@ -113,6 +113,17 @@ def _row(trial: Trial, stored: StoredAnswer) -> TrialRow:
         figures = (_measured if "measurement" in attributes else _predicted)(
             attributes, answer.workload.memory_budget_bytes
         )
+        is_answer = config == answer.best.config and figures["evidence"] == answer.evidence
+        space = str(attributes.get(SPACE, ""))
+        row = {
+            "number": trial.number,
+            "tradeoff": tradeoff_class(config, answer.base),
+            "config": printable(describe(config)),
+            "space": "" if is_answer or space == answer.space else printable(space),
+            "is_answer": is_answer,
+            **figures,
+        }
+        return json_records.read(TrialRow, row, "trial")
     except (KeyError, TypeError, ValueError) as error:
         is_unfinished = "config" not in attributes
         return TrialRow(
@@ -125,16 +136,6 @@ def _row(trial: Trial, stored: StoredAnswer) -> TrialRow:
             peak_device_bytes=None,
             reason=str(attributes.get("outcome", "")) if is_unfinished else printable(str(error)),
         )
-    is_answer = config == answer.best.config and figures["evidence"] == answer.evidence
-    space = str(attributes.get(SPACE, ""))
-    return TrialRow(
-        number=trial.number,
-        tradeoff=tradeoff_class(config, answer.base),
-        config=printable(describe(config)),
-        space="" if is_answer or space == answer.space else printable(space),
-        is_answer=is_answer,
-        **figures,
-    )
 
 
 def _predicted(attributes: Mapping[str, Any], budget_bytes: int) -> dict[str, Any]:

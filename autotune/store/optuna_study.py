@@ -152,7 +152,7 @@ def open_storage(url: URL, *, has_heartbeats: bool = False) -> optuna.storages.R
         command = "optuna storage upgrade --storage URL" if is_older else "pip install -U optuna"
         raise StorageError(
             f"The database {named(url)} cannot be used",
-            why=f"It was written by an {'older' if is_older else 'newer'} Optuna ({version})",
+            why=f"It was written by {'an older' if is_older else 'a newer'} Optuna ({version[:40]})",
             remedy=f"Run `{command}`, {ELSEWHERE}",
         )
     return storage

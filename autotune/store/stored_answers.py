@@ -246,7 +246,7 @@ def _load_trials(engine: Engine, study_id: int) -> list[StoredTrial]:
     found: dict[int, dict[str, Any]] = {}
     with engine.connect() as connection:
         for number, key, value in connection.execute(query):
-            of_trial = found.setdefault(number, {})
+            of_trial = found.setdefault(int(number), {})
             if key is not None:
                 of_trial[key] = json.loads(value)
     return [StoredTrial(number=number, user_attrs=of_trial) for number, of_trial in found.items()]

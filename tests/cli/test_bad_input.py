@@ -607,6 +607,14 @@ def _wrong_revision(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE autotune_schema SET version_num = '0000'")
 
 
+def _wrong_number(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE trials SET number = 'x'")
+
+
+def _wrong_optuna(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE alembic_version SET version_num = ?", ("9" * 5000,))
+
+
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A database with a study that has an answer."""
@@ -640,6 +648,7 @@ _JOBS = (("jobs", "list"), ("jobs", "show", "1"))
     [
         *itertools.product(_READ, (_cut_value, _wrong_type, _wrong_byte)),
         *itertools.product(_JOBS, (_wrong_question, _wrong_model, _wrong_revision)),
+        (("report", "one"), _wrong_number),
     ],
 )
 def test_a_damaged_database(
@@ -659,6 +668,17 @@ def test_a_damaged_database(
     assert code == 6
     assert "was left as it is" in err
     assert path.read_bytes()[100:] == content[100:]
+
+
+def test_a_database_of_another_optuna(fail: Fail, tmp_path: Path, stored: bytes) -> None:
+    path = tmp_path / "newer.db"
+    path.write_bytes(stored)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        _wrong_optuna(connection)
+        connection.commit()
+    code, err = fail("report", "one", "--storage", f"sqlite:///{path}")
+    assert code == 6
+    assert f"It was written by a newer Optuna ({'9' * 40})" in err
 
 
 @pytest.mark.usefixtures("answered")

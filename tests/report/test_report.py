@@ -173,6 +173,26 @@ def test_trials_that_cannot_be_read_are_rows_all_the_same() -> None:
     assert page.draw(data.collect(stored_of(), study.get_trials(deepcopy=False)))
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("tokens_per_second", "5"), ("tokens_per_second", float("nan")), ("peak_device_bytes", 1.5)],
+)
+def test_a_trial_with_a_figure_of_a_wrong_type_cannot_be_read(name: str, wrong: object) -> None:
+    study = in_memory()
+    for value in (None, wrong):
+        trial = study.ask()
+        trial.set_user_attr("evidence", "predicted")
+        trial.set_user_attr("config", answers.CONFIG.to_dict())
+        trial.set_user_attr("tokens_per_second", 5.0)
+        trial.set_user_attr("peak_device_bytes", 5)
+        if value is not None:
+            trial.set_user_attr(name, value)
+    fits, unreadable = data.collect(stored_of(), study.get_trials(deepcopy=False)).trials
+    assert fits.outcome == "fits"
+    assert unreadable.outcome == "unreadable"
+    assert name in unreadable.reason
+
+
 def test_the_tiles_say_what_is_predicted_and_what_measured() -> None:
     speed, memory, against = facts.tiles(answer_of())
     assert (speed.figure, speed.unit, speed.evidence) == ("4,096", "tokens/s", "predicted")
