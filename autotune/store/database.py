@@ -228,7 +228,9 @@ def damage_explained(url: URL) -> Iterator[None]:
     """
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         raise StorageError(
             f"The database {named(url)} cannot be read",
             why=f"Something in it is damaged, and was left as it is ({str(error)[:200]})",

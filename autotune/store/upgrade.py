@@ -115,7 +115,7 @@ def _revision(connection: Connection) -> str | None:
 def _upgrade(connection: Connection, revision: str | None) -> None:
     from alembic import command
     from alembic.config import Config
-    from alembic.util.exc import CommandError
+    from alembic.script import ScriptDirectory
 
     from autotune.store import migrations
     from autotune.store.schema import HEAD
@@ -125,16 +125,17 @@ def _upgrade(connection: Connection, revision: str | None) -> None:
     folder = str(Path(migrations.__file__).parent).replace("%", "%%")
     config.set_main_option("script_location", folder)
     config.attributes["connection"] = connection
+    known = {each.revision for each in ScriptDirectory.from_config(config).walk_revisions()}
+    if revision is not None and revision not in known:  # damage_explained says it
+        raise ValueError(f"there is no revision {str(revision)[:20]!r} of its tables")
     kept = None if revision is None else _keep(connection, f"before-{HEAD}")
     try:
         command.upgrade(config, HEAD)
         connection.commit()
-    except BaseException as error:
+    except BaseException:
         # Nothing was changed, so the copy says nothing.
         if kept is not None:
             kept.unlink(missing_ok=True)
-        if isinstance(error, CommandError):  # no revision of ours: damage_explained says it
-            raise ValueError(str(error)) from error
         raise
 
 

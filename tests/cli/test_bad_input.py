@@ -573,6 +573,18 @@ def test_a_peft_file_that_would_take_minutes(
     assert problem in err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("find", "--effective-batch"), ("estimate", "--accumulation"), ("max", "--accumulation")],
+)
+def test_more_micro_batches_than_are_replayed_in_seconds(
+    fail: Fail, words: tuple[str, ...]
+) -> None:
+    code, err = fail(*words, "100001", "--model", "gpt2", "--gpu", "rtx-4070")
+    assert code == 2
+    assert "1<=x<=100000" in err
+
+
 def test_a_seed_in_a_peft_file_may_be_any_number() -> None:
     text = adapters.read_peft({"peft_type": "FOURIERFT", "random_loc_seed": 2**40})
     assert json.loads(text)["random_loc_seed"] == 2**40
@@ -609,6 +621,14 @@ def _wrong_revision(connection: sqlite3.Connection) -> None:
 
 def _wrong_number(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE trials SET number = 'x'")
+
+
+def _deep_value(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE study_user_attributes SET value_json = ?", ("[" * 5000,))
+
+
+def _wrong_base(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE autotune_schema SET version_num = ''")
 
 
 def _wrong_optuna(connection: sqlite3.Connection) -> None:
@@ -649,6 +669,8 @@ _JOBS = (("jobs", "list"), ("jobs", "show", "1"))
         *itertools.product(_READ, (_cut_value, _wrong_type, _wrong_byte)),
         *itertools.product(_JOBS, (_wrong_question, _wrong_model, _wrong_revision)),
         (("report", "one"), _wrong_number),
+        (("studies", "list"), _deep_value),
+        (("jobs", "list"), _wrong_base),
     ],
 )
 def test_a_damaged_database(
