@@ -4,13 +4,15 @@ An input is a list of words for the command line and the files that they name. M
 works: a search space, another trainer's file, a stored study; then values, keys, bytes and cells change.
 Whatever comes of it must be an exit code of ours with one message, within a few seconds of CPU.
 
-No worker process is started: a trace ends as if its process had crashed, and a search ends at once.
+No worker process is started: of half of the inputs a trace ends as if its process had crashed, those of the
+others get the trace of a small model, whatever they ask for. A search ends at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import io
 import json
@@ -19,8 +21,8 @@ import signal
 import sqlite3
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -85,6 +87,8 @@ class Input:
     files: Mapping[str, bytes] = field(default_factory=dict)
     is_stored: bool = True
     """Whether an answer goes into the database and the report, too."""
+    is_traced: bool = False
+    """Whether a trace is there for every training step that is asked for; else its process crashes."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +168,12 @@ def _example(name: str) -> str:
 def draw(random: Random, seeds: Seeds) -> Input:
     """Draw one input at random."""
     made = random.choice(KINDS)(random, seeds)
+    made = dataclasses.replace(made, is_traced=made.is_traced or random.random() < 0.5)
     if made.kind.startswith(("command", "database")):
         return made
     # Making the tables takes longer than most commands.
     files = {_DATABASE: seeds.empty_database, **made.files} if random.random() < 0.9 else made.files
-    return replace(made, files=files, is_stored=random.random() < SHARE_STORED)
+    return dataclasses.replace(made, files=files, is_stored=random.random() < SHARE_STORED)
 
 
 def _base(random: Random, seeds: Seeds) -> Input:
@@ -283,8 +288,52 @@ def _command(random: Random, seeds: Seeds) -> Input:
     return Input(f"command {' '.join(path)}", tuple(words), files)
 
 
+def _sizes(random: Random, _: Seeds) -> Input:
+    """Draw a configuration whose numbers may be as large as they are allowed to be."""
+    path = ("estimate",) if random.random() < 0.7 else ("max", "--what", random.choice(_WHAT))
+    words = [*path, "--model", "config.json", "--gpu", random.choice(("rtx-4070", "b200"))]
+    chosen = random.sample(_SIZED, random.randrange(1, 5))
+    for option in chosen:
+        words += [option, str(random.choice((1, 2, 3, 10)) * 10 ** random.randrange(7))]
+    for option, values in random.sample(_CHOSEN, random.randrange(4)):
+        words += [option, random.choice(values)]
+    return Input(f"sizes {path[0]}", tuple(words), {"config.json": _MODEL.encode()}, is_traced=True)
+
+
+_WHAT = ("sequence-length", "micro-batch", "lora-rank", "gpu")
+_SIZED = (
+    "--seq-len",
+    "--micro-batch",
+    "--rank",
+    "--accumulation",
+    "--num-gpus",
+    "--virtual-tokens",
+)
+_CHOSEN = (
+    ("--method", ("lora", "full", "qlora", "prompt_tuning", "vera")),
+    ("--optimizer", ("adamw_torch_fused", "paged_adamw_8bit", "adafactor", "sgd", "lomo")),
+    ("--parallelism", ("ddp", "fsdp2", "zero2", "zero3-offload")),
+    ("--precision", ("bf16-true", "fp32", "fp16-mixed")),
+    ("--checkpointing", ("full", "none", "every-2")),
+    ("--attention", ("eager", "sdpa")),
+)
+_MODEL = json.dumps(
+    {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 10**7,
+    }
+)
+
+
 KINDS: tuple[Callable[[Random, Seeds], Input], ...] = (
     _base, _base, _space, _peft, _config, _night, _dataset, _lines, _database, _database, _command, _command,
+    _sizes,
 )  # fmt: skip
 
 
@@ -467,7 +516,7 @@ def run(made: Input, folder: Path) -> End:
     out, err = io.StringIO(), io.StringIO()
     began = time.process_time()
     with (
-        _alone(is_stored=made.is_stored),
+        _alone(is_stored=made.is_stored, is_traced=made.is_traced),
         contextlib.chdir(folder),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -485,6 +534,17 @@ def run_apart(made: Input, folder: Path) -> End:
     return run(made, folder / "here")
 
 
+def _trace(method: str) -> Any:
+    """The worker's answer to a small Llama: a new one, as a Trace keeps it."""
+    return json.loads(_traces()["lora" if method in ("lora", "qlora", "vera", "miss") else "full"])
+
+
+@functools.cache
+def _traces() -> dict[str, str]:
+    names = ("lora", "full")
+    return {name: (ROOT / f"tests/data/tiny_llama_{name}.json").read_text() for name in names}
+
+
 @functools.cache
 def _newest_tables() -> str:
     """The newest version of Optuna's tables; it executes each of its revisions to say so."""
@@ -492,7 +552,7 @@ def _newest_tables() -> str:
 
 
 @contextlib.contextmanager
-def _alone(*, is_stored: bool) -> Iterator[None]:
+def _alone(*, is_stored: bool, is_traced: bool) -> Iterator[None]:
     crashed = WorkerEnd(
         how="crashed", exit_code=1, answers=(), num_partial_lines=0, problem="was not started", stderr_tail=""
     )  # fmt: skip
@@ -518,8 +578,23 @@ def _alone(*, is_stored: bool) -> Iterator[None]:
         def start(self, verb: str) -> None:
             pass
 
-        def run(self, *_: Any, **__: Any) -> WorkerEnd:
-            return crashed
+        def run(self, verb: str, request: Mapping[str, Any], **rest: Any) -> WorkerEnd:
+            return ended(verb, [request], **rest)[0]
+
+    def ended(
+        verb: str,
+        requests: Sequence[Mapping[str, Any]],
+        *,
+        on_answer: Callable[[dict[str, Any]], None] | None = None,
+        **_: Any,
+    ) -> tuple[WorkerEnd, ...]:
+        if verb != "trace" or not is_traced:
+            return (crashed,) * len(requests)
+        assert on_answer is not None
+        for request in requests:
+            for job in request["traces"]:
+                on_answer({"id": job["id"], "trace": _trace(job["spec"]["method"])})
+        return (dataclasses.replace(crashed, how="ok", exit_code=0, problem=""),) * len(requests)
 
     def delivered(answer: Any, *, storage: str | None, **rest: Any) -> Any:
         return deliver_all(answer, storage=storage if is_stored else None, **rest)
@@ -541,7 +616,7 @@ def _alone(*, is_stored: bool) -> Iterator[None]:
         patch.setattr(gpus, "detect", list)
         patch.setattr(predict_best, "find", found)
         for module in (isolate, tracing):
-            patch.setattr(module, "run_many", lambda _, requests, **__: (crashed,) * len(requests))
+            patch.setattr(module, "run_many", ended)
         patch.setattr(dataset, "run", counted)
         patch.setattr(lengths, "load_tokenizer", lambda _: tokenise)
         for module in (forkserver, nightly):
