@@ -34,7 +34,6 @@ from optuna.storages._rdb.storage import _VersionManager
 
 from autotune import cli, export
 from autotune.catalogue import gpus
-from autotune.nightly import run as nightly
 from autotune.predict import tracing
 from autotune.probe import fingerprint
 from autotune.report import deliver, html
@@ -42,7 +41,8 @@ from autotune.search import dataset, predict_best
 from autotune.store import optuna_study, upgrade
 from autotune.store.database import parse_url
 from autotune.worker import lengths
-from autotune.worker.client import forkserver, isolate
+from autotune.worker.client import isolate
+from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd
 from tests.support import answers
 
@@ -568,19 +568,6 @@ def _alone(*, is_stored: bool, is_traced: bool) -> Iterator[None]:
             how="ok", exit_code=0, answers=(answer,), num_partial_lines=0, problem="", stderr_tail=""
         )  # fmt: skip
 
-    class Server:
-        def __enter__(self) -> Server:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def start(self, verb: str) -> None:
-            pass
-
-        def run(self, verb: str, request: Mapping[str, Any], **rest: Any) -> WorkerEnd:
-            return ended(verb, [request], **rest)[0]
-
     def ended(
         verb: str,
         requests: Sequence[Mapping[str, Any]],
@@ -619,8 +606,13 @@ def _alone(*, is_stored: bool, is_traced: bool) -> Iterator[None]:
             patch.setattr(module, "run_many", ended)
         patch.setattr(dataset, "run", counted)
         patch.setattr(lengths, "load_tokenizer", lambda _: tokenise)
-        for module in (forkserver, nightly):
-            patch.setattr(module, "ForkServer", Server)
+        # Its methods, whoever has imported the class.
+        patch.setattr(ForkServer, "start", lambda *_: None)
+        patch.setattr(
+            ForkServer,
+            "run",
+            lambda _, verb, request, **rest: ended(verb, [request], **rest)[0],
+        )
         patch.setattr(
             fingerprint,
             "assumed_fingerprint",
