@@ -40,7 +40,8 @@ Train = Callable[..., str]
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     """Write train.py for a model and run it: why it stopped, or what it printed last."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The variable is read once, by whichever test of this process imported it.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     Path("data.jsonl").write_text('{"text": "w1 w2 w3 w4"}\n' * 20, encoding="utf-8")
 
     def run(model: Path, *options: str, config: TrainConfig = CONFIG) -> str:
