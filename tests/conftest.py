@@ -92,17 +92,22 @@ def _migrations_that_are_read_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def workers() -> Iterator[here.Workers]:
-    workers = here.Workers()
-    yield workers
-    workers.close()
+@pytest.fixture(autouse=True, scope="session")
+def _workers_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Traces are shared by the processes that run the tests."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    here.workers.traces = folder / "traces"
+    here.workers.traces.mkdir(exist_ok=True)
+    yield
+    here.workers.close()
 
 
 @pytest.fixture
-def forked_workers(workers: here.Workers) -> Iterator[None]:
+def forked_workers() -> Iterator[None]:
     """For tests of something else, which ask workers in this process: their imports come once."""
-    with workers.at_work():
+    with here.workers.at_work():
         yield
 
 

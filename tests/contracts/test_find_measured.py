@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 import here
 import optuna
 import pytest
+import torch
 from optuna.trial import TrialState
 
 from autotune.catalogue import gpus
@@ -72,12 +72,6 @@ def start(folder: Path, budget: str = "30MB") -> subprocess.Popen[str]:
     )
 
 
-def find(folder: Path, budget: str = "30MB") -> tuple[int, str, str]:
-    process = start(folder, budget)
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
-
-
 def left_behind(folder: Path) -> list[int]:
     """Processes that were started for this folder and are still there."""
     mark = f"{MARK}={folder}".encode()
@@ -94,8 +88,9 @@ def left_behind(folder: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def answer(folder: Path) -> dict[str, Any]:
-    code, out, err = find(folder)
-    assert code == 0, err
+    process = start(folder)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
     result: dict[str, Any] = json.loads(out)
     return result
 
@@ -200,6 +195,7 @@ def test_a_database_that_fails_costs_the_measurement_and_not_the_prediction(
     assert "written" not in ran.stdout
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_killed_at_any_moment_nothing_is_left_and_the_command_goes_on(folder: Path) -> None:
     for seconds in (4.0, 6.0):
         process = start(folder, "29MB")
@@ -210,9 +206,9 @@ def test_killed_at_any_moment_nothing_is_left_and_the_command_goes_on(folder: Pa
         while left_behind(folder) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not left_behind(folder)
-    code, out, err = find(folder, "29MB")
-    assert code == 0, err
-    found = json.loads(out)["measured"]
+    ran = here.command(*arguments("29MB"), cwd=folder)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)["measured"]
     # A probe that was stopped beside a faster one, which then failed its confirmation, has its own instead.
     assert found["confirmation" if found["confirmed"] else "best"]["fits"]
     study = optuna.load_study(
@@ -226,7 +222,7 @@ def test_killed_at_any_moment_nothing_is_left_and_the_command_goes_on(folder: Pa
 def test_a_card_that_torch_cannot_use_is_planned_for_unless_measuring_was_asked_for(
     backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not torch_lacks_cuda():
+    if torch.cuda.is_available():
         pytest.skip("this torch can use CUDA")
     monkeypatch.setattr(gpus, "detect", lambda: [gpus.find_gpu("rtx-4070")])
     text = (
@@ -242,9 +238,3 @@ def test_a_card_that_torch_cannot_use_is_planned_for_unless_measuring_was_asked_
     assert ran.returncode == 0, ran.stderr
     assert "note: nothing could be measured, so the answer is predicted." in ran.stderr
     assert "PREDICTED, not measured" in ran.stdout
-
-
-@functools.cache
-def torch_lacks_cuda() -> bool:
-    code = "import torch, sys; sys.exit(int(torch.cuda.is_available()))"
-    return subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -69,9 +69,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first(folder: Path, workers: here.Workers) -> dict[str, Any]:
+def first(folder: Path) -> dict[str, Any]:
     # By the plan, which knows only what the effort may take, one cell alone has time.
-    with workers.at_work():
+    with here.workers.at_work():
         code, digest, err = nightly(folder, "--max-minutes", "5")
     assert code == 0, err
     return digest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import here
 import pytest
 
 from autotune.catalogue.gpus import find_gpu
@@ -31,7 +32,7 @@ def test_as_pytorch_allocates(model: str) -> None:
     assert len(seen) >= 2
     card = find_gpu("h200")
     specs = {TraceSpec.of(config) for config in seen}
-    traces = trace_all(resolve(model), "causal-lm", SHORT, card, specs)
+    traces = trace_all(resolve(model), "causal-lm", SHORT, card, specs, server=here.workers)
     estimator = Estimator(traces, card, memory_budget_bytes=card.capacity_bytes)
     for config, measurement in seen.items():
         estimate = estimator.estimate(config)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import here
 import optuna
 import pytest
 from optuna.trial import TrialState
@@ -19,7 +20,6 @@ from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.store.predicted_trials import CONSTRAINT
 from autotune.store.probe_table import open_probes
-from autotune.worker.client.forkserver import ForkServer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
 CONFIG = TrainConfig(
@@ -45,8 +45,8 @@ SPEC = ProbeSpec(
 @pytest.fixture(scope="module")
 def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prober]:
     url = f"sqlite:///{tmp_path_factory.mktemp('pruned')}/probes.db"
-    with ForkServer() as server, open_probes(url) as table:
-        yield Prober(server, table, resolve(str(EXAMPLE)), SPEC)
+    with open_probes(url) as table:
+        yield Prober(here.workers, table, resolve(str(EXAMPLE)), SPEC)
 
 
 def probed(prober: Prober, url: str, best_tokens_per_second: float) -> optuna.trial.FrozenTrial:

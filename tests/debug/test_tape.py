@@ -64,8 +64,8 @@ def priced(config: TrainConfig, *, operations: bool) -> Estimator:
 
 
 @pytest.fixture(scope="module")
-def named(workers: here.Workers) -> Estimator:
-    with workers.at_work():
+def named() -> Estimator:
+    with here.workers.at_work():
         return priced(CONFIG, operations=True)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
+import here
 import pytest
 import tiny_model
 
@@ -60,14 +61,15 @@ PRECISIONS_TRACED = ("bf16-true", "bf16-mixed", "bf16-autocast")
 
 @functools.cache
 def one_gpu_traces() -> Mapping[TraceSpec, Trace | RankTrace]:
-    """Of one GPU, for all configurations here, from one worker."""
+    """Of one GPU, for all configurations here."""
     configs = [
         dataclasses.replace(config, parallelism="none", num_gpus=1, precision=precision)
         for config in (DDP, LORA)
         for precision in PRECISIONS_TRACED
     ]
     specs = {TraceSpec.of(config) for config in configs}
-    return trace_all(tiny_model.MODEL, "causal-lm", tiny_model.SEQUENCE_LENGTH, A100, specs)
+    length = tiny_model.SEQUENCE_LENGTH
+    return trace_all(tiny_model.MODEL, "causal-lm", length, A100, specs, server=here.workers)
 
 
 @functools.cache
@@ -253,6 +255,7 @@ def test_tokens_are_those_of_all_gpus() -> None:
     assert share.num_gpus == 4
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_search_shares_out_what_does_not_fit() -> None:
     """Two GPUs: float32 weights, gradients and moments of AdamW do not fit, half of them do."""
     workload = dataclasses.replace(tiny_model.workload(2_600_000_000, ("full",)), num_gpus=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 
+import here
 import pytest
 import tiny_model
 
@@ -40,7 +41,7 @@ def seventy() -> Textbook:
         precision="bf16-true",
         optimizer="adamw_torch_fused",
     )
-    traces = trace_all(source, "causal-lm", 1024, card, [TraceSpec.of(config)])
+    traces = trace_all(source, "causal-lm", 1024, card, [TraceSpec.of(config)], server=here.workers)
     estimator = Estimator(traces, card, memory_budget_bytes=card.capacity_bytes)
     return textbook(estimator, estimator.estimate(config), source.name)
 

@@ -6,10 +6,11 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import here
 import pytest
 import tiny_model
 
@@ -28,7 +29,6 @@ from autotune.search.inverse import pricing, questions
 from autotune.search.inverse.pricing import LimitProblem, thrift
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig
-from autotune.worker.client.forkserver import ForkServer
 
 pytestmark = pytest.mark.worker
 
@@ -42,7 +42,7 @@ def traced(
     card: Gpu,
     specs: Iterable[TraceSpec],
     *,
-    server: ForkServer,
+    server: here.Workers,
     table: object = None,
 ) -> dict[TraceSpec, Any]:
     """What trace_all makes, once for all tests of this file: a trace follows from these alone."""
@@ -73,9 +73,8 @@ LENGTHS = (512, 1024, 1536, 2048)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as running:
-        yield running
+def server() -> here.Workers:
+    return here.workers
 
 
 def asked(
@@ -118,7 +117,7 @@ def fitting(
 
 
 @pytest.fixture(scope="module")
-def traces_by_length(server: ForkServer) -> dict[int, Mapping[TraceSpec, Trace]]:
+def traces_by_length(server: here.Workers) -> dict[int, Mapping[TraceSpec, Trace]]:
     specs = {TraceSpec.of(config) for config in every_config()}
     card, model = tiny_model.gpu(), tiny_model.MODEL
     return {
@@ -131,7 +130,7 @@ def traces_by_length(server: ForkServer) -> dict[int, Mapping[TraceSpec, Trace]]
     [(1_800_000_000, METHODS), (1_600_000_000, ("lora",)), (1_500_000_000, ("full",))],
 )
 def test_the_longest_sequence_is_that_of_a_full_search(
-    server: ForkServer,
+    server: here.Workers,
     traces_by_length: dict[int, Mapping[TraceSpec, Trace]],
     budget_bytes: int,
     methods: tuple[str, ...],
@@ -155,7 +154,7 @@ def test_the_longest_sequence_is_that_of_a_full_search(
     assert found.limit == "memory"
 
 
-def test_where_the_model_ends_it_that_is_said(server: ForkServer) -> None:
+def test_where_the_model_ends_it_that_is_said(server: here.Workers) -> None:
     found = questions.answer("sequence-length", asked(budget_bytes=11 * GB), server)
     assert found.value == 2048
     assert found.beyond is None
@@ -171,7 +170,7 @@ def test_learned_positions_are_a_limit_and_unnamed_ones_are_none() -> None:
 
 @pytest.mark.parametrize("methods", [("full",), ("lora",)])
 def test_the_largest_micro_batch_is_that_of_a_full_search(
-    server: ForkServer,
+    server: here.Workers,
     traces_by_length: dict[int, Mapping[TraceSpec, Trace]],
     methods: tuple[str, ...],
 ) -> None:
@@ -197,7 +196,7 @@ def test_the_largest_micro_batch_is_that_of_a_full_search(
 
 
 def test_the_highest_rank_is_that_of_a_full_search(
-    server: ForkServer, traces_by_length: dict[int, Mapping[TraceSpec, Trace]]
+    server: here.Workers, traces_by_length: dict[int, Mapping[TraceSpec, Trace]]
 ) -> None:
     budget_bytes = 1_400_000_000
     found = questions.answer("lora-rank", asked(budget_bytes=budget_bytes), server)
@@ -213,18 +212,18 @@ def test_the_highest_rank_is_that_of_a_full_search(
     assert not any(fit_at(rank) for rank in range(found.value + 1, found.value + 4))
 
 
-def test_no_rank_is_higher_than_a_matrix_has_sides(server: ForkServer) -> None:
+def test_no_rank_is_higher_than_a_matrix_has_sides(server: here.Workers) -> None:
     found = questions.answer("lora-rank", asked(budget_bytes=11 * GB, methods=("lora",)), server)
     assert found.value == 1024  # 2,816 x 1,024 are the largest
     assert "adds nothing" in found.limit
 
 
-def test_a_rank_of_full_fine_tuning_is_refused(server: ForkServer) -> None:
+def test_a_rank_of_full_fine_tuning_is_refused(server: here.Workers) -> None:
     with pytest.raises(ConfigError, match="has no rank"):
         questions.answer("lora-rank", asked(methods=("full",)), server)
 
 
-def test_the_largest_model_is_that_of_a_full_search(server: ForkServer) -> None:
+def test_the_largest_model_is_that_of_a_full_search(server: here.Workers) -> None:
     budget_bytes, length = 1_600_000_000, 512
     found = questions.answer(
         "model", asked(source=None, budget_bytes=budget_bytes, methods=("lora",)), server
@@ -249,7 +248,7 @@ def test_the_largest_model_is_that_of_a_full_search(server: ForkServer) -> None:
     assert counts[str(found.beyond.value)] >= counts[str(found.value)]
 
 
-def test_the_smallest_card_is_that_of_a_full_search(server: ForkServer) -> None:
+def test_the_smallest_card_is_that_of_a_full_search(server: here.Workers) -> None:
     source = models.resolve("llama-3.1-8b")
     methods, length = ("lora",), 512
     found = questions.answer("gpu", asked(source=source, methods=methods), server)
@@ -271,7 +270,7 @@ def test_the_smallest_card_is_that_of_a_full_search(server: ForkServer) -> None:
     assert find_gpu(str(found.beyond.value)).capacity_bytes < card.capacity_bytes
 
 
-def test_what_is_fixed_stays_and_the_rest_is_free(server: ForkServer) -> None:
+def test_what_is_fixed_stays_and_the_rest_is_free(server: here.Workers) -> None:
     fixed = {"lora_rank": 64, "activation_checkpointing": 0, "micro_batch_size": 2}
     found = questions.answer("sequence-length", asked(budget_bytes=3 * GB, fixed=fixed), server)
     config = found.best.config
@@ -281,7 +280,7 @@ def test_what_is_fixed_stays_and_the_rest_is_free(server: ForkServer) -> None:
     assert int(free.value) > int(found.value)
 
 
-def test_accumulation_needs_no_less(server: ForkServer) -> None:
+def test_accumulation_needs_no_less(server: here.Workers) -> None:
     once = questions.answer("micro-batch", asked(methods=("full",)), server)
     often = questions.answer("micro-batch", asked(methods=("full",), accumulation=4), server)
     assert often.best.config.gradient_accumulation_steps == 4
@@ -292,7 +291,7 @@ def test_accumulation_needs_no_less(server: ForkServer) -> None:
 
 
 def test_a_model_that_recomputes_nothing_is_searched_without(
-    server: ForkServer,
+    server: here.Workers,
     traces_by_length: dict[int, Mapping[TraceSpec, Trace]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -330,7 +329,7 @@ def test_a_model_that_recomputes_nothing_is_searched_without(
     ],
 )
 def test_a_card_is_priced_with_the_traces_of_its_own_kernels(
-    server: ForkServer,
+    server: here.Workers,
     monkeypatch: pytest.MonkeyPatch,
     changed: dict[str, Any],
     num_asked: int,
@@ -361,7 +360,7 @@ def test_a_card_is_priced_with_the_traces_of_its_own_kernels(
     assert cards == [first, other][:num_asked]
 
 
-def test_an_attention_that_was_given_stays_though_the_model_lacks_it(server: ForkServer) -> None:
+def test_an_attention_that_was_given_stays_though_the_model_lacks_it(server: here.Workers) -> None:
     gemma = models.resolve("gemma-2-2b")
     ask = asked(source=gemma, fixed={"attention": "sdpa"}, methods=("lora",), budget_bytes=12 * GB)
     with pytest.raises(ConfigError, match=r"no sdpa attention for gemma2\. Give --attention eager"):
@@ -369,7 +368,7 @@ def test_an_attention_that_was_given_stays_though_the_model_lacks_it(server: For
 
 
 def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(
-    server: ForkServer,
+    server: here.Workers,
 ) -> None:
     card = dataclasses.replace(tiny_model.gpu(), peak_flop_per_second={})
     ask: dict[str, Any] = {"budget_bytes": 1_500_000_000, "methods": ("full",)}
@@ -379,13 +378,13 @@ def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(
     assert found.value == questions.answer("sequence-length", asked(**ask), server).value
 
 
-def test_nothing_fits_says_what_needs_least(server: ForkServer) -> None:
+def test_nothing_fits_says_what_needs_least(server: here.Workers) -> None:
     with pytest.raises(NothingFitsError, match=r"not even 512.*QLoRA r=8.*predicted to need"):
         questions.answer("sequence-length", asked(budget_bytes=700_000_000), server)
 
 
 def test_a_model_that_cannot_be_traced_does_not_end_the_search(
-    server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: here.Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """JetMoE makes a list of how many tokens each expert has."""
     (tmp_path / "config.json").write_text('{"model_type": "jetmoe", "num_hidden_layers": 2}')
@@ -415,7 +414,7 @@ def test_a_model_that_cannot_be_traced_does_not_end_the_search(
         questions.answer("model", ask, server)
 
 
-def test_settings_that_exclude_each_other_are_refused(server: ForkServer) -> None:
+def test_settings_that_exclude_each_other_are_refused(server: here.Workers) -> None:
     fixed = {"quantization": "nf4"}
     with pytest.raises(ConfigError, match="quantization-needs-qlora"):
         questions.answer("sequence-length", asked(fixed=fixed, methods=("lora",)), server)
@@ -445,7 +444,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_thriftiest_settings_need_least(server: ForkServer, name: str) -> None:
+def test_the_thriftiest_settings_need_least(server: here.Workers, name: str) -> None:
     """What the search takes for granted, for each family of models."""
     whole = models.resolve(name)
     keys = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")

@@ -64,7 +64,8 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Question:
 @pytest.fixture(scope="module")
 def first(options: Question, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Finding]:
     url = f"sqlite:///{tmp_path_factory.mktemp('first')}/autotune.db"
-    return url, find(options, storage=url)
+    with here.workers.at_work():
+        return url, find(options, storage=url)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,8 @@ def predicted(
     """A prediction, and where its answer would be kept: its traces are there."""
     file = tmp_path_factory.mktemp("predicted") / "missing" / "autotune.db"
     ask = dataclasses.replace(options, backend="predict", gpu="rtx-4070", gpu_mem=None)
-    return ask, f"sqlite:///{file}", find(ask, storage=f"sqlite:///{file}")
+    with here.workers.at_work():
+        return ask, f"sqlite:///{file}", find(ask, storage=f"sqlite:///{file}")
 
 
 @pytest.fixture
@@ -146,7 +148,8 @@ def test_a_second_estimate_needs_no_process(
     file = tmp_path / DEFAULT_URL.removeprefix("sqlite:///")
     file.parent.mkdir()
     file.touch()  # SQLite takes an empty file for a database without tables.
-    first = here.command(*ask, "--json", cwd=tmp_path)
+    with here.workers.at_work():
+        first = here.command(*ask, "--json", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     request.getfixturevalue("_no_process")
     again = here.command(*ask, "--json", cwd=tmp_path)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import here
 import pytest
 import tiny_model
 
@@ -56,7 +57,9 @@ def traces() -> Mapping[TraceSpec, Trace]:
     configs += [dataclasses.replace(BASE, activation_checkpointing=1)]
     specs = {TraceSpec.of(config) for config in configs}
     length = tiny_model.SEQUENCE_LENGTH
-    return trace_all(tiny_model.MODEL, "causal-lm", length, tiny_model.gpu(), specs)
+    return trace_all(
+        tiny_model.MODEL, "causal-lm", length, tiny_model.gpu(), specs, server=here.workers
+    )
 
 
 def estimator(budget_bytes: int = ROOMY) -> Estimator:

@@ -7,10 +7,14 @@ worker three to five. Whether processes start, end and are cleaned up is tested 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import io
+import json
+import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ from autotune.search import measure_best
 from autotune.search.inverse import limits
 from autotune.worker.client import forkserver, isolate
 from autotune.worker.client.forkserver import ForkServer
-from autotune.worker.client.isolate import WorkerEnd
+from autotune.worker.client.isolate import Reply, WorkerEnd
 from autotune.worker.client.orphans import adopt_orphans
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
@@ -63,6 +67,8 @@ class Workers:
     """
 
     def __init__(self) -> None:
+        self.traces: Path | None = None
+        """A folder in which traces are kept for whoever asks for them again."""
         self._servers: dict[bool, ForkServer] = {}
 
     def close(self) -> None:
@@ -97,8 +103,35 @@ class Workers:
                 patch.setattr(module, "ForkServer", lambda: contextlib.nullcontext(self))
             yield
 
-    def run(self, verb: str, request: Mapping[str, Any], **rest: Any) -> WorkerEnd:
-        return self._server(verb).run(verb, request, **rest)
+    def run(
+        self,
+        verb: str,
+        request: Mapping[str, Any],
+        *,
+        on_answer: Callable[[Reply], None] = lambda _: None,
+        **rest: Any,
+    ) -> WorkerEnd:
+        server = self._server(verb)
+        if verb != "trace" or self.traces is None:
+            return server.run(verb, request, on_answer=on_answer, **rest)
+        # A trace follows from what was asked, as TraceTable has it too.
+        files = {job["id"]: self.traces / _name(request, job) for job in request["traces"]}
+        kept = [
+            {**json.loads(file.read_text(encoding="utf-8")), "id": number}
+            for number, file in files.items()
+            if file.exists()
+        ]
+        for answer in kept:
+            on_answer(answer)
+        known = {answer["id"] for answer in kept}
+        missing = [job for job in request["traces"] if job["id"] not in known]
+        if not missing:
+            return dataclasses.replace(NOTHING_LEFT, answers=tuple(kept))
+        end = server.run(verb, {**request, "traces": missing}, on_answer=on_answer, **rest)
+        for answer in end.answers:
+            if "crashed" not in answer:
+                _keep(files[answer["id"]], answer)
+        return dataclasses.replace(end, answers=(*kept, *end.answers))
 
     def start(self, verb: str) -> None:
         self._server(verb).start(verb)
@@ -109,3 +142,25 @@ class Workers:
         A trace needs other variables than the other verbs, for which one server would start anew.
         """
         return self._servers.setdefault(verb == "trace", ForkServer())
+
+
+NOTHING_LEFT = WorkerEnd(
+    how="ok", exit_code=0, answers=(), num_partial_lines=0, problem="", stderr_tail=""
+)
+
+
+def _name(request: Mapping[str, Any], job: Mapping[str, Any]) -> str:
+    """The name of the file for a trace: of all that was asked but its number among others."""
+    asked = json.dumps([{**request, "traces": None}, {**job, "id": None}], sort_keys=True)
+    return f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
+
+
+def _keep(file: Path, answer: Reply) -> None:
+    """Write a file at once: processes that test beside this one read it."""
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(answer), encoding="utf-8")
+    part.replace(file)
+
+
+workers = Workers()
+"""Those of all tests of a process."""

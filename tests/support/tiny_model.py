@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import here
+
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.memory.traces import Trace
@@ -106,6 +108,6 @@ def configs(methods: tuple[str, ...] = METHODS) -> list[TrainConfig]:
 
 @functools.cache
 def traces() -> Mapping[TraceSpec, Trace]:
-    """Make every trace of the space, by real worker processes."""
+    """Make every trace of the space."""
     specs = {TraceSpec.of(config) for config in configs()}
-    return trace_all(MODEL, "causal-lm", SEQUENCE_LENGTH, gpu(), specs)
+    return trace_all(MODEL, "causal-lm", SEQUENCE_LENGTH, gpu(), specs, server=here.workers)

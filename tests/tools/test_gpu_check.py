@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import here
 import pytest
 from fake_nvml import fake_nvml
 
@@ -20,21 +23,33 @@ from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import load
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd
+from tools.gpu_check import __main__ as command
 from tools.gpu_check import cases as gpu_cases
 from tools.gpu_check import deadline as deadlines
 from tools.gpu_check import pieces, predictions, processes, summary
-from tools.gpu_check.__main__ import main
 from tools.gpu_check.check import Check
 from tools.gpu_check.deadline import Deadline
 from tools.gpu_check.probes import Probes
 
-pytestmark = pytest.mark.slow  # half a minute: seven processes that import torch
+pytestmark = pytest.mark.slow  # probes, a command and servers that are killed
 
 PIECES = ["predict", "sweep", "find", "processes", "speedups"]
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_server() -> Iterator[None]:
+    """Let all pieces ask one server, but for `processes`, which kills its own."""
+    # It ends with the thread that started it, and predictions are made in threads.
+    here.workers.start("trace")
+    lent = SimpleNamespace(run=here.workers.run, close=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "ForkServer", lambda: contextlib.nullcontext(here.workers))
+        patch.setattr(predictions, "ForkServer", lambda: lent)
+        yield
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, one_server: None) -> Path:
     """The folder in which one call of every piece has written."""
     studies = tmp_path_factory.mktemp("studies")
     assert run(*PIECES, studies=studies) == 0
@@ -43,7 +58,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*pieces: str, studies: Path) -> int:
     options = ["--backend", "cpu", "--tiny", "--minutes", "2", "--studies", str(studies)]
-    return int(main([*pieces, *options]))
+    return int(command.main([*pieces, *options]))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -141,9 +156,10 @@ def test_repredicting_leaves_measurements_alone(recorded: Path) -> None:
     assert lines(path) == before
 
 
+@pytest.mark.usefixtures("one_server")
 def test_no_piece_begins_when_its_time_is_over(tmp_path: Path) -> None:
     options = ["--backend", "cpu", "--tiny", "--minutes", "0", "--studies", str(tmp_path)]
-    assert main([*PIECES, *options]) == 0
+    assert command.main([*PIECES, *options]) == 0
     assert list(tmp_path.rglob("*.jsonl")) == []
 
 
@@ -253,10 +269,11 @@ def test_the_sweep_is_large_enough_for_a_benchmark(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(detect()), reason="there is a card here")
 def test_without_a_card_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict"]) == 3
+    assert command.main(["predict"]) == 3
     assert "no CUDA GPU here" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("one_server")
 def test_techniques_are_measured_and_what_cannot_run_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,6 +317,7 @@ def test_the_next_model_is_traced_while_one_is_probed(monkeypatch: pytest.Monkey
         return {}
 
     monkeypatch.setattr(predictions, "trace_all", trace)
+    monkeypatch.setattr(predictions, "ForkServer", ForkServer)
     monkeypatch.setattr(ForkServer, "close", lambda _: is_closed.set())
     full, models = gpu_cases.full, (gpu_cases.SMOLLM, gpu_cases.QWEN_05)
     cases = [full(model, 64, 1, "fp32") for model in models]

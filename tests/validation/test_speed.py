@@ -41,6 +41,7 @@ def test_a_cold_search_of_the_default_space() -> None:
     assert cost.peak_bytes < 2 * 2**30
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_configuration_more_costs_less_than_a_millisecond() -> None:
     priced = speed.pricing()
     assert priced.num_configs >= 5000
