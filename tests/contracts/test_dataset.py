@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import here
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from autotune.catalogue import installed
 from autotune.errors import ConfigError
 from autotune.search.dataset import read_lengths
 from autotune.space.lengths import Lengths, useful_share
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
-MAKE_TOKENIZER = """
-import sys
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "word": 1}, "[UNK]"))
-tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(sys.argv[1])
-"""
 WORDS = [1, 2, 3, 4, 5, 6, 7, 8, 120]
 """Per line: all short but one."""
 
@@ -36,8 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dataset")
     (folder / "tiny").mkdir()
     shutil.copy(EXAMPLE, folder / "tiny" / "config.json")
-    command = [sys.executable, "-c", MAKE_TOKENIZER, str(folder / "tiny")]
-    subprocess.run(command, check=True, timeout=120)
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "word": 1}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    fast.save_pretrained(folder / "tiny")
     texts = [" ".join(["word"] * count) for count in WORDS * 40]
     rows = [json.dumps({"text": text, "n": 1}) for text in texts]
     (folder / "data.jsonl").write_text("\n".join(rows), encoding="utf-8")
@@ -124,9 +118,7 @@ def find(
     *more: str,
     batchings: str = "packed, padded, grouped",
     attentions: str = "eager",
-    installed: Path | None = None,
 ) -> dict[str, Any]:
-    """`installed`: a folder with what pip notes of packages that are not here."""
     space = folder / "space.yaml"
     space.write_text(
         "methods:\n  full:\n    micro_batch_size: [1, 2, 8]\n    precision: [bf16-true]\n"
@@ -140,18 +132,7 @@ def find(
         *("--allow", "recipe", "--seq-len", "200", "--json"),
         *more,
     ]
-    if installed is None:
-        ran = here.command(*arguments, cwd=folder)
-    else:
-        ran = subprocess.run(
-            [sys.executable, "-m", "autotune", *arguments],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(installed)])},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+    ran = here.command(*arguments, cwd=folder)
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
     return found
@@ -172,18 +153,23 @@ def test_find_counts_no_padding_and_takes_the_longest_sample_for_the_worst(folde
     assert found["counts"]["enumerated"] == 9
 
 
-def test_what_needs_no_padding_wins_where_flash_attention_is_there(folder: Path) -> None:
+@pytest.mark.usefixtures("forked_workers")
+def test_what_needs_no_padding_wins_where_flash_attention_is_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Samples of 1 to 8 tokens beside one of 120: in batches of eight most places are padding."""
     note = folder / "site" / "flash_attn-2.8.3.dist-info"
     note.mkdir(parents=True)
     (note / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    monkeypatch.syspath_prepend(folder / "site")
+    # As a new process would look, which remembers nothing.
+    monkeypatch.setattr(installed, "version", installed.version.__wrapped__)
     asked = ("--gpu", "rtx-4070", "--out", "free")
     found = find(
         folder,
         *asked,
         batchings="padded, padding-free",
         attentions="sdpa, flash_attention_2",
-        installed=folder / "site",
     )
     best = found["best"]
     assert best["config"]["batching"] == "padding-free"

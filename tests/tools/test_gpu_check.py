@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from autotune.worker.client.isolate import WorkerEnd
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import cases as gpu_cases
 from tools.gpu_check import deadline as deadlines
-from tools.gpu_check import pieces, predictions, processes, summary
+from tools.gpu_check import pieces, predictions, processes, speedups, summary
 from tools.gpu_check.check import Check
 from tools.gpu_check.deadline import Deadline
 from tools.gpu_check.probes import Probes
@@ -36,15 +37,25 @@ pytestmark = pytest.mark.slow  # probes, a command and servers that are killed
 PIECES = ["predict", "sweep", "find", "processes", "speedups"]
 
 
+def run_here(words: Sequence[str], _: Deadline, *, cwd: Path) -> tuple[int, str, str]:
+    """As run_until does, in this process."""
+    python, module_option, module, *arguments = words
+    assert (python, module_option, module) == (sys.executable, "-m", "autotune")
+    with here.workers.at_work():
+        ran = here.command(*arguments, cwd=cwd)
+    return ran.returncode, ran.stdout, ran.stderr
+
+
 @pytest.fixture(scope="module")
 def one_server() -> Iterator[None]:
-    """Let all pieces ask one server, but for `processes`, which kills its own."""
+    """Let all pieces ask one server, but for `processes`, which kills its own, and `find`."""
     # It ends with the thread that started it, and predictions are made in threads.
     here.workers.start("trace")
     lent = SimpleNamespace(run=here.workers.run, close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "ForkServer", lambda: contextlib.nullcontext(here.workers))
         patch.setattr(predictions, "ForkServer", lambda: lent)
+        patch.setattr(speedups, "run_until", run_here)
         yield
 
 
