@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from autotune.errors import HardwareError
@@ -18,12 +18,17 @@ from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import NOISE
 from autotune.space.config import TrainConfig
+from autotune.space.knobs import KNOBS
 from autotune.space.lengths import vary
 from autotune.space.tradeoffs import LEVEL, gives_up, tradeoff_class
 
 _SAVES_MEMORY = ("expandable_segments", "activation_offloading")
 """Settings that are switched on for memory alone, and with which PyTorch's allocator may reserve more
 (studies/no-card/README.md)."""
+
+
+SCARCE_SHARE = 0.1
+"""Share of the budget that memory is scarce below. [judgement]"""
 
 
 class Candidates:
@@ -112,8 +117,9 @@ class Candidates:
         The rule: docs/ARCHITECTURE.md, "What fastest means".
 
         Among configurations within NOISE of the fastest the one that gives up least: the lowest
-        class, the base's family of optimizers, an unquantised base, the highest rank, the most
-        headroom, in this order.
+        class, the base's family of optimizers, an unquantised base, the highest rank, the fewest
+        changes, in this order. Then the most headroom where memory is scarce, else the highest speed.
+        What the winner has of its own and gains no more than NOISE by is put back to the base's.
         """
         fastest = self.fastest(wanted)
         if fastest is None:
@@ -132,10 +138,35 @@ class Candidates:
                 if self.fits(estimate) and speed_of(estimate) >= threshold
             ]
             if fitting:
-                winner = min(fitting, key=lambda e: (e.peak_device_bytes, -speed_of(e)))
+                winner = min(fitting, key=lambda e: (self._scarce_bytes(e), -speed_of(e)))
                 winner = self._better_without(winner) or winner
+                winner = self._with_what_pays(winner, wanted)
+                threshold = min(threshold, speed_of(winner))
                 return winner, *self._tied(winner, threshold)
         raise AssertionError("the fastest is in one of the groups")
+
+    def _scarce_bytes(self, estimate: Estimate) -> int:
+        """Bytes by which it takes more of the budget than leaves memory plenty."""
+        plenty = int(self._estimator.memory_budget_bytes * (1 - SCARCE_SHARE))
+        return max(estimate.peak_device_bytes - plenty, 0)
+
+    def _with_what_pays(
+        self, estimate: Estimate, wanted: Callable[[TrainConfig], bool]
+    ) -> Estimate:
+        """The same with every setting as in the base that gains no more than NOISE, the least gain first."""
+        while True:
+            nearer = [
+                other
+                for config in _nearer(estimate.config, self._base)
+                if config in self._possible
+                and wanted(config)
+                and speed_of(other := self.estimate(config)) >= speed_of(estimate) * (1 - NOISE)
+                and self.fits(other)
+                and self._better_without(other) is None
+            ]
+            if not nearer:
+                return estimate
+            estimate = max(nearer, key=speed_of)
 
     def _better_without(self, estimate: Estimate) -> Estimate | None:
         """The same configuration without a setting that costs the memory which it should save.
@@ -199,6 +230,18 @@ class Candidates:
                 key=lambda e: (not self.fits(e), -speed_of(e), repr(e.config)),
             )[:limit]
         )
+
+
+def _nearer(config: TrainConfig, base: TrainConfig) -> Iterator[TrainConfig]:
+    """Yield the configurations that differ from this one by one setting, which is the base's."""
+    for name in KNOBS:
+        value = getattr(base, name)
+        if value != getattr(config, name):
+            changed = {name: value}
+            if name == "micro_batch_size":
+                samples = config.effective_batch_size // config.num_gpus
+                changed["gradient_accumulation_steps"] = samples // value
+            yield dataclasses.replace(config, **changed)
 
 
 def speed_of(estimate: Estimate) -> float:

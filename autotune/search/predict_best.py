@@ -203,6 +203,9 @@ def find(
         useful_share=workload.useful_share,
     )
     supported = [config for config in possible if estimator.supports(config)]
+    baseline = _baseline(estimator, baselines)
+    if baseline is not None:
+        reference = baseline.config
     candidates = Candidates(estimator, supported, reference)
     progress("priced", candidates.num_possible, len(supported))
 
@@ -235,7 +238,7 @@ def find(
         best=best,
         best_class=candidates.class_of(best.config),
         base=reference,
-        baseline=_baseline(estimator, baselines),
+        baseline=baseline,
         best_by_class=best_by_class,
         tied=tuple(tied),
         changes=_changes(estimator, best, reference, workload, gpu),

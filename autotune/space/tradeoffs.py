@@ -15,6 +15,8 @@ _COSTLY_SETTINGS = (
     *((knob.name, LEVEL[knob.tradeoff]) for knob in KNOBS.values() if LEVEL.get(knob.tradeoff)),
 )
 """Pairs of a setting and the level of a change of it. The optimizer's depends on what it is changed for."""
+_FREE_SETTINGS = tuple(knob.name for knob in KNOBS.values() if LEVEL.get(knob.tradeoff) == 0)
+"""Settings that leave the mathematics as they are."""
 
 
 def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
@@ -35,18 +37,18 @@ def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
         config.quantization != "none",
         -(config.lora_rank or 0),
         *_num_changes(config, base),
-        # The user's to set wherever the run starts: not for headroom alone.
-        config.expandable_segments != base.expandable_segments,
     )
 
 
 def _num_changes(config: TrainConfig, base: TrainConfig) -> list[int]:
-    """Count the settings that give up each class, highest first: 8-bit state besides LoRA is one more."""
+    """Count the changed settings of each class, highest first: 8-bit state besides LoRA is one more."""
     costs = [
-        _optimizer_level(config.optimizer, base.optimizer),
-        *(c for name, c in _COSTLY_SETTINGS if getattr(config, name) != getattr(base, name)),
+        cost for name, cost in _COSTLY_SETTINGS if getattr(config, name) != getattr(base, name)
     ]
-    return [costs.count(LEVEL[name]) for name in ("recipe", "numerics")]
+    if config.optimizer != base.optimizer:
+        costs.append(_optimizer_level(config.optimizer, base.optimizer))
+    free = sum(getattr(config, name) != getattr(base, name) for name in _FREE_SETTINGS)
+    return [costs.count(LEVEL["recipe"]), costs.count(LEVEL["numerics"]), costs.count(0) + free]
 
 
 @functools.cache

@@ -97,8 +97,16 @@ def test_a_spread_of_what_is_slower_ties_nobody() -> None:
 
 
 def test_of_what_gives_up_alike_the_fastest_wins() -> None:
-    found = winner(probe(BASE, 990.0), probe(CHECKPOINTED, 1000.0))
+    often = dataclasses.replace(CHECKPOINTED, activation_checkpointing=2)
+    found = winner(probe(often, 990.0), probe(CHECKPOINTED, 1000.0))
     assert (found.best.config, found.num_tied) == (CHECKPOINTED, 1)
+
+
+def test_a_tie_goes_to_the_base_and_then_to_the_fewest_changes() -> None:
+    found = winner(probe(BASE, 990.0), probe(CHECKPOINTED, 1000.0))
+    assert (found.best.config, found.num_tied) == (BASE, 1)
+    more = dataclasses.replace(CHECKPOINTED, optimizer="adamw_torch")
+    assert winner(probe(more, 1000.0), probe(CHECKPOINTED, 990.0)).best.config == CHECKPOINTED
 
 
 def test_a_short_run_weighs_the_cold_start() -> None:
