@@ -118,17 +118,22 @@ def _upgrade(connection: Connection, revision: str | None) -> None:
     from alembic.script import ScriptDirectory
 
     from autotune.store import migrations
-    from autotune.store.schema import HEAD
+    from autotune.store.schema import HEAD, metadata
 
     config = Config()
     # ConfigParser reads a % as the start of a name.
     folder = str(Path(migrations.__file__).parent).replace("%", "%%")
     config.set_main_option("script_location", folder)
     config.attributes["connection"] = connection
+    if revision is None:
+        metadata.create_all(connection)
+        command.stamp(config, HEAD)
+        connection.commit()
+        return
     known = {each.revision for each in ScriptDirectory.from_config(config).walk_revisions()}
-    if revision is not None and revision not in known:  # damage_explained says it
+    if revision not in known:  # damage_explained says it
         raise ValueError(f"there is no revision {str(revision)[:20]!r} of its tables")
-    kept = None if revision is None else _keep(connection, f"before-{HEAD}")
+    kept = _keep(connection, f"before-{HEAD}")
     try:
         command.upgrade(config, HEAD)
         connection.commit()

@@ -135,7 +135,9 @@ def test_an_old_one_gets_the_tables_of_the_next_revision_and_keeps_its_probes(ur
     assert len(rows) == 2
 
 
-def test_an_empty_database_goes_through_every_revision(url: str, tmp_path: Path) -> None:
+def test_an_empty_database_is_made_at_the_newest_revision_without_a_copy(
+    url: str, tmp_path: Path
+) -> None:
     with next_revision(), open_engine(url):
         pass
     assert revision(url) == NEXT
