@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import click
 
-from autotune.cli.options import COUNT, Command, is_given, knob_options, workload_options
+from autotune.cli.options import (
+    COUNT,
+    Command,
+    is_given,
+    knob_options,
+    parted,
+    workload_options,
+)
 from autotune.records.question import Question
 from autotune.space.config import METHODS
 
@@ -25,18 +31,12 @@ def configuration_options(command: Command) -> Command:
 
 def question_of(context: click.Context, **typed: Any) -> Question:
     """The question about the one configuration that was typed."""
-    names = {each.name for each in dataclasses.fields(Question)}
-    settings = {
-        name: value
-        for name, value in typed.items()
-        if name not in (*names, "method") and value is not None
-    }
-    if (peft := typed.pop("peft", None)) is not None:
-        settings["peft"] = peft
     method = typed.pop("method")
+    fields, settings = parted(typed)
+    if (peft := fields.pop("peft")) is not None:
+        settings["peft"] = peft
     # Without a method of its own a PeftConfig is a method.
     methods = (method,) if is_given(context, "method") or "peft" not in settings else ()
-    given = {name: value for name, value in typed.items() if name in names}
     if not is_given(context, "seq_len"):
-        given["seq_len"] = None
-    return Question(**given, methods=methods, settings=settings)
+        fields["seq_len"] = None
+    return Question(**fields, methods=methods, settings=settings)

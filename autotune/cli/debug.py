@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from autotune.cli.configuration import configuration_options, question_of
+from autotune.cli.options import json_option
 from autotune.cli.output import note, print_json
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -79,7 +80,7 @@ def trace(context: click.Context, /, *, as_json: bool, out: Path | None, **setti
     default="1MiB",
     help="Tensors that are smaller are left out.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@json_option
 def snapshot(
     *, file: Path, tape_file: Path, device: int | None, at_least: str, as_json: bool
 ) -> None:

@@ -6,15 +6,13 @@ import sys
 
 import click
 
+from autotune.cli.options import json_option, storage_option
 from autotune.cli.output import print_json
-from autotune.store import database
 
 
 @click.command()
-@click.option(
-    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@storage_option()
+@json_option
 def doctor(*, storage: str, as_json: bool) -> int:
     """Check driver, card, torch, libraries, memory, disks, database and Hub: ok, warn or fail.
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.cli import completion
+from autotune.cli.options import storage_option
 from autotune.cli.output import say
 from autotune.errors import ConfigError, nearest
-from autotune.store import database
 
 if TYPE_CHECKING:
     from autotune.export import Exporter
@@ -49,9 +49,7 @@ STDOUT = "-"
     "training-args (yaml, python) and sft.",
 )
 @click.option("--force", is_flag=True, help="Replace files that are there and say something else.")
-@click.option(
-    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
-)
+@storage_option()
 def export(
     *,
     study: str,

@@ -10,10 +10,17 @@ from typing import Any
 import click
 
 from autotune.cli import completion, jobs
-from autotune.cli.options import COUNT, KnobType, command_line, is_given, workload_options
+from autotune.cli.options import (
+    COUNT,
+    KnobType,
+    command_line,
+    is_given,
+    methods_option,
+    storage_option,
+    workload_options,
+)
 from autotune.cli.output import command_on, explain, print_json, say
 from autotune.records.question import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, Question
-from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
 from autotune.store import database
 
@@ -36,13 +43,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     default=EFFECTIVE_BATCH_SIZE,
     help="Samples per optimizer step.",
 )
-@click.option(
-    "--method",
-    "methods",
-    type=click.Choice(METHODS),
-    multiple=True,
-    help="Training method allowed; repeat for several [default: all].",
-)
+@methods_option
 @click.option(
     KNOBS["peft"].flag,
     type=KnobType(KNOBS["peft"]),
@@ -102,9 +103,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     shell_complete=completion.studies,
     help="Name in the database [default: by the workload].",
 )
-@click.option(
-    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
-)
+@storage_option()
 @click.option(
     "--out",
     type=click.Path(path_type=Path),

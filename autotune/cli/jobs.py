@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from autotune.cli.options import stored_command
 from autotune.cli.output import command_on, note, print_json, say, storage_words
 from autotune.store import database
 
@@ -22,10 +23,6 @@ STUDIES = Path("studies")
 POLL_SECONDS = 1.0
 """Between two looks at a job that is waited for."""
 
-_storage = click.option(
-    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the jobs."
-)
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 # What is larger fits into no database's column.
 _number = click.argument("number", type=click.IntRange(1, 2**31 - 1), metavar="NUMBER")
 
@@ -35,13 +32,7 @@ def jobs() -> None:
     """List the jobs of `find --enqueue`, show or cancel them."""
 
 
-def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
-    """A command of the group, with the options that all of them have."""
-
-    def add(function: Callable[..., None]) -> click.Command:
-        return jobs.command(name)(_storage(_json(function)))
-
-    return add
+_command = functools.partial(stored_command, jobs, of="jobs")
 
 
 @_command("list")

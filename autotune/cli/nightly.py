@@ -9,10 +9,9 @@ from typing import Any
 
 import click
 
-from autotune.cli.options import Minutes, command_line
+from autotune.cli.options import Minutes, command_line, json_option, storage_option
 from autotune.cli.output import note, print_json, say
 from autotune.records.measurement import BACKENDS
-from autotune.store import database
 
 MATRIX = Path("studies") / "nightly.yaml"
 STUDIES = Path("studies")
@@ -49,10 +48,8 @@ STUDIES = Path("studies")
     metavar="NAME",
     help="Of this machine, where others with a card of that name share the database or the folder.",
 )
-@click.option(
-    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@storage_option()
+@json_option
 @click.pass_context
 def nightly(
     context: click.Context,

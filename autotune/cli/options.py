@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 from collections.abc import Callable
@@ -11,14 +12,61 @@ from typing import Any
 import click
 
 from autotune.cli import completion
-from autotune.records.question import RANGES, SEQUENCE_LENGTH
-from autotune.space.config import TASKS
+from autotune.records.question import RANGES, SEQUENCE_LENGTH, Question
+from autotune.space.config import METHODS, TASKS
 from autotune.space.knobs import KNOBS, Knob
+from autotune.store import database
 
 COUNT = click.IntRange(*RANGES["effective_batch"])
 LENGTH = click.IntRange(*RANGES["seq_len"])
 
-Command = Callable[..., None]
+Command = Callable[..., Any]
+Option = Callable[[Command], Command]
+
+json_option: Option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout."
+)
+task_option: Option = click.option(
+    "--task",
+    type=click.Choice(TASKS),
+    help="What the model is trained for [default: by its architecture].",
+)
+gpu_option: Option = click.option(
+    "--gpu",
+    metavar="NAME",
+    shell_complete=completion.cards,
+    help="Card to plan for: see `autotune gpus`.",
+)
+gpu_mem_option: Option = click.option(
+    "--gpu-mem",
+    metavar="SIZE",
+    help="Memory budget: 12GB, 11.5GiB, 24000MB [default: all of the card].",
+)
+methods_option: Option = click.option(
+    "--method",
+    "methods",
+    type=click.Choice(METHODS),
+    multiple=True,
+    help="Training method allowed; repeat for several [default: all].",
+)
+
+
+def storage_option(of: str = "studies") -> Option:
+    """The option that names a database."""
+    return click.option(
+        "--storage", metavar="URL", default=database.DEFAULT_URL, help=f"Database of the {of}."
+    )
+
+
+def stored_command(
+    group: click.Group, name: str, *, of: str = "studies"
+) -> Callable[[Command], click.Command]:
+    """A command of a group whose commands all read a database and know --json."""
+
+    def add(function: Command) -> click.Command:
+        return group.command(name)(storage_option(of)(json_option(function)))
+
+    return add
 
 
 class Minutes(click.FloatRange):
@@ -62,7 +110,7 @@ def knob_options(command: Command) -> Command:
     return command
 
 
-def _option(knob: Knob) -> Callable[[Command], Command]:
+def _option(knob: Knob) -> Option:
     if knob.choices == (False, True):
         switch = f"{knob.flag}/--no-{knob.flag.removeprefix('--')}"
         return click.option(switch, knob.name, default=None, help=knob.summary)
@@ -82,22 +130,9 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
             shell_complete=completion.models,
             help="Hub id, catalogue name, folder or config.json. Weights are never read.",
         ),
-        click.option(
-            "--task",
-            type=click.Choice(TASKS),
-            help="What the model is trained for [default: by its architecture].",
-        ),
-        click.option(
-            "--gpu",
-            metavar="NAME",
-            shell_complete=completion.cards,
-            help="Card to plan for: see `autotune gpus`.",
-        ),
-        click.option(
-            "--gpu-mem",
-            metavar="SIZE",
-            help="Memory budget: 12GB, 11.5GiB, 24000MB [default: all of the card].",
-        ),
+        task_option,
+        gpu_option,
+        gpu_mem_option,
         click.option(
             "--num-gpus",
             type=click.IntRange(*RANGES["num_gpus"]),
@@ -118,11 +153,19 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
             metavar="FOLDER",
             help="Of the dataset, from local files [default: the model's].",
         ),
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
+        json_option,
     )
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def parted(typed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (fields of Question, settings that were given) of what was typed."""
+    names = {each.name for each in dataclasses.fields(Question)}
+    fields = {name: value for name, value in typed.items() if name in names}
+    settings = {n: value for n, value in typed.items() if n not in names and value is not None}
+    return fields, settings
 
 
 def is_given(context: click.Context, name: str) -> bool:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.cli import completion
+from autotune.cli.options import storage_option
 from autotune.cli.output import print_json
-from autotune.store import database
 
 if TYPE_CHECKING:
     from autotune.report.data import ReportData
@@ -35,9 +35,7 @@ FORMATS = ("html", "markdown", "json", "terminal")
     metavar="FILE",
     help=f"Where it goes [default: {FILENAME} for html, else stdout].",
 )
-@click.option(
-    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
-)
+@storage_option()
 def report(*, study: str, format_name: str, out: Path | None, storage: str) -> None:
     """Write the report of STUDY: the answer, its evidence, every trial.
 

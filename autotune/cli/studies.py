@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from autotune.cli import completion
+from autotune.cli.options import stored_command
 from autotune.cli.output import command_on, print_json, say
 from autotune.common.units import counted
 from autotune.errors import ConfigError
 from autotune.store import database
-
-_storage = click.option(
-    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the studies."
-)
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
 
 @click.group()
@@ -27,13 +24,7 @@ def studies() -> None:
     """List the studies of a database, show, compare, move or remove them."""
 
 
-def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
-    """A command of the group, with the options that all of them have."""
-
-    def add(function: Callable[..., None]) -> click.Command:
-        return studies.command(name)(_storage(_json(function)))
-
-    return add
+_command = functools.partial(stored_command, studies)
 
 
 @_command("list")

@@ -7,7 +7,7 @@ from types import FrameType
 
 import click
 
-from autotune.cli.options import Minutes
+from autotune.cli.options import Minutes, storage_option
 from autotune.cli.output import say
 from autotune.store import database
 
@@ -19,9 +19,7 @@ IMPORT_SECONDS = 0.05
 
 
 @click.command()
-@click.option(
-    "--storage", metavar="URL", default=database.DEFAULT_URL, help="Database of the jobs."
-)
+@storage_option("jobs")
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
