@@ -277,30 +277,8 @@ def find(
     Raises ConfigError for options that cannot be used, HardwareError, NothingFitsError, WorkerError and
     StorageError.
     """
-    given = {name: value for name, value in locals().items() if name not in _NOT_IN_COMMAND}
-    question = Question(
-        model=None if model is None else _text(model),
-        task=task,
-        gpu=gpu,
-        gpu_mem=gpu_mem,
-        num_gpus=num_gpus,
-        seq_len=seq_len,
-        dataset=None if dataset is None else Path(dataset),
-        text_field=text_field,
-        tokenizer=None if tokenizer is None else _text(tokenizer),
-        backend=backend,
-        effective_batch=effective_batch,
-        methods=(method,) if isinstance(method, str) else tuple(method),
-        peft=None if peft is None else _peft(peft),
-        space=_text(space),
-        allow=allow,
-        base=None if base is None else Path(base),
-        effort=effort,
-        confirm_steps=confirm_steps,
-        compile_mode=compile,
-        train_steps=train_steps,
-        study=study,
-    )
+    given = dict(locals())
+    question = _question(given)
     command = _command(given)
     notes: list[str] = []
     with _kept_in(storage) as database:
@@ -347,21 +325,7 @@ def estimate(
     not given is as by default. Raises ConfigError for what is unknown or cannot work, HardwareError and
     WorkerError.
     """
-    question = Question(
-        model=_text(model),
-        task=task,
-        gpu=gpu,
-        gpu_mem=gpu_mem,
-        num_gpus=num_gpus,
-        seq_len=seq_len,
-        dataset=None if dataset is None else Path(dataset),
-        text_field=text_field,
-        tokenizer=None if tokenizer is None else _text(tokenizer),
-        methods=() if method is None else (method,),
-        accumulation=accumulation,
-        settings=_settings(settings),
-    )
-    return estimating.estimate(question).estimate
+    return estimating.estimate(_question(locals() | {"settings": _settings(settings)})).estimate
 
 
 def limits(
@@ -391,19 +355,8 @@ def limits(
         raise ConfigError(f"what is {str(what)[:40]!r}", remedy=nearest(str(what)[:40], QUESTIONS))
     if model is None and what != "model":
         raise ConfigError(f"{what} needs a model", remedy="Give the model")
-    fixed = _settings(settings)
-    question = Question(
-        model=None if model is None else _text(model),
-        task=task,
-        gpu=gpu,
-        gpu_mem=gpu_mem,
-        seq_len=seq_len,
-        methods=(method,) if isinstance(method, str) else tuple(method),
-        peft=fixed.pop("peft", None),
-        accumulation=accumulation,
-        space=_text(space),
-        settings=fixed,
-    )
+    peft = settings.pop("peft", None)
+    question = _question(locals() | {"peft": peft, "settings": _settings(settings)})
     return find_limit(question, what, multiple_of=multiple_of)
 
 
@@ -434,7 +387,7 @@ def _command(given: Mapping[str, Any]) -> str:
     told = (
         f"{name}={str(value)!r}" if isinstance(value, os.PathLike) else f"{name}={value!r}"
         for name, value in given.items()
-        if value != defaults.get(name)
+        if name not in _NOT_IN_COMMAND and value != defaults.get(name)
     )
     return f"autotune.find({', '.join(told)})"
 
@@ -450,6 +403,31 @@ def _peft(value: Mapping[str, Any] | StrPath) -> str:
         return read_peft(dict(fields) if isinstance(fields, Mapping) else fields)
     except ValueError as error:
         raise ConfigError(f"peft is {str(value)[:_MAX_SHOWN]}", why=str(error)) from error
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "model": _text,
+    "tokenizer": _text,
+    "space": _text,
+    "dataset": Path,
+    "base": Path,
+    "peft": _peft,
+}
+"""Arguments that Question has as texts and paths."""
+_NAMES = {"method": "methods", "compile": "compile_mode"}
+"""Fields of Question that an argument names otherwise."""
+
+
+def _question(given: Mapping[str, Any]) -> Question:
+    """The question of a call, by those of its arguments that are part of one."""
+    fields = {_NAMES.get(name, name): value for name, value in given.items()}
+    methods = fields["methods"] or ()
+    fields["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
+    for name, read in _READ.items():
+        if fields.get(name) is not None:
+            fields[name] = read(fields[name])
+    known = [field.name for field in dataclasses.fields(Question) if field.name in fields]
+    return Question(**{name: fields[name] for name in known})
 
 
 @contextlib.contextmanager
