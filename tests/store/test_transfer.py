@@ -189,18 +189,18 @@ def put(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 DAMAGES: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("header", put("format", value=2), "newer autotune"),
-    ("header", put("format", value=None), "format is None"),
+    ("header", put("format", value=None), "format: Expected int, got null"),
     ("header", put("kind", value="probe"), "no header"),
     ("probe", put("kind", value="virus"), "kind is 'virus'"),
     ("probe", put("kind", value="header"), "it is a header"),
     ("probe", put("key", value="'; DROP TABLE autotune_probes; --"), "key is"),
     ("probe", put("model_digest", value=""), "model_digest is ''"),
-    ("probe", put("made_at", value="yesterday"), "Invalid isoformat"),
-    ("probe", put("made_at", value=None), "made_at is missing"),
+    ("probe", put("made_at", value="yesterday"), "made_at: Invalid RFC3339"),
+    ("probe", put("made_at", value=None), "made_at: Expected datetime, got null"),
     ("probe", put("model", value="a\0b"), "model is"),
     ("probe", put("outcome", value="oom"), "not its record's"),
     ("probe", put("record", "peak_reserved_bytes", value="much"), "peak_reserved_bytes"),
-    ("probe", put("record", value=[]), "no measurement"),
+    ("probe", put("record", value=[]), "record: Expected object, got array"),
     ("recommendation", put("device", value=3), "device: Expected str, got int"),
     ("recommendation", put("surprise", value=3), "surprise is unknown"),
     ("recommendation", put("made_at", value="2026-01-01"), "made_at"),
@@ -210,13 +210,17 @@ DAMAGES: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("study", put("num_trials", value=1), "a trial more"),
     ("study", put("num_trials", value=4), "1 trials of the study above it are missing"),
     ("study", put("name", value="a\x1b[2Jb"), "its name"),
-    ("trial", put("state", value="RUNNING"), "state is 'RUNNING'"),
-    ("trial", put("value", value="fast"), "value is 'fast'"),
+    ("trial", put("state", value="RUNNING"), "state: Invalid enum value 'RUNNING'"),
+    ("trial", put("value", value="fast"), "value: Expected float | null, got str"),
     ("trial", put("params", "method", value="unheard of"), "'unheard of' not in"),
     ("trial", put("distributions", "method", value={"name": "Evil"}), ""),
     ("trial", put("intermediate_values", value={"x": 1.0}), "invalid literal"),
     ("trial", put("user_attrs", "measurement", value={"config": 3}), "no measurement"),
-    ("trial", put("datetime_complete", value=None), "datetime_complete is missing"),
+    (
+        "trial",
+        put("datetime_complete", value=None),
+        "datetime_complete: Expected datetime, got null",
+    ),
 ]
 
 
@@ -258,7 +262,7 @@ def refused(
     said = str(raised.value)
     assert "\n" not in said
     # A trial too few is seen where the next line is none.
-    assert place in said or (later and "trial" in part)
+    assert said.startswith(place) or (later and "trial" in part)
     assert part in said
     assert "Nothing was imported" in said
     assert not (folder / "here.db").exists()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from autotune.common import files
 from autotune.errors import ConfigError, nearest
@@ -34,48 +32,44 @@ def export(url: str, names: Sequence[str], path: Path) -> dict[str, int]:
                 remedy=nearest(name[:200], sorted(ours)) if ours else "Run `autotune find` first",
             )
     counts: Counter[str] = Counter()
-    records = _counted(_records(url, names, counts), counts)
-    texts = (json.dumps(record, allow_nan=False) + "\n" for record in records)
+    texts = map(lines.text_of, _records(url, names or sorted(ours), counts, everything=not names))
     files.write_all({path: texts}, what="The export", to=path, kind="file")
     return dict(counts)
 
 
-def _records(url: str, names: Sequence[str], counts: Counter[str]) -> Iterator[dict[str, Any]]:
+def _records(
+    url: str, names: Sequence[str], counts: Counter[str], *, everything: bool
+) -> Iterator[lines.FileLine]:
     import optuna
+    from optuna.trial import TrialState
 
     yield lines.header()
     with existing_storage(url) as storage:
         # Optuna has no study of one name twice; the order is that in which they were made.
-        studies = [
-            study
-            for study in storage.get_all_studies()
-            if is_ours(study.user_attrs) and (not names or study.study_name in names)
-        ]
-        models = {study.user_attrs["workload"].get("model") for study in studies}
-        yield from _probes(url, models if names else None, counts)
+        studies = [study for study in storage.get_all_studies() if study.study_name in names]
+        models = {str(study.user_attrs["workload"].get("model")) for study in studies}
+        for probe in _probes(url, None if everything else models):
+            counts["probe" if probe else LEFT_OUT] += 1
+            if probe is not None:
+                yield probe
         with open_recommendations(url) as table:
             for one in table.everything():
-                if not names or one.study in names:
-                    yield lines.of_recommendation(one)
+                if everything or one.study in names:
+                    counts["recommendation"] += 1
+                    yield one
         for study in studies:
-            finished = (
-                optuna.trial.TrialState.COMPLETE,
-                optuna.trial.TrialState.PRUNED,
-                optuna.trial.TrialState.FAIL,
+            trials = optuna.load_study(storage=storage, study_name=study.study_name).get_trials(
+                deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
             )
-            trials = storage.get_all_trials(study._study_id, deepcopy=False, states=finished)
-            yield {
-                "kind": "study",
-                "name": study.study_name,
-                "user_attrs": study.user_attrs,
-                "num_trials": len(trials),
-            }
-            yield from map(lines.of_trial, trials)
+            counts["study"] += 1
+            counts["trial"] += len(trials)
+            yield lines.StudyLine(
+                name=study.study_name, user_attrs=study.user_attrs, num_trials=len(trials)
+            )
+            yield from map(lines.line_of_trial, trials)
 
 
-def _probes(
-    url: str, models: Iterable[str] | None, counts: Counter[str]
-) -> Iterator[dict[str, Any]]:
+def _probes(url: str, models: set[str] | None) -> Iterator[lines.ProbeLine | None]:
     from autotune.store.schema import probes
 
     query = probes.select().order_by(probes.c.id)
@@ -87,17 +81,4 @@ def _probes(
         engine.connect().execution_options(yield_per=1000) as connection,
     ):
         for row in connection.execute(query):
-            line = lines.of_probe(row._mapping)
-            if line is None:
-                counts[LEFT_OUT] += 1
-            else:
-                yield line
-
-
-def _counted(
-    records: Iterable[Mapping[str, Any]], counts: Counter[str]
-) -> Iterator[Mapping[str, Any]]:
-    for record in records:
-        if record["kind"] != "header":
-            counts[record["kind"]] += 1
-        yield record
+            yield lines.line_of_probe(row._mapping)

@@ -7,26 +7,31 @@ Killed in between, the same command goes on: what is there is not added again.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autotune.errors import ConfigError
 from autotune.store.database import explained, parse_url
 from autotune.store.optuna_study import open_storage
+from autotune.store.probe_key import columns_of
 from autotune.store.probe_table import ROWS_AT_ONCE
-from autotune.store.recommendations import row_of
+from autotune.store.recommendations import Recommendation, row_of
 from autotune.store.transfer import lines
-from autotune.store.transfer.lines import ReadLine, StudyLine
+from autotune.store.transfer.lines import ProbeLine, StudyLine
 from autotune.store.upgrade import alone, open_engine
 
 if TYPE_CHECKING:
     import optuna
     from optuna.trial import FrozenTrial
     from sqlalchemy import Connection
+
+T = TypeVar("T")
+_OF_A_PROBE = tuple(field.name for field in dataclasses.fields(ProbeLine))
 
 
 def import_file(url: str, path: Path) -> dict[str, int]:
@@ -39,10 +44,10 @@ def import_file(url: str, path: Path) -> dict[str, int]:
         pass
     counts: Counter[str] = Counter({"probe": 0, "recommendation": 0, "study": 0, "trial": 0})
     with open_engine(url) as engine, alone(engine) as connection:
-        for kind, adds in (("probe", _add_probes), ("recommendation", _add_recommendations)):
-            wanted = (line.record for line in lines.read(path) if line.kind == kind)
-            for page in _pages(wanted):
-                counts[kind] += adds(connection, page)
+        for page in _pages(one for one in lines.read(path) if isinstance(one, ProbeLine)):
+            counts["probe"] += _add_probes(connection, page)
+        for page in _pages(one for one in lines.read(path) if isinstance(one, Recommendation)):
+            counts["recommendation"] += _add_recommendations(connection, page)
         connection.commit()
     parsed = parse_url(url)
     with explained(parsed):
@@ -58,50 +63,42 @@ def import_file(url: str, path: Path) -> dict[str, int]:
     return dict(counts)
 
 
-def _pages(records: Iterator[Any]) -> Iterator[list[Any]]:
+def _pages(records: Iterator[T]) -> Iterator[list[T]]:
     for _, page in groupby(enumerate(records), key=lambda pair: pair[0] // ROWS_AT_ONCE):
         yield [record for _, record in page]
 
 
-def _studies(found: Iterator[ReadLine]) -> Iterator[tuple[StudyLine, list[FrozenTrial]]]:
-    study: StudyLine | None = None
-    trials: list[FrozenTrial] = []
-    for line in found:
-        if line.kind == "study":
-            study, trials = line.record, []
-        elif line.kind == "trial":
-            trials.append(line.record)
-        if study is not None and len(trials) == study.num_trials:
-            yield study, trials
-            study = None
+def _studies(records: Iterator[Any]) -> Iterator[tuple[StudyLine, list[FrozenTrial]]]:
+    for record in records:
+        if isinstance(record, StudyLine):
+            # As many trials follow: the file was checked.
+            yield record, list(islice(records, record.num_trials))
 
 
-def _add_probes(connection: Connection, rows: Sequence[dict[str, Any]]) -> int:
+def _add_probes(connection: Connection, page: Sequence[ProbeLine]) -> int:
     import sqlalchemy
 
     from autotune.store.schema import probes
 
-    known = set()
-    keys = [row["key"] for row in rows]
-    query = sqlalchemy.select(probes.c.key, probes.c.made_at, probes.c.record)
-    for row in connection.execute(query.where(probes.c.key.in_(keys))):
-        known.add((row.key, row.made_at, row.record))
-    new = []
-    for values in rows:
-        place = (values["key"], values["made_at"], values["record"])
-        if place not in known:
-            known.add(place)
-            new.append(values)
+    found = []
+    for one in page:
+        row = {name: getattr(one, name) for name in _OF_A_PROBE} | columns_of(one.record)
+        found.append(row | {"record": json.dumps(one.record)})
+    columns = (probes.c.key, probes.c.made_at, probes.c.record)
+    query = sqlalchemy.select(*columns).where(probes.c.key.in_([row["key"] for row in found]))
+    known = set(map(tuple, connection.execute(query)))
+    rows = {(row["key"], row["made_at"], row["record"]): row for row in found}
+    new = [row for identity, row in rows.items() if identity not in known]
     if new:
         connection.execute(probes.insert(), new)
     return len(new)
 
 
-def _add_recommendations(connection: Connection, found: Sequence[Any]) -> int:
+def _add_recommendations(connection: Connection, page: Sequence[Recommendation]) -> int:
     from autotune.store.schema import recommendations as table
 
-    new = []
-    for row in map(row_of, found):
+    new: list[dict[str, Any]] = []
+    for row in map(row_of, page):
         columns = ("question_key", "device", "made_at", "study")
         same = [table.c[name] == row[name] for name in columns]
         is_known = connection.execute(table.select().where(*same).limit(1)).first() is not None

@@ -7,43 +7,62 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.common import json_records
 from autotune.common.version import __version__
 from autotune.errors import ConfigError
 from autotune.records.measurement import measurement_from_dict
 from autotune.store.optuna_study import is_ours
-from autotune.store.probe_key import columns_of
 from autotune.store.recommendations import Recommendation
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
-    from sqlalchemy import RowMapping
 
 FORMAT = 1
 """Version of the file's format; a newer one is refused."""
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is read. A study's line, which has its report in it, takes a hundredth of it."""
 
-_STATES = ("COMPLETE", "PRUNED", "FAIL")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadLine:
-    """One checked record of a file."""
+class FileHeader:
+    """The first line of a file."""
 
-    number: int
-    """Number of the line in the file, from 1."""
-    kind: str
-    record: Any
-    """The record: a row for the table of probes, a Recommendation, a StudyLine or Optuna's FrozenTrial."""
+    format: int
+    made_by: str
+
+    def __post_init__(self) -> None:
+        if self.format < 1:
+            raise ValueError(f"its format is {self.format}")
+        if self.format > FORMAT:
+            raise ValueError(f"a newer autotune wrote it ({self.made_by[:80]}): update autotune")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeLine:
+    """A row of the table of probes, but for what can be worked out of its record."""
+
+    key: str
+    model_digest: str
+    model: str
+    outcome: str
+    stderr_tail: str
+    made_at: datetime.datetime
+    record: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        _check_digests(key=self.key, model_digest=self.model_digest)
+        for name in ("model", "stderr_tail"):
+            if "\0" in (text := getattr(self, name)):
+                raise ValueError(f"{name} is {json_records.shown(text)}")
+        if measurement_from_dict(self.record).outcome != self.outcome:
+            raise ValueError("its outcome is not its record's")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,255 +73,185 @@ class StudyLine:
     user_attrs: dict[str, object]
     num_trials: int
 
+    def __post_init__(self) -> None:
+        if not is_ours(self.user_attrs):
+            raise ValueError("the study was not made by autotune")
+        if self.num_trials < 0 or not self.name.strip() or not self.name.isprintable():
+            raise ValueError("its name or its number of trials cannot be")
 
-def header() -> Values:
-    return {"kind": "header", "format": FORMAT, "made_by": f"autotune {__version__}"}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialLine:
+    """A trial that has ended, of the study above it."""
+
+    state: Literal["COMPLETE", "PRUNED", "FAIL"]
+    value: float | None
+    params: dict[str, Any]
+    distributions: dict[str, dict[str, Any]]
+    user_attrs: dict[str, Any]
+    system_attrs: dict[str, Any]
+    intermediate_values: dict[str, float]
+    datetime_start: datetime.datetime | None
+    datetime_complete: datetime.datetime
+
+    def trial(self) -> FrozenTrial:
+        """Return it as Optuna has it. Raises ValueError and UserWarning for what Optuna refuses."""
+        from optuna.distributions import json_to_distribution
+        from optuna.trial import TrialState, create_trial
+
+        if (record := self.user_attrs.get("measurement")) is not None:
+            measurement_from_dict(record)
+        with warnings.catch_warnings():
+            # Optuna takes choices that no database gives back, and only warns of them.
+            warnings.simplefilter("error", UserWarning)
+            distributions = {
+                name: json_to_distribution(json.dumps(of))
+                for name, of in self.distributions.items()
+            }
+        made = create_trial(
+            state=TrialState[self.state],
+            value=self.value,
+            params=self.params,
+            distributions=distributions,
+            user_attrs=self.user_attrs,
+            system_attrs=self.system_attrs,
+            intermediate_values={int(k): v for k, v in self.intermediate_values.items()},
+        )
+        made.datetime_start, made.datetime_complete = self.datetime_start, self.datetime_complete
+        return made
 
 
-def of_probe(row: RowMapping) -> Values | None:
-    """A row of the table of probes as a line; None for a record that this version cannot read."""
+FileLine = FileHeader | ProbeLine | Recommendation | StudyLine | TrialLine
+_KINDS: dict[str, type[FileLine]] = {
+    "header": FileHeader,
+    "probe": ProbeLine,
+    "recommendation": Recommendation,
+    "study": StudyLine,
+    "trial": TrialLine,
+}
+_KIND_OF = {of: kind for kind, of in _KINDS.items()}
+
+
+def header() -> FileHeader:
+    return FileHeader(format=FORMAT, made_by=f"autotune {__version__}")
+
+
+def line_of_probe(row: Mapping[Any, Any]) -> ProbeLine | None:
+    """A row of the table of probes as a line; None for one that this version cannot read."""
+    kept = ("key", "model_digest", "model", "outcome", "stderr_tail", "made_at")
     try:
-        record = json.loads(row["record"])
-        measurement_from_dict(record)
+        return ProbeLine(**{name: row[name] for name in kept}, record=json.loads(row["record"]))
     except ValueError:
         return None
-    kept = ("key", "model_digest", "model", "outcome", "stderr_tail")
-    made_at = row["made_at"].isoformat()
-    return {
-        "kind": "probe",
-        **{name: row[name] for name in kept},
-        "made_at": made_at,
-        "record": record,
-    }
 
 
-def of_recommendation(one: Recommendation) -> Values:
-    return {"kind": "recommendation", **json_records.plain(one)}
-
-
-def of_trial(trial: FrozenTrial) -> Values:
+def line_of_trial(trial: FrozenTrial) -> TrialLine:
+    """A trial that has ended as a line; what is not finite is left out."""
     from optuna.distributions import distribution_to_json
 
-    distributions = {
-        name: json.loads(distribution_to_json(of)) for name, of in trial.distributions.items()
-    }
-    return {
-        "kind": "trial",
-        "state": trial.state.name,
-        "value": trial.value,
-        "params": trial.params,
-        "distributions": distributions,
-        "user_attrs": trial.user_attrs,
-        "system_attrs": trial.system_attrs,
-        "intermediate_values": {
-            str(step): value
-            for step, value in trial.intermediate_values.items()
-            if math.isfinite(value)
+    state, ended = trial.state.name, trial.datetime_complete
+    assert state in ("COMPLETE", "PRUNED", "FAIL")
+    assert ended is not None
+    values = {str(k): v for k, v in trial.intermediate_values.items() if math.isfinite(v)}
+    return TrialLine(
+        state=state,
+        value=trial.value,
+        params=trial.params,
+        distributions={
+            name: json.loads(distribution_to_json(of)) for name, of in trial.distributions.items()
         },
-        "datetime_start": _written(trial.datetime_start),
-        "datetime_complete": _written(trial.datetime_complete),
-    }
+        user_attrs=trial.user_attrs,
+        system_attrs=trial.system_attrs,
+        intermediate_values=values,
+        datetime_start=trial.datetime_start,
+        datetime_complete=ended,
+    )
+
+
+def text_of(line: FileLine) -> str:
+    """A line as the file has it."""
+    values = {"kind": _KIND_OF[type(line)], **json_records.plain(line)}
+    return json.dumps(values, allow_nan=False) + "\n"
 
 
 def identity(trial: FrozenTrial) -> str:
     """A text that is equal for two copies of one trial, whatever their numbers."""
-    return json.dumps(of_trial(trial), sort_keys=True)
+    return json.dumps(json_records.plain(line_of_trial(trial)), sort_keys=True)
 
 
-def read(path: Path) -> Iterator[ReadLine]:
+def read(path: Path) -> Iterator[ProbeLine | Recommendation | StudyLine | FrozenTrial]:
     """Read every record of the file, checked.
 
     Raises ConfigError, which names the line.
     """
+    num_left = number = 0
     try:
         with path.open("rb") as file:
-            yield from _read(path, iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""))
+            texts = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
+            for number, text in enumerate(texts, start=1):
+                line = _line(text, is_first=number == 1)
+                num_left = _next_left(line, num_left)
+                if not isinstance(line, FileHeader):
+                    yield line.trial() if isinstance(line, TrialLine) else line
     except OSError as error:
         raise ConfigError(
             f"{str(path)[:200]} cannot be read",
             why=error.strerror or str(error),
             remedy="Name a file that `autotune studies export` has written",
         ) from error
-
-
-def _read(path: Path, texts: Iterator[bytes]) -> Iterator[ReadLine]:
-    num_trials_left, number = 0, 0
-    for number, text in enumerate(texts, start=1):
-        try:
-            line = _checked(number, text)
-            num_trials_left = _next_left(line, num_trials_left)
-        except (ValueError, KeyError, TypeError, RecursionError, UserWarning) as error:
-            said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise ConfigError(
-                f"Line {number} of {str(path)[:200]} cannot be imported",
-                why=said[:300] or type(error).__name__,
-                remedy="Nothing was imported. Export it again",
-            ) from error
-        if line.kind != "header":
-            yield line
-    if number == 0 or num_trials_left:
-        what = f"{num_trials_left} of a study's trials are not there" if number else "It is empty"
+    except (ValueError, KeyError, TypeError, RecursionError, UserWarning) as error:
+        said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(
+            f"Line {number} of {str(path)[:200]} cannot be imported",
+            why=said[:300] or type(error).__name__,
+            remedy="Nothing was imported. Export it again",
+        ) from error
+    if number == 0 or num_left:
         raise ConfigError(
             f"{str(path)[:200]} ends too early",
-            why=what,
+            why=f"{num_left} of a study's trials are not there" if number else "It is empty",
             remedy="Nothing was imported. Export it again",
         )
 
 
-def _next_left(line: ReadLine, num_left: int) -> int:
+def _line(text: bytes, *, is_first: bool) -> FileLine:
+    if len(text) > MAX_LINE_BYTES:
+        raise ValueError(f"it is longer than {MAX_LINE_BYTES} bytes")
+    values = json_records.mapping(json.loads(text, parse_constant=_no_number), "it")
+    kind = values.pop("kind", None)
+    if is_first != (kind == "header"):
+        raise ValueError(
+            "it is no header: this is no export of autotune" if is_first else "it is a header"
+        )
+    if kind not in _KINDS:
+        raise ValueError(f"its kind is {json_records.shown(kind)}")
+    line = json_records.read(_KINDS[kind], values)
+    if isinstance(line, Recommendation):
+        _check_digests(question_key=line.question_key)
+        if line.made_at.tzinfo is None:
+            raise ValueError(f"made_at is {line.made_at}, without a time zone")
+    if isinstance(line, ProbeLine) and line.made_at.tzinfo is not None:
+        # The tables hold UTC without saying so.
+        return replace(line, made_at=line.made_at.astimezone(datetime.UTC).replace(tzinfo=None))
+    return line
+
+
+def _next_left(line: FileLine, num_left: int) -> int:
     """How many trials of the last study are still to come after this line."""
-    if line.kind == "trial":
+    if isinstance(line, TrialLine):
         if not num_left:
             raise ValueError("it is a trial more than the study above it has")
         return num_left - 1
     if num_left:
         raise ValueError(f"{num_left} trials of the study above it are missing")
-    return line.record.num_trials if line.kind == "study" else 0
-
-
-def _checked(number: int, text: bytes) -> ReadLine:
-    if len(text) > MAX_LINE_BYTES:
-        raise ValueError(f"it is longer than {MAX_LINE_BYTES} bytes")
-    values = json_records.mapping(json.loads(text, parse_constant=_no_number), "it")
-    kind = values.pop("kind", None)
-    if (number == 1) != (kind == "header"):
-        raise ValueError(
-            "it is no header: this is no export of autotune" if number == 1 else "it is a header"
-        )
-    if kind not in _READERS:
-        raise ValueError(f"its kind is {json_records.shown(kind)}")
-    return ReadLine(number=number, kind=kind, record=_READERS[kind](values))
+    return line.num_trials if isinstance(line, StudyLine) else 0
 
 
 def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
 
-def _header(values: Values) -> None:
-    found = values.get("format")
-    if type(found) is not int or found < 1:
-        raise ValueError(f"its format is {json_records.shown(found)}")
-    if found > FORMAT:
-        made_by = str(values.get("made_by"))[:80]
-        raise ValueError(f"a newer autotune wrote it ({made_by}): update autotune")
-
-
-def _probe(values: Values) -> Values:
-    """The row for the table of probes. What can be worked out of the record is not taken from the line."""
-    texts = {name: _text(values, name) for name in ("model", "model_digest", "outcome", "key")}
-    record = values.get("record")
-    measurement = measurement_from_dict(record)
-    if measurement.outcome != texts["outcome"]:
-        raise ValueError("its outcome is not its record's")
-    for name in ("key", "model_digest"):
-        if not _DIGEST.fullmatch(texts[name]):
-            raise ValueError(f"{name} is {json_records.shown(texts[name])}")
-    return {
-        **texts,
-        **columns_of(record),
-        "stderr_tail": _text(values, "stderr_tail"),
-        "made_at": _utc(values, "made_at"),
-        "record": json.dumps(record),
-    }
-
-
-def _recommendation(values: Values) -> Recommendation:
-    recommendation = json_records.read(Recommendation, values)
-    if recommendation.made_at.tzinfo is None:
-        raise ValueError(f"made_at is {recommendation.made_at}, without a time zone")
-    if not _DIGEST.fullmatch(recommendation.question_key):
-        raise ValueError(f"question_key is {json_records.shown(recommendation.question_key)}")
-    return recommendation
-
-
-def _study(values: Values) -> StudyLine:
-    study = json_records.read(StudyLine, values)
-    if not is_ours(study.user_attrs):
-        raise ValueError("the study was not made by autotune")
-    if study.num_trials < 0 or not study.name.strip() or not study.name.isprintable():
-        raise ValueError("its name or its number of trials cannot be")
-    return study
-
-
-def _trial(values: Values) -> FrozenTrial:
-    from optuna.distributions import json_to_distribution
-    from optuna.trial import TrialState, create_trial
-
-    state = values.get("state")
-    if state not in _STATES:
-        raise ValueError(f"state is {json_records.shown(state)}")
-    parts = {
-        name: json_records.mapping(values.get(name), name)
-        for name in ("params", "distributions", "user_attrs", "system_attrs", "intermediate_values")
-    }
-    value = values.get("value")
-    if value is not None and type(value) not in (int, float):
-        raise ValueError(f"value is {json_records.shown(value)}")
-    if not all(type(v) in (int, float) for v in parts["intermediate_values"].values()):
-        raise ValueError("intermediate_values are no numbers")
-    record = parts["user_attrs"].get("measurement")
-    if record is not None:
-        measurement_from_dict(record)
-    with warnings.catch_warnings():
-        # Optuna takes choices that no database gives back, and only warns of them.
-        warnings.simplefilter("error", UserWarning)
-        distributions = {
-            name: json_to_distribution(json.dumps(of))
-            for name, of in parts["distributions"].items()
-        }
-    made = create_trial(
-        state=TrialState[state],
-        value=value,
-        params=parts["params"],
-        distributions=distributions,
-        user_attrs=parts["user_attrs"],
-        system_attrs=parts["system_attrs"],
-        intermediate_values={int(k): float(v) for k, v in parts["intermediate_values"].items()},
-    )
-    made.datetime_start = _time(values, "datetime_start")
-    made.datetime_complete = _time(values, "datetime_complete")
-    if made.datetime_complete is None:
-        raise ValueError("datetime_complete is missing")
-    return made
-
-
-_READERS: dict[str, Callable[[Values], Any]] = {
-    "header": _header,
-    "probe": _probe,
-    "recommendation": _recommendation,
-    "study": _study,
-    "trial": _trial,
-}
-
-
-def _text(values: Values, name: str) -> str:
-    found = values.get(name)
-    if not isinstance(found, str) or "\0" in found:
-        raise ValueError(f"{name} is {json_records.shown(found)} and should be a text")
-    return found
-
-
-def _written(at: datetime.datetime | None) -> str | None:
-    return None if at is None else at.isoformat()
-
-
-def _time(values: Values, name: str) -> datetime.datetime | None:
-    found = values.get(name)
-    if found is None:
-        return None
-    if not isinstance(found, str):
-        raise ValueError(f"{name} is {json_records.shown(found)} and should be a time")
-    return datetime.datetime.fromisoformat(found)
-
-
-def _utc(values: Values, name: str) -> datetime.datetime:
-    """A time of the line in UTC without a time zone, as the tables hold it.
-
-    Raises ValueError where it is missing, or no time.
-    """
-    found = _time(values, name)
-    if found is None:
-        raise ValueError(f"{name} is missing")
-    if found.tzinfo is not None:
-        found = found.astimezone(datetime.UTC).replace(tzinfo=None)
-    return found
+def _check_digests(**digests: str) -> None:
+    for name, value in digests.items():
+        if not _DIGEST.fullmatch(value):
+            raise ValueError(f"{name} is {json_records.shown(value)}")
