@@ -23,13 +23,21 @@ def read(kind: type[T], values: Any, what: str = "it") -> T:
     below `what`.
     """
     mapping(values, what)
+    record = read_part(kind, values, what)
+    _check(values, plain(record), what)
+    return record
+
+
+def read_part(kind: type[T], values: Any, what: str = "it") -> T:
+    """The record of that kind from what another program wrote: what it has no field for is passed over.
+
+    Raises ValueError, which names the field below `what`.
+    """
     try:
-        record = msgspec.convert(values, kind, strict=True)
+        return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
         said, _, place = str(error).partition(" - at `$")
         raise ValueError(f"{what}{place.rstrip('`')}: {said.replace('`', '')}") from error
-    _check(values, plain(record), what)
-    return record
 
 
 def _check(values: Any, known: Any, place: str) -> None:

@@ -20,12 +20,13 @@ import io
 import json
 import pickle
 import pickletools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autotune.common import json_records
 from autotune.common.units import MIB
 from autotune.debug.tape import rounded
 from autotune.errors import ConfigError
@@ -198,6 +199,38 @@ class _NoHistory(Exception):
     """Raised where nothing was recorded."""
 
 
+@dataclass(frozen=True, slots=True)
+class _HistoryEntry:
+    """An entry of device_traces."""
+
+    action: str
+    size: int
+    addr: int = -1
+    frames: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    size: int
+    state: str = ""
+    requested_size: int | None = None
+    address: int | None = None
+    frames: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    address: int
+    total_size: int
+    blocks: list[_Block] | None = None
+    device: int | None = None
+
+
+_RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+_Live = dict[int, RecordedTensor]
+"""Tensors that live, by address."""
+
+
 def _recorded(snapshot: Mapping[str, Any], device: int | None) -> Recorded:
     traces = _listed(snapshot.get("device_traces") or [], "device_traces")
     lengths = [len(_listed(trace, "device_traces")) for trace in traces]
@@ -208,109 +241,77 @@ def _recorded(snapshot: Mapping[str, Any], device: int | None) -> Recorded:
     if not 0 <= device < len(traces) or not lengths[device]:
         having = ", ".join(str(number) for number, length in enumerate(lengths) if length)
         raise _NoHistory(f"Device {device} has none; these have: {having}")
-    entries = [
-        _mapping(entry, f"device_traces[{device}][{i}]") for i, entry in enumerate(traces[device])
-    ]
-    live, reserved = _end(_listed(snapshot["segments"], "segments"), device)
+    segments = json_records.read_part(list[_Segment], snapshot["segments"], "segments")
+    entries = json_records.read_part(
+        list[_HistoryEntry], traces[device], f"device_traces[{device}]"
+    )
     # torch lowers its counter where a free is asked for; skip_actions may leave that out.
-    has_requests = any(entry.get("action") == "free_requested" for entry in entries)
-    history = _History(entries, "free_requested" if has_requests else "free_completed")
-    history.undo(live, reserved)
-    history.run()
+    has_requests = any(entry.action == "free_requested" for entry in entries)
+    free = "free_requested" if has_requests else "free_completed"
+    segments = [segment for segment in segments if segment.device in (device, None)]
+    before = _before(entries, free, _live_in(segments))
+    changes = [_RESERVES.get(entry.action, 0) * entry.size for entry in entries]
+    at_end = sum(segment.total_size for segment in segments)
+    reserved = accumulate(changes, initial=max(at_end - sum(changes), 0))
+    events = tuple(_events(entries, free, dict(before)))
+    live_bytes = peak_bytes = before_bytes = sum(tensor.size_bytes for tensor in before.values())
+    peak_position = -1
+    for event in events:
+        live_bytes += -event.tensor.size_bytes if event.is_free else event.tensor.size_bytes
+        if live_bytes > peak_bytes:
+            peak_bytes, peak_position = live_bytes, event.position
+    at_peak = dict(before)
+    for _ in _events(entries[: peak_position + 1], free, at_peak):
+        pass
     return Recorded(
         device=device,
-        events=tuple(history.events),
-        before_bytes=history.before_bytes,
-        peak_live_bytes=history.peak_live_bytes,
-        peak_reserved_bytes=history.peak_reserved_bytes,
-        live_at_peak=tuple(history.live_at(history.peak_position)),
-        num_out_of_memory=sum(entry.get("action") == "oom" for entry in entries),
+        events=events,
+        before_bytes=before_bytes,
+        peak_live_bytes=peak_bytes,
+        peak_reserved_bytes=max(reserved),
+        live_at_peak=tuple(at_peak.values()),
+        num_out_of_memory=sum(entry.action == "oom" for entry in entries),
     )
 
 
-def _end(segments: list[Any], device: int) -> tuple[dict[int, RecordedTensor], int]:
-    """Live tensors by address, and the bytes reserved, when the snapshot is taken."""
-    live: dict[int, RecordedTensor] = {}
-    reserved = 0
-    for number, each in enumerate(segments):
-        segment = _mapping(each, f"segments[{number}]")
-        if segment.get("device", device) != device:
-            continue
-        address = _whole(segment, "address")
-        reserved += _whole(segment, "total_size")
-        for block in _listed(segment.get("blocks") or [], "blocks"):
-            size = _whole(_mapping(block, "a block"), "size")
-            if block.get("state") == "active_allocated":
-                asked = _whole(block, "requested_size") if "requested_size" in block else size
-                live[block.get("address", address)] = _tensor(asked, block)
-            address += size
-    return live, reserved
+def _live_in(segments: list[_Segment]) -> _Live:
+    """The tensors that live when the snapshot is taken."""
+    live: _Live = {}
+    for segment in segments:
+        address = segment.address
+        for block in segment.blocks or ():
+            if block.state == "active_allocated":
+                asked = block.size if block.requested_size is None else block.requested_size
+                at = address if block.address is None else block.address
+                live[at] = _tensor(asked, block.frames)
+            address += block.size
+    return live
 
 
-class _History:
-    """One device's entries, run back from the end to the beginning, and then forth."""
-
-    _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-
-    def __init__(self, entries: list[dict[str, Any]], free: str) -> None:
-        self._entries = entries
-        self._free = free
-        self._before: dict[int, RecordedTensor] = {}
-        self._reserved_before = 0
-        self.events: list[RecordedEvent] = []
-        self.before_bytes = 0
-        self.peak_live_bytes = self.peak_reserved_bytes = 0
-        self.peak_position = -1
-
-    def undo(self, live: dict[int, RecordedTensor], reserved_bytes: int) -> None:
-        """Find what was there before the first entry, from what is there after the last."""
-        for entry in reversed(self._entries):
-            action = entry.get("action")
-            if action == "alloc":
-                live.pop(_whole(entry, "addr"), None)
-            elif action == self._free:
-                live[_whole(entry, "addr")] = _tensor(_whole(entry, "size"), {})
-            elif action in self._RESERVES:
-                reserved_bytes -= self._RESERVES[str(action)] * _whole(entry, "size")
-        self._before = live
-        self._reserved_before = max(reserved_bytes, 0)
-        self.before_bytes = sum(tensor.size_bytes for tensor in live.values())
-
-    def run(self) -> None:
-        live = dict(self._before)
-        live_bytes = self.peak_live_bytes = self.before_bytes
-        reserved_bytes = self.peak_reserved_bytes = self._reserved_before
-        for position, entry in enumerate(self._entries):
-            action = entry.get("action")
-            if action == "alloc":
-                tensor = _tensor(_whole(entry, "size"), entry)
-                live[_whole(entry, "addr")] = tensor
-                live_bytes += tensor.size_bytes
-                self.events.append(RecordedEvent(position, False, tensor))
-                if live_bytes > self.peak_live_bytes:
-                    self.peak_live_bytes, self.peak_position = live_bytes, position
-            elif action == self._free:
-                freed = live.pop(_whole(entry, "addr"), None)
-                if freed is not None:
-                    live_bytes -= freed.size_bytes
-                    self.events.append(RecordedEvent(position, True, freed))
-            elif action in self._RESERVES:
-                reserved_bytes += self._RESERVES[str(action)] * _whole(entry, "size")
-                self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved_bytes)
-
-    def live_at(self, position: int) -> list[RecordedTensor]:
-        """Return the tensors that live after an entry; before all for -1."""
-        live = dict(self._before)
-        for entry in self._entries[: position + 1]:
-            if entry.get("action") == "alloc":
-                live[entry["addr"]] = _tensor(entry["size"], entry)
-            elif entry.get("action") == self._free:
-                live.pop(entry["addr"], None)
-        return list(live.values())
+def _before(entries: list[_HistoryEntry], free: str, live: _Live) -> _Live:
+    """The tensors that lived before the first entry, from those that live after the last."""
+    for entry in reversed(entries):
+        if entry.action == "alloc":
+            live.pop(entry.addr, None)
+        elif entry.action == free:
+            live[entry.addr] = _tensor(entry.size, None)
+    return live
 
 
-def _tensor(size_bytes: int, entry: Mapping[str, Any]) -> RecordedTensor:
-    return RecordedTensor(rounded(size_bytes), _frames(entry.get("frames")))
+def _events(entries: list[_HistoryEntry], free: str, live: _Live) -> Iterator[RecordedEvent]:
+    """Yield each allocation and free, and keep `live` as it is after that."""
+    for position, entry in enumerate(entries):
+        if entry.action == "alloc":
+            live[entry.addr] = made = _tensor(entry.size, entry.frames)
+            yield RecordedEvent(position, False, made)
+        elif entry.action == free and (freed := live.pop(entry.addr, None)) is not None:
+            yield RecordedEvent(position, True, freed)
+
+
+def _tensor(size_bytes: int, frames: Any) -> RecordedTensor:
+    if not 0 <= size_bytes < 1 << 64:
+        raise ValueError(f"a tensor's size is {size_bytes}")
+    return RecordedTensor(rounded(size_bytes), _frames(frames))
 
 
 def _frames(frames: Any) -> tuple[str, ...]:
@@ -336,20 +337,7 @@ def _text(value: object) -> str:
     return str(value) if is_plain else f"a {type(value).__name__}"
 
 
-def _whole(values: Mapping[str, Any], name: str) -> int:
-    value = values.get(name)
-    if type(value) is not int or not 0 <= value < 1 << 64:
-        raise ValueError(f"{name} is {_text(value)[:80]}")
-    return value
-
-
 def _listed(values: Any, name: str) -> list[Any]:
     if not isinstance(values, list):
         raise ValueError(f"{name} is {_text(values)[:80]} and should be a list")
-    return values
-
-
-def _mapping(values: Any, name: str) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise ValueError(f"{name} is {_text(values)[:80]} and should be a dict")
     return values

@@ -180,17 +180,23 @@ def test_the_unpickler_refuses_names_by_itself(tmp_path: Path, monkeypatch: Any)
         (b'{"a": ' + b"9" * 10_000 + b"}", "It is no whole JSON"),
         (b"{}", "It has no list of segments"),
         (pickle.dumps([1, 2]), "It has no list of segments"),
-        (pickle.dumps({"segments": 1, "device_traces": [[{}]]}), "segments is 1 and should be a list"),
+        (pickle.dumps({"segments": 1, "device_traces": [[{}]]}), "segments: Expected array, got int"),
         (pickle.dumps({"segments": [], "device_traces": 5}), "device_traces is 5 and should be"),
-        (pickle.dumps({"segments": [], "device_traces": [[1]]}), "device_traces[0][0] is 1 and"),
-        (pickle.dumps({"segments": [[]], "device_traces": [[{}]]}), "segments[0] is a list and"),
+        (
+            pickle.dumps({"segments": [], "device_traces": [[1]]}),
+            "device_traces[0][0]: Expected object, got int",
+        ),
+        (
+            pickle.dumps({"segments": [[]], "device_traces": [[{}]]}),
+            "segments[0]: Expected object, got array",
+        ),
         (
             pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "addr": 1}]]}),
-            "size is None",
+            "device_traces[0][0]: Object missing required field size",
         ),
         (
             pickle.dumps({"segments": [], "device_traces": [[{"action": [], "addr": 1}]]}),
-            "unhashable",
+            "device_traces[0][0].action: Expected str, got array",
         ),
     ],
 )  # fmt: skip

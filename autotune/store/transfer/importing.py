@@ -44,10 +44,10 @@ def import_file(url: str, path: Path) -> dict[str, int]:
         pass
     counts: Counter[str] = Counter({"probe": 0, "recommendation": 0, "study": 0, "trial": 0})
     with open_engine(url) as engine, alone(engine) as connection:
-        for page in _pages(one for one in lines.read(path) if isinstance(one, ProbeLine)):
-            counts["probe"] += _add_probes(connection, page)
-        for page in _pages(one for one in lines.read(path) if isinstance(one, Recommendation)):
-            counts["recommendation"] += _add_recommendations(connection, page)
+        for probes in _pages(one for one in lines.read(path) if isinstance(one, ProbeLine)):
+            counts["probe"] += _add_probes(connection, probes)
+        for answers in _pages(one for one in lines.read(path) if isinstance(one, Recommendation)):
+            counts["recommendation"] += _add_recommendations(connection, answers)
         connection.commit()
     parsed = parse_url(url)
     with explained(parsed):
