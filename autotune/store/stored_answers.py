@@ -186,30 +186,12 @@ def count_trials(url: str, name: str) -> dict[str, dict[str, int]]:
     A predicted one is COMPLETE when it fits, else PRUNED; a measured one has its outcome, or Optuna's
     state where it has none. Raises ConfigError for an unknown study, StorageError.
     """
-    with existing_study(url, name), existing_storage(url) as storage:
-        return _count_trials(storage.engine, storage.get_study_id_from_name(name))
-
-
-def _count_trials(engine: Engine, study_id: int) -> dict[str, dict[str, int]]:
-    import sqlalchemy
-
-    trials, evidence, outcome = _trials(), _attribute("evidence"), _attribute("outcome")
-    joined = trials.outerjoin(evidence, evidence.c.trial_id == trials.c.trial_id).outerjoin(
-        outcome, outcome.c.trial_id == trials.c.trial_id
-    )
-    columns = (trials.c.state, evidence.c.value_json, outcome.c.value_json)
-    query = (
-        sqlalchemy.select(*columns, sqlalchemy.func.count())
-        .select_from(joined)
-        .where(trials.c.study_id == study_id)
-        .group_by(*columns)
-    )
     counts: dict[str, Counter[str]] = {"predicted": Counter(), "measured": Counter()}
-    with engine.connect() as connection:
-        for state, said_evidence, said_outcome, count in connection.execute(query):
-            is_predicted = said_evidence == json.dumps("predicted")
-            ended = state if said_outcome is None else str(json.loads(said_outcome))
-            counts["predicted" if is_predicted else "measured"][ended.lower()] += count
+    with existing_study(url, name), existing_storage(url) as storage:
+        for trial in _load_trials(storage.engine, storage.get_study_id_from_name(name)):
+            is_predicted = trial.user_attrs.get("evidence") == "predicted"
+            ended = str(trial.user_attrs.get("outcome", trial.state)).lower()
+            counts["predicted" if is_predicted else "measured"][ended] += 1
     return {evidence: dict(sorted(of.items())) for evidence, of in counts.items()}
 
 
@@ -218,6 +200,8 @@ class StoredTrial:
     """One trial of a study, reduced to what autotune keeps of it."""
 
     number: int
+    state: str
+    """Optuna's name of its state, such as COMPLETE."""
     user_attrs: dict[str, Any]
 
 
@@ -237,19 +221,21 @@ def _load_trials(engine: Engine, study_id: int) -> list[StoredTrial]:
     trials = _trials()
     names = ("trial_id", "key", "value_json")
     attributes = sqlalchemy.table("trial_user_attributes", *map(sqlalchemy.column, names))
+    columns = (trials.c.number, trials.c.state, attributes.c.key, attributes.c.value_json)
     query = (
-        sqlalchemy.select(trials.c.number, attributes.c.key, attributes.c.value_json)
+        sqlalchemy.select(*columns)
         .select_from(trials.outerjoin(attributes, attributes.c.trial_id == trials.c.trial_id))
         .where(trials.c.study_id == study_id)
         .order_by(trials.c.number)
     )
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, StoredTrial] = {}
     with engine.connect() as connection:
-        for number, key, value in connection.execute(query):
-            of_trial = found.setdefault(int(number), {})
+        for number, state, key, value in connection.execute(query):
+            trial = StoredTrial(number=int(number), state=str(state), user_attrs={})
+            trial = found.setdefault(trial.number, trial)
             if key is not None:
-                of_trial[key] = json.loads(value)
-    return [StoredTrial(number=number, user_attrs=of_trial) for number, of_trial in found.items()]
+                trial.user_attrs[key] = json.loads(value)
+    return list(found.values())
 
 
 def _trials() -> FromClause:
@@ -261,15 +247,6 @@ def _trials() -> FromClause:
     )
     ended = sqlalchemy.column("datetime_complete", sqlalchemy.DateTime)
     return sqlalchemy.table("trials", *columns, ended)
-
-
-def _attribute(key: str) -> FromClause:
-    """Select (trial_id, value_json) of the trials that have this user attribute."""
-    import sqlalchemy
-
-    names = ("trial_id", "key", "value_json")
-    table = sqlalchemy.table("trial_user_attributes", *map(sqlalchemy.column, names))
-    return sqlalchemy.select(table).where(table.c.key == key).subquery()
 
 
 def remove(url: str, name: str) -> None:
