@@ -1,16 +1,13 @@
 """Traces that were made before, in table `autotune_traces`: a search that was made once needs no torch.
 
 A trace depends on its request, the libraries' versions and the code that traces, all of which are in its key.
-That code is one module and all that it imports of this package. It is a cache: where the database refuses,
-traces are made again.
+It is a cache: where the database refuses, traces are made again.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
-import itertools
 import json
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -26,8 +23,11 @@ from autotune.store.database import file_of, parse_url
 from autotune.store.probe_table import ROWS_AT_ONCE
 from autotune.store.upgrade import open_engine
 
-_PACKAGE = "autotune"
-_TRACER = "autotune.worker.trace.step"
+_CODE = (
+    *("errors.py", "common", "memory", "catalogue", "space", "records"),
+    *("worker/__init__.py", "worker/build", "worker/trace"),
+)
+"""Files and folders of the package that a process which traces imports from."""
 
 
 class TraceTable:
@@ -108,44 +108,13 @@ def _made_by() -> str:
         digest.update(repr(error.name).encode())
     libraries = sorted({name for knob in KNOBS.values() for name in knob.needs.values() if name})
     digest.update(repr([(name, installed.version(name)) for name in libraries]).encode())
-    for _, file in sorted(_sources(_TRACER).items()):
+    for file in _sources():
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-def _sources(module: str) -> dict[str, Path]:
-    """The files of a module and of all that it imports of this package, however deep, by module."""
-    found: dict[str, Path] = {}
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        file = None if name in found else _file_of(name)
-        if file is not None:
-            found[name] = file
-            waiting += _imported_by(file)
-    return found
-
-
-def _file_of(module: str) -> Path | None:
-    """The file of a module of this package; None for any other.
-
-    The package itself has none here: it imports all, and only when asked.
-    """
-    package, *names = module.split(".")
-    if package != _PACKAGE or not names:
-        return None
-    path = Path(str(resources.files(_PACKAGE)), *names)
-    files = (path.with_suffix(".py"), path / "__init__.py")
-    return next((file for file in files if file.is_file()), None)
-
-
-def _imported_by(file: Path) -> Iterator[str]:
-    """Names that a file's imports may load, with the packages around them; some are names of no module."""
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            yield from itertools.accumulate(name.split("."), "{}.{}".format)
+def _sources() -> Iterator[Path]:
+    package = Path(str(resources.files("autotune")))
+    for name in _CODE:
+        place = package / name
+        yield from sorted(place.rglob("*.py")) if place.is_dir() else [place]
