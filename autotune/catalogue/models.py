@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS, WITHOUT
+from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS, without
 from autotune.common import user_text
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, nearest
@@ -154,7 +154,7 @@ class ModelSource:
     def attentions(self) -> tuple[str, ...]:
         """Transformers' attention implementations that the model has, of config.ATTENTIONS."""
         kind = self.config["model_type"]
-        lacks = {name for name, families in WITHOUT.items() if kind in families}
+        lacks = {name for name, families in without().items() if kind in families}
         if "sdpa" in lacks:
             # What else they have is FlashAttention with soft caps, or sinks, which no trace has seen.
             lacks |= set(FLASH_ATTENTIONS)

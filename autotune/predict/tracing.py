@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from autotune.catalogue.attention import WITHOUT
+from autotune.catalogue.attention import without
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import log
@@ -119,7 +119,7 @@ def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> C
     family = model.config["model_type"]
     attentions = sorted({spec.attention for spec in specs})
     remedy = "Name another model, method or precision"
-    if all(family in WITHOUT.get(name, ()) for name in attentions):
+    if all(family in without().get(name, ()) for name in attentions):
         reason = f"Transformers has no {' and no '.join(attentions)} attention for {family}"
         remedy = "Give --attention eager"
     return ConfigError(f"{model.name} cannot be traced", why=reason, remedy=remedy)

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers.models.auto import modeling_auto
 
-from autotune.catalogue.attention import WITHOUT_FLASH, WITHOUT_FLEX, WITHOUT_SDPA
+from autotune.catalogue.attention import without
 
 TASKS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -30,9 +30,9 @@ def _classes() -> dict[str, list[Any]]:
 @pytest.mark.parametrize(
     ("flag", "without"),
     [
-        ("_supports_sdpa", WITHOUT_SDPA),
-        ("_supports_flash_attn", WITHOUT_FLASH),
-        ("_supports_flex_attn", WITHOUT_FLEX),
+        ("_supports_sdpa", without()["sdpa"]),
+        ("_supports_flash_attn", without()["flash_attention_2"]),
+        ("_supports_flex_attn", without()["flex_attention"]),
     ],
 )
 def test_what_transformers_has(flag: str, without: frozenset[str]) -> None:
