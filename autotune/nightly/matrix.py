@@ -81,10 +81,9 @@ class Cell:
     def question(self) -> dict[str, Any]:
         """Return the question as JSON has it: what differs from find's defaults, and no absolute path."""
         return {
-            field.name: _portable(value)
-            for field in dataclasses.fields(Question)
-            if (value := getattr(self.options, field.name)) != getattr(Question(), field.name)
-            and field.name not in ("backend", "study")
+            name: _portable(value)
+            for name, value in self.options.given.items()
+            if name not in ("backend", "study")
         }
 
     @property

@@ -84,6 +84,12 @@ class Question:
     """Settings that are fixed, fields of TrainConfig by name: of the one configuration that is asked
     about, or of a question for the most that fits."""
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that were given and differ from their defaults."""
+        fields = ((each.name, getattr(self, each.name)) for each in dataclasses.fields(self))
+        return {name: value for name, value in fields if value != getattr(_NOTHING_ASKED, name)}
+
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
             if getattr(self, each.name) is None and each.default is not None:
@@ -111,3 +117,6 @@ class Question:
                         f"{name} is {str(value)[:40]}",
                         why=f"It should be a text, not {type(value).__name__}",
                     )
+
+
+_NOTHING_ASKED = Question()

@@ -154,15 +154,7 @@ def open_recommendations(url: str) -> Iterator[RecommendationTable]:
 
 def question_of(options: Question) -> dict[str, Any]:
     """The question as JSON can hold it: the options that were given and differ from their defaults."""
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    defaults = {
-        field.name: getattr(Question(), field.name) for field in dataclasses.fields(options)
-    }
-    return {
-        name: list(value) if isinstance(value, tuple) else _plain(value)
-        for name, value in given.items()
-        if value != defaults[name]
-    }
+    return {name: _plain(value) for name, value in options.given.items()}
 
 
 def question_key(question: Mapping[str, Any]) -> str:
@@ -178,6 +170,8 @@ def question_key(question: Mapping[str, Any]) -> str:
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return list(value)
     return str(value) if isinstance(value, Path) else value
 
 
