@@ -90,6 +90,9 @@ class TapeKernel:
     """Bytes that one launch reads and writes."""
 
 
+_OF_A_KERNEL = tuple(field.name for field in dataclasses.fields(TapeKernel))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TapePeak:
     """The moment at which most is allocated, and the counters' predicted peaks."""
@@ -194,15 +197,7 @@ def tape_of(estimator: Estimator, config: TrainConfig, *, model: str, task: str)
         tensors=_tensors(steps, trace.operations, trace.layers),
         events=tuple("empty_cache" if event == EMPTY_CACHE else event for event in steps.events()),
         kernels=tuple(
-            TapeKernel(
-                name=kernel.name,
-                kind=kernel.kind,
-                dtype=kernel.dtype,
-                phase=kernel.phase,
-                count=kernel.count,
-                flops=kernel.flops,
-                bytes_moved=kernel.bytes_moved,
-            )
+            TapeKernel(**{name: getattr(kernel, name) for name in _OF_A_KERNEL})
             for kernel in estimator.kernels(config)
         ),
     )

@@ -18,6 +18,8 @@ EVENTS = ("regression", "improved", "failure")
 """Events that a night may have, of which `failure` is a cell without an answer."""
 FAILED = "failed"
 """Kind of a cell without an answer; its other kinds are a Night's."""
+_ORDER = (drift.REGRESSION, FAILED, drift.IMPROVEMENT, drift.SUSPECT, NEW, drift.UNCHANGED)
+"""Kinds, those that matter most first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +118,7 @@ class Digest:
     @property
     def headline(self) -> str:
         """Return a line such as `2 cells: 1 regression, 1 unchanged`."""
-        order = (drift.REGRESSION, FAILED, drift.IMPROVEMENT, drift.SUSPECT, NEW, drift.UNCHANGED)
-        counts = [(len(self.of_kind(kind)), kind) for kind in order]
+        counts = [(len(self.of_kind(kind)), kind) for kind in _ORDER]
         said = ", ".join(f"{count} {kind}" for count, kind in counts if count)
         nothing = (
             "no cell has ended" if any(each.has_work for each in self.left) else "nothing to do"
@@ -158,5 +159,4 @@ def interval(night: Night) -> str:
 
 def ordered(done: Sequence[Done]) -> list[Done]:
     """Return the cells, those that matter most first; otherwise as they were done."""
-    order = (drift.REGRESSION, FAILED, drift.IMPROVEMENT, drift.SUSPECT, NEW, drift.UNCHANGED)
-    return sorted(done, key=lambda each: order.index(each.kind))
+    return sorted(done, key=lambda each: _ORDER.index(each.kind))

@@ -28,7 +28,7 @@ import functools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PRIOR_PROCESS_SD = 0.0236
 """Standard deviation of log speed between processes: 12 configurations x 3 rounds of
@@ -176,8 +176,8 @@ def judge(
         before = _compared(level.suspects, level.baseline, noise)
         alike = before.change * alone.change > 0
         if alike and _z(both) >= CALL_Z and abs(both.change) >= LEAST_CHANGE:
-            return _as(both, REGRESSION if both.change < 0 else IMPROVEMENT)
-    return _as(alone, SUSPECT)
+            return replace(both, kind=REGRESSION if both.change < 0 else IMPROVEMENT)
+    return replace(alone, kind=SUSPECT)
 
 
 def gain(new: Sequence[float], old: Sequence[float], noise: Noise) -> Verdict:
@@ -188,7 +188,7 @@ def gain(new: Sequence[float], old: Sequence[float], noise: Noise) -> Verdict:
     alone = _compared([new], [old], Noise(process_sd=noise.process_sd, night_sd=0.0))
     if _z(alone) < GAIN_Z or abs(alone.change) < LEAST_CHANGE:
         return alone
-    return _as(alone, IMPROVEMENT if alone.change > 0 else REGRESSION)
+    return replace(alone, kind=IMPROVEMENT if alone.change > 0 else REGRESSION)
 
 
 def _compared(
@@ -207,16 +207,6 @@ def _compared(
         low=math.expm1(difference - reach),
         high=math.expm1(difference + reach),
         num_nights=len(window),
-    )
-
-
-def _as(verdict: Verdict, kind: str) -> Verdict:
-    return Verdict(
-        kind=kind,
-        change=verdict.change,
-        low=verdict.low,
-        high=verdict.high,
-        num_nights=verdict.num_nights,
     )
 
 
