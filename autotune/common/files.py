@@ -19,10 +19,10 @@ from autotune.common.units import KIB, MIB
 from autotune.errors import ConfigError, StorageError
 
 
-def read_text(path: Path, max_bytes: int, *, usual: str = "") -> str:
-    """Text of a user's file in UTF-8, of whole KiB at most. `usual` says how large one is.
+def read_bytes(path: Path, max_bytes: int, *, usual: str = "") -> bytes:
+    """Content of a user's file, of whole KiB at most. `usual` says how large one is, or can be made.
 
-    Raises ConfigError for what cannot be read, is too large or is no text.
+    Raises ConfigError for what cannot be read or is too large.
     """
     try:
         with path.open("rb") as file:
@@ -33,8 +33,16 @@ def read_text(path: Path, max_bytes: int, *, usual: str = "") -> str:
     if len(content) > max_bytes:
         size = f"{max_bytes // KIB} KiB" if max_bytes % MIB else f"{max_bytes // MIB} MiB"
         raise ConfigError(f"{path} is larger than {size}", why=usual)
+    return content
+
+
+def read_text(path: Path, max_bytes: int, *, usual: str = "") -> str:
+    """Text of a user's file in UTF-8, under the rules of read_bytes.
+
+    Raises ConfigError for what is no text, too.
+    """
     try:
-        return content.decode("utf-8")
+        return read_bytes(path, max_bytes, usual=usual).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text") from error
 

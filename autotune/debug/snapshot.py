@@ -26,7 +26,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autotune.common import json_records
+from autotune.common import files, json_records
 from autotune.common.units import MIB
 from autotune.debug.tape import rounded
 from autotune.errors import ConfigError
@@ -73,7 +73,8 @@ class _Data(pickle.Unpickler):
 
 def read_snapshot(path: Path) -> dict[str, Any]:
     """Return the snapshot in a file, whatever is in it. Raises ConfigError for what is not one."""
-    content = _content(path)
+    usual = "Record fewer steps, and stacks='python' instead of C++ frames"
+    content = files.read_bytes(path, MAX_FILE_BYTES, usual=usual)
     is_json = content.lstrip()[:1] == b"{"
     try:
         loaded = json.loads(content) if is_json else _unpickled(content)
@@ -90,21 +91,6 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict) or "segments" not in loaded:
         raise _no_snapshot(path, "It has no list of segments")
     return loaded
-
-
-def _content(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{path} cannot be read", why=why) from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(
-            f"{path} is larger than {MAX_FILE_BYTES // MIB} MiB",
-            remedy="Record fewer steps, and stacks='python' instead of C++ frames",
-        )
-    return content
 
 
 class _Refused(Exception):
