@@ -10,9 +10,10 @@ import contextlib
 import errno
 import os
 import sqlite3
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from autotune.common import files
@@ -21,6 +22,8 @@ from autotune.errors import StorageError
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
+
+T = TypeVar("T")
 
 DEFAULT_URL = "sqlite:///studies/autotune.db"
 
@@ -35,6 +38,9 @@ DURABLE_PRAGMA = "synchronous=FULL"
 """Durability of our own tables, probes among them: what is committed is on the disk, whatever happens next
 (https://www.sqlite.org/pragma.html#pragma_synchronous). It costs a few milliseconds, beside a probe's
 seconds."""
+
+ROWS_AT_ONCE = 500
+"""Fewer than SQLite allows parameters in a statement."""
 
 _DRIVERS_WITH_CONNECT_TIMEOUT = ("psycopg", "psycopg2", "pymysql", "mysqldb")
 
@@ -180,6 +186,12 @@ def refuse_stranger(url: URL, tables: Collection[str]) -> None:
             why="It belongs to another program; it was left as it is",
             remedy="Choose another with --storage",
         )
+
+
+def pages(values: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the values in lists of ROWS_AT_ONCE: so many as one statement takes."""
+    for _, page in groupby(enumerate(values), key=lambda pair: pair[0] // ROWS_AT_ONCE):
+        yield [value for _, value in page]
 
 
 def engine_options(url: URL, *, durable: bool = False) -> dict[str, Any]:

@@ -64,19 +64,13 @@ def open_study(
     study_names.check_name(name)
     identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
-    with explained(parsed):
+    with opened_storage(parsed, has_heartbeats=has_heartbeats) as storage:
+        details = {"command": command, "versions": dict(versions or {})}
+        attributes = {"schema_version": SCHEMA_VERSION, **details, **identity}
         with damage_explained(parsed):
-            storage = open_storage(parsed, has_heartbeats=has_heartbeats)
-        try:
-            details = {"command": command, "versions": dict(versions or {})}
-            attributes = {"schema_version": SCHEMA_VERSION, **details, **identity}
-            with damage_explained(parsed):
-                study = _load_or_create(storage, name, attributes)
-                _check_identity(study, identity)
-            yield study
-        finally:
-            storage.remove_session()
-            storage.engine.dispose()
+            study = _load_or_create(storage, name, attributes)
+            _check_identity(study, identity)
+        yield study
 
 
 @contextlib.contextmanager
@@ -115,8 +109,21 @@ def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
             f"There is no database {named(parsed)}",
             remedy="Run `autotune find` first, or name another with --storage",
         )
-    with explained(parsed), damage_explained(parsed):
-        storage = open_storage(parsed)
+    with damage_explained(parsed), opened_storage(parsed) as storage:
+        yield storage
+
+
+@contextlib.contextmanager
+def opened_storage(
+    url: URL, *, has_heartbeats: bool = False
+) -> Iterator[optuna.storages.RDBStorage]:
+    """Open the database, with Optuna's tables made where they are missing.
+
+    Raises StorageError for everything that the database refuses, inside the `with` block too.
+    """
+    with explained(url):
+        with damage_explained(url):
+            storage = _open_storage(url, has_heartbeats=has_heartbeats)
         try:
             yield storage
         finally:
@@ -124,8 +131,7 @@ def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
             storage.engine.dispose()
 
 
-def open_storage(url: URL, *, has_heartbeats: bool = False) -> optuna.storages.RDBStorage:
-    """Open the database, with Optuna's tables; its session and engine are the caller's to close."""
+def _open_storage(url: URL, *, has_heartbeats: bool) -> optuna.storages.RDBStorage:
     import optuna
 
     # Optuna reports the creation of a study on stderr, where our progress is shown, and every trial that

@@ -21,23 +21,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.records.measurement import Measurement, measurement_from_dict
 from autotune.store import locks
+from autotune.store.database import pages
 from autotune.store.probe_key import ProbeKey
 from autotune.store.upgrade import open_engine
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-Value = TypeVar("Value")
-
 STDERR_TAIL_CHARS = 4000
-ROWS_AT_ONCE = 500
-"""Fewer than SQLite allows parameters in a statement."""
 
 
 class ProbeTable:
@@ -93,7 +90,7 @@ class ProbeTable:
             table.c.outcome.in_(("ok", "oom")),
         )
         with self._engine.connect() as connection:
-            for page in _pages(list(asked)):
+            for page in pages(asked):
                 rows = connection.execute(
                     query.where(table.c.near_key.in_(page)).order_by(table.c.id.desc())
                 )
@@ -102,7 +99,7 @@ class ProbeTable:
                         newest.setdefault(row.near_key, row.id)
             found: dict[Any, Measurement] = {}
             record = sqlalchemy.select(table.c.near_key, table.c.record).order_by(table.c.id)
-            for numbers in _pages(sorted(newest.values())):
+            for numbers in pages(sorted(newest.values())):
                 for near_key, text in connection.execute(record.where(table.c.id.in_(numbers))):
                     measurement = _read(text)
                     if measurement is not None:
@@ -134,11 +131,6 @@ class ProbeTable:
     def exclusive(self, purpose: str, what: str) -> AbstractContextManager[None]:
         """Hold the database's lock of that purpose, as autotune.store.locks describes it."""
         return locks.exclusive(self._engine, purpose, what)
-
-
-def _pages(values: Sequence[Value]) -> Iterator[Sequence[Value]]:
-    for first in range(0, len(values), ROWS_AT_ONCE):
-        yield values[first : first + ROWS_AT_ONCE]
 
 
 def for_budget(measurement: Measurement, budget_bytes: int) -> Measurement | None:

@@ -19,8 +19,7 @@ from typing import Any
 from autotune.catalogue import installed
 from autotune.errors import StorageError
 from autotune.space.knobs import KNOBS
-from autotune.store.database import file_of, parse_url
-from autotune.store.probe_table import ROWS_AT_ONCE
+from autotune.store.database import file_of, pages, parse_url
 from autotune.store.upgrade import open_engine
 
 _CODE = (
@@ -45,15 +44,14 @@ class TraceTable:
 
         found: dict[str, dict[str, Any]] = {}
         of_key = {_key(request): request for request in requests}
-        keys = list(of_key)
         with suppress(StorageError):
             file = file_of(parse_url(self._url))
             if file is not None and not file.exists():
                 return found
             with open_engine(self._url) as engine, engine.connect() as connection:
-                for first in range(0, len(keys), ROWS_AT_ONCE):
-                    page = traces.c.key.in_(keys[first : first + ROWS_AT_ONCE])
-                    query = sqlalchemy.select(traces.c.key, traces.c.answer).where(page)
+                for page in pages(of_key):
+                    query = sqlalchemy.select(traces.c.key, traces.c.answer)
+                    query = query.where(traces.c.key.in_(page))
                     for key, answer in connection.execute(query):
                         with suppress(ValueError, zlib.error):
                             found[of_key[key]] = json.loads(zlib.decompress(answer))

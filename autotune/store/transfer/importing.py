@@ -11,15 +11,14 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError
-from autotune.store.database import explained, parse_url
-from autotune.store.optuna_study import open_storage
+from autotune.store.database import pages, parse_url
+from autotune.store.optuna_study import opened_storage
 from autotune.store.probe_key import columns_of
-from autotune.store.probe_table import ROWS_AT_ONCE
 from autotune.store.recommendations import Recommendation, row_of
 from autotune.store.transfer import lines
 from autotune.store.transfer.lines import ProbeLine, StudyLine
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
     from sqlalchemy import Connection
 
-T = TypeVar("T")
 _OF_A_PROBE = tuple(field.name for field in dataclasses.fields(ProbeLine))
 
 
@@ -44,28 +42,17 @@ def import_file(url: str, path: Path) -> dict[str, int]:
         pass
     counts: Counter[str] = Counter({"probe": 0, "recommendation": 0, "study": 0, "trial": 0})
     with open_engine(url) as engine, alone(engine) as connection:
-        for probes in _pages(one for one in lines.read(path) if isinstance(one, ProbeLine)):
+        for probes in pages(one for one in lines.read(path) if isinstance(one, ProbeLine)):
             counts["probe"] += _add_probes(connection, probes)
-        for answers in _pages(one for one in lines.read(path) if isinstance(one, Recommendation)):
+        for answers in pages(one for one in lines.read(path) if isinstance(one, Recommendation)):
             counts["recommendation"] += _add_recommendations(connection, answers)
         connection.commit()
-    parsed = parse_url(url)
-    with explained(parsed):
-        storage = open_storage(parsed)
-        try:
-            for study, trials in _studies(lines.read(path)):
-                is_new, num_trials = _add_study(storage, study, trials)
-                counts["study"] += is_new
-                counts["trial"] += num_trials
-        finally:
-            storage.remove_session()
-            storage.engine.dispose()
+    with opened_storage(parse_url(url)) as storage:
+        for study, trials in _studies(lines.read(path)):
+            is_new, num_trials = _add_study(storage, study, trials)
+            counts["study"] += is_new
+            counts["trial"] += num_trials
     return dict(counts)
-
-
-def _pages(records: Iterator[T]) -> Iterator[list[T]]:
-    for _, page in groupby(enumerate(records), key=lambda pair: pair[0] // ROWS_AT_ONCE):
-        yield [record for _, record in page]
 
 
 def _studies(records: Iterator[Any]) -> Iterator[tuple[StudyLine, list[FrozenTrial]]]:
