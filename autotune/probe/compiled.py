@@ -81,8 +81,7 @@ def why_not(config: TrainConfig, backend: str) -> str:
     if not config.is_compiled or config.torch_compile_backend == "aot_eager":
         return ""
     if config.torch_compile_backend == "inductor":
-        lack = compilers.lacking(backend)
-        return "" if lack is None else f"{lack.said}. {lack.remedy}"
+        return compilers.lacking(backend)
     return "" if backend == "cuda" else f"{config.torch_compile_backend} needs a CUDA device"
 
 
