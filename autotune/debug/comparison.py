@@ -131,11 +131,9 @@ def compare(tape: TapeFile, run: Recorded, *, least_bytes: int = LEAST_BYTES) ->
     `least_bytes`: size below which tensors do not count.
     """
     seen = list(_seen(run, least_bytes))
-    best = max(
-        (_beside(ours, seen, start) for start, ours in _starts(tape, least_bytes)),
-        key=lambda beside: (beside.num_equal, -beside.start),
-    )
-    ours, theirs, num_equal = best.ours, seen[best.offset :], best.num_equal
+    laid = [(*_beside(ours, seen), -start, ours) for start, ours in _starts(tape, least_bytes)]
+    num_equal, offset, _, ours = max(laid, key=lambda each: (each[0], each[2]))
+    theirs = seen[offset:]
     sizes = None
     if num_equal < min(len(ours), len(theirs)):
         sizes = _parting(tape, run, ours[num_equal], theirs[num_equal])
@@ -148,7 +146,7 @@ def compare(tape: TapeFile, run: Recorded, *, least_bytes: int = LEAST_BYTES) ->
         seen_reserved_bytes=run.peak_reserved_bytes,
         seen_before_bytes=run.before_bytes,
         num_out_of_memory=run.num_out_of_memory,
-        num_skipped=best.offset,
+        num_skipped=offset,
         begins_step=tape.phase_at(ours[0].position).step if ours else -1,
         num_equal=num_equal,
         num_predicted=len(ours),
@@ -213,17 +211,8 @@ def _starts(tape: TapeFile, least_bytes: int) -> Iterator[tuple[int, list[_Alloc
             yield first_event, rest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Beside:
-    start: int
-    ours: list[_Allocation]
-    offset: int
-    """Number of their allocations that come before ours."""
-    num_equal: int
-
-
-def _beside(ours: list[_Allocation], theirs: list[_Allocation], start: int) -> _Beside:
-    """Lay our allocations from a start beside theirs where most are equal in a row."""
+def _beside(ours: Sequence[_Allocation], theirs: Sequence[_Allocation]) -> tuple[int, int]:
+    """Return (number equal in a row, number of theirs before that), where most are equal."""
     our_sizes = [each.size_bytes for each in ours]
     their_sizes = [each.size_bytes for each in theirs]
     num_alike = min(_NUM_ALIKE, len(ours))
@@ -235,7 +224,7 @@ def _beside(ours: list[_Allocation], theirs: list[_Allocation], start: int) -> _
     ]
     found = [(_num_equal(our_sizes, their_sizes, offset), -offset) for offset in offsets or [0]]
     num_equal, negative = max(found)
-    return _Beside(start=start, ours=ours, offset=-negative, num_equal=num_equal)
+    return num_equal, -negative
 
 
 def _num_equal(ours: Sequence[int], theirs: Sequence[int], offset: int) -> int:
@@ -293,26 +282,21 @@ def _groups(
     ours = [tape.tensors[number] for number in tape.live_at_peak()]
     our_sizes = Counter(rounded(tensor.size_bytes) for tensor in ours)
     their_sizes = Counter(tensor.size_bytes for tensor in run.live_at_peak)
-    predicted = _surplus(
-        ((rounded(t.size_bytes), (t.operation, t.phase)) for t in ours), our_sizes - their_sizes
-    )
-    seen = _surplus(((t.size_bytes, t.frames) for t in run.live_at_peak), their_sizes - our_sizes)
+    origins = ((rounded(t.size_bytes), (t.operation, t.phase)) for t in ours)
+    predicted = _surplus(origins, our_sizes - their_sizes, least_bytes)
+    frames = ((t.size_bytes, t.frames) for t in run.live_at_peak)
+    seen = _surplus(frames, their_sizes - our_sizes, least_bytes)
     return (
         tuple(
             PredictedGroup(size_bytes=size, count=count, operation=where[0], phase=where[1])
             for size, where, count in predicted
-            if size >= least_bytes
         ),
-        tuple(
-            SeenGroup(size_bytes=size, count=count, frames=where)
-            for size, where, count in seen
-            if size >= least_bytes
-        ),
+        tuple(SeenGroup(size_bytes=size, count=count, frames=where) for size, where, count in seen),
     )
 
 
 def _surplus(
-    tensors: Iterable[tuple[int, tuple[str, ...]]], more: Counter[int]
+    tensors: Iterable[tuple[int, tuple[str, ...]]], more: Counter[int], least_bytes: int
 ) -> list[tuple[int, tuple[str, ...], int]]:
     """Triples (size, origin, count) of the sizes that one side has more of, the most bytes first.
 
@@ -323,7 +307,8 @@ def _surplus(
         origins[size].append(where)
     counts: Counter[tuple[int, tuple[str, ...]]] = Counter()
     for size, count in more.items():
-        counts.update((size, where) for where in origins[size][-count:])
+        if size >= least_bytes:
+            counts.update((size, where) for where in origins[size][-count:])
     return sorted(
         ((size, where, count) for (size, where), count in counts.items()),
         key=lambda group: (-group[0] * group[2], group[0], group[1]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autotune.common.units import counted, format_bytes
-from autotune.debug.comparison import Parting, SnapshotComparison
+from autotune.debug.comparison import Parting, PredictedGroup, SeenGroup, SnapshotComparison
 from autotune.debug.tape import TapeFile, live_groups
 
 NUM_GROUPS = 10
@@ -54,16 +54,15 @@ def lines_of_comparison(found: SnapshotComparison) -> Iterator[str]:
     else:
         yield f"sizes    {found.num_equal:,} are equal, then they part"
         yield from _both(found.sizes)
-    for title, lines in (
-        ("predicted at the peak, not seen in the run", _predicted_groups(found)),
-        ("in the run at the peak, not predicted", _seen_groups(found)),
+    for title, groups in (
+        ("predicted at the peak, not seen in the run", found.only_predicted),
+        ("in the run at the peak, not predicted", found.only_seen),
     ):
-        listed = list(lines)
-        if listed:
+        if groups:
             yield title
-            yield from listed[:NUM_GROUPS]
-            if len(listed) > NUM_GROUPS:
-                yield f"  and {counted(len(listed) - NUM_GROUPS, 'group')} more (--json has all)"
+            yield from map(_group, groups[:NUM_GROUPS])
+            if len(groups) > NUM_GROUPS:
+                yield f"  and {counted(len(groups) - NUM_GROUPS, 'group')} more (--json has all)"
 
 
 def _row(name: str, predicted_bytes: int, seen_bytes: int) -> str:
@@ -106,17 +105,12 @@ def _both(parting: Parting) -> Iterator[str]:
         )
 
 
-def _predicted_groups(found: SnapshotComparison) -> Iterator[str]:
-    for group in found.only_predicted:
-        yield (
-            f"  {group.count:>5} x {format_bytes(group.size_bytes):>10}  "
-            f"{group.operation or 'unknown'}, {group.phase}"
-        )
-
-
-def _seen_groups(found: SnapshotComparison) -> Iterator[str]:
-    for group in found.only_seen:
-        yield f"  {group.count:>5} x {format_bytes(group.size_bytes):>10}  {_stack(group.frames)}"
+def _group(group: PredictedGroup | SeenGroup) -> str:
+    if isinstance(group, SeenGroup):
+        origin = _stack(group.frames)
+    else:
+        origin = f"{group.operation or 'unknown'}, {group.phase}"
+    return f"  {group.count:>5} x {format_bytes(group.size_bytes):>10}  {origin}"
 
 
 def _stack(frames: tuple[str, ...]) -> str:
