@@ -5,9 +5,9 @@ No user names and no paths: versions, the card, the system.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,21 +91,16 @@ def torch_build() -> str:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
-    path = Path(spec.origin).with_name("version.py")
     try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError):
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    # As torch's setup.py writes them; what is None has no quotes.
+    values = dict(re.findall(r"^(\w+)\b.*= '(.+)'$", text, re.MULTILINE))
+    if "__version__" not in values:
         return "unreadable"
-    values = {
-        str(ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)): (
-            node.value.value
-        )
-        for node in body
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
-    }
-    parts = [str(values.get("__version__", "unknown"))]
-    parts += [f"{name} {values[key]!s}" for key, name in _BUILDS.items() if values.get(key)]
-    return ", ".join(parts if len(parts) > 1 else [*parts, "CPU only"])
+    builds = [f"{name} {values[key]}" for key, name in _BUILDS.items() if key in values]
+    return ", ".join([values["__version__"], *(builds or ["CPU only"])])
 
 
 _BUILDS = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
