@@ -296,8 +296,6 @@ def patiently(ask: Callable[[], T], say: Callable[[str], None]) -> T:
 
     The wait is announced once, through `say`. Raises the database's own exception after GRACE_SECONDS, and at
     once an exception that waiting does not mend.
-
-    Raises what it is refused with after GRACE_SECONDS, and at once what no waiting mends.
     """
     began = None
     while True:
