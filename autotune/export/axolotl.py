@@ -17,27 +17,36 @@ from autotune.export.mapping import (
     TrainerFile,
     choices,
     module_names,
-    of_alpha,
     of_key,
-    of_values,
     said_only,
+    table,
     targets_of,
 )
 from autotune.export.mapping_write import keys_of, says_method, unsaid
 from autotune.export.text import as_yaml
-from autotune.export.trainer_rows import COMPILE_BACKEND, PARALLELISM
+from autotune.export.trainer_rows import (
+    COMPILE_BACKEND,
+    FP8_IS_OURS,
+    LORA,
+    NOT_FROM_FILES,
+    NOT_PREDICTED,
+    PARALLELISM,
+    REENTRANT,
+    attention,
+    lora_rows,
+    method_row,
+    targets_row,
+)
 from autotune.space.config import COMPILE_MODES, LOADER_SETTINGS, TrainConfig, Workload
 from autotune.space.optimizers import OPTIMIZERS
-from autotune.space.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
 
 name = "axolotl"
 filename = "axolotl.yaml"
 
-_LORA = ("lora", "qlora")
 _DOUBLE = "bnb_config_kwargs.bnb_4bit_use_double_quant"
 _CODES = "bnb_config_kwargs.bnb_4bit_quant_type"
 _STORAGE = "bnb_config_kwargs.bnb_4bit_quant_storage"
-_LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
+_LIGER_PLUGIN = {"plugins": "axolotl.integrations.liger.LigerPlugin"}
 _LIGER = (
     "liger_fused_linear_cross_entropy",
     "liger_rope",
@@ -86,44 +95,21 @@ TARGET = TrainerFile(
     model_key="base_model",
     auto_bf16="bf16",
     rows=(
-        choices(
-            ("method", "quantization", "quantization_storage"),
-            Spelling(ours=("full", "none", "uint8"), theirs=_base(None)),
-            Spelling(ours=("lora", "none", "uint8"), theirs=_base("lora")),
-            Spelling(ours=("qlora", "int8", "uint8"), theirs=_base("lora", 8)),
-            # Where none is named axolotl takes bfloat16, float32 for some models: the bytes of uint8.
-            *(
-                Spelling(
-                    ours=("qlora", row.name, storage or "uint8"),
-                    theirs={
-                        **_base("qlora", 4),
-                        _DOUBLE: row.double,
-                        _CODES: row.codes,
-                        _STORAGE: storage,
-                    },
-                )
-                for row in QUANTIZATIONS.values()
-                if row.codes
-                for storage in (None, *QUANTIZATION_STORAGES)
+        # Where no storage is named axolotl takes bfloat16, float32 for some models: the bytes of uint8.
+        method_row(
+            _base(None),
+            _base("lora"),
+            _base("lora", 8),
+            _base("qlora", 4),
+            {"double": _DOUBLE, "codes": _CODES, "storage": _STORAGE},
+        ),
+        *lora_rows(
+            targets_row(
+                ("lora_target_linear", "lora_target_modules"), _say_targets, _hear_targets
             ),
+            rank="lora_r",
+            variant="peft_use_dora peft_use_rslora",
         ),
-        of_key("lora_rank", "lora_r", methods=_LORA),
-        Row(
-            ours=("lora_targets",),
-            keys=("lora_target_linear", "lora_target_modules"),
-            say=_say_targets,
-            hear=_hear_targets,
-            methods=_LORA,
-        ),
-        choices(
-            ("lora_variant",),
-            Spelling(ours=("plain",), theirs={"peft_use_dora": False, "peft_use_rslora": False}),
-            Spelling(ours=("rslora",), theirs={"peft_use_dora": False, "peft_use_rslora": True}),
-            Spelling(ours=("dora",), theirs={"peft_use_dora": True, "peft_use_rslora": False}),
-            methods=_LORA,
-        ),
-        of_key("lora_dropout", methods=_LORA),
-        of_alpha("lora_r", methods=_LORA),
         of_key("sequence_length", "sequence_len"),
         of_key("micro_batch_size"),
         of_key("gradient_accumulation_steps"),
@@ -135,92 +121,54 @@ TARGET = TrainerFile(
         ),
         # With bf16 or fp16 the weights are loaded in 16 bits, whatever trains; else in float32.
         # "auto" is for bf16 what the card has, and off beside fp16.
-        choices(
-            ("precision",),
-            Spelling(ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False}),
-            Spelling(ours=("bf16-autocast",), theirs={"bf16": "auto", "fp16": False}),
-            Spelling(ours=("fp16-autocast",), theirs={"bf16": False, "fp16": True}),
-            Spelling(ours=("fp16-autocast",), theirs={"bf16": "auto", "fp16": True}),
-            Spelling(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": True}),
-            Spelling(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": "auto"}),
-            Spelling(ours=("fp32",), theirs={"bf16": False, "fp16": False, "tf32": False}),
+        table(
+            "precision",
+            "bf16 fp16 tf32",
+            ("bf16-autocast", True, False),
+            ("bf16-autocast", "auto", False),
+            ("fp16-autocast", False, True),
+            ("fp16-autocast", "auto", True),
+            ("tf32", False, False, True),
+            ("tf32", False, False, "auto"),
+            ("fp32", False, False, False),
             nearest={("fp16-mixed",): ("fp16-autocast",), (): ("bf16-autocast",)},
         ),
-        choices(
-            ("activation_checkpointing", "activation_offloading"),
-            Spelling(
-                ours=(0, False),
-                theirs={"gradient_checkpointing": False, "activation_offloading": False},
-            ),
-            Spelling(
-                ours=(1, False),
-                theirs={"gradient_checkpointing": True, "activation_offloading": False},
-                beside={"gradient_checkpointing_kwargs.use_reentrant": False},
-            ),
-            Spelling(
-                ours=(1, True),
-                theirs={"gradient_checkpointing": True, "activation_offloading": "hidden_states"},
-                beside={"gradient_checkpointing_kwargs.use_reentrant": False},
-            ),
+        table(
+            "activation_checkpointing activation_offloading",
+            "gradient_checkpointing activation_offloading",
+            (0, False, False, False),
+            (1, False, True, False),
+            (1, True, True, "hidden_states"),
+            beside=REENTRANT,
             nearest={(): (1, False)},
         ),
-        of_values(
-            "attention",
-            "attn_implementation",
-            {
-                "sdpa": "sdpa",
-                "eager": "eager",
-                "flash_attention_2": "flash_attention_2",
-                "flash_attention_3": "flash_attention_3",
-                "flex_attention": "flex_attention",
-            },
-        ),
-        choices(
-            ("batching",),
-            Spelling(ours=("packed",), theirs={"sample_packing": True, "group_by_length": False}),
-            *(
-                Spelling(
-                    ours=(batching,),
-                    theirs={
-                        "sample_packing": False,
-                        "group_by_length": batching == "grouped",
-                        "batch_flattening": flattening,
-                    },
-                )
-                for batching, flattening in (
-                    ("grouped", False),
-                    ("padded", False),
-                    ("padding-free", True),
-                    ("padded", "auto"),  # on with FlashAttention and more than one sample
-                )
-            ),
+        attention(),
+        table(
+            "batching",
+            "sample_packing group_by_length batch_flattening",
+            ("packed", True, False),
+            ("grouped", False, True, False),
+            ("padded", False, False, False),
+            ("padding-free", False, False, True),
+            ("padded", False, False, "auto"),  # on with FlashAttention and more than one sample
         ),
         choices(
             ("liger",),
             Spelling(ours=(False,), theirs=dict.fromkeys(_LIGER, False)),
-            Spelling(
-                ours=(True,),
-                theirs=dict.fromkeys(_LIGER, True),
-                within={"plugins": _LIGER_PLUGIN},
-            ),
+            Spelling(ours=(True,), theirs=dict.fromkeys(_LIGER, True), within=_LIGER_PLUGIN),
             # Its loss without logits is what most of its memory is about.
-            Spelling(ours=(False,), theirs={"liger_fused_linear_cross_entropy": False}),
-            Spelling(
-                ours=(True,),
-                theirs={"liger_fused_linear_cross_entropy": True},
-                within={"plugins": _LIGER_PLUGIN},
-            ),
+            Spelling(ours=(False,), theirs={_LIGER[0]: False}),
+            Spelling(ours=(True,), theirs={_LIGER[0]: True}, within=_LIGER_PLUGIN),
             Spelling(ours=(False,), theirs={}),  # without the plugin the keys say nothing
         ),
         of_key("torch_empty_cache_steps"),
         of_key("neftune_noise_alpha"),
-        choices(
-            ("torch_compile",),
-            Spelling(ours=("none",), theirs={"torch_compile": False}),
+        table(
+            "torch_compile",
+            "torch_compile torch_compile_mode",
+            ("none", False),
             *(
-                Spelling(
-                    ours=(mode,), theirs={"torch_compile": switch, "torch_compile_mode": mode}
-                )
+                (mode, switch, mode)
                 for mode in COMPILE_MODES
                 if mode != "max-autotune-no-cudagraphs"
                 for switch in (True, "auto")
@@ -267,16 +215,16 @@ TARGET = TrainerFile(
         "reward_model": "trains another kind of model",
         "process_reward_model": "trains another kind of model",
         "relora": "restarts the adapter",
-        "fp8": "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)",
+        "fp8": FP8_IS_OURS,
         "gptq": "is a base that is not predicted",
         "qat": "adds quantisation to the step",
         "unfrozen_parameters": "trains a part of the weights",
         "layer_offloading": "moves weights from and to host memory",
-        "fsdp": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
-        "fsdp_config": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
-        "deepspeed": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
-        "tensor_parallel_size": "shares the run among GPUs as no prediction does",
-        "context_parallel_size": "shares the run among GPUs as no prediction does",
+        "fsdp": NOT_FROM_FILES,
+        "fsdp_config": NOT_FROM_FILES,
+        "deepspeed": NOT_FROM_FILES,
+        "tensor_parallel_size": NOT_PREDICTED,
+        "context_parallel_size": NOT_PREDICTED,
         "float16": "loads float16 weights without autocast",
     },
     unpredicted={
@@ -311,7 +259,7 @@ TARGET = TrainerFile(
             "(loaders/model.py): more memory than predicted",
         ),
         (
-            lambda config: config.method in _LORA and config.quantization != "int8",
+            lambda config: config.method in LORA and config.quantization != "int8",
             "axolotl switches its fused LoRA kernels on (lora_mlp_kernel and others), which are not "
             "predicted: they take less memory",
         ),

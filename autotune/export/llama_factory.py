@@ -13,28 +13,33 @@ from typing import Any
 
 from autotune.export.carried import Unsaid
 from autotune.export.mapping import (
-    Row,
-    Spelling,
     TrainerFile,
-    choices,
     module_names,
-    of_alpha,
     of_key,
     of_values,
     said_only,
+    table,
     targets_of,
 )
 from autotune.export.mapping_write import keys_of, says_method, unsaid
 from autotune.export.text import as_yaml
-from autotune.export.trainer_rows import COMPILE_BACKEND, COMPILE_MODE, PARALLELISM
+from autotune.export.trainer_rows import (
+    COMPILE_BACKEND,
+    COMPILE_MODE,
+    FP8_IS_OURS,
+    LORA,
+    NOT_FROM_FILES,
+    NOT_PREDICTED,
+    OPTIMIZER,
+    PARALLELISM,
+    lora_rows,
+    method_row,
+    targets_row,
+)
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
-from autotune.space.optimizers import OPTIMIZERS
-from autotune.space.precisions import QUANTIZATIONS
 
 name = "llama-factory"
 filename = "llama_factory.yaml"
-
-_LORA = ("lora", "qlora")
 
 
 def _say_targets(targets: str) -> dict[str, Any]:
@@ -47,11 +52,6 @@ def _hear_targets(said: Mapping[str, Any]) -> str:
     return "all-linear" if names in ("all", ["all"]) else targets_of(names)
 
 
-def _say_optimizer(optimizer: str) -> dict[str, Any]:
-    arguments = dict(OPTIMIZERS[optimizer].arguments)
-    return {"optim": optimizer, "optim_target_modules": None, **arguments}
-
-
 def _quantized(bits: int | None, **more: Any) -> dict[str, Any]:
     return {"finetuning_type": "lora", "quantization_bit": bits, **more}
 
@@ -61,73 +61,33 @@ TARGET = TrainerFile(
     source="llamafactory 0.9.5",
     model_key="model_name_or_path",
     rows=(
-        choices(
-            ("method", "quantization"),
-            Spelling(
-                ours=("full", "none"), theirs={"finetuning_type": "full", "quantization_bit": None}
-            ),
-            Spelling(ours=("lora", "none"), theirs=_quantized(None)),
-            Spelling(ours=("qlora", "int8"), theirs=_quantized(8, quantization_method="bnb")),
-            *(
-                Spelling(
-                    ours=("qlora", row.name),
-                    theirs=_quantized(
-                        4,
-                        quantization_method="bnb",
-                        quantization_type=row.codes,
-                        double_quantization=row.double,
-                    ),
-                )
-                for row in QUANTIZATIONS.values()
-                if row.codes
-            ),
+        method_row(
+            {"finetuning_type": "full", "quantization_bit": None},
+            _quantized(None),
+            _quantized(8, quantization_method="bnb"),
+            _quantized(4, quantization_method="bnb"),
+            {"codes": "quantization_type", "double": "double_quantization"},
         ),
-        choices(
-            (), Spelling(ours=(), theirs={"stage": "sft"}), Spelling(ours=(), theirs={"stage": "pt"})
+        table("", "stage", ("sft",), ("pt",)),
+        *lora_rows(
+            targets_row(("lora_target",), _say_targets, _hear_targets),
+            rank="lora_rank",
+            is_twice=True,
         ),
-        of_key("lora_rank", methods=_LORA),
-        Row(
-            ours=("lora_targets",),
-            keys=("lora_target",),
-            say=_say_targets,
-            hear=_hear_targets,
-            methods=_LORA,
-        ),
-        choices(
-            ("lora_variant",),
-            Spelling(ours=("plain",), theirs={"use_dora": False, "use_rslora": False}),
-            Spelling(ours=("rslora",), theirs={"use_dora": False, "use_rslora": True}),
-            Spelling(ours=("dora",), theirs={"use_dora": True, "use_rslora": False}),
-            methods=_LORA,
-        ),
-        of_key("lora_dropout", methods=_LORA),
-        of_alpha("lora_rank", is_twice=True, methods=_LORA),
         of_key("sequence_length", "cutoff_len"),
         of_key("micro_batch_size", "per_device_train_batch_size"),
         of_key("gradient_accumulation_steps"),
-        Row(
-            ours=("optimizer",),
-            keys=("optim", "optim_target_modules", "lr_scheduler_type"),
-            say=_say_optimizer,
-            hear=lambda said: said["optim"],
-        ),
+        OPTIMIZER,
         # What trains is put into float32, but for pure_bf16 (model/adapter.py).
-        choices(
-            ("precision",),
-            Spelling(ours=("bf16-mixed",), theirs={"bf16": True, "fp16": False, "pure_bf16": False}),
-            Spelling(ours=("fp16-mixed",), theirs={"bf16": False, "fp16": True, "pure_bf16": False}),
-            Spelling(ours=("bf16-true",), theirs={"bf16": False, "fp16": False, "pure_bf16": True}),
-            Spelling(
-                ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False, "pure_bf16": True}
-            ),
-            Spelling(
-                ours=("tf32",),
-                theirs={"bf16": False, "fp16": False, "pure_bf16": False, "tf32": True},
-            ),
-            Spelling(
-                ours=("fp32",),
-                theirs={"bf16": False, "fp16": False, "pure_bf16": False, "tf32": False},
-            ),
+        table(
+            "precision",
+            "bf16 fp16 pure_bf16 tf32",
+            ("bf16-mixed", True, False, False),
+            ("fp16-mixed", False, True, False),
+            ("bf16-true", False, False, True),
+            ("bf16-autocast", True, False, True),
+            ("tf32", False, False, False, True),
+            ("fp32", False, False, False, False),
             methods=("full",),
             nearest={
                 ("fp16-autocast",): ("fp16-mixed",),
@@ -136,58 +96,42 @@ TARGET = TrainerFile(
             },
         ),
         # Frozen weights are loaded in the dtype of bf16 or fp16; with neither, in the checkpoint's.
-        choices(
-            ("precision",),
-            Spelling(
-                ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False, "pure_bf16": False}
-            ),
-            Spelling(
-                ours=("fp16-autocast",), theirs={"bf16": False, "fp16": True, "pure_bf16": False}
-            ),
-            Spelling(ours=("bf16-true",), theirs={"bf16": False, "fp16": False, "pure_bf16": True}),
-            methods=_LORA,
+        table(
+            "precision",
+            "bf16 fp16 pure_bf16",
+            ("bf16-autocast", True, False, False),
+            ("fp16-autocast", False, True, False),
+            ("bf16-true", False, False, True),
+            methods=LORA,
             nearest={("fp16-mixed",): ("fp16-autocast",), (): ("bf16-autocast",)},
         ),
         # use_unsloth_gc keeps a layer's input in host memory (model/model_utils/checkpointing.py).
-        choices(
-            ("activation_checkpointing", "activation_offloading"),
-            Spelling(
-                ours=(1, False),
-                theirs={"disable_gradient_checkpointing": False, "use_unsloth_gc": False},
-            ),
-            Spelling(
-                ours=(1, True),
-                theirs={"disable_gradient_checkpointing": False, "use_unsloth_gc": True},
-            ),
-            Spelling(
-                ours=(0, False),
-                theirs={"disable_gradient_checkpointing": True, "use_unsloth_gc": False},
-            ),
-            Spelling(ours=(0, False), theirs={"disable_gradient_checkpointing": True}),
+        table(
+            "activation_checkpointing activation_offloading",
+            "disable_gradient_checkpointing use_unsloth_gc",
+            (1, False, False, False),
+            (1, True, False, True),
+            (0, False, True, False),
+            (0, False, True),
             nearest={(): (1, False)},
         ),
         # auto leaves it to Transformers, which takes sdpa.
-        choices(
-            ("attention",),
-            Spelling(ours=("sdpa",), theirs={"flash_attn": "sdpa"}),
-            Spelling(ours=("sdpa",), theirs={"flash_attn": "auto"}),
-            Spelling(ours=("eager",), theirs={"flash_attn": "disabled"}),
-            Spelling(ours=("flash_attention_2",), theirs={"flash_attn": "fa2"}),
+        table(
+            "attention",
+            "flash_attn",
+            ("sdpa", "sdpa"),
+            ("sdpa", "auto"),
+            ("eager", "disabled"),
+            ("flash_attention_2", "fa2"),
             nearest={("flash_attention_3",): ("flash_attention_2",), (): ("sdpa",)},
         ),
-        choices(
-            ("batching",),
-            Spelling(
-                ours=("packed",), theirs={"packing": True, "train_sampling_strategy": "random"}
-            ),
-            Spelling(ours=("packed",), theirs={"packing": False, "stage": "pt"}),
-            Spelling(
-                ours=("grouped",),
-                theirs={"packing": False, "train_sampling_strategy": "group_by_length"},
-            ),
-            Spelling(
-                ours=("padded",), theirs={"packing": False, "train_sampling_strategy": "random"}
-            ),
+        table(
+            "batching",
+            "packing train_sampling_strategy stage",
+            ("packed", True, "random"),
+            ("packed", False, ..., "pt"),
+            ("grouped", False, "group_by_length"),
+            ("padded", False, "random"),
             nearest={(): ("padded",)},
         ),
         of_values("liger", "enable_liger_kernel", {False: False, True: True}),
@@ -236,13 +180,13 @@ TARGET = TrainerFile(
         "use_llama_pro": "trains further blocks",
         "use_mca": "trains with Megatron",
         "use_kt": "trains with KTransformers",
-        "use_hyper_parallel": "shares the run among GPUs as no prediction does",
-        "fp8": "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)",
+        "use_hyper_parallel": NOT_PREDICTED,
+        "fp8": FP8_IS_OURS,
         "shift_attn": "is another attention",
         "mixture_of_depths": "is another model",
         "adapter_name_or_path": "starts from adapters, which may be merged",
-        "fsdp": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
-        "deepspeed": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
+        "fsdp": NOT_FROM_FILES,
+        "deepspeed": NOT_FROM_FILES,
     },
     unpredicted={
         "additional_target": "trains further modules in full",

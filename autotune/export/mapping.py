@@ -1,6 +1,6 @@
 """A literal table between our settings and another trainer's keys, read in both directions.
 
-A Target is the table of one trainer. autotune.export.mapping_write says a TrainConfig in its words,
+A TrainerFile is the table of one trainer. autotune.export.mapping_write says a TrainConfig in its words,
 autotune.export.base.mapping_read takes them back.
 Keys below others are written with dots: `bnb_config_kwargs.bnb_4bit_quant_type`.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from autotune.space.adapters import ATTENTION_PROJECTIONS, lora_alpha, whole_alpha
@@ -129,6 +130,37 @@ def choices(ours: tuple[str, ...], *rows: Spelling, **more: Any) -> Row:
     """Return a row that is one of some choices."""
     keys = dict.fromkeys(key for row in rows for key in (*row.theirs, *row.within))
     return Row(ours=ours, keys=tuple(keys), choices=rows, **more)
+
+
+def table(
+    ours: str,
+    keys: str,
+    *lines: tuple[Any, ...],
+    beside: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
+) -> Row:
+    """Return a row of choices, one a line: the values of `ours`, then those of `keys`.
+
+    Both are names with spaces between. A key whose value is `...`, or whose value a short line leaves
+    out, is not asked for. `beside` are a Spelling's, where the first of `ours` is on.
+    """
+    names, theirs = ours.split(), keys.split()
+    return choices(
+        tuple(names),
+        *(
+            Spelling(
+                ours=line[: len(names)],
+                theirs={
+                    key: value
+                    for key, value in zip(theirs, line[len(names) :], strict=False)
+                    if value is not ...
+                },
+                beside=beside if line[:1] and line[0] else {},
+            )
+            for line in lines
+        ),
+        **more,
+    )
 
 
 def of_key(name: str, key: str | None = None, *, off: Any = None, **more: Any) -> Row:

@@ -1,37 +1,147 @@
-"""Rows of TrainingArguments' own keys, which trainers on top of the Trainer pass on as they are."""
+"""Rows that several trainers share: TrainingArguments' own keys, LoRA's, a quantised base's."""
 
 from __future__ import annotations
 
-from autotune.export.deepspeed_json import filename as deepspeed_filename
-from autotune.export.mapping import Spelling, choices
-from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES
+from collections.abc import Callable, Mapping
+from typing import Any
 
-COMPILE_MODE = choices(
-    ("torch_compile",),
-    Spelling(ours=("none",), theirs={"torch_compile": False}),
-    *(
-        Spelling(ours=(mode,), theirs={"torch_compile": True, "torch_compile_mode": mode})
-        for mode in COMPILE_MODES
-    ),
+from autotune.catalogue.attention import ATTENTIONS
+from autotune.export.deepspeed_json import filename as deepspeed_filename
+from autotune.export.mapping import Row, Spelling, choices, of_alpha, of_key, of_values, table
+from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
+
+LORA = ("lora", "qlora")
+MOST_LAYERS = 128
+"""Longest interval of checkpointed layers that a file is read with."""
+NOT_FROM_FILES = "shares the run among GPUs, which is not read from files: give --num-gpus instead"
+NOT_PREDICTED = "shares the run among GPUs as no prediction does"
+FP8_IS_OURS = "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)"
+REENTRANT = {"gradient_checkpointing_kwargs.use_reentrant": False}
+
+COMPILE_MODE = table(
+    "torch_compile",
+    "torch_compile torch_compile_mode",
+    ("none", False),
+    *((mode, True, mode) for mode in COMPILE_MODES),
 )
-COMPILE_BACKEND = choices(
-    ("torch_compile_backend",),
-    Spelling(ours=("inductor",), theirs={"torch_compile_backend": None}),
-    *(
-        Spelling(ours=(backend,), theirs={"torch_compile_backend": backend})
-        for backend in COMPILE_BACKENDS
-    ),
+COMPILE_BACKEND = table(
+    "torch_compile_backend",
+    "torch_compile_backend",
+    ("inductor", None),
+    *((backend, backend) for backend in COMPILE_BACKENDS),
 )
 
 # ddp is how it is launched.
-PARALLELISM = choices(
-    ("parallelism",),
-    Spelling(ours=("none",), theirs={"deepspeed": None}),
-    Spelling(ours=("ddp",), theirs={"deepspeed": None}),
+PARALLELISM = table(
+    "parallelism",
+    "deepspeed",
+    ("none", None),
+    ("ddp", None),
     *(
-        Spelling(ours=(f"zero{stage}{offload}",), theirs={"deepspeed": deepspeed_filename})
+        (f"zero{stage}{offload}", deepspeed_filename)
         for stage in (1, 2, 3)
         for offload in ("", "-offload")
     ),
     nearest={(): ("ddp",)},
 )
+
+
+def _say_optimizer(optimizer: str) -> dict[str, Any]:
+    arguments = dict(OPTIMIZERS[optimizer].arguments)
+    return {"optim": optimizer, "optim_target_modules": None, **arguments}
+
+
+OPTIMIZER = Row(
+    ours=("optimizer",),
+    keys=("optim", "optim_target_modules", "lr_scheduler_type"),
+    say=_say_optimizer,
+    hear=lambda said: said["optim"],
+)
+
+
+def attention(key: str = "attn_implementation") -> Row:
+    """Return the row of a key that takes Transformers' own names."""
+    return of_values("attention", key, {name: name for name in ATTENTIONS})
+
+
+def lora_rows(
+    targets: Row,
+    *,
+    rank: str,
+    variant: str = "use_dora use_rslora",
+    dropout_off: float | None = None,
+    is_twice: bool = False,
+) -> tuple[Row, ...]:
+    """Return the rows of LoRA; `is_twice` is of_alpha's."""
+    return (
+        of_key("lora_rank", rank, methods=LORA),
+        targets,
+        table(
+            "lora_variant",
+            variant,
+            ("plain", False, False),
+            ("rslora", False, True),
+            ("dora", True, False),
+            methods=LORA,
+        ),
+        of_key("lora_dropout", off=dropout_off, methods=LORA),
+        of_alpha(rank, is_twice=is_twice, methods=LORA),
+    )
+
+
+def targets_row(
+    keys: tuple[str, ...],
+    say: Callable[[str], Mapping[str, Any]],
+    hear: Callable[[Mapping[str, Any]], str],
+    **more: Any,
+) -> Row:
+    """Return the row of the modules that have adapters."""
+    return Row(
+        **{"ours": ("lora_targets",), "methods": LORA, **more}, keys=keys, say=say, hear=hear
+    )
+
+
+def quantized(
+    of_8_bits: Mapping[str, Any], of_4_bits: Mapping[str, Any], fields: Mapping[str, str]
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return (quantization, quantization_storage, keys) of each quantised base.
+
+    `fields`: keys of a 4-bit base by what they hold: `codes`, `double`, and `storage` where there is a
+    key for it.
+    """
+    return [
+        ("int8", "uint8", dict(of_8_bits)),
+        *(
+            (
+                row.name,
+                storage or "uint8",
+                {
+                    **of_4_bits,
+                    **{
+                        key: {"codes": row.codes, "double": row.double, "storage": storage}[held]
+                        for held, key in fields.items()
+                    },
+                },
+            )
+            for row in QUANTIZATIONS.values()
+            if row.codes
+            for storage in (None, *(QUANTIZATION_STORAGES if "storage" in fields else ()))
+        ),
+    ]
+
+
+def method_row(
+    full: Mapping[str, Any],
+    lora: Mapping[str, Any],
+    of_8_bits: Mapping[str, Any],
+    of_4_bits: Mapping[str, Any],
+    fields: Mapping[str, str],
+) -> Row:
+    """Return the row of the method with its base; the last three as in `quantized`."""
+    ours = ("method", "quantization", "quantization_storage")
+    num_ours = 3 if "storage" in fields else 2
+    qlora = (("qlora", *way) for way in quantized(of_8_bits, of_4_bits, fields))
+    ways = (("full", "none", "uint8", full), ("lora", "none", "uint8", lora), *qlora)
+    return choices(ours[:num_ours], *(Spelling(ours=way[:num_ours], theirs=way[3]) for way in ways))

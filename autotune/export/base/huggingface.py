@@ -11,61 +11,46 @@ from typing import Any
 
 from autotune.export.mapping import (
     Row,
-    Spelling,
     TrainerFile,
-    choices,
     module_names,
-    of_alpha,
     of_key,
     of_values,
     said_only,
+    table,
     targets_of,
 )
-from autotune.export.trainer_rows import COMPILE_BACKEND, COMPILE_MODE
+from autotune.export.trainer_rows import (
+    COMPILE_BACKEND,
+    COMPILE_MODE,
+    MOST_LAYERS,
+    NOT_FROM_FILES,
+    NOT_PREDICTED,
+    OPTIMIZER,
+    attention,
+    lora_rows,
+    method_row,
+    targets_row,
+)
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
 from autotune.space.config import LOADER_SETTINGS
-from autotune.space.optimizers import OPTIMIZERS
-from autotune.space.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
 
-_LORA = ("lora", "qlora")
-_SWITCH = "activation_checkpointing"
-_EVERY = "activation_checkpointing_kwargs.every_n_layers"
-_OFFLOAD = "activation_checkpointing_kwargs.offload"
-_MOST_LAYERS = 128
-
-
-def _say_optimizer(optimizer: str) -> dict[str, Any]:
-    arguments = dict(OPTIMIZERS[optimizer].arguments)
-    return {"optim": optimizer, "optim_target_modules": None, **arguments}
-
-
-_CHECKPOINTING = choices(
-    ("activation_checkpointing", "activation_offloading"),
-    Spelling(ours=(0, False), theirs={_SWITCH: False}),
+_KWARGS = "activation_checkpointing_kwargs"
+_CHECKPOINTING = table(
+    "activation_checkpointing activation_offloading",
+    f"activation_checkpointing {_KWARGS}.every_n_layers {_KWARGS}.offload",
+    (0, False, False),
     *(
-        Spelling(
-            ours=(every, offload),
-            theirs={
-                _SWITCH: True,
-                _EVERY: None if every == 1 else every,
-                _OFFLOAD: True if offload else None,
-            },
-            beside={"activation_checkpointing_kwargs.use_reentrant": False},
-        )
-        for every in range(1, _MOST_LAYERS + 1)
+        (every, offload, True, None if every == 1 else every, True if offload else None)
+        for every in range(1, MOST_LAYERS + 1)
         for offload in (False, True)
     ),
+    beside={f"{_KWARGS}.use_reentrant": False},
 )
 
 _SHARED = (
     of_key("micro_batch_size", "per_device_train_batch_size"),
     of_key("gradient_accumulation_steps"),
-    Row(
-        ours=("optimizer",),
-        keys=("optim", "optim_target_modules", "lr_scheduler_type"),
-        say=_say_optimizer,
-        hear=lambda said: said["optim"],
-    ),
+    OPTIMIZER,
     _CHECKPOINTING,
     of_values("liger", "use_liger_kernel", {False: False, True: True}),
     of_key("torch_empty_cache_steps"),
@@ -73,11 +58,7 @@ _SHARED = (
     COMPILE_MODE,
     COMPILE_BACKEND,
     *said_only(*LOADER_SETTINGS),
-    choices(
-        ("parallelism",),
-        Spelling(ours=("none",), theirs={"deepspeed": None}),
-        Spelling(ours=("ddp",), theirs={"deepspeed": None}),
-    ),
+    table("parallelism", "deepspeed", ("none", None), ("ddp", None)),
 )
 _DEFAULTS = {
     "per_device_train_batch_size": 8,
@@ -93,9 +74,9 @@ _RENAMED = {
 }
 _FLAGS = {"group_by_length": ("train_sampling_strategy", "group_by_length")}
 _REFUSED = {
-    "fsdp": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
-    "deepspeed": "shares the run among GPUs, which is not read from files: give --num-gpus instead",
-    "parallelism_config": "shares the run among GPUs as no prediction does",
+    "fsdp": NOT_FROM_FILES,
+    "deepspeed": NOT_FROM_FILES,
+    "parallelism_config": NOT_PREDICTED,
     "auto_find_batch_size": "leaves the batch size open",
 }
 
@@ -104,12 +85,13 @@ TRAINING_ARGUMENTS = TrainerFile(
     source="transformers 5.23",
     rows=(
         # Transformers 5 loads a model in its checkpoint's dtype, which is taken to be bfloat16.
-        choices(
-            ("precision",),
-            Spelling(ours=("bf16-autocast",), theirs={"bf16": True, "fp16": False}),
-            Spelling(ours=("fp16-mixed",), theirs={"bf16": False, "fp16": True}),
-            Spelling(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": True}),
-            Spelling(ours=("bf16-true",), theirs={"bf16": False, "fp16": False, "tf32": None}),
+        table(
+            "precision",
+            "bf16 fp16 tf32",
+            ("bf16-autocast", True, False),
+            ("fp16-mixed", False, True),
+            ("tf32", False, False, True),
+            ("bf16-true", False, False, None),
         ),
         of_values(
             "batching",
@@ -153,106 +135,56 @@ def _hear_targets(said: Mapping[str, Any]) -> str:
     return targets_of(said["lora_target_modules"])
 
 
-def _bits(peft: bool, bits: int | None, **more: Any) -> dict[str, Any]:
-    return {"use_peft": peft, "load_in_8bit": bits == 8, "load_in_4bit": bits == 4, **more}
+def _bits(peft: bool, bits: int | None) -> dict[str, Any]:
+    return {"use_peft": peft, "load_in_8bit": bits == 8, "load_in_4bit": bits == 4}
 
-
-_16_BITS = ("bfloat16", "auto")
 
 SFT = TrainerFile(
     name="TRL's SFTConfig",
     source="trl 1.16",
     model_key="model_name_or_path",
     rows=(
-        choices(
-            ("method", "quantization", "quantization_storage"),
-            Spelling(ours=("full", "none", "uint8"), theirs=_bits(False, None)),
-            Spelling(ours=("lora", "none", "uint8"), theirs=_bits(True, None)),
-            Spelling(ours=("qlora", "int8", "uint8"), theirs=_bits(True, 8)),
-            *(
-                Spelling(
-                    ours=("qlora", row.name, storage or "uint8"),
-                    theirs=_bits(
-                        True,
-                        4,
-                        bnb_4bit_quant_type=row.codes,
-                        use_bnb_nested_quant=row.double,
-                        bnb_4bit_quant_storage=storage,
-                    ),
-                )
-                for row in QUANTIZATIONS.values()
-                if row.codes
-                for storage in (None, *QUANTIZATION_STORAGES)
-            ),
-        ),
-        of_key("lora_rank", "lora_r", methods=_LORA),
-        Row(
-            ours=("lora_targets",),
-            keys=("lora_target_modules",),
-            say=_say_targets,
-            hear=_hear_targets,
-            methods=_LORA,
-        ),
-        choices(
-            ("lora_variant",),
-            Spelling(ours=("plain",), theirs={"use_dora": False, "use_rslora": False}),
-            Spelling(ours=("rslora",), theirs={"use_dora": False, "use_rslora": True}),
-            Spelling(ours=("dora",), theirs={"use_dora": True, "use_rslora": False}),
-            methods=_LORA,
-        ),
-        of_key("lora_dropout", off=0.0, methods=_LORA),
-        of_alpha("lora_r", methods=_LORA),
-        of_key("sequence_length", "max_length"),
-        # bf16 is on where fp16 is off; weights are float32 unless dtype says otherwise.
-        choices(
-            ("precision",),
-            *(
-                Spelling(ours=(ours,), theirs={"dtype": dtype, "fp16": fp16, "bf16": bf16})
-                for ours, bf16, fp16, dtypes in (
-                    ("bf16-mixed", True, False, ("float32",)),
-                    ("bf16-autocast", True, False, _16_BITS),
-                    ("bf16-true", False, False, _16_BITS),
-                    ("fp16-autocast", False, True, ("float16",)),
-                    ("fp16-autocast", True, True, ("float16",)),
-                    ("fp16-mixed", False, True, ("float32",)),
-                    ("fp16-mixed", True, True, ("float32",)),
-                )
-                for dtype in dtypes
-            ),
-            Spelling(ours=("tf32",), theirs={"bf16": False, "fp16": False, "tf32": True}),
-            Spelling(ours=("fp32",), theirs={"bf16": False, "fp16": False, "tf32": False}),
-        ),
-        of_values(
-            "attention",
-            "attn_implementation",
+        method_row(
+            _bits(False, None),
+            _bits(True, None),
+            _bits(True, 8),
+            _bits(True, 4),
             {
-                "sdpa": "sdpa",
-                "eager": "eager",
-                "flash_attention_2": "flash_attention_2",
-                "flash_attention_3": "flash_attention_3",
-                "flex_attention": "flex_attention",
+                "codes": "bnb_4bit_quant_type",
+                "double": "use_bnb_nested_quant",
+                "storage": "bnb_4bit_quant_storage",
             },
         ),
-        choices(
-            ("batching",),
-            Spelling(ours=("packed",), theirs={"packing": True}),
-            Spelling(
-                ours=("grouped",),
-                theirs={
-                    "packing": False,
-                    "padding_free": False,
-                    "train_sampling_strategy": "group_by_length",
-                },
-            ),
-            Spelling(
-                ours=("padded",),
-                theirs={
-                    "packing": False,
-                    "padding_free": False,
-                    "train_sampling_strategy": "random",
-                },
-            ),
-            Spelling(ours=("padding-free",), theirs={"packing": False, "padding_free": True}),
+        *lora_rows(
+            targets_row(("lora_target_modules",), _say_targets, _hear_targets),
+            rank="lora_r",
+            dropout_off=0.0,
+        ),
+        of_key("sequence_length", "max_length"),
+        # bf16 is on where fp16 is off; weights are float32 unless dtype says otherwise.
+        table(
+            "precision",
+            "dtype fp16 bf16 tf32",
+            ("bf16-mixed", "float32", False, True),
+            ("bf16-autocast", "bfloat16", False, True),
+            ("bf16-autocast", "auto", False, True),
+            ("bf16-true", "bfloat16", False, False),
+            ("bf16-true", "auto", False, False),
+            ("fp16-autocast", "float16", True, False),
+            ("fp16-autocast", "float16", True, True),
+            ("fp16-mixed", "float32", True, False),
+            ("fp16-mixed", "float32", True, True),
+            ("tf32", ..., False, False, True),
+            ("fp32", ..., False, False, False),
+        ),
+        attention(),
+        table(
+            "batching",
+            "packing padding_free train_sampling_strategy",
+            ("packed", True),
+            ("grouped", False, False, "group_by_length"),
+            ("padded", False, False, "random"),
+            ("padding-free", False, True),
         ),
         *_SHARED,
         # TrlParser sets the variables after TRL's imports (trl 1.16 scripts/utils.py): in time unless one of

@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.export.mapping import Row, Spelling, TrainerFile, choices, of_key, value_at
+from autotune.export.mapping import Row, Spelling, TrainerFile, choices, of_key, table, value_at
+from autotune.export.trainer_rows import NOT_PREDICTED
 from autotune.space.knobs import KNOBS
 from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 
@@ -60,24 +61,22 @@ def _precisions(*, is_shared_out: bool) -> Row:
 
     FSDP2 and ZeRO keep float32 weights beside 16-bit products; else a checkpoint's stay as they are.
     """
-    ways = {
-        "bf16-mixed" if is_shared_out else "bf16-autocast": "bf16",
-        "fp16-mixed": "fp16",
-        "bf16-true": "no",
-        "fp8-autocast": "fp8",
-    }
-    more = {
-        "bf16-autocast" if is_shared_out else "bf16-mixed": "bf16",
-        "fp16-autocast": "fp16",
-        "tf32": "no",
-        "fp32": "no",
-        "fp8-mixed": "fp8",
-    }
-    return choices(
-        ("precision",),
-        *(Spelling(ours=(ours,), theirs={"mixed_precision": said}) for ours, said in ways.items()),
-        Spelling(ours=("bf16-true",), theirs={"mixed_precision": None}),
-        *(Spelling(ours=(ours,), theirs={"mixed_precision": said}) for ours, said in more.items()),
+    beside_16_bits, alone = "bf16-mixed", "bf16-autocast"
+    if not is_shared_out:
+        beside_16_bits, alone = alone, beside_16_bits
+    return table(
+        "precision",
+        "mixed_precision",
+        (beside_16_bits, "bf16"),
+        ("fp16-mixed", "fp16"),
+        ("bf16-true", "no"),
+        ("fp8-autocast", "fp8"),
+        ("bf16-true", None),
+        (alone, "bf16"),
+        ("fp16-autocast", "fp16"),
+        ("tf32", "no"),
+        ("fp32", "no"),
+        ("fp8-mixed", "fp8"),
     )
 
 
@@ -131,8 +130,8 @@ ACCELERATE = TrainerFile(
     refused={
         "use_cpu": "trains on no card",
         "num_machines": "shares the run among machines",
-        "parallelism_config": "shares the run among GPUs as no prediction does",
-        "megatron_lm_config": "shares the run among GPUs as no prediction does",
+        "parallelism_config": NOT_PREDICTED,
+        "megatron_lm_config": NOT_PREDICTED,
         "tpu_use_cluster": "trains on no card",
         f"{_FSDP}.fsdp_activation_checkpointing": "checkpoints beside TrainingArguments: say it there",
     },
@@ -184,11 +183,12 @@ def _deepspeed_rows(prefix: str = "") -> tuple[Row, ...]:
         ),
         of_key("micro_batch_size", f"{prefix}train_micro_batch_size_per_gpu"),
         of_key("gradient_accumulation_steps", f"{prefix}gradient_accumulation_steps"),
-        choices(
-            ("precision",),
-            Spelling(ours=("bf16-mixed",), theirs={bf16: True, fp16: False}),
-            Spelling(ours=("fp16-mixed",), theirs={bf16: False, fp16: True}),
-            Spelling(ours=("fp32",), theirs={bf16: False, fp16: False}),
+        table(
+            "precision",
+            f"{bf16} {fp16}",
+            ("bf16-mixed", True, False),
+            ("fp16-mixed", False, True),
+            ("fp32", False, False),
         ),
     )
 
@@ -200,8 +200,8 @@ DEEPSPEED = TrainerFile(
     has_own_names=True,
     defaults={},
     refused={
-        "pipeline": "shares the run among GPUs as no prediction does",
-        "tensor_parallel": "shares the run among GPUs as no prediction does",
+        "pipeline": NOT_PREDICTED,
+        "tensor_parallel": NOT_PREDICTED,
         "autotuning": "leaves the settings open",
     },
     unpredicted={

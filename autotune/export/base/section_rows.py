@@ -18,14 +18,15 @@ from autotune.export.mapping import (
     module_names,
     of_alpha,
     of_key,
+    table,
     targets_of,
 )
+from autotune.export.trainer_rows import LORA, quantized, targets_row
 from autotune.space.adapters import ADAPTERS
-from autotune.space.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
+from autotune.space.precisions import PRECISIONS
 
 ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
 """Prefixes of the sections' keys. RECIPE: the table of our own train.py."""
-_LORA = ("lora", "qlora")
 _16_BITS = ("bfloat16", "auto", None)
 _COMPUTE = f"{QUANTIZATION}bnb_4bit_compute_dtype"
 
@@ -47,37 +48,32 @@ def by_setting(target: TrainerFile) -> dict[str, Row]:
 
 def adapter_rows(method: str) -> list[Row]:
     row = ADAPTERS[method]
-    methods = _LORA if method in _LORA else (method,)
+    methods = LORA if method in LORA else (method,)
     rows = []
     if row.size in ("lora_rank", "num_virtual_tokens") and row.size_field != "token_indices":
         rows.append(of_key(row.size, f"{ADAPTER}{row.size_field}", methods=methods))
     if row.takes_targets:
         key = f"{ADAPTER}target_modules"
         rows.append(
-            Row(
-                ours=("lora_targets",),
-                keys=(key,),
-                say=lambda targets: {
+            targets_row(
+                (key,),
+                lambda targets: {
                     key: targets if targets == "all-linear" else module_names(targets)
                 },
-                hear=lambda said: _hear_targets(said[key]),
+                lambda said: _hear_targets(said[key]),
                 methods=methods,
             )
         )
     if row.peft_type == "LORA":
         keys = f"{ADAPTER}r", f"{ADAPTER}lora_alpha"
         rows.append(of_alpha(*keys, is_whole=False, methods=methods))
-        variants = {"plain": (False, False), "rslora": (False, True), "dora": (True, False)}
         rows.append(
-            choices(
-                ("lora_variant",),
-                *(
-                    Spelling(
-                        ours=(name,),
-                        theirs={f"{ADAPTER}use_dora": dora, f"{ADAPTER}use_rslora": rslora},
-                    )
-                    for name, (dora, rslora) in variants.items()
-                ),
+            table(
+                "lora_variant",
+                f"{ADAPTER}use_dora {ADAPTER}use_rslora",
+                ("plain", False, False),
+                ("rslora", False, True),
+                ("dora", True, False),
                 methods=methods,
             )
         )
@@ -93,31 +89,17 @@ def _hear_targets(names: object) -> str:
     return targets_of(names)
 
 
-def _codes() -> list[tuple[str, str, dict[str, Any]]]:
-    """Return (quantization, quantization_storage, BitsAndBytesConfig's keywords)."""
-    return [
-        ("int8", "uint8", {"load_in_8bit": True, "load_in_4bit": False}),
-        *(
-            (
-                row.name,
-                storage or "uint8",
-                {
-                    "load_in_8bit": False,
-                    "load_in_4bit": True,
-                    "bnb_4bit_quant_type": row.codes,
-                    "bnb_4bit_use_double_quant": row.double,
-                    "bnb_4bit_quant_storage": storage,
-                },
-            )
-            for row in QUANTIZATIONS.values()
-            if row.codes
-            for storage in (None, *QUANTIZATION_STORAGES)
-        ),
-    ]
-
-
 def quantization_row(**more: Any) -> Row:
     """Row of the quantisation. `more` are keys of the model's loader that belong to it."""
+    bases = quantized(
+        {"load_in_8bit": True, "load_in_4bit": False},
+        {"load_in_8bit": False, "load_in_4bit": True},
+        {
+            "codes": "bnb_4bit_quant_type",
+            "double": "bnb_4bit_use_double_quant",
+            "storage": "bnb_4bit_quant_storage",
+        },
+    )
     return choices(
         ("quantization", "quantization_storage"),
         *(
@@ -128,7 +110,7 @@ def quantization_row(**more: Any) -> Row:
                     **{key: keys[of] for key, of in more.items()},
                 },
             )
-            for name, storage, keys in _codes()
+            for name, storage, keys in bases
         ),
     )
 

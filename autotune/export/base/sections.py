@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.catalogue.attention import ATTENTIONS
 from autotune.export.base import unsloth
 from autotune.export.base.huggingface import SFT, TRAINING_ARGUMENTS
 from autotune.export.base.section_rows import (
@@ -29,12 +28,14 @@ from autotune.export.base.section_rows import (
     quantization_row,
     with_products,
 )
-from autotune.export.mapping import Row, Spelling, TrainerFile, choices, of_key, of_values, value_at
+from autotune.export.mapping import Row, Spelling, TrainerFile, of_key, of_values, table, value_at
+from autotune.export.trainer_rows import attention
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.config import PEFT_TASK_TYPES, TRAINERS, TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.lengths import BATCHINGS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 
 _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
@@ -137,8 +138,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         switches = list(of_trainer["precision"].choices)
         rows.append(with_products(switches, is_quantized=is_quantized))
     if shape.loads_by_name or {MODEL, RECIPE} & shape.sections:
-        key = f"{loading}attn_implementation"
-        rows.append(of_values("attention", key, {name: name for name in ATTENTIONS}))
+        rows.append(attention(f"{loading}attn_implementation"))
     if RECIPE not in shape.sections:
         fixed["trainer"] = "trl-sft" if shape.is_sft else "transformers"
     if shape.expandable_segments:
@@ -244,28 +244,13 @@ def _recipe_precision(*, is_quantized: bool) -> Row:
 def _recipe_rows() -> list[Row]:
     return [
         of_key("sequence_length", f"{RECIPE}sequence_length"),
-        choices(
-            ("batching",),
-            *(
-                Spelling(
-                    ours=(name,),
-                    theirs={
-                        f"{RECIPE}batching": name,
-                        "train_sampling_strategy": (
-                            "group_by_length" if name == "grouped" else "random"
-                        ),
-                    },
-                )
-                for name in BATCHINGS
-            ),
+        table(
+            "batching",
+            f"{RECIPE}batching train_sampling_strategy",
+            *((n, n, "group_by_length" if n == "grouped" else "random") for n in BATCHINGS),
         ),
         of_values("trainer", f"{RECIPE}trainer", {name: name for name in TRAINERS}),
-        Row(
-            ours=("parallelism",),
-            keys=(f"{RECIPE}parallelism",),
-            say=lambda name: {f"{RECIPE}parallelism": name},
-            hear=lambda said: said[f"{RECIPE}parallelism"],
-        ),
+        of_values("parallelism", f"{RECIPE}parallelism", {name: name for name in PARALLELISMS}),
         of_key("num_gpus", f"{RECIPE}num_processes"),
     ]
 

@@ -20,15 +20,14 @@ from autotune.export.mapping import (
     of_alpha,
     of_key,
     of_values,
+    table,
     value_at,
 )
 from autotune.export.torchtune import ATTENTION, FAMILIES, MLP, OPTIMIZERS, split_targets
+from autotune.export.trainer_rows import LORA, MOST_LAYERS, NOT_PREDICTED, targets_row
 
-_LORA = ("lora", "qlora")
 _BUILDER = "model._component_"
 _QUANTIZES = "model.quantize_base"
-_OFF, _ON = "enable_activation_checkpointing", "enable_activation_offloading"
-_MOST_LAYERS = 128
 
 
 def is_torchtune(content: Mapping[str, Any]) -> bool:
@@ -109,20 +108,13 @@ def _hear_targets(said: Mapping[str, Any]) -> str:
     return ",".join(names)
 
 
-_ADAPTED = choices(
-    ("method", "quantization"),
-    Spelling(ours=("lora", "none"), theirs={_QUANTIZES: False}),
-    Spelling(ours=("qlora", "nf4-double"), theirs={_QUANTIZES: True}),
+_ADAPTED = table(
+    "method quantization",
+    _QUANTIZES,
+    ("lora", "none", False),
+    ("qlora", "nf4-double", True),
     nearest={("qlora", "nf4"): ("qlora", "nf4-double")},
 )
-
-_KEYS_OF_OPTIMIZERS = {
-    name: {
-        "optimizer._component_": keys["_component_"],
-        "optimizer.fused": keys.get("fused"),
-    }
-    for name, keys in OPTIMIZERS.items()
-}
 
 TARGET = TrainerFile(
     name="torchtune",
@@ -134,49 +126,41 @@ TARGET = TrainerFile(
             Spelling(ours=("full", "none"), theirs={}),
             *_ADAPTED.choices,
         ),
-        of_key("lora_rank", "model.lora_rank", methods=_LORA),
-        of_alpha("model.lora_rank", "model.lora_alpha", is_whole=False, methods=_LORA),
-        Row(
-            ours=("lora_targets",),
-            keys=("model.lora_attn_modules", "model.apply_lora_to_mlp"),
-            say=_say_targets,
-            hear=_hear_targets,
+        of_key("lora_rank", "model.lora_rank", methods=LORA),
+        of_alpha("model.lora_rank", "model.lora_alpha", is_whole=False, methods=LORA),
+        targets_row(
+            ("model.lora_attn_modules", "model.apply_lora_to_mlp"),
+            _say_targets,
+            _hear_targets,
             can_say=lambda targets: split_targets(targets) is not None,
-            methods=_LORA,
         ),
-        of_values("lora_variant", "model.use_dora", {"plain": False, "dora": True}, methods=_LORA),
-        of_key("lora_dropout", "model.lora_dropout", off=0.0, methods=_LORA),
+        of_values("lora_variant", "model.use_dora", {"plain": False, "dora": True}, methods=LORA),
+        of_key("lora_dropout", "model.lora_dropout", off=0.0, methods=LORA),
         of_key("sequence_length", "tokenizer.max_seq_len"),
         of_key("micro_batch_size", "batch_size"),
         of_key("gradient_accumulation_steps"),
-        choices(
-            ("optimizer",),
-            *(Spelling(ours=(name,), theirs=keys) for name, keys in _KEYS_OF_OPTIMIZERS.items()),
-            Spelling(
-                ours=("paged_adamw_32bit",),
-                theirs={
-                    "optimizer._component_": "bitsandbytes.optim.PagedAdamW",
-                    "optimizer.fused": None,
-                },
-            ),
+        table(
+            "optimizer",
+            "optimizer._component_ optimizer.fused",
+            *((name, keys["_component_"], keys.get("fused")) for name, keys in OPTIMIZERS.items()),
+            ("paged_adamw_32bit", "bitsandbytes.optim.PagedAdamW", None),
         ),
-        choices(
-            ("precision",),
-            Spelling(ours=("bf16-true",), theirs={"dtype": "bf16"}),
-            Spelling(ours=("fp32",), theirs={"dtype": "fp32"}),
+        table(
+            "precision",
+            "dtype",
+            ("bf16-true", "bf16"),
+            ("fp32", "fp32"),
             nearest={("tf32",): ("fp32",), (): ("bf16-true",)},
         ),
-        choices(
-            ("activation_checkpointing", "activation_offloading"),
-            Spelling(ours=(0, False), theirs={_OFF: False, _ON: False, "ac_mode": None}),
-            Spelling(ours=(1, False), theirs={_OFF: True, _ON: False, "ac_mode": None}),
-            Spelling(ours=(1, True), theirs={_OFF: True, _ON: True, "ac_mode": None}),
+        table(
+            "activation_checkpointing activation_offloading",
+            "enable_activation_checkpointing enable_activation_offloading ac_mode ac_option",
+            (0, False, False, False, None),
+            (1, False, True, False, None),
+            (1, True, True, True, None),
             *(
-                Spelling(
-                    ours=(every, False),
-                    theirs={_OFF: False, _ON: False, "ac_mode": "selective", "ac_option": every},
-                )
-                for every in range(1, _MOST_LAYERS + 1)
+                (every, False, False, False, "selective", every)
+                for every in range(1, MOST_LAYERS + 1)
             ),
             nearest={(): (1, False)},
         ),
@@ -187,7 +171,7 @@ TARGET = TrainerFile(
     fixed={"trainer": "transformers"},
     refused={
         "optimizer_in_bwd": "steps in the backward pass, which is not predicted",
-        "tensor_parallel_dim": "shares the run among GPUs as no prediction does",
+        "tensor_parallel_dim": NOT_PREDICTED,
         "teacher_model": "distils from a second model",
         "policy_model": "trains by reinforcement",
         "ref_checkpointer": "trains with a second model",

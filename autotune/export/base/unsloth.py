@@ -6,11 +6,10 @@ models/llama.py.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from autotune.export.base.huggingface import SFT, TRAINING_ARGUMENTS
+from autotune.export.base.huggingface import TRAINING_ARGUMENTS
 from autotune.export.base.section_rows import (
     ADAPTER,
     MODEL,
@@ -21,7 +20,7 @@ from autotune.export.base.section_rows import (
     precision_row,
     quantization_row,
 )
-from autotune.export.mapping import Row, Spelling, TrainerFile, choices, of_key
+from autotune.export.mapping import Row, Spelling, TrainerFile, choices, of_key, table
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -47,43 +46,29 @@ def target_for(
         rows.append(quantization_row(**bits))
     else:
         # Without a BitsAndBytesConfig its 4 bits are NF4 with quantised scales.
-        ways = (("lora", "none"), ("qlora", "nf4-double"), ("qlora", "int8"))
         rows.append(
-            choices(
-                ("method", "quantization"),
-                *(
-                    Spelling(
-                        ours=way,
-                        theirs={
-                            f"{MODEL}load_in_4bit": way[1] == "nf4-double",
-                            f"{MODEL}load_in_8bit": way[1] == "int8",
-                        },
-                    )
-                    for way in ways
-                ),
+            table(
+                "method quantization",
+                " ".join(bits),
+                ("lora", "none", False, False),
+                ("qlora", "nf4-double", True, False),
+                ("qlora", "int8", False, True),
             )
         )
     if not is_full:
         rows += adapter_rows("lora")
-    of_sft, of_trainer = by_setting(SFT), by_setting(TRAINING_ARGUMENTS)
     own = ("precision", "batching", "activation_checkpointing", "liger", "torch_compile",
            "torch_compile_backend")  # fmt: skip
-    rows += [row for name, row in of_trainer.items() if name not in own]
-    packing = [
-        dataclasses.replace(
-            choice,
-            theirs={
-                key: value
-                for key, value in choice.theirs.items()
-                if key != "train_sampling_strategy"
-            },
-        )
-        for choice in of_sft["batching"].choices
-        if choice.ours != ("grouped",)
-    ]
+    rows += [row for name, row in by_setting(TRAINING_ARGUMENTS).items() if name not in own]
     rows += [
         of_key("sequence_length", f"{MODEL}max_seq_length"),
-        choices(("batching",), *packing),
+        table(
+            "batching",
+            "packing padding_free",
+            ("packed", True),
+            ("padded", False, False),
+            ("padding-free", False, True),
+        ),
         _unsloth_checkpointing(is_full=is_full),
         precision_row(f"{MODEL}dtype", is_quantized=has_config),
     ]
