@@ -7,8 +7,11 @@ counted by projections, so that families whose weights are fused in Transformers
 
 from __future__ import annotations
 
+import functools
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from autotune.export.carried import Unsaid, comments, heading, one_line, unsaid, words_of
 from autotune.space.adapters import lora_alpha
@@ -22,120 +25,24 @@ filename = "torchtune.yaml"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Family:
-    """Models that torchtune builds, by what follows the family's name in its builders."""
+    """Models that torchtune builds, as torchtune_models.toml has them."""
 
     folder: str
     """Folder of torchtune.models."""
     model_type: str
     """Type of the model for the checkpointer."""
     tokenizer: str
-    files: tuple[tuple[str, str], ...]
-    """Pairs of an argument of the tokenizer and a file in the model's folder."""
-    sizes: Mapping[str, str]
+    files: Mapping[str, str]
+    """File in the model's folder by the argument of the tokenizer."""
+    builders: Mapping[str, str]
     """Builder by the last part of a Hub id, in small letters."""
 
 
-_LLAMA3 = (("path", "original/tokenizer.model"),)
-_SENTENCEPIECE = (("path", "tokenizer.model"),)
-_QWEN = (("path", "vocab.json"), ("merges_file", "merges.txt"))
+@functools.cache
+def families() -> tuple[_Family, ...]:
+    text = Path(__file__).with_name("torchtune_models.toml").read_text(encoding="utf-8")
+    return tuple(_Family(**row) for row in tomllib.loads(text)["families"])
 
-FAMILIES = (
-    _Family(
-        folder="llama2",
-        model_type="LLAMA2",
-        tokenizer="llama2.llama2_tokenizer",
-        files=_SENTENCEPIECE,
-        sizes={f"llama-2-{size}-hf": f"llama2_{size}" for size in ("7b", "13b", "70b")}
-        | {f"llama-2-{size}-chat-hf": f"llama2_{size}" for size in ("7b", "13b", "70b")},
-    ),
-    _Family(
-        folder="llama3",
-        model_type="LLAMA3",
-        tokenizer="llama3.llama3_tokenizer",
-        files=_LLAMA3,
-        sizes={
-            f"meta-llama-3-{size}{kind}": f"llama3_{size}"
-            for size in ("8b", "70b")
-            for kind in ("", "-instruct")
-        },
-    ),
-    _Family(
-        folder="llama3_1",
-        model_type="LLAMA3",
-        tokenizer="llama3.llama3_tokenizer",
-        files=_LLAMA3,
-        sizes={
-            f"{prefix}llama-3.1-{size}{kind}": f"llama3_1_{size}"
-            for prefix in ("", "meta-")
-            for size in ("8b", "70b")
-            for kind in ("", "-instruct")
-        },
-    ),
-    _Family(
-        folder="llama3_2",
-        model_type="LLAMA3_2",
-        tokenizer="llama3.llama3_tokenizer",
-        files=_LLAMA3,
-        sizes={
-            f"llama-3.2-{size}{kind}": f"llama3_2_{size}"
-            for size in ("1b", "3b")
-            for kind in ("", "-instruct")
-        },
-    ),
-    _Family(
-        folder="mistral",
-        model_type="MISTRAL",
-        tokenizer="mistral.mistral_tokenizer",
-        files=_SENTENCEPIECE,
-        # Of a vocabulary of 32,000: v0.3 has another.
-        sizes={"mistral-7b-v0.1": "mistral_7b", "mistral-7b-instruct-v0.1": "mistral_7b"},
-    ),
-    _Family(
-        folder="gemma",
-        model_type="GEMMA",
-        tokenizer="gemma.gemma_tokenizer",
-        files=_SENTENCEPIECE,
-        sizes={"gemma-2b": "gemma_2b", "gemma-7b": "gemma_7b"},
-    ),
-    _Family(
-        folder="gemma2",
-        model_type="GEMMA2",
-        tokenizer="gemma.gemma_tokenizer",
-        files=_SENTENCEPIECE,
-        sizes={
-            f"gemma-2-{size}{kind}": f"gemma2_{size}"
-            for size in ("2b", "9b", "27b")
-            for kind in ("", "-it")
-        },
-    ),
-    _Family(
-        folder="qwen2",
-        model_type="QWEN2",
-        tokenizer="qwen2.qwen2_tokenizer",
-        files=_QWEN,
-        sizes={
-            f"qwen2-{size}{kind}": f"qwen2_{size.replace('.', '_')}"
-            for size in ("0.5b", "1.5b", "7b")
-            for kind in ("", "-instruct")
-        },
-    ),
-    _Family(
-        folder="qwen2_5",
-        model_type="QWEN2",
-        tokenizer="qwen2_5.qwen2_5_tokenizer",
-        files=_QWEN,
-        sizes={
-            f"qwen2.5-{size}{kind}": f"qwen2_5_{size.replace('.', '_')}"
-            for size in ("0.5b", "3b")
-            for kind in ("", "-instruct")
-        }
-        | {
-            f"qwen2.5-{size}{kind}": f"qwen2_5_{size.replace('.', '_')}{builder}"
-            for size in ("1.5b", "7b", "14b", "32b", "72b")
-            for kind, builder in (("", "_base"), ("-instruct", "_instruct"))
-        },
-    ),
-)
 
 OPTIMIZERS: dict[str, dict[str, object]] = {
     "adamw_torch": {"_component_": "torch.optim.AdamW"},
@@ -254,7 +161,7 @@ def _content(family: _Family, builder: str, config: TrainConfig) -> dict[str, ob
         "model": model,
         "tokenizer": {
             "_component_": f"{models}.{family.tokenizer}",
-            **{argument: f"./model/{file}" for argument, file in family.files},
+            **{argument: f"./model/{file}" for argument, file in family.files.items()},
             "max_seq_len": config.sequence_length,
         },
         "checkpointer": {
@@ -358,5 +265,5 @@ def _where(config: TrainConfig) -> str:
 
 def _find(workload: Workload) -> tuple[_Family, str] | None:
     last = workload.model.rpartition("/")[2].casefold()
-    found = ((family, family.sizes[last]) for family in FAMILIES if last in family.sizes)
+    found = ((each, each.builders[last]) for each in families() if last in each.builders)
     return next(found, None)

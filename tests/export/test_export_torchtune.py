@@ -59,7 +59,7 @@ QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4-double")
 SHARED = dataclasses.replace(
     FULL, num_gpus=2, parallelism="fsdp2-offload", activation_checkpointing=2
 )
-MODELS = sorted(name for family in torchtune.FAMILIES for name in family.sizes)
+MODELS = sorted(name for family in torchtune.families() for name in family.builders)
 
 
 def read(package: Path) -> dict[str, Any]:

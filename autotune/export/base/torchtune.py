@@ -23,7 +23,7 @@ from autotune.export.mapping import (
     table,
     value_at,
 )
-from autotune.export.torchtune import ATTENTION, FAMILIES, MLP, OPTIMIZERS, split_targets
+from autotune.export.torchtune import ATTENTION, MLP, OPTIMIZERS, families, split_targets
 from autotune.export.trainer_rows import LORA, MOST_LAYERS, NOT_PREDICTED, targets_row
 
 _BUILDER = "model._component_"
@@ -79,7 +79,7 @@ def model_of(content: Mapping[str, Any]) -> str | None:
     if parts[-1].startswith("qwen"):
         builder = parts[-1]
     builds = any(
-        family.folder in parts and family.sizes.get(last) == builder for family in FAMILIES
+        family.folder in parts and family.builders.get(last) == builder for family in families()
     )
     if not builds:
         return None
