@@ -15,6 +15,7 @@ from autotune.nightly import drift, relatives
 from autotune.nightly.digest import Digest, Done, interval, ordered, percent
 from autotune.nightly.history import Night
 from autotune.nightly.plan import Planned, Prepared
+from autotune.report.html import environment as templates
 from autotune.report.markdown import plain, table
 from autotune.report.words import printable
 from autotune.space.knobs import describe
@@ -147,15 +148,7 @@ _EXPLAINED = (
 
 def html(digest: Digest) -> str:
     """Return the text of digest.html."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=lambda value: printable(value) if type(value) is str else value,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates(printable, autoescape=True)
     environment.filters |= {
         "percent": percent,
         "interval": interval,

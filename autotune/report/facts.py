@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from autotune.common.units import figure_and_unit, format_bytes, format_count, format_seconds
 from autotune.records.answer import Answer
@@ -76,6 +77,27 @@ class ClassRow:
     tokens_per_second: float | None
     peak_device_bytes: int | None
     against_answer: str
+
+
+def of_page(data: ReportData) -> dict[str, Any]:
+    """Return what every format of a report shows, by its name in the templates."""
+    answer = data.stored.answer
+    return {
+        "study": data.stored.study,
+        "model": words.model_name(answer.workload.model),
+        "answer": answer,
+        "size": size_words(answer),
+        "answer_parts": config_parts(answer.best.config),
+        "base_title": sentence(answer.base_name),
+        "tiles": tiles(answer),
+        "bars": bars(data),
+        "budget_bytes": answer.workload.memory_budget_bytes,
+        "reasons": reasons(answer),
+        "path": path_rows(data),
+        "classes": class_rows(answer),
+        "provenance": provenance(data),
+        "num_trials": len(data.trials),
+    }
 
 
 def tiles(answer: Answer) -> tuple[Tile, ...]:

@@ -8,11 +8,11 @@ by their hashes, and lets nothing be fetched.
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import importlib.util
 import json
 import math
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from autotune.report.data import ReportData
 from autotune.space.config import TRADEOFF_CLASSES
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    import jinja2
 
 _FILES = resources.files("autotune.report")
 
@@ -33,12 +33,14 @@ def draw(data: ReportData) -> str:
     """Draw the report as one page."""
     from jinja2.utils import htmlsafe_json_dumps
 
-    scripts = [_own("page.js"), _plotly()]
-    answer, stored = data.stored.answer, data.stored
+    scripts = [own("page.js"), _plotly()]
+    budget_bytes = data.stored.answer.workload.memory_budget_bytes
     drawn = figures.all_figures(data)
-    return _template().render(
+    template = environment(words.printable, autoescape=True).from_string(own("page.html.j2"))
+    return template.render(
+        facts.of_page(data),
         policy=_policy(scripts),
-        css=_own("page.css"),
+        css=own("page.css"),
         scripts=scripts,
         data=htmlsafe_json_dumps(
             {"figures": drawn, "trials": _columns(data), "unit": figures.unit_of(data)[0]},
@@ -47,24 +49,8 @@ def draw(data: ReportData) -> str:
         ),
         figures=set(drawn),
         unit=figures.unit_of(data)[0],
-        study=stored.study,
-        model=words.model_name(answer.workload.model),
-        answer=answer,
-        size=facts.size_words(answer),
-        answer_parts=facts.config_parts(answer.best.config),
-        base_title=facts.sentence(answer.base_name),
-        tiles=facts.tiles(answer),
-        bars=facts.bars(data),
-        widest_bytes=max(
-            answer.workload.memory_budget_bytes, *(bar.total_bytes for bar in facts.bars(data))
-        ),
-        budget_bytes=answer.workload.memory_budget_bytes,
-        reasons=facts.reasons(answer),
-        settings=facts.settings(answer),
-        path=facts.path_rows(data),
-        classes=facts.class_rows(answer),
-        provenance=facts.provenance(data),
-        num_trials=len(data.trials),
+        widest_bytes=max(budget_bytes, *(bar.total_bytes for bar in facts.bars(data))),
+        settings=facts.settings(data.stored.answer),
         has_predictions=any(row.predicted_tokens_per_second is not None for row in data.trials),
         outcomes=sorted({row.outcome for row in data.trials}),
         tradeoffs=[
@@ -74,25 +60,20 @@ def draw(data: ReportData) -> str:
     )
 
 
-@functools.cache
-def _template() -> Template:
-    """The page to be filled in. Compiling it takes longer than filling it in."""
+def environment(finalize: Callable[[str], str], *, autoescape: bool) -> jinja2.Environment:
+    """Return what draws templates; `finalize` is done to each text, but not to Markup, which is ours."""
     import jinja2
 
-    environment = jinja2.Environment(
-        autoescape=True,
+    made = jinja2.Environment(
+        autoescape=autoescape,
         undefined=jinja2.StrictUndefined,
-        finalize=_finalized,
+        finalize=lambda value: finalize(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"size": format_bytes, "speed": lambda value: f"{value:,.0f}"}
-    return environment.from_string(_own("page.html.j2"))
-
-
-def _finalized(value: Any) -> Any:
-    """Put others' text on one line, before it is escaped; Markup, which is ours, stays as it is."""
-    return words.printable(value) if type(value) is str else value
+    made.filters["size"] = lambda size: "" if size is None else format_bytes(size)
+    made.filters["speed"] = lambda speed: "" if speed is None else f"{speed:,.0f}"
+    return made
 
 
 def _columns(data: ReportData) -> dict[str, Any]:
@@ -141,7 +122,8 @@ def _compact(value: Any, **options: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False, **options)
 
 
-def _own(name: str) -> str:
+def own(name: str) -> str:
+    """Return the text of a file of this folder."""
     return _FILES.joinpath(name).read_text(encoding="utf-8")
 
 
