@@ -6,6 +6,7 @@ The same as sft_config.yaml, but for the dtype of 4-bit weights' products, which
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from autotune.export.carried import Unsaid, heading, keywords
 from autotune.export.quantization_config import quantization_fields
@@ -21,41 +22,7 @@ __all__ = ["applies", "cannot_express", "filename", "lacks", "name", "write"]
 name = "sft-python"
 filename = "train_sft.py"
 
-_PROGRAM = """\
-# Run it with a file of JSON objects that have a "text": python train_sft.py FILE.jsonl
-# Yours to add: learning_rate, num_train_epochs.
-{environment}import sys
-from pathlib import Path
-
-from datasets import load_dataset
-{imports}
-model = {model}
-arguments = SFTConfig(
-{arguments})
-{adapter}
-{quantization}
-
-
-def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("Name the dataset: python train_sft.py FILE.jsonl")
-    if Path(model).is_file():
-        sys.exit(f"{{model}} has neither weights nor a tokenizer: name another model in this file.")
-    rows = load_dataset("json", data_files=sys.argv[1], split="train")
-    trainer = SFTTrainer(
-        model,
-        args=arguments,
-        train_dataset=rows,
-        peft_config=adapter,
-        quantization_config=quantization,
-    )
-    trainer.train()
-    trainer.save_model()
-
-
-if __name__ == "__main__":
-    main()
-"""
+_PROGRAM = Path(__file__).with_name("train_sft.py.template")
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
@@ -76,7 +43,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         quantization = f"quantization = BitsAndBytesConfig(\n{fields})"
     imports.append("from trl import SFTConfig, SFTTrainer\n")
     head = heading("A run of TRL's SFTTrainer", config, result["evidence"], cannot_express(config))
-    return head + _PROGRAM.format(
+    return head + _PROGRAM.read_text(encoding="utf-8").format(
         imports="".join(imports),
         environment=set_environment(config),
         model=ascii(model_reference(workload.model)),

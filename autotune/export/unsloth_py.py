@@ -8,6 +8,7 @@ attention, kernels and compilation by itself, and checkpoints by its own argumen
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from autotune.export.carried import Unsaid, heading, keywords, unsaid, words_of
 from autotune.export.quantization_config import quantization_fields
@@ -50,36 +51,7 @@ _CARRIED = (
     *LOADER_SETTINGS,
 )
 
-_PROGRAM = """\
-# Run it with a file of JSON objects that have a "text": python train_unsloth.py FILE.jsonl
-# Yours to add: learning_rate, num_train_epochs.
-import sys
-
-from unsloth import FastLanguageModel  # before trl, which it patches
-import torch
-from datasets import load_dataset
-{imports}from trl import SFTConfig, SFTTrainer
-
-
-def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("Name the dataset: python train_unsloth.py FILE.jsonl")
-    model, tokenizer = FastLanguageModel.from_pretrained(
-{model}    )
-{adapter}    trainer = SFTTrainer(
-        model=model,
-        processing_class=tokenizer,
-        args=SFTConfig(
-{arguments}        ),
-        train_dataset=load_dataset("json", data_files=sys.argv[1], split="train"),
-    )
-    trainer.train()
-    trainer.save_model()
-
-
-if __name__ == "__main__":
-    main()
-"""
+_PROGRAM = Path(__file__).with_name("train_unsloth.py.template")
 _ADAPTER = """\
     model = FastLanguageModel.get_peft_model(
         model,
@@ -104,7 +76,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     if config.method != "full":
         adapter = _ADAPTER.format(arguments=keywords(_adapter_arguments(config), indent=8))
     head = heading("A run of Unsloth", config, result["evidence"], cannot_express(config))
-    return head + _PROGRAM.format(
+    return head + _PROGRAM.read_text(encoding="utf-8").format(
         imports=imports,
         model=model,
         adapter=adapter,
