@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.common import json_records
 from autotune.common.units import format_bytes
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
@@ -25,12 +26,6 @@ class Figures:
 
     tokens_per_second: tuple[float | None, ...]
     peak_device_bytes: tuple[int | None, ...]
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "tokens_per_second": list(self.tokens_per_second),
-            "peak_device_bytes": list(self.peak_device_bytes),
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,15 +48,9 @@ class Comparison:
 
     def to_dict(self) -> dict[str, object]:
         """The object of `studies compare --json`."""
-        return {
-            "studies": list(self.studies),
-            "answers": list(self.answers),
-            "question": {name: list(values) for name, values in self.question.items()},
-            "settings": {name: list(values) for name, values in self.settings.items()},
-            "predicted": self.predicted.to_dict(),
-            "measured": {**self.measured.to_dict(), "device": list(self.measured_on)},
-            "versions": {name: list(values) for name, values in self.versions.items()},
-        }
+        values: dict[str, Any] = json_records.plain(self)
+        values["measured"]["device"] = values.pop("measured_on")
+        return values
 
 
 def compare(stored: Sequence[StoredAnswer]) -> Comparison:

@@ -6,7 +6,10 @@ The textbook: weights, gradients and optimizer moments, all in the precision of 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import format_count
@@ -35,7 +38,9 @@ class SumLine:
 
 def explain(estimate: Estimate) -> tuple[SumLine, ...]:
     """The lines of the sum, the total last; `peak_bytes` add up to peak_device_bytes."""
-    lines = [*_states(estimate), *_beyond(estimate)]
+    names = [field.name for field in dataclasses.fields(SumLine)]
+    rows = (*_states(estimate), *_beyond(estimate))
+    lines = [SumLine(**dict(zip(names, row, strict=True))) for row in rows]
     total = SumLine(
         name="total",
         formula="",
@@ -48,51 +53,37 @@ def explain(estimate: Estimate) -> tuple[SumLine, ...]:
     return (*lines, total)
 
 
-def _states(estimate: Estimate) -> list[SumLine]:
+def _states(estimate: Estimate) -> Iterator[tuple[Any, ...]]:
+    """Yield the fields of a line of each state."""
     config, parts, state = estimate.config, estimate.breakdown, estimate.state
     trainable = estimate.parameters.trainable
     frozen = estimate.parameters.total - trainable
     bits = 8 * DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
     base_bits = QUANTIZATIONS[config.quantization].bits if config.quantization != "none" else bits
     moments = OPTIMIZERS[config.optimizer].moments
-    if config.method == "full":
-        weights, weights_formula = trainable * bits // 8, _product(trainable, bits)
-    else:
+    each, taught = _product(trainable, bits), trainable * bits // 8
+    weights, formula = taught, each
+    if config.method != "full":
         weights = (frozen * base_bits + trainable * bits) // 8
-        weights_formula = f"{_product(frozen, base_bits)} + {_product(trainable, bits)}"
-    moments_bytes = moments * trainable * bits // 8
-    return [
-        SumLine(
-            name="weights",
-            formula=weights_formula,
-            textbook_bytes=weights,
-            state_bytes=state.parameters_bytes,
-            peak_bytes=parts.parameters_bytes,
-            why=_why_weights(estimate, weights),
-        ),
-        SumLine(
-            name="gradients",
-            formula=_product(trainable, bits),
-            textbook_bytes=trainable * bits // 8,
-            state_bytes=state.gradients_bytes,
-            peak_bytes=parts.gradients_bytes,
-            why=_why_gradients(estimate, trainable * bits // 8),
-        ),
-        SumLine(
-            name="optimizer",
-            formula=f"{moments} x {_product(trainable, bits)}" if moments else "no moments",
-            textbook_bytes=moments_bytes,
-            state_bytes=state.optimizer_state_bytes,
-            peak_bytes=parts.optimizer_state_bytes,
-            why=_why_optimizer(estimate, moments_bytes),
-        ),
-    ]
+        formula = f"{_product(frozen, base_bits)} + {each}"
+    why = _why_weights(estimate, weights)
+    yield "weights", formula, weights, state.parameters_bytes, parts.parameters_bytes, why
+    why = _why_gradients(estimate, taught)
+    yield "gradients", each, taught, state.gradients_bytes, parts.gradients_bytes, why
+    formula = f"{moments} x {each}" if moments else "no moments"
+    taught = moments * trainable * bits // 8
+    why, kept_bytes = _why_optimizer(estimate, taught), state.optimizer_state_bytes
+    yield "optimizer", formula, taught, kept_bytes, parts.optimizer_state_bytes, why
 
 
-def _beyond(estimate: Estimate) -> list[SumLine]:
+def _beyond(estimate: Estimate) -> Iterator[tuple[Any, ...]]:
+    """Yield the fields of a line of each part that the textbook does not have."""
     parts = estimate.breakdown
-    paged = estimate.state.optimizer_state_managed_bytes
-    rows = [
+    cached_bytes = estimate.peak_reserved_bytes - estimate.peak_allocated_bytes
+    outside = "CUDA context and kernels"
+    if estimate.state.optimizer_state_managed_bytes:
+        outside += ", and paged state that finds room"
+    for name, size_bytes, why in (
         ("activations", parts.activations_bytes, "kept for the backward pass"),
         ("logits", parts.logits_bytes, "as wide as the vocabulary, in float32 for the loss"),
         ("temporaries", parts.temporaries_bytes, "of the operation at the peak"),
@@ -100,26 +91,12 @@ def _beyond(estimate: Estimate) -> list[SumLine]:
         ("rounding", parts.rounding_bytes, "the allocator's blocks are larger than the tensors"),
         (
             "cached",
-            estimate.peak_reserved_bytes - estimate.peak_allocated_bytes,
+            cached_bytes,
             "reserved by the allocator, in no tensor: gaps and blocks kept for reuse",
         ),
-        (
-            "outside",
-            estimate.nontorch_bytes,
-            "CUDA context and kernels" + (", and paged state that finds room" if paged else ""),
-        ),
-    ]
-    return [
-        SumLine(
-            name=name,
-            formula="",
-            textbook_bytes=None,
-            state_bytes=None,
-            peak_bytes=size_bytes,
-            why=why,
-        )
-        for name, size_bytes, why in rows
-    ]
+        ("outside", estimate.nontorch_bytes, outside),
+    ):
+        yield name, "", None, None, size_bytes, why
 
 
 def _product(count: int, bits: int) -> str:

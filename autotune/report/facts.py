@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.common.units import figure_and_unit, format_bytes, format_count, format_seconds
+from autotune.common.units import figure_and_unit, format_bytes, format_seconds
 from autotune.records.answer import Answer
 from autotune.records.charts import Step
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import Measurement
 from autotune.report import words
 from autotune.report.data import ReportData
 from autotune.report.words import printable
@@ -86,7 +89,7 @@ def of_page(data: ReportData) -> dict[str, Any]:
         "study": data.stored.study,
         "model": words.model_name(answer.workload.model),
         "answer": answer,
-        "size": size_words(answer),
+        "size": words.model_size(answer.best),
         "answer_parts": config_parts(answer.best.config),
         "base_title": sentence(answer.base_name),
         "tiles": tiles(answer),
@@ -186,39 +189,14 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def size_words(answer: Answer) -> str:
-    """The model's size, such as `1.54 B parameters`; an adapter's are not counted."""
-    best = answer.best
-    count = best.parameters
-    of_adapter = 0 if best.config.method == "full" else count.trainable
-    return f"{format_count(count.total - of_adapter)} parameters"
-
-
 def bars(data: ReportData) -> tuple[Bar, ...]:
     """Bars of the answer's peak and the base's."""
     answer, details = data.stored.answer, data.stored.details
-    best, found = answer.best, answer.measured
-    drawn = [
-        Bar(
-            label="The answer",
-            config=printable(describe(best.config)),
-            parts=tuple(words.memory_parts(best)),
-            total_bytes=best.peak_device_bytes,
-            measured_bytes=None if found is None else found.final.peak_device_bytes,
-        )
-    ]
+    found = answer.measured
+    drawn = [_bar("The answer", answer.best, None if found is None else found.final)]
     label = sentence(answer.base_name)
     if answer.baseline is not None:
-        baseline = None if found is None else found.baseline
-        drawn.append(
-            Bar(
-                label=label,
-                config=printable(describe(answer.baseline.config)),
-                parts=tuple(words.memory_parts(answer.baseline)),
-                total_bytes=answer.baseline.peak_device_bytes,
-                measured_bytes=None if baseline is None else baseline.peak_device_bytes,
-            )
-        )
+        drawn.append(_bar(label, answer.baseline, None if found is None else found.baseline))
     elif details is not None and details.base is not None and details.path:
         base, total_bytes = details.base, details.path[0].peak_device_bytes
         alive = {name: row[base.peak_point] for name, row in base.bytes_by_category.items()}
@@ -240,6 +218,16 @@ def bars(data: ReportData) -> tuple[Bar, ...]:
             )
         )
     return tuple(drawn)
+
+
+def _bar(label: str, estimate: Estimate, measured: Measurement | None) -> Bar:
+    return Bar(
+        label=label,
+        config=printable(describe(estimate.config)),
+        parts=tuple(words.memory_parts(estimate)),
+        total_bytes=estimate.peak_device_bytes,
+        measured_bytes=None if measured is None else measured.peak_device_bytes,
+    )
 
 
 def settings(answer: Answer) -> list[tuple[str, str, str]]:
@@ -266,21 +254,18 @@ def path_rows(data: ReportData) -> tuple[PathRow, ...]:
     answer, details = data.stored.answer, data.stored.details
     if details is None:
         return ()
-    rows = []
-    before: Step | None = None
-    for step in details.path:
-        rows.append(
-            PathRow(
-                change=answer.base_name if before is None else _change_words(step),
-                tokens_per_second=step.tokens_per_second,
-                previous_tokens_per_second=None if before is None else before.tokens_per_second,
-                peak_device_bytes=step.peak_device_bytes,
-                previous_peak_device_bytes=None if before is None else before.peak_device_bytes,
-                fits=step.peak_device_bytes <= answer.workload.memory_budget_bytes,
-            )
+    return tuple(
+        PathRow(
+            change=answer.base_name if before is None else _change_words(step),
+            tokens_per_second=step.tokens_per_second,
+            previous_tokens_per_second=None if before is None else before.tokens_per_second,
+            peak_device_bytes=step.peak_device_bytes,
+            previous_peak_device_bytes=None if before is None else before.peak_device_bytes,
+            fits=step.peak_device_bytes <= answer.workload.memory_budget_bytes,
         )
-        before = step
-    return tuple(rows)
+        for before, step in itertools.pairwise((None, *details.path))
+        if step is not None
+    )
 
 
 def _change_words(step: Step) -> str:

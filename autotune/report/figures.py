@@ -60,28 +60,17 @@ def all_figures(data: ReportData) -> dict[str, Figure]:
         if row.predicted_tokens_per_second is not None and row.outcome == "ok"
     ]
     if compared:
-        figures["compared-speed"] = _predicted_against_measured(
-            "speed",
-            ("tokens/s", 1),
-            compared,
-            [
-                each
-                for row in map(data.trials.__getitem__, compared)
-                for each in (row.predicted_tokens_per_second, row.tokens_per_second)
-                if each is not None
-            ],
-        )
-        figures["compared-memory"] = _predicted_against_measured(
-            "memory",
-            unit_of(data),
-            compared,
-            [
-                each / unit_of(data)[1]
-                for row in map(data.trials.__getitem__, compared)
-                for each in (row.predicted_peak_device_bytes, row.peak_device_bytes)
-                if each is not None
-            ],
-        )
+        for name, figure, unit in (
+            ("speed", "tokens_per_second", ("tokens/s", 1)),
+            ("memory", "peak_device_bytes", unit_of(data)),
+        ):
+            seen = [
+                value / unit[1]
+                for index in compared
+                for kind in ("predicted_", "")
+                if (value := getattr(data.trials[index], kind + figure)) is not None
+            ]
+            figures[f"compared-{name}"] = _predicted_against_measured(name, unit, compared, seen)
     return figures
 
 
@@ -89,18 +78,17 @@ def memory_over_step(timeline: Timeline, budget_bytes: int, top_bytes: int, unit
     """Draw memory over a step: stacked areas by category, and the budget as a line."""
     name_of_unit, unit_bytes = unit
     points = list(range(timeline.num_points))
-    traces: list[Figure] = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": name,
-            "x": points,
-            "y": [round(value / unit_bytes, 4) for value in timeline.bytes_by_category[category]],
-            "stackgroup": "one",
-            "line": {"width": 0.5, "color": color},
-            "fillcolor": color,
-            "hovertemplate": f"%{{y:.2f}} {name_of_unit}",
-        }
+    traces = [
+        _trace(
+            "lines",
+            name,
+            points,
+            [round(value / unit_bytes, 4) for value in timeline.bytes_by_category[category]],
+            stackgroup="one",
+            line={"width": 0.5, "color": color},
+            fillcolor=color,
+            hovertemplate=f"%{{y:.2f}} {name_of_unit}",
+        )
         for category, name, color in _STACK
         if any(timeline.bytes_by_category[category])
     ]
@@ -135,17 +123,16 @@ def speed_against_memory(data: ReportData) -> Figure:
     traces: list[Figure] = []
     if details is not None and details.priced:
         traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "priced only: memory at least",
-                "x": [round(num_bytes / unit_bytes, 3) for _, num_bytes in details.priced],
-                "y": [speed for speed, _ in details.priced],
-                "marker": {"size": 4, "color": "--muted", "opacity": 0.35},
-                "hoverinfo": "skip",
+            _trace(
+                "markers",
+                "priced only: memory at least",
+                [round(num_bytes / unit_bytes, 3) for _, num_bytes in details.priced],
+                [speed for speed, _ in details.priced],
+                marker={"size": 4, "color": "--muted", "opacity": 0.35},
+                hoverinfo="skip",
                 # Predictions of another speed than what was measured would take all the room.
-                "visible": True if answer.measured is None else "legendonly",
-            }
+                visible=True if answer.measured is None else "legendonly",
+            )
         )
     groups = (
         # name, marker, which
@@ -182,20 +169,9 @@ def speed_against_memory(data: ReportData) -> Figure:
         ]
         frontier.sort(key=lambda index: data.trials[index].peak_device_bytes or 0)
         if len(frontier) > 1:
-            traces.append(
-                {
-                    **_points(f"frontier, {evidence}", frontier, {}, unit),
-                    "mode": "lines",
-                    "line": {
-                        "shape": "hv",
-                        "width": 1.4,
-                        "dash": dash,
-                        "color": f"--{evidence}",
-                    },
-                    "hoverinfo": "skip",
-                    "hovertemplate": None,
-                }
-            )
+            line = {"shape": "hv", "width": 1.4, "dash": dash, "color": f"--{evidence}"}
+            own = {"mode": "lines", "line": line, "hoverinfo": "skip", "hovertemplate": None}
+            traces.append(_points(f"frontier, {evidence}", frontier, {}, unit) | own)
     traces += _landmarks(data, unit)
     return {
         "data": traces,
@@ -228,20 +204,19 @@ def _landmarks(data: ReportData, unit: Unit) -> list[Figure]:
         ),
     ]
     return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": f"{name}, {answer.evidence}",
-            "x": [round(mark.peak_device_bytes / unit[1], 4)],
-            "y": [round(mark.tokens_per_second, 1)],
-            "marker": {
+        _trace(
+            "markers",
+            f"{name}, {answer.evidence}",
+            [round(mark.peak_device_bytes / unit[1], 4)],
+            [round(mark.tokens_per_second, 1)],
+            marker={
                 "symbol": symbol,
                 "size": size,
                 "color": color,
                 "line": {"width": 1.2, "color": "--surface"},
             },
-            "hovertemplate": f"%{{y:,.0f}} tokens/s, %{{x:.2f}} {unit[0]}",
-        }
+            hovertemplate=f"%{{y:,.0f}} tokens/s, %{{x:.2f}} {unit[0]}",
+        )
         for name, mark, symbol, color, size in marks
         if mark is not None
         and mark.tokens_per_second is not None
@@ -258,15 +233,14 @@ def _predicted_against_measured(
     """
     margin = 0.06 * (max(values) - min(values)) or 0.05 * max(values)
     low, high = min(values) - margin, max(values) + margin
-    diagonal = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "predicted = measured",
-        "x": [low, high],
-        "y": [low, high],
-        "line": {"width": 1, "dash": "dash", "color": "--muted"},
-        "hoverinfo": "skip",
-    }
+    diagonal = _trace(
+        "lines",
+        "predicted = measured",
+        [low, high],
+        [low, high],
+        line={"width": 1, "dash": "dash", "color": "--muted"},
+        hoverinfo="skip",
+    )
     marker = {"symbol": "circle", "size": 8, "color": "--measured"}
     points = _points("trials", rows, marker, unit) | {"x": f"predicted-{column}", "y": column}
     points["hovertemplate"] = "measured %{y:,.4~g}, predicted %{x:,.4~g}<br>%{text}<extra></extra>"
@@ -290,40 +264,29 @@ def _drawable(data: ReportData, wanted: Callable[[TrialRow], bool]) -> list[int]
 
 
 def _points(name: str, rows: list[int], marker: Figure, unit: Unit) -> Figure:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": html.escape(name),
-        "rows": rows,
-        "x": "memory",
-        "y": "speed",
-        "marker": marker,
-        "hovertemplate": f"%{{y:,.0f}} tokens/s, %{{x:.2f}} {unit[0]}<br>%{{text}}<extra></extra>",
-    }
+    hover = f"%{{y:,.0f}} tokens/s, %{{x:.2f}} {unit[0]}<br>%{{text}}<extra></extra>"
+    return _trace(
+        "markers", html.escape(name), "memory", "speed", rows, marker=marker, hovertemplate=hover
+    )
+
+
+def _trace(
+    mode: str, name: str, x: Any, y: Any, rows: list[int] | None = None, **more: Any
+) -> Figure:
+    of_trials = {} if rows is None else {"rows": rows}
+    return {"type": "scatter", "mode": mode, "name": name, **of_trials, "x": x, "y": y, **more}
 
 
 def _vertical(x: float, color: str, dash: str = "solid") -> Figure:
-    return {
-        "type": "line",
-        "x0": x,
-        "x1": x,
-        "y0": 0,
-        "y1": 1,
-        "yref": "paper",
-        "line": {"width": 1.4, "color": color, "dash": dash},
-    }
+    return _line({"x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}, color, dash)
 
 
 def _horizontal(y: float) -> Figure:
-    return {
-        "type": "line",
-        "x0": 0,
-        "x1": 1,
-        "xref": "paper",
-        "y0": y,
-        "y1": y,
-        "line": {"width": 1.4, "color": "--budget", "dash": "dash"},
-    }
+    return _line({"x0": 0, "x1": 1, "xref": "paper", "y0": y, "y1": y}, "--budget", "dash")
+
+
+def _line(place: Figure, color: str, dash: str) -> Figure:
+    return {"type": "line", **place, "line": {"width": 1.4, "color": color, "dash": dash}}
 
 
 def _budget_label(budget_bytes: int, unit: Unit, **place: Any) -> Figure:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
 from autotune.catalogue.gpus import Gpu
-from autotune.common.units import GIB, format_bytes, format_count, format_seconds, unit_for
+from autotune.common.units import GIB, format_bytes, format_seconds, unit_for
 from autotune.export.references import model_reference
 from autotune.records.answer import Answer, Measured
 from autotune.records.estimate import Estimate
@@ -325,16 +325,8 @@ def _print_header(
     if measured is not None:
         device = printable(measured.final.fingerprint.device)
         evidence = (f"MEASURED on {device}.", "bold green")
-
-    count = estimate.parameters
-    of_adapter = 0 if estimate.config.method == "full" else count.trainable
-    console.print(
-        Text.assemble(
-            (words.model_name(model), "bold"),
-            f", {format_count(count.total - of_adapter)} parameters. ",
-            evidence,
-        )
-    )
+    size = f", {words.model_size(estimate)}. "
+    console.print(Text.assemble((words.model_name(model), "bold"), size, evidence))
 
 
 def _print_rows(console: Console, rows: Iterable[Row]) -> None:

@@ -37,6 +37,13 @@ def model_name(name: str) -> str:
     return printable(name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}...")
 
 
+def model_size(estimate: Estimate) -> str:
+    """The model's size, such as `1.54 B parameters`; an adapter's are not counted."""
+    count = estimate.parameters
+    of_adapter = 0 if estimate.config.method == "full" else count.trainable
+    return f"{format_count(count.total - of_adapter)} parameters"
+
+
 def exact_size(size_bytes: int) -> str:
     """The size as it may have been typed and as everything else is printed: `12 GB = 11.18 GiB`."""
     name, unit_bytes = unit_for(size_bytes)

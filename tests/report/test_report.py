@@ -24,7 +24,7 @@ from autotune.probe.tell_optuna import tell
 from autotune.records.answer import Answer, stored_record
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
-from autotune.report import data, facts, files, markdown
+from autotune.report import data, facts, files, markdown, words
 from autotune.report import html as page
 from autotune.report.data import ReportData
 from autotune.space.config import TrainConfig
@@ -226,10 +226,10 @@ def test_a_setting_with_commas_in_it_is_one_part() -> None:
 
 def test_the_size_of_a_model_leaves_its_adapter_out() -> None:
     """1.55 billion with the adapter's 50 million, 1.5 without."""
-    assert facts.size_words(answer_of()) == "1.50 B parameters"
+    assert words.model_size(answer_of().best) == "1.50 B parameters"
     adapted = answers.estimate(answers.ADAPTER)
     assert adapted.parameters.total == 1_550_000_000
-    assert facts.size_words(answer_of(best=adapted)) == "1.50 B parameters"
+    assert words.model_size(answer_of(best=adapted).best) == "1.50 B parameters"
 
 
 def test_the_parts_of_a_bar_add_up_to_its_total() -> None:
