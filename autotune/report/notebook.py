@@ -10,6 +10,7 @@ from html import escape
 
 from autotune.common.units import format_bytes
 from autotune.records.answer import Answer
+from autotune.report import html as pages
 from autotune.report import words
 from autotune.space.knobs import describe
 
@@ -42,41 +43,22 @@ def html(answer: Answer, notes: Iterable[str] = ()) -> str:
         rows.append(("predicted", f"{words.speed(best)}; {words.against_baseline(answer)}"))
         rows.append(("", words.step(best)))
     rows += [("note", text) for text in notes]
-    body = "".join(
-        f"<tr><th>{escape(label)}</th><td>{_cell(text)}</td></tr>" for label, text in rows
-    )
-    evidence = "MEASURED" if found is not None else "PREDICTED, not measured"
-    return (
-        '<div class="autotune"><style>.autotune th,.autotune td{text-align:left;vertical-align:top}'
-        f"</style><table><caption><b>autotune: {evidence}</b></caption>{body}"
-        f"<tr><th>memory</th><td>{_bar(answer)}</td></tr></table></div>"
-    )
-
-
-def _cell(text: str) -> str:
-    return escape(words.printable(text.replace(words.GLUE, " ")))
-
-
-def _bar(answer: Answer) -> str:
-    """A bar of the memory at the predicted peak, each part as wide as its share of the budget."""
-    best, budget_bytes = answer.best, answer.workload.memory_budget_bytes
+    budget_bytes = answer.workload.memory_budget_bytes
     scale_bytes = max(budget_bytes, best.peak_device_bytes)
     parts = [
-        (name, size_bytes, colour)
+        (name, size_bytes, f"{100 * size_bytes / scale_bytes:.2f}", colour)
         for (name, size_bytes), colour in zip(words.memory_parts(best), _COLOURS, strict=True)
         if size_bytes
     ]
-    segments = "".join(
-        f'<span title="{escape(name)} {format_bytes(size_bytes)}" style="display:inline-block;'
-        f'height:1em;background:{colour};width:{100 * size_bytes / scale_bytes:.2f}%"></span>'
-        for name, size_bytes, colour in parts
+    template = pages.environment(_escaped, autoescape=False)
+    return template.from_string(pages.own("notebook.html.j2")).render(
+        evidence="MEASURED" if found is not None else "PREDICTED, not measured",
+        rows=rows,
+        parts=parts,
+        peak=format_bytes(best.peak_device_bytes),
+        budget=words.exact_size(budget_bytes),
     )
-    legend = ", ".join(
-        f'<span style="color:{colour}">&#9632;</span> {escape(name)} {format_bytes(size_bytes)}'
-        for name, size_bytes, colour in parts
-    )
-    return (
-        f'<div style="border:1px solid gray;width:30em;font-size:1em;line-height:0">{segments}</div>'
-        f"<small>predicted {format_bytes(best.peak_device_bytes)} of "
-        f"{_cell(words.exact_size(budget_bytes))}: {legend}</small>"
-    )
+
+
+def _escaped(text: str) -> str:
+    return escape(words.printable(text.replace(words.GLUE, " ")))
