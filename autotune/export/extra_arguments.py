@@ -18,39 +18,22 @@ MAX_LENGTH = 20_000
 
 _PLAIN_TYPES = {"str", "int", "float", "bool", "None", "list", "dict"}
 
-DECIDED: dict[str, str] = {
-    "accelerator_config": "parallelism",
-    "activation_checkpointing": "activation_checkpointing",
-    "activation_checkpointing_kwargs": "activation_checkpointing",
-    "auto_find_batch_size": "micro_batch_size",
-    "bf16": "precision",
-    "ddp_broadcast_buffers": "parallelism",
-    "ddp_bucket_cap_mb": "parallelism",
-    "ddp_find_unused_parameters": "parallelism",
-    "ddp_static_graph": "parallelism",
-    "deepspeed": "parallelism",
-    "fp16": "precision",
-    "fsdp": "parallelism",
-    "fsdp_config": "parallelism",
+_DECIDED_BY = {
+    "parallelism": "accelerator_config ddp_broadcast_buffers ddp_bucket_cap_mb "
+    "ddp_find_unused_parameters ddp_static_graph deepspeed fsdp fsdp_config parallelism_config",
+    "activation_checkpointing": "activation_checkpointing activation_checkpointing_kwargs "
+    "gradient_checkpointing gradient_checkpointing_kwargs",
+    "micro_batch_size": "auto_find_batch_size per_device_train_batch_size",
+    "precision": "bf16 fp16 tf32",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing",
-    "group_by_length": "batching",
-    "liger_kernel_config": "liger",
+    "batching": "group_by_length train_sampling_strategy",
+    "liger": "liger_kernel_config use_liger_kernel",
     "neftune_noise_alpha": "neftune_noise_alpha",
-    "optim": "optimizer",
-    "optim_args": "optimizer",
-    "optim_target_modules": "optimizer",
-    "parallelism_config": "parallelism",
-    "per_device_train_batch_size": "micro_batch_size",
-    "tf32": "precision",
-    "torch_compile": "torch_compile",
-    "torch_compile_backend": "torch_compile",
-    "torch_compile_mode": "torch_compile",
+    "optimizer": "optim optim_args optim_target_modules",
+    "torch_compile": "torch_compile torch_compile_backend torch_compile_mode",
     "torch_empty_cache_steps": "torch_empty_cache_steps",
-    "train_sampling_strategy": "batching",
-    "use_liger_kernel": "liger",
 }
+DECIDED = {name: setting for setting, names in _DECIDED_BY.items() for name in names.split()}
 """Field of TrainConfig that decides a field of TrainingArguments."""
 
 CHANGES_STEP: dict[str, str] = {

@@ -117,10 +117,11 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         rows.append(quantization_row())
     of_sft, of_trainer = by_setting(SFT), by_setting(TRAINING_ARGUMENTS)
     if "arguments" in shape.sections:
-        own = [row for name, row in of_trainer.items() if name not in ("precision", "batching")]
+        other = {"precision", "batching", *(["parallelism"] if RECIPE in shape.sections else [])}
+        own = [row for name, row in of_trainer.items() if name not in other]
         if shape.keeps_checkpointing:
             own = [_switched_on(row) for row in own]
-        rows += own if RECIPE not in shape.sections else _without_parallelism(own)
+        rows += own
         rows += _recipe_rows() if RECIPE in shape.sections else ()
         if shape.is_sft:
             rows += [of_sft["sequence_length"], of_sft["batching"]]
@@ -148,7 +149,11 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         source="transformers 5.23",
         rows=tuple(rows),
         defaults=_defaults(shape, fixed.get("method", method), loading),
-        model_key=_model_key(shape),
+        model_key=(
+            f"{ADAPTER}base_model_name_or_path"
+            if ADAPTER in shape.sections and shape.is_part
+            else f"{MODEL}name"
+        ),
         fixed=fixed,
         follows=_follows if RECIPE in shape.sections else None,
         elsewhere=_elsewhere(shape, rows, fixed) if shape.is_part else (),
@@ -158,7 +163,14 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             "max_seq_length": "max_length",
         },
         flags=TRAINING_ARGUMENTS.flags,
-        refused={**_refused(shape), **_REFUSED},
+        refused={
+            **{
+                key: why
+                for key, why in TRAINING_ARGUMENTS.refused.items()
+                if RECIPE not in shape.sections or key == "auto_find_batch_size"
+            },
+            **_REFUSED,
+        },
         unpredicted=UNPREDICTED,
         caveats=TRAINING_ARGUMENTS.caveats if shape.sections == {"arguments"} else (),
     )
@@ -171,27 +183,11 @@ _REFUSED = {
 }
 
 
-def _refused(shape: Shape) -> dict[str, str]:
-    if RECIPE not in shape.sections:
-        return dict(TRAINING_ARGUMENTS.refused)
-    return {"auto_find_batch_size": TRAINING_ARGUMENTS.refused["auto_find_batch_size"]}
-
-
-def _model_key(shape: Shape) -> str:
-    if ADAPTER in shape.sections and shape.is_part:
-        return f"{ADAPTER}base_model_name_or_path"
-    return f"{MODEL}name"
-
-
 def _switched_on(row: Row) -> Row:
     """Return the row without the choices that switch checkpointing off."""
     if row.ours[0] != "activation_checkpointing":
         return row
     return dataclasses.replace(row, choices=tuple(c for c in row.choices if c.ours[0]))
-
-
-def _without_parallelism(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row.ours != ("parallelism",)]
 
 
 def _elsewhere(shape: Shape, rows: Iterable[Row], fixed: Mapping[str, Any]) -> tuple[str, ...]:
