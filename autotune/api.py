@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from autotune import export
 from autotune.catalogue import models
 from autotune.errors import ConfigError, nearest
-from autotune.export import Exporter
+from autotune.export.exporter import Exporter
 from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
 from autotune.records.question import Question

@@ -15,7 +15,7 @@ from autotune.cli.output import say
 from autotune.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from autotune.export import Exporter
+    from autotune.export.exporter import Exporter
     from autotune.store.stored_answers import StoredAnswer
 
 EVERY = "all"

@@ -1,9 +1,8 @@
 """Files that other programs load: one module per file, all of them in EXPORTERS.
 
-An exporter is a module with `name`, `filename` and `write`. It turns the answer into text and
-touches no disk; `export_files` writes all of them or none. Values reach a Python file only as
-literals (`ascii`, the escapes included) and other files only through their format's own library,
-so that a model's name cannot become code.
+An Exporter turns the answer into text and touches no disk; `export_files` writes all of them or
+none. Values reach a Python file only as literals (`ascii`, the escapes included) and other files
+only through their format's own library, so that a model's name cannot become code.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from autotune.common import files
 from autotune.errors import ConfigError
@@ -31,58 +29,31 @@ from autotune.export import (
     train_py,
     train_sft_py,
     training_args,
-    training_args_py,
-    training_args_yaml,
     unsloth_py,
 )
 from autotune.export.carried import Unsaid
+from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe
 
-
-class Exporter(Protocol):
-    """A writer of a TrainConfig as another program's file.
-
-    Four functions are optional. `applies(config)`: whether there is such a file for it.
-    `lacks(workload)`: why there is none for that model or task, empty where there is.
-    `cannot_express(config)`: each setting that the file does not carry, and
-    `has_no_words_for(workload)` of the user's extra arguments; they are comments at its top, where it
-    can have some. A file about one `part` alone says which, and one that can have the names of a named
-    version (targets) of which `libraries`.
-    """
-
-    @property
-    def name(self) -> str:
-        """The value of `--format` that names it."""
-
-    @property
-    def filename(self) -> str: ...
-
-    def write(
-        self, *, workload: Workload, config: TrainConfig, result: Mapping[str, object]
-    ) -> str:
-        """The whole content of the file; `result` is the object of `find --json`."""
-
-
-EXPORTERS: tuple[Exporter, ...] = (train_py, training_args, train_config, result_json)
+EXPORTERS = (
+    train_py.EXPORTER, training_args.EXPORTERS[0], train_config.EXPORTER, result_json.EXPORTER
+)  # fmt: skip
 """Exporters of the files that every answer has, in the folder that was named."""
 
-BESIDE = (accelerate_config, deepspeed_json)
+BESIDE = (accelerate_config.EXPORTER, deepspeed_json.EXPORTER)
 """Exporters of the files that `accelerate launch` needs there as well, where GPUs share a run."""
 
-FURTHER: tuple[Exporter, ...] = (
-    training_args_yaml,
-    training_args_py,
-    sft_config,
-    train_sft_py,
-    adapter_config,
-    quantization_config,
-    axolotl,
-    llama_factory,
-    torchtune,
-    unsloth_py,
-    model_card,
-)
+FURTHER = (
+    *training_args.EXPORTERS[1:],
+    *(
+        module.EXPORTER
+        for module in (
+            sft_config, train_sft_py, adapter_config, quantization_config, axolotl, llama_factory,
+            torchtune, unsloth_py, model_card,
+        )
+    ),
+)  # fmt: skip
 """Exporters of the files in FURTHER_FOLDER, which keeps the others in sight."""
 FURTHER_FOLDER = "exports"
 
@@ -97,11 +68,9 @@ def exporters_for(config: TrainConfig, workload: Workload) -> tuple[Exporter, ..
 
 def why_not(exporter: Exporter, workload: Workload, config: TrainConfig) -> str:
     """Return why there is no such file for this answer; empty where there is one."""
-    lacks = getattr(exporter, "lacks", None)
-    if lacks is not None and (reason := lacks(workload)):
-        return str(reason)
-    applies = getattr(exporter, "applies", None)
-    if applies is not None and not applies(config):
+    if reason := exporter.lacks(workload):
+        return reason
+    if not exporter.applies(config):
         return f"It cannot express this configuration: {describe(config)}"
     return ""
 
@@ -110,21 +79,21 @@ def check_targets(exporters: Sequence[Exporter], chosen: Sequence[targets.Target
     """Check that these versions can be named for these files. Raises ConfigError."""
     if not chosen:
         return
-    can = ", ".join(each.name for each in ALL.values() if _libraries(each))
+    can = ", ".join(each.name for each in ALL.values() if each.libraries)
     for exporter in exporters:
-        if not _libraries(exporter):
+        if not exporter.libraries:
             raise ConfigError(
                 f"The format {exporter.name} cannot have names of another version",
                 remedy=f"Leave --target out, or name formats of these: {can}",
             )
-        for library in set(_libraries(exporter)) - {target.library for target in chosen}:
+        for library in set(exporter.libraries) - {target.library for target in chosen}:
             if importlib.util.find_spec(library) is None:
                 raise ConfigError(
                     f"The format {exporter.name} has names of {library} too, which is not installed",
                     remedy=f"Name its version too: --target {library}=={targets.newest(library)}",
                 )
     for target in chosen:
-        if not any(target.library in _libraries(exporter) for exporter in exporters):
+        if not any(target.library in exporter.libraries for exporter in exporters):
             names = ", ".join(exporter.name for exporter in exporters)
             raise ConfigError(
                 f"--target {target.library}=={target.version} has no effect on {names}",
@@ -132,18 +101,9 @@ def check_targets(exporters: Sequence[Exporter], chosen: Sequence[targets.Target
             )
 
 
-def _libraries(exporter: Exporter) -> tuple[str, ...]:
-    return tuple(getattr(exporter, "libraries", ()))
-
-
 def unsaid(exporter: Exporter, workload: Workload, config: TrainConfig) -> tuple[Unsaid, ...]:
     """Each setting, of the user's extra ones too, that the exporter's file does not carry."""
-    cannot_express = getattr(exporter, "cannot_express", None)
-    has_no_words_for = getattr(exporter, "has_no_words_for", None)
-    return (
-        *(() if cannot_express is None else cannot_express(config)),
-        *(() if has_no_words_for is None else has_no_words_for(workload)),
-    )
+    return (*exporter.cannot_express(config), *exporter.has_no_words_for(workload))
 
 
 def unsaid_lines(
@@ -160,7 +120,7 @@ def unsaid_lines(
     parts: dict[str, list[str]] = {}
     losses: dict[str, list[str]] = {}
     for exporter in exporters:
-        part = "" if in_full else getattr(exporter, "part", "")
+        part = "" if in_full else exporter.part
         words = "; ".join(map(str, unsaid(exporter, workload, config)))
         if part:
             parts.setdefault(part, []).append(exporter.filename)
@@ -179,7 +139,7 @@ def unsaid_names(
     """Return settings that some files do not carry, and which files, but for those about one part alone."""
     files: dict[str, list[str]] = {}
     for exporter in exporters:
-        if not getattr(exporter, "part", ""):
+        if not exporter.part:
             settings = {each.setting for each in unsaid(exporter, workload, config)}
             for setting in sorted(settings):
                 files.setdefault(setting, []).append(exporter.filename)

@@ -11,13 +11,10 @@ from collections.abc import Mapping
 
 from autotune.export import deepspeed_json
 from autotune.export.carried import Unsaid, heading, unsaid, words_of
+from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
-
-name = "accelerate"
-filename = "accelerate_config.yaml"
-part = "how processes share the run"
 
 
 def applies(config: TrainConfig) -> bool:
@@ -91,3 +88,13 @@ def _content(config: TrainConfig) -> dict[str, object]:
             "fsdp_activation_checkpointing": False,
         }
     return content
+
+
+EXPORTER = Exporter(
+    name="accelerate",
+    filename="accelerate_config.yaml",
+    write=write,
+    applies=applies,
+    cannot_express=cannot_express,
+    part="how processes share the run",
+)

@@ -10,18 +10,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from autotune.export import installed
-from autotune.export.carried import Unsaid, unsaid
+from autotune.export.carried import OF_LORA, Unsaid, unsaid
+from autotune.export.exporter import Exporter
 from autotune.export.references import model_reference
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
 
-name = "peft"
-filename = "adapter_config.json"
-part = "the adapter"
-
-_CARRIED = (
-    "method", "lora_rank", "lora_targets", "lora_variant", "lora_alpha_ratio", "lora_dropout", "peft",
-)  # fmt: skip
+_CARRIED = ("method", *OF_LORA, "peft")
 
 
 def applies(config: TrainConfig) -> bool:
@@ -74,3 +69,13 @@ def _lora_fields(config: TrainConfig) -> Collection[str] | None:
     shared = installed.fields("peft", "config.py", "PeftConfig")
     mixin = installed.fields("peft", "config.py", "PeftConfigMixin")
     return None if own is None else {*own, *(shared or ()), *(mixin or ())}
+
+
+EXPORTER = Exporter(
+    name="peft",
+    filename="adapter_config.json",
+    write=write,
+    applies=applies,
+    cannot_express=cannot_express,
+    part="the adapter",
+)

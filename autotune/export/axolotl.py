@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.export.carried import Unsaid
 from autotune.export.mapping import (
     Row,
     Spelling,
@@ -22,8 +21,7 @@ from autotune.export.mapping import (
     table,
     targets_of,
 )
-from autotune.export.mapping_write import keys_of, says_method, unsaid
-from autotune.export.text import as_yaml
+from autotune.export.text import exporter_of
 from autotune.export.trainer_rows import (
     COMPILE_BACKEND,
     FP8_IS_OURS,
@@ -31,17 +29,13 @@ from autotune.export.trainer_rows import (
     NOT_FROM_FILES,
     NOT_PREDICTED,
     PARALLELISM,
-    REENTRANT,
     attention,
     lora_rows,
     method_row,
     targets_row,
 )
-from autotune.space.config import COMPILE_MODES, LOADER_SETTINGS, TrainConfig, Workload
+from autotune.space.config import COMPILE_MODES, LOADER_SETTINGS
 from autotune.space.optimizers import OPTIMIZERS
-
-name = "axolotl"
-filename = "axolotl.yaml"
 
 _DOUBLE = "bnb_config_kwargs.bnb_4bit_use_double_quant"
 _CODES = "bnb_config_kwargs.bnb_4bit_quant_type"
@@ -139,7 +133,7 @@ TARGET = TrainerFile(
             (0, False, False, False),
             (1, False, True, False),
             (1, True, True, "hidden_states"),
-            beside=REENTRANT,
+            beside={"gradient_checkpointing_kwargs.use_reentrant": False},
             nearest={(): (1, False)},
         ),
         attention(),
@@ -239,18 +233,12 @@ TARGET = TrainerFile(
     },
     has_own_names=True,
     arguments={
-        "adam_beta1": "adam_beta1",
-        "adam_beta2": "adam_beta2",
-        "adam_epsilon": "adam_epsilon",
-        **{name: name for name in LOADER_SETTINGS},
-        "learning_rate": "learning_rate",
-        "lr_scheduler": "lr_scheduler_type",
-        "max_grad_norm": "max_grad_norm",
-        "max_steps": "max_steps",
-        "num_epochs": "num_train_epochs",
-        "seed": "seed",
-        "warmup_steps": "warmup_steps",
-        "weight_decay": "weight_decay",
+        name: {"lr_scheduler": "lr_scheduler_type", "num_epochs": "num_train_epochs"}.get(name, name)
+        for name in (
+            "adam_beta1", "adam_beta2", "adam_epsilon", *LOADER_SETTINGS, "learning_rate",
+            "lr_scheduler", "max_grad_norm", "max_steps", "num_epochs", "seed", "warmup_steps",
+            "weight_decay",
+        )
     },
     caveats=(
         (
@@ -275,16 +263,4 @@ _YOURS = {
 """Values for the user to fill in, where no base has said them."""
 
 
-def applies(config: TrainConfig) -> bool:
-    return says_method(TARGET, config.method)
-
-
-def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
-    """Return words for each setting that the file does not carry."""
-    return unsaid(TARGET, config)
-
-
-def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """Return a YAML file for `axolotl train`; the data and the learning rate in it are to be filled in."""
-    keys = {"base_model": workload.model, **keys_of(TARGET, config)}
-    return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])
+EXPORTER = exporter_of(TARGET, filename="axolotl.yaml", yours=_YOURS)

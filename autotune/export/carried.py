@@ -10,6 +10,10 @@ from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS, METHOD_WORDS, describe
 
+QUANTIZED = ("quantization", "quantization_storage")
+OF_LORA = ("lora_rank", "lora_targets", "lora_variant", "lora_alpha_ratio", "lora_dropout")
+"""Settings that say a LoRA adapter, beside the method."""
+
 _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 
 _WORDS: dict[str, Callable[[TrainConfig], str]] = {

@@ -11,12 +11,11 @@ import json
 from collections.abc import Mapping
 
 from autotune.export.carried import Unsaid, unsaid
+from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 
-name = "deepspeed"
 filename = "deepspeed.json"
-part = "ZeRO"
 
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 
@@ -63,3 +62,13 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         "zero_optimization": zero,
     }
     return json.dumps(content, indent=2) + "\n"
+
+
+EXPORTER = Exporter(
+    name="deepspeed",
+    filename=filename,
+    write=write,
+    applies=applies,
+    cannot_express=cannot_express,
+    part="ZeRO",
+)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.export.carried import Unsaid
 from autotune.export.mapping import (
     TrainerFile,
     module_names,
@@ -21,8 +20,7 @@ from autotune.export.mapping import (
     table,
     targets_of,
 )
-from autotune.export.mapping_write import keys_of, says_method, unsaid
-from autotune.export.text import as_yaml
+from autotune.export.text import exporter_of
 from autotune.export.trainer_rows import (
     COMPILE_BACKEND,
     COMPILE_MODE,
@@ -36,10 +34,7 @@ from autotune.export.trainer_rows import (
     method_row,
     targets_row,
 )
-from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
-
-name = "llama-factory"
-filename = "llama_factory.yaml"
+from autotune.space.config import LOADER_SETTINGS
 
 
 def _say_targets(targets: str) -> dict[str, Any]:
@@ -207,16 +202,4 @@ _YOURS = {
 """Values for the user to fill in, where no base has said them: a name of data/dataset_info.json, ..."""
 
 
-def applies(config: TrainConfig) -> bool:
-    return says_method(TARGET, config.method)
-
-
-def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
-    """Return words for each setting that the file does not carry."""
-    return unsaid(TARGET, config)
-
-
-def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-    """Return a YAML file for `llamafactory-cli train`; the data and the learning rate are to be filled in."""
-    keys = {"model_name_or_path": workload.model, **keys_of(TARGET, config)}
-    return as_yaml(TARGET, config, keys, _YOURS, extra=workload.extra, evidence=result["evidence"])
+EXPORTER = exporter_of(TARGET, filename="llama_factory.yaml", yours=_YOURS)

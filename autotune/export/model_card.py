@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.common.units import format_bytes
-from autotune.export.carried import Unsaid, one_line, settings
+from autotune.export.carried import one_line, settings
+from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe
-
-name = "model-card"
-filename = "model_card.md"
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
@@ -29,10 +27,6 @@ Chosen by autotune as the fastest that fits a memory budget ({_cell(evidence)}):
 | setting | value |
 |---|---|
 {table}"""
-
-
-def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:  # noqa: ARG001
-    return ()
 
 
 def _figures(result: Mapping[str, Any]) -> dict[str, str]:
@@ -53,3 +47,6 @@ def _figures(result: Mapping[str, Any]) -> dict[str, str]:
 def _cell(value: object) -> str:
     """Return text that is neither Markdown nor HTML, on one line."""
     return re.sub(r"([\\`*_{}\[\]()#+!|<>&~$])", r"\\\1", one_line(str(value)))
+
+
+EXPORTER = Exporter(name="model-card", filename="model_card.md", write=write)

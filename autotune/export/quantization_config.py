@@ -7,12 +7,9 @@ from collections.abc import Mapping
 
 from autotune.export import installed
 from autotune.export.carried import Unsaid, unsaid
+from autotune.export.exporter import Exporter
 from autotune.space.config import CLASSIFIER_HEADS, TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
-
-name = "bitsandbytes"
-filename = "quantization_config.json"
-part = "the quantisation"
 
 
 def applies(config: TrainConfig) -> bool:
@@ -60,3 +57,13 @@ def quantization_fields(config: TrainConfig, task: str = "causal-lm") -> dict[st
 
 def _fields() -> Mapping[str, str] | None:
     return installed.fields("transformers", "utils/quantization_config.py", "BitsAndBytesConfig")
+
+
+EXPORTER = Exporter(
+    name="bitsandbytes",
+    filename="quantization_config.json",
+    write=write,
+    applies=applies,
+    cannot_express=cannot_express,
+    part="the quantisation",
+)

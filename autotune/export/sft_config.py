@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from autotune.export import installed, targets
-from autotune.export.carried import Unsaid, comments, heading, unsaid
+from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, comments, heading, unsaid
+from autotune.export.exporter import Exporter
 from autotune.export.references import model_reference
 from autotune.export.training_args import CARRIED as OF_TRAINING_ARGUMENTS
 from autotune.export.training_args import (
@@ -25,27 +26,14 @@ from autotune.space.adapters import peft_fields, whole_alpha
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
-name = "sft"
-filename = "sft_config.yaml"
-libraries = ("transformers", "trl")
+LIBRARIES = ("transformers", "trl")
 
 NONE: Mapping[str, object] = MappingProxyType({})
 
 CARRIED = (
-    *OF_TRAINING_ARGUMENTS,
-    "method",
-    "sequence_length",
-    "precision",
-    "attention",
-    "batching",
-    "lora_rank",
-    "lora_targets",
-    "lora_variant",
-    "lora_alpha_ratio",
-    "lora_dropout",
-    "quantization",
-    "quantization_storage",
-)
+    *OF_TRAINING_ARGUMENTS, *OF_LORA, *QUANTIZED, "method", "sequence_length", "precision",
+    "attention", "batching",
+)  # fmt: skip
 
 
 def applies(config: TrainConfig) -> bool:
@@ -70,7 +58,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         **{key: value for key, value in model.items() if of_model is None or key in of_model},
         **{key: fields[key] for key in fields if known is None or key in known},
     }
-    what = f"trl sft --config{targets.said(*libraries)}"
+    what = f"trl sft --config{targets.said(*LIBRARIES)}"
     lost = (*cannot_express(config), *has_no_words_for(workload))
     head = heading(what, config, result["evidence"], lost)
     yours = comments(["Yours to add: dataset_name, learning_rate, num_train_epochs."])
@@ -191,3 +179,15 @@ def _named_model_fields() -> Collection[str] | None:
         return None
     prefix = "ModelConfig."
     return {name.removeprefix(prefix) for name in target.names if name.startswith(prefix)}
+
+
+EXPORTER = Exporter(
+    name="sft",
+    filename="sft_config.yaml",
+    write=write,
+    applies=applies,
+    lacks=lacks,
+    cannot_express=cannot_express,
+    has_no_words_for=has_no_words_for,
+    libraries=LIBRARIES,
+)

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.export.exporter import Exporter
 from autotune.export.mapping import TrainerFile
-from autotune.export.mapping_write import unsaid
-from autotune.space.config import TrainConfig
+from autotune.export.mapping_write import keys_of, says_method, unsaid
+from autotune.space.config import TrainConfig, Workload
+
+
+def exporter_of(target: TrainerFile, *, filename: str, yours: Mapping[str, Any]) -> Exporter:
+    """Return the exporter of a trainer's file; `yours` are values for the user to fill in."""
+
+    def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+        keys = {target.model_key: workload.model, **keys_of(target, config)}
+        return as_yaml(
+            target, config, keys, yours, extra=workload.extra, evidence=result["evidence"]
+        )
+
+    return Exporter(
+        name=target.name.casefold(),
+        filename=filename,
+        write=write,
+        applies=lambda config: says_method(target, config.method),
+        cannot_express=functools.partial(unsaid, target),
+    )
 
 
 def as_yaml(

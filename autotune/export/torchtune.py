@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.export.carried import Unsaid, comments, heading, one_line, unsaid, words_of
+from autotune.export.exporter import Exporter
 from autotune.space.adapters import lora_alpha
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
-
-name = "torchtune"
-filename = "torchtune.yaml"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,3 +265,14 @@ def _find(workload: Workload) -> tuple[_Family, str] | None:
     last = workload.model.rpartition("/")[2].casefold()
     found = ((each, each.builders[last]) for each in families() if last in each.builders)
     return next(found, None)
+
+
+EXPORTER = Exporter(
+    name="torchtune",
+    filename="torchtune.yaml",
+    write=write,
+    applies=applies,
+    lacks=lacks,
+    cannot_express=cannot_express,
+    has_no_words_for=has_no_words_for,
+)

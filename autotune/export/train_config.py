@@ -12,11 +12,11 @@ from autotune.common import user_text
 from autotune.common.files import Disk, Files
 from autotune.common.units import MIB
 from autotune.errors import ConfigError, nearest
+from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import read_extra_arguments
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 
-name = "train-config"
 filename = "train_config.yaml"
 
 VERSION = 1
@@ -158,3 +158,6 @@ def _unknown(values: dict[Any, Any], known: Collection[str], prefix: str) -> lis
         for key in values
         if key not in known
     ]
+
+
+EXPORTER = Exporter(name="train-config", filename=filename, write=write)

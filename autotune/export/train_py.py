@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS
-
-name = "train"
-filename = "train.py"
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
 _OPENING = "RECIPE: dict[str, Any] = {"
@@ -65,3 +63,6 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         # The newest names; the program translates them where it runs.
         "training_arguments": training_arguments(config, extra=workload.extra),
     }
+
+
+EXPORTER = Exporter(name="train", filename="train.py", write=write)

@@ -9,18 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autotune.export.carried import Unsaid, heading, keywords
+from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.sft_config import applies, lacks, sft_arguments, sft_fields, unsaid_by_trl
-from autotune.export.training_args_py import set_environment
+from autotune.export.training_args import set_environment
 from autotune.space.adapters import peft_fields
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS
-
-__all__ = ["applies", "cannot_express", "filename", "lacks", "name", "write"]
-
-name = "sft-python"
-filename = "train_sft.py"
 
 _PROGRAM = Path(__file__).with_name("train_sft.py.template")
 
@@ -61,3 +57,13 @@ def lora_arguments(config: TrainConfig) -> dict[str, object]:
     """Return keyword arguments of LoraConfig for a causal language model."""
     fields = {key: value for key, value in peft_fields(config).items() if key != "peft_type"}
     return {"task_type": "CAUSAL_LM", **fields}
+
+
+EXPORTER = Exporter(
+    name="sft-python",
+    filename="train_sft.py",
+    write=write,
+    applies=applies,
+    lacks=lacks,
+    cannot_express=cannot_express,
+)

@@ -18,7 +18,6 @@ MOST_LAYERS = 128
 NOT_FROM_FILES = "shares the run among GPUs, which is not read from files: give --num-gpus instead"
 NOT_PREDICTED = "shares the run among GPUs as no prediction does"
 FP8_IS_OURS = "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)"
-REENTRANT = {"gradient_checkpointing_kwargs.use_reentrant": False}
 
 COMPILE_MODE = table(
     "torch_compile",
@@ -78,29 +77,27 @@ def lora_rows(
     return (
         of_key("lora_rank", rank, methods=LORA),
         targets,
-        table(
-            "lora_variant",
-            variant,
-            ("plain", False, False),
-            ("rslora", False, True),
-            ("dora", True, False),
-            methods=LORA,
-        ),
+        variant_row(variant),
         of_key("lora_dropout", off=dropout_off, methods=LORA),
         of_alpha(rank, is_twice=is_twice, methods=LORA),
     )
+
+
+def variant_row(keys: str, methods: tuple[str, ...] = LORA) -> Row:
+    """Return the row of the variant; `keys` are the switches of DoRA and of rsLoRA."""
+    plain, rslora, dora = ("plain", False, False), ("rslora", False, True), ("dora", True, False)
+    return table("lora_variant", keys, plain, rslora, dora, methods=methods)
 
 
 def targets_row(
     keys: tuple[str, ...],
     say: Callable[[str], Mapping[str, Any]],
     hear: Callable[[Mapping[str, Any]], str],
+    methods: tuple[str, ...] = LORA,
     **more: Any,
 ) -> Row:
     """Return the row of the modules that have adapters."""
-    return Row(
-        **{"ours": ("lora_targets",), "methods": LORA, **more}, keys=keys, say=say, hear=hear
-    )
+    return Row(ours=("lora_targets",), keys=keys, say=say, hear=hear, methods=methods, **more)
 
 
 def quantized(

@@ -1,4 +1,4 @@
-"""training_args.json: keyword arguments of `transformers.TrainingArguments`.
+"""Keyword arguments of `transformers.TrainingArguments`: as JSON, as YAML and as Python.
 
 Holds what autotune decides, and what the user has set beside it (extra_arguments): learning rate,
 epochs and logging stay the user's.
@@ -7,13 +7,15 @@ The names are those of the installed version, or of one that is named (targets).
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from autotune.export import installed, targets
-from autotune.export.carried import Unsaid, heading, unsaid
+from autotune.export.carried import Unsaid, heading, keywords, unsaid
+from autotune.export.exporter import Exporter
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
@@ -21,14 +23,12 @@ from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 
-name = "training-args"
-filename = "training_args.json"
-part = "Trainer's arguments"
-libraries = ("transformers",)
+LIBRARIES = ("transformers",)
 
 OUTPUT_FOLDER = "output"
 """Value of `output_dir` until the user names another."""
 
+_IN_ENVIRONMENT = ("expandable_segments",)
 _USERS = ("output_dir", "max_grad_norm", "per_device_eval_batch_size")
 """Arguments written out in the files, and never changed in arguments that somebody has."""
 _OFF: dict[str, object] = {
@@ -70,6 +70,24 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     return json.dumps(known_arguments(workload, config), indent=2) + "\n"
 
 
+def _write_yaml(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """Return a YAML document for HfArgumentParser's parse_yaml_file, opened by what is not in it."""
+    import yaml
+
+    arguments = known_arguments(workload, config)
+    return _head(workload, config, result) + yaml.safe_dump(arguments, sort_keys=False)
+
+
+def _write_python(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """Return a Python module that makes `arguments`. Every value in it is an ASCII literal."""
+    head = _head(workload, config, result, _IN_ENVIRONMENT)
+    return f"""{head}{set_environment(config)}from transformers import TrainingArguments
+
+arguments = TrainingArguments(
+{keywords(known_arguments(workload, config))})
+"""
+
+
 def cannot_express(config: TrainConfig, carried: Collection[str] = ()) -> tuple[Unsaid, ...]:
     """Return words for the model, the adapter and the data, which are not TrainingArguments'.
 
@@ -92,14 +110,14 @@ def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
     return installed.unknown(workload.extra, installed_fields(), "transformers")
 
 
-def head_of(
+def _head(
     workload: Workload,
     config: TrainConfig,
     result: Mapping[str, object],
     carried: Collection[str] = (),
 ) -> str:
     """Return the opening of the arguments as Python or YAML: what they are, and what is not in them."""
-    what = f"transformers.TrainingArguments{targets.said(*libraries)}"
+    what = f"transformers.TrainingArguments{targets.said(*LIBRARIES)}"
     lost = (*cannot_express(config, carried), *has_no_words_for(workload))
     return heading(what, config, result["evidence"], lost)
 
@@ -223,6 +241,18 @@ _FP8_VARIABLES = {
 }
 
 
+def set_environment(config: TrainConfig) -> str:
+    """Return the opening of a program that sets what no argument can; empty where nothing is to be set.
+
+    Before all imports: some use CUDA, and torch's allocator reads its settings then.
+    """
+    variables = environment(config)
+    if not variables:
+        return ""
+    entries = "".join(f"    {key!a}: {value!a},\n" for key, value in variables.items())
+    return f"import os\n\n# Before what follows is imported.\nos.environ |= {{\n{entries}}}\n\n"
+
+
 def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:
     """Return what arguments that somebody has must say to be this configuration: off included, no more.
 
@@ -256,3 +286,21 @@ def installed_fields() -> Mapping[str, str] | None:
     if target is not None:
         return target.fields
     return installed.fields("transformers", "training_args.py", "TrainingArguments")
+
+
+EXPORTERS = tuple(
+    Exporter(
+        name=name,
+        filename=filename,
+        write=writer,
+        cannot_express=functools.partial(cannot_express, carried=carried),
+        has_no_words_for=has_no_words_for,
+        part="Trainer's arguments",
+        libraries=LIBRARIES,
+    )
+    for name, filename, writer, carried in (
+        ("training-args", "training_args.json", write, ()),
+        ("training-args-yaml", "training_args.yaml", _write_yaml, ()),
+        ("training-args-python", "training_args.py", _write_python, _IN_ENVIRONMENT),
+    )
+)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from autotune.export.carried import Unsaid, heading, keywords, unsaid, words_of
+from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, heading, keywords, unsaid, words_of
+from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.sft_config import lacks
@@ -18,11 +19,6 @@ from autotune.export.training_args import training_arguments
 from autotune.space.adapters import peft_fields
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
-
-__all__ = ["applies", "cannot_express", "filename", "lacks", "name", "write"]
-
-name = "unsloth"
-filename = "train_unsloth.py"
 
 _NOT_SFT_CONFIGS = (
     "activation_checkpointing", "activation_checkpointing_kwargs", "tf32", "accelerator_config",
@@ -32,24 +28,10 @@ _NOT_SFT_CONFIGS = (
 """Arguments that are Unsloth's own to decide, or have other names in the versions it takes."""
 
 _CARRIED = (
-    "method",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "sequence_length",
-    "optimizer",
-    "activation_checkpointing",
-    "activation_offloading",
-    "lora_rank",
-    "lora_targets",
-    "lora_variant",
-    "lora_alpha_ratio",
-    "lora_dropout",
-    "quantization",
-    "quantization_storage",
-    "torch_empty_cache_steps",
-    "neftune_noise_alpha",
-    *LOADER_SETTINGS,
-)
+    "method", "micro_batch_size", "gradient_accumulation_steps", "sequence_length", "optimizer",
+    "activation_checkpointing", "activation_offloading", "torch_empty_cache_steps",
+    "neftune_noise_alpha", *OF_LORA, *QUANTIZED, *LOADER_SETTINGS,
+)  # fmt: skip
 
 _PROGRAM = Path(__file__).with_name("train_unsloth.py.template")
 _ADAPTER = """\
@@ -136,3 +118,13 @@ def _sft_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]
         "packing_strategy": "wrapped",
         "padding_free": config.batching == "padding-free",
     }
+
+
+EXPORTER = Exporter(
+    name="unsloth",
+    filename="train_unsloth.py",
+    write=write,
+    applies=applies,
+    lacks=lacks,
+    cannot_express=cannot_express,
+)

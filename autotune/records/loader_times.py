@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.common import json_records
 from autotune.space.config import TrainConfig
 
 MAX_WAIT = 0.02
@@ -76,12 +77,10 @@ class LoaderTimes:
         )
 
     def to_dict(self) -> dict[str, object]:
-        chosen = self.chosen
         return {
-            "micro_step_seconds": self.micro_step_seconds,
-            "times": [dataclasses.asdict(time) for time in self.times],
-            "chosen": dataclasses.asdict(chosen),
-            "keeps_up": chosen.keeps_up(self.micro_step_seconds),
+            **json_records.plain(self),
+            "chosen": json_records.plain(self.chosen),
+            "keeps_up": self.chosen.keeps_up(self.micro_step_seconds),
         }
 
 

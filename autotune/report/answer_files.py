@@ -13,9 +13,10 @@ from autotune import export
 from autotune.common.files import read_text
 from autotune.common.units import MIB
 from autotune.errors import ConfigError
-from autotune.export import Exporter, result_json
+from autotune.export import result_json
 from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun
+from autotune.export.exporter import Exporter
 from autotune.records.answer import Answer
 
 MAX_RESULT_BYTES = 16 * MIB

@@ -20,7 +20,7 @@ import yaml
 
 from autotune.export import llama_factory
 from autotune.export.base.mapping_read import read
-from autotune.export.base.read import EditedBase, read_base
+from autotune.export.base.read import edited_base, read_base
 from autotune.export.mapping import same
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS
@@ -137,7 +137,7 @@ CONFIGS |= EDITED
 
 def edited(config: TrainConfig) -> dict[str, Any]:
     """The user's own file, with this answer in it."""
-    exporter = EditedBase(run=BASE, base=BASE.config, filename="mine.yaml")
+    exporter = edited_base(BASE, BASE.config, BASE.parts[0], "mine.yaml")
     text = exporter.write(workload=WORKLOAD, config=config, result=RESULT)
     content: dict[str, Any] = yaml.safe_load(text)
     return content
@@ -150,7 +150,7 @@ def contents() -> dict[str, dict[str, Any]]:
 
 
 def written(config: TrainConfig) -> dict[str, Any]:
-    text = llama_factory.write(workload=WORKLOAD, config=config, result=RESULT)
+    text = llama_factory.EXPORTER.write(workload=WORKLOAD, config=config, result=RESULT)
     content: dict[str, Any] = yaml.safe_load(text)
     return content
 

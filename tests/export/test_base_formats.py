@@ -163,7 +163,7 @@ def test_there_and_back(tmp_path: Path, name: str, config: TrainConfig, to: dict
     again = read(file_of(tmp_path / "b", name, config, text), config)
     assert said(again, again.config) == said(run, answer)
     # Only what the changes name: what stays is in the same order.
-    lines = list(difflib.ndiff(run.text.splitlines(), text.splitlines()))
+    lines = list(difflib.ndiff(run.parts[0].text.splitlines(), text.splitlines()))
     gone = [line[2:] for line in lines if line[:1] == "-"]
     keys = {part for change in made for part in change.key.replace(":", ".").split(".")}
     assert made
@@ -182,7 +182,7 @@ def test_shared_out_weights_accumulate_as_they_are_priced(tmp_path: Path) -> Non
     text, _, left = run.parts[0].edited(changes(run, run.config, answer))
     assert left == []
     assert "'sync_each_batch': True" in text
-    assert "sync_each_batch" not in run.text
+    assert "sync_each_batch" not in run.parts[0].text
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -190,7 +190,7 @@ def test_the_same_answer_changes_nothing(tmp_path: Path, name: str) -> None:
     config = FORMATS[name][0][0]
     run = read(file_of(tmp_path, name, config), config)
     (copy,) = own_run.with_edited((), tmp_path / "out", run, run.config)
-    assert copy.write(workload=WORKLOAD, config=run.config, result={}) == run.text
+    assert copy.write(workload=WORKLOAD, config=run.config, result={}) == run.parts[0].text
     assert changes(run, run.config, run.config) == []
 
 
@@ -366,7 +366,7 @@ def test_accelerate_names_deepspeeds_file(tmp_path: Path) -> None:
     assert (run.config.num_gpus, run.config.parallelism) == (2, "zero3-offload")
     answer = dataclasses.replace(run.config, parallelism="zero2")
     texts = [part.edited(changes(run, run.config, answer))[0] for part in run.parts]
-    assert texts[0] == run.text
+    assert texts[0] == run.parts[0].text
     assert json.loads(texts[1])["zero_optimization"]["stage"] == 2
     path.write_text(path.read_text().replace("deepspeed.json", "../deepspeed.json"))
     with pytest.raises(ConfigError, match="is no file beside it"):

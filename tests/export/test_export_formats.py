@@ -23,7 +23,6 @@ from autotune.export import (
     model_card,
     sft_config,
     train_sft_py,
-    training_args_py,
     unsloth_py,
 )
 from autotune.export.carried import Unsaid, one_line
@@ -300,7 +299,7 @@ def test_what_an_older_version_does_not_know_is_named(monkeypatch: pytest.Monkey
 def test_older_transformers_checkpoint_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     old = {"output_dir", "gradient_checkpointing", "gradient_checkpointing_kwargs"}
     monkeypatch.setattr(installed, "fields", lambda *_: dict.fromkeys(old, ""))
-    text = text_of(training_args_py, FULL)
+    text = text_of(export.ALL["training-args-python"], FULL)
     assert "    gradient_checkpointing=True,\n" in text
     assert "activation_checkpointing=" not in text
 
@@ -440,7 +439,7 @@ def test_trl_and_unsloth_have_no_words_for_other_adapters() -> None:
     names = {exporter.name for exporter in export.exporters_for(PROMPT, WORKLOAD)}
     assert not names & {"sft", "sft-python", "torchtune", "unsloth"}
     assert "peft" in names
-    assert "prompt tuning" in export.why_not(sft_config, WORKLOAD, PROMPT)
+    assert "prompt tuning" in export.why_not(sft_config.EXPORTER, WORKLOAD, PROMPT)
 
 
 @pytest.mark.parametrize("name", ["train", "training-args-python", "sft-python"])

@@ -92,7 +92,9 @@ def test_a_search_is_kept_to_what_can_be_said(target: TrainerFile, config: Train
         assert allows(target, case.method, name, getattr(case, name)) >= is_said, case
 
 
-@pytest.mark.parametrize("module", [axolotl, llama_factory], ids=lambda module: module.name)
+@pytest.mark.parametrize(
+    "module", [axolotl.EXPORTER, llama_factory.EXPORTER], ids=lambda module: module.name
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_file_says_at_its_top_what_it_does_not_carry(module: Any, precision: str) -> None:
     config = dataclasses.replace(FULL, precision=precision, activation_checkpointing=4)
@@ -104,7 +106,9 @@ def test_a_file_says_at_its_top_what_it_does_not_carry(module: Any, precision: s
     assert isinstance(yaml.safe_load(text), dict)
 
 
-@pytest.mark.parametrize("module", [axolotl, llama_factory], ids=lambda module: module.name)
+@pytest.mark.parametrize(
+    "module", [axolotl.EXPORTER, llama_factory.EXPORTER], ids=lambda module: module.name
+)
 def test_what_a_base_had_beside_the_settings_is_in_the_file(module: Any) -> None:
     workload = dataclasses.replace(
         WORKLOAD, extra_arguments='{"learning_rate": 0.001, "num_train_epochs": 7, "run_name": "x"}'
@@ -112,14 +116,16 @@ def test_what_a_base_had_beside_the_settings_is_in_the_file(module: Any) -> None
     text = module.write(workload=workload, config=FULL, result={"evidence": "predicted"})
     content = yaml.safe_load(text)
     assert content["learning_rate"] == 0.001
-    assert content["num_epochs" if module is axolotl else "num_train_epochs"] == 7
-    if module is axolotl:
+    assert content["num_epochs" if module is axolotl.EXPORTER else "num_train_epochs"] == 7
+    if module is axolotl.EXPORTER:
         assert "# Not carried: run_name" in text
     else:
         assert content["run_name"] == "x"
 
 
-@pytest.mark.parametrize("module", [axolotl, llama_factory], ids=lambda module: module.name)
+@pytest.mark.parametrize(
+    "module", [axolotl.EXPORTER, llama_factory.EXPORTER], ids=lambda module: module.name
+)
 def test_a_method_that_it_does_not_train_gets_no_file(module: Any) -> None:
     vera = dataclasses.replace(LORA, method="vera", lora_rank=256)
     assert [module.applies(config) for config in (FULL, LORA, QLORA, vera)] == [

@@ -69,7 +69,9 @@ def changed(run: BaseRun, **settings: Any) -> tuple[str, list[KeyEdit]]:
 def diff(run: BaseRun, **settings: Any) -> list[str]:
     text, left = changed(run, **settings)
     assert left == []
-    lines = difflib.unified_diff(run.text.splitlines(), text.splitlines(), n=0, lineterm="")
+    lines = difflib.unified_diff(
+        run.parts[0].text.splitlines(), text.splitlines(), n=0, lineterm=""
+    )
     return [f"{line[0]} {line[1:].strip()}" for line in list(lines)[2:] if line[0] in "+-"]
 
 
@@ -118,7 +120,9 @@ def test_checkpointing_that_a_function_switches_on_is_not_switched_off(tmp_path:
     assert run.target is not None
     assert not mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
     assert mapping_write.allows(run.target, "qlora", "activation_checkpointing", 2)
-    text = run.text.replace("training(model)", "training(model, use_gradient_checkpointing=False)")
+    text = run.parts[0].text.replace(
+        "training(model)", "training(model, use_gradient_checkpointing=False)"
+    )
     run = read_base(written(tmp_path, text))
     assert run.target is not None
     assert mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)

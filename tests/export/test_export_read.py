@@ -17,7 +17,7 @@ from autotune.export import axolotl, llama_factory, train_config
 from autotune.export.base import huggingface
 from autotune.export.base.mapping_read import read
 from autotune.export.base.opening import READERS
-from autotune.export.base.read import BaseRun, EditedBase, read_base
+from autotune.export.base.read import BaseRun, edited_base, read_base
 from autotune.export.carried import Unsaid
 from autotune.export.mapping_write import keys_of, unsaid
 from autotune.space.config import TrainConfig, Workload
@@ -94,8 +94,8 @@ def test_a_file_is_read_with_its_trainers_own_defaults(name: str) -> None:
     assert run.config == config
     assert run.target is target
     assert run.model == (None if "training_arguments" in name else "Qwen/Qwen2.5-1.5B")
-    assert "learning_rate" in run.extra
-    assert "per_device_train_batch_size" not in run.extra
+    assert "learning_rate" in run.extra_arguments
+    assert "per_device_train_batch_size" not in run.extra_arguments
 
 
 def test_the_length_of_a_sequence_is_given_where_no_file_has_it() -> None:
@@ -151,18 +151,20 @@ def test_ours_is_read_as_ever(tmp_path: Path) -> None:
     path = tmp_path / "train_config.yaml"
     text = train_config.write(workload=WORKLOAD, config=AXOLOTL, result={"evidence": "predicted"})
     path.write_text(text, encoding="utf-8")
-    assert read_base(path) == BaseRun(path=path, config=AXOLOTL, text=text)
+    assert read_base(path) == BaseRun(path=path, config=AXOLOTL)
 
 
 def diff(name: str, **changed: Any) -> list[str]:
     """Lines that the answer changes, with - and +."""
     run = read_base(BASES / name)
     answer = dataclasses.replace(run.config, **changed)
-    edited = EditedBase(run=run, base=run.config, filename=name)
+    edited = edited_base(run, run.config, run.parts[0], name)
     text = edited.write(workload=WORKLOAD, config=answer, result={})
     assert again(text, name) == answer
     # How far a list is indented, and where a comment starts on its line, is not compared.
-    old, new = (re.sub("(?m)^ +- ", "- ", re.sub(" +#", "   #", each)) for each in (run.text, text))
+    old, new = (
+        re.sub("(?m)^ +- ", "- ", re.sub(" +#", "   #", each)) for each in (run.parts[0].text, text)
+    )
     lines = difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm="")
     return [f"{line[0]} {line[1:]}" for line in list(lines)[2:] if line[0] in "+-"]
 
@@ -177,7 +179,7 @@ def again(text: str, name: str) -> TrainConfig:
 @pytest.mark.parametrize("name", FILES)
 def test_the_same_answer_changes_nothing(name: str) -> None:
     run = read_base(BASES / name)
-    edited = EditedBase(run=run, base=run.config, filename=name)
+    edited = edited_base(run, run.config, run.parts[0], name)
     text = (BASES / name).read_text(encoding="utf-8")
     assert edited.write(workload=WORKLOAD, config=run.config, result={}) == text
 
@@ -245,7 +247,7 @@ def test_axolotls_plugins_stay_and_liger_joins_them(tmp_path: Path) -> None:
     run = read_base(path)
     assert run.config.liger is False
     answer = dataclasses.replace(run.config, liger=True)
-    edited = EditedBase(run=run, base=run.config, filename="mine.yaml")
+    edited = edited_base(run, run.config, run.parts[0], "mine.yaml")
     written = yaml.safe_load(edited.write(workload=WORKLOAD, config=answer, result={}))
     assert written["plugins"] == ["my.Plugin", "axolotl.integrations.liger.LigerPlugin"]
     assert written["liger_fused_linear_cross_entropy"] is True
@@ -286,7 +288,7 @@ def test_the_loader_is_the_users_until_its_time_was_measured() -> None:
     assert diff("axolotl.yaml", micro_batch_size=4)[1] == "+ micro_batch_size: 4"
     run = read_base(BASES / "axolotl.yaml")
     answer = dataclasses.replace(run.config, dataloader_num_workers=4, dataloader_pin_memory=False)
-    edited = EditedBase(run=run, base=run.config, filename="mine.yaml")
+    edited = edited_base(run, run.config, run.parts[0], "mine.yaml")
     written = yaml.safe_load(edited.write(workload=WORKLOAD, config=answer, result={}))
     assert (written["dataloader_num_workers"], written["dataloader_pin_memory"]) == (4, False)
 

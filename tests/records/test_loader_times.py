@@ -170,7 +170,7 @@ def test_another_trainers_file_gets_them_unless_it_has_its_own(
 
 def test_a_fresh_file_for_another_trainer_has_them() -> None:
     loader = LoaderTimes(micro_step_seconds=1.0, times=(timed(2, 0.5),))
-    for exporter in (axolotl, llama_factory):
+    for exporter in (axolotl.EXPORTER, llama_factory.EXPORTER):
         text = exporter.write(
             workload=answers.WORKLOAD,
             config=loader.apply(CONFIG),

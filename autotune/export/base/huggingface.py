@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.export.carried import OF_LORA, QUANTIZED
 from autotune.export.mapping import (
     Row,
     TrainerFile,
@@ -102,16 +103,7 @@ TRAINING_ARGUMENTS = TrainerFile(
     ),
     defaults=_DEFAULTS,
     fixed={"trainer": "transformers"},
-    elsewhere=(
-        "method",
-        "quantization",
-        "quantization_storage",
-        "lora_rank",
-        "lora_targets",
-        "lora_variant",
-        "lora_alpha_ratio",
-        "lora_dropout",
-    ),
+    elsewhere=("method", *QUANTIZED, *OF_LORA),
     renamed=_RENAMED,
     flags=_FLAGS,
     refused=_REFUSED,

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from autotune.common.files import Files
-from autotune.export import Exporter, export_paths, mapping_write
+from autotune.export import export_paths, mapping_write
 from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_words
-from autotune.export.base.read import BaseRun, EditedBase, changes, read_base
+from autotune.export.base.read import BaseRun, changes, edited_base, read_base
+from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.search_space import SearchSpace, around, usual_batching
@@ -92,7 +93,7 @@ def with_edited(
         name = part.path.name
         if (folder / name).resolve() in theirs:
             name = f"{part.path.stem}.answer{part.path.suffix}"  # theirs is never written over
-        copies.append(EditedBase(run=run, base=base, filename=name, part=part))
+        copies.append(edited_base(run, base, part, name))
     names = {copy.filename for copy in copies}
     kept = (
         each

@@ -6,6 +6,7 @@ files say is one table, and a change finds its file.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,9 +133,5 @@ def _without(change: KeyEdit, prefix: str) -> KeyEdit:
     def cut(key: str) -> str:
         return key.removeprefix(prefix)
 
-    return KeyEdit(
-        key=cut(change.key),
-        value=change.value,
-        after=tuple(map(cut, change.after)),
-        instead=cut(change.instead),
-    )
+    after, instead = tuple(map(cut, change.after)), cut(change.instead)
+    return dataclasses.replace(change, key=cut(change.key), after=after, instead=instead)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from autotune.export.base.mapping_read import in_current_words, notes, read
 from autotune.export.base.opening import open_base
 from autotune.export.base.parts import RunFile, all_of
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
+from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
 from autotune.export.mapping import NotLiteral, Row, TrainerFile, entries, same, value_at
 from autotune.export.mapping_write import keys_of
@@ -25,7 +26,7 @@ from autotune.export.quantization_config import quantization_fields
 from autotune.export.text import caveats_of
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
-from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.config import METHODS, TrainConfig
 from autotune.space.defaults import OPTIMIZER, usual_precision
 from autotune.space.knobs import KNOBS, REQUIRED
 
@@ -42,8 +43,6 @@ class BaseRun:
     """Configuration on one GPU, unless the file says how many."""
     extra_arguments: str = "{}"
     """TrainingArguments that no setting decides, as Workload has them."""
-    extra: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Settings that it does not decide."""
     model: str | None = None
     """Model as the file names it."""
     notes: tuple[str, ...] = ()
@@ -56,7 +55,6 @@ class BaseRun:
     """Whether the file says how many GPUs there are."""
     taken: tuple[str, ...] = ()
     """Settings that every run has and the file does not say."""
-    text: str = ""
     parts: tuple[RunFile, ...] = ()
     """Files of the run, where they are not ours."""
 
@@ -86,7 +84,6 @@ def read_base(
             path=path,
             config=ours.config,
             extra_arguments=ours.extra_arguments,
-            text=opened.parts[0].text,
         )
     values, problems = read(target, content)
     problems = [*opened.problems, *problems]
@@ -114,20 +111,16 @@ def read_base(
     config = TrainConfig(
         **{"sequence_length": sequence_length, **_settings_of(method), **taken, **values}
     )
-    known = {key.split(".")[0] for row in target.rows for key in row.keys}
-    known |= {target.model_key, *target.renamed, *target.flags}
     return BaseRun(
         path=path,
         config=config,
         extra_arguments=extra_arguments,
-        extra={key: value for key, value in content.items() if key not in known},
         model=_model_of(target, content),
         notes=(*opened.notes, *notes(target, content), *caveats_of(target, config)),
         target=target,
         has_length="sequence_length" in values,
         has_gpus="num_gpus" in values,
         taken=tuple(taken),
-        text=opened.parts[0].text,
         parts=opened.parts,
     )
 
@@ -227,27 +220,13 @@ def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[KeyEdi
     return [each for change in made for each in _in_its_words(target, change, content)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EditedBase:
-    """An Exporter of the user's own file with the answer in it."""
+def edited_base(run: BaseRun, base: TrainConfig, part: RunFile, filename: str) -> Exporter:
+    """Return an Exporter of the user's own file with the answer in it."""
 
-    run: BaseRun
-    base: TrainConfig
-    filename: str
-    part: RunFile | None = None
-    """Part of the run that is written; None: the only one."""
-    name: str = "base"
+    def write(*, config: TrainConfig, **_: object) -> str:
+        return part.edited(changes(run, base, config))[0]
 
-    def write(
-        self,
-        *,
-        workload: Workload,  # noqa: ARG002
-        config: TrainConfig,
-        result: Mapping[str, object],  # noqa: ARG002
-    ) -> str:
-        part = self.part or self.run.parts[0]
-        text, _, _ = part.edited(changes(self.run, self.base, config))
-        return text
+    return Exporter(name="base", filename=filename, write=write)
 
 
 def _settings_of(method: str) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from autotune.export.mapping import (
     module_names,
     of_alpha,
     of_key,
-    table,
     targets_of,
 )
-from autotune.export.trainer_rows import LORA, quantized, targets_row
+from autotune.export.trainer_rows import LORA, quantized, targets_row, variant_row
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
 
@@ -67,16 +66,7 @@ def adapter_rows(method: str) -> list[Row]:
     if row.peft_type == "LORA":
         keys = f"{ADAPTER}r", f"{ADAPTER}lora_alpha"
         rows.append(of_alpha(*keys, is_whole=False, methods=methods))
-        rows.append(
-            table(
-                "lora_variant",
-                f"{ADAPTER}use_dora {ADAPTER}use_rslora",
-                ("plain", False, False),
-                ("rslora", False, True),
-                ("dora", True, False),
-                methods=methods,
-            )
-        )
+        rows.append(variant_row(f"{ADAPTER}use_dora {ADAPTER}use_rslora", methods))
         rows.append(of_key("lora_dropout", f"{ADAPTER}lora_dropout", off=0.0, methods=methods))
     return rows
 
