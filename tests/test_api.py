@@ -111,6 +111,9 @@ def test_it_asks_what_the_command_asks(
     with pytest.raises(SystemExit) as ended:
         cli.main(("find", "--model", ASK["model"], "--gpu-mem", ASK["gpu_mem"], *arguments))
     assert not ended.value.code
+    for each in asked:
+        # In code nothing is kept: its database is of the moment.
+        assert each.pop("traces_table") is not None
     assert asked[0] == asked[1]
 
 

@@ -8,6 +8,7 @@ by their hashes, and lets nothing be fetched.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import importlib.util
 import json
@@ -36,8 +37,7 @@ def draw(data: ReportData) -> str:
     scripts = [own("page.js"), _plotly()]
     budget_bytes = data.stored.answer.workload.memory_budget_bytes
     drawn = figures.all_figures(data)
-    template = environment(words.printable, autoescape=True).from_string(own("page.html.j2"))
-    return template.render(
+    return template("page.html.j2", words.printable, autoescape=True).render(
         facts.of_page(data),
         policy=_policy(scripts),
         css=own("page.css"),
@@ -60,6 +60,12 @@ def draw(data: ReportData) -> str:
     )
 
 
+@functools.cache
+def template(name: str, finalize: Callable[[str], str], *, autoescape: bool) -> jinja2.Template:
+    """Return a template of ours. Compiling it takes longer than filling it in."""
+    return environment(finalize, autoescape=autoescape).from_string(own(name))
+
+
 def environment(finalize: Callable[[str], str], *, autoescape: bool) -> jinja2.Environment:
     """Return what draws templates; `finalize` is done to each text, but not to Markup, which is ours."""
     import jinja2
@@ -72,6 +78,7 @@ def environment(finalize: Callable[[str], str], *, autoescape: bool) -> jinja2.E
         lstrip_blocks=True,
     )
     made.filters["size"] = lambda size: "" if size is None else format_bytes(size)
+    made.filters["units"] = lambda size, unit: "" if size is None else f"{size / unit:.2f}"
     made.filters["speed"] = lambda speed: "" if speed is None else f"{speed:,.0f}"
     return made
 

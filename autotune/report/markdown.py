@@ -19,12 +19,11 @@ def draw(data: ReportData) -> str:
     banner = "Predicted, nothing was run"
     if answer.measured is not None:
         banner = f"Measured on {answer.measured.final.fingerprint.device}"
-    environment = html.environment(plain, autoescape=False)
-    environment.filters["units"] = lambda size: "" if size is None else f"{size / unit_bytes:.2f}"
-    return environment.from_string(html.own("page.md.j2")).render(
+    return html.template("page.md.j2", plain, autoescape=False).render(
         facts.of_page(data),
         banner=banner,
         unit=unit,
+        unit_bytes=unit_bytes,
         fastest=sorted(data.trials, key=_slowness),
         most_trials=MAX_TRIALS,
     )

@@ -50,8 +50,7 @@ def html(answer: Answer, notes: Iterable[str] = ()) -> str:
         for (name, size_bytes), colour in zip(words.memory_parts(best), _COLOURS, strict=True)
         if size_bytes
     ]
-    template = pages.environment(_escaped, autoescape=False)
-    return template.from_string(pages.own("notebook.html.j2")).render(
+    return pages.template("notebook.html.j2", _escaped, autoescape=False).render(
         evidence="MEASURED" if found is not None else "PREDICTED, not measured",
         rows=rows,
         parts=parts,
