@@ -33,7 +33,7 @@ gpu-check: setup  ## Measure this machine's CUDA card against predictions: six p
 docs: setup  ## Build the pages of docs/ into build/site; a warning fails it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-mutants: setup  ## Put NUM faults into the code one at a time and list those that no test notices; hours
+mutants: setup  ## Put NUM faults into the code one at a time and list those that no test notices; an hour
 	$(BIN)/python -m validation.mutants --num $(NUM) --seed $(SEED)
 
 lint: setup  ## ruff: rules and format

@@ -2,45 +2,37 @@
 
     python -m validation.mutants --num 300 --seed 1 --out studies/mutants/rows.jsonl
 
-cosmic-ray finds the places and makes the faults. A fault is drawn evenly over the rooms, in a room evenly
-over the places and at a place evenly over the faults there, so that an arithmetic sign does not count many
-times. Each runs in a process of its own, in a copy of the tree with the one file changed, until the first
-test fails. A row of JSON for each. A command that is given again goes on where the last one ended, except in
-modules that have changed since; --again asks those anew that no test noticed, and --minutes ends early.
+The faults are drawn evenly over the rooms (`validation.faults`). coverage.py says once which tests of the
+room run which lines; a fault asks those that run its statement, quick ones first, in a process of its own and
+a copy of the tree, until the first fails. A row of JSON for each. A command that is given again goes on where
+the last one ended, except in modules that have changed since; --again asks those anew that no test noticed.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import ctypes
 import dataclasses
 import difflib
-import functools
-import hashlib
 import importlib
 import json
 import os
-import random
-import resource
 import shutil
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import parso
+import coverage
+import msgspec
 import psutil
 import pytest
-from cosmic_ray import mutating, plugins
-from cosmic_ray.ast import ast_nodes, get_ast
-from cosmic_ray.operators.operator import Example, Operator
 
-HERE = Path(__file__).parents[1]
+from validation.faults import HERE, Fault, digest, draw, python_files, text_of
 
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **{
@@ -73,273 +65,133 @@ PRELOADED = (
 )  # fmt: skip
 """What tests import of others: once, before the processes part."""
 
-LIMIT = 5
-"""How many times as long as the room's tests a fault may take, of CPU."""
-LEAST_SECONDS = 60
-WAITING = 4
-"""How many seconds by the clock a second of CPU may take, on a busy machine."""
-FAST_SECONDS = 0.3
-NO_FAILURE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-QUIET = "ignore::pytest.PytestAssertRewriteWarning"
+SLOWER = 10
+"""How many times as long as without the fault tests may take, on a busy machine, and a minute more."""
+ALL_SECONDS = 3600
+QUICK_SECONDS = 0.5
+AT_IMPORT = ""
 NO_END = "the limit of time, or a signal"
 ROOT_OF_ORPHANS = 36
 """PR_SET_CHILD_SUBREAPER of <sys/prctl.h>."""
 
 
-class OnePart(Operator):
-    """An operator that cosmic-ray lacks: the second part of a statement becomes another."""
+class Seen(msgspec.Struct):
+    """What a run of tests showed."""
 
-    def __init__(self, statement: str, becomes: str) -> None:
-        self.statement, self.becomes = statement, becomes
+    failed: list[str] = []
+    seconds: dict[str, float] = {}
+    """Tests that passed, in the order of their files."""
+    marked: list[str] = []
+    """Tests that are marked as slow, or as asking workers."""
+    ran: dict[str, dict[int, list[str]]] = {}
+    """The tests that ran each line of each module of the room; AT_IMPORT may be among them."""
 
-    def mutation_positions(self, node: Any) -> Iterator[Any]:
-        if node.type == self.statement:
-            yield node.start_pos, node.end_pos
+    def tests_for(self, fault: Fault) -> tuple[list[str], list[str]]:
+        """Order the tests that could notice a fault: quick ones that run it, then others; none if none does.
 
-    def mutate(self, node: Any, index: int) -> Any:  # noqa: ARG002
-        node.children[1] = parso.parse(f" {self.becomes}")
-        return node
+        The other quick tests of their files come too: they may use what the first to ask computed and
+        kept. What runs at import, such as a table, is everybody's.
+        """
+        module = self.ran.get(fault.module, {})
+        near = {test for line in fault.statement() for test in module.get(line, ())}
+        slow = {test for test, each in self.seconds.items() if each > QUICK_SECONDS}
+        slow |= set(self.marked)
+        files = {file_of(test) for test in near}
+        chosen = near | {test for test in self.seconds if file_of(test) in files} - slow
+        if AT_IMPORT in near:
+            chosen |= {test for tests in module.values() for test in tests}
+            chosen |= set(self.seconds) - slow
+        of_file: Counter[str] = Counter()
+        for test, seconds in self.seconds.items():
+            of_file[file_of(test)] += round(1000 * seconds) if test in chosen - slow else 0
 
-    @classmethod
-    def examples(cls) -> tuple[Example, ...]:
-        return ()
+        def order(test: str) -> tuple[bool, float, str]:
+            own = self.seconds[test] if test in slow else of_file[file_of(test)]
+            return test in slow, own, file_of(test)
 
-
-OWN: dict[str, tuple[str, Operator]] = {
-    "ReturnNone": ("return", OnePart("return_stmt", "None")),
-    # cosmic-ray's own fails at a name with a dot.
-    "ExceptNothing": ("except", OnePart("except_clause", "()")),
-}
-
-SIGNS = ("+", "-", "*", "/", "//", "%", "**"), ("|", "&", "^"), ("<<", ">>")
-COMPARISONS = ("<", "<=", ">", ">=", "==", "!="), ("is", "is not")
-
-TYPES: dict[str, tuple[str, ...]] = {
-    "ReplaceBinaryOperator": ("operator",),
-    "ReplaceComparisonOperator": ("comparison",),
-    "ReplaceUnaryOperator": ("factor", "not_test"),
-    "AddNot": ("if_stmt", "while_stmt", "assert_stmt", "test", "ternary"),
-    "NumberReplacer": ("number",),
-    "RemoveDecorator": ("decorator",),
-    "ZeroIterationForLoop": ("for_stmt",),
-    "return": ("return_stmt",),
-    "except": ("except_clause",),
-}
-"""Types of nodes where a kind of fault can be; of the kinds that are not here, keywords."""
-
-
-@functools.cache
-def operators() -> dict[str, tuple[str, Operator]]:
-    """Return every operator by its name, with its kind; arithmetic stays arithmetic, `==` no `is`."""
-    found = dict(OWN)
-    for name in plugins.operator_names():
-        kind, _, change = name.partition("/")[2].partition("_")
-        cls = plugins.get_operator(name)
-        if kind in ("VariableReplacer", "VariableInserter", "ExceptionReplacer"):
-            continue  # the first two are made for one program: they need names of variables
-        if kind in ("ReplaceBinaryOperator", "ReplaceComparisonOperator"):
-            example = cls.examples()[0]
-            before, after = (
-                code[1:-1].strip()
-                for code in (example.pre_mutation_code, example.post_mutation_code)
-            )
-            groups = SIGNS if kind == "ReplaceBinaryOperator" else COMPARISONS
-            if not any(before in group and after in group for group in groups):
-                continue
-        if change in ("USub_UAdd", "USub_Invert", "USub_Not", "Not_Nothing"):
-            continue  # a minus is left out by another; "not " cannot be left out twice
-        found[name.partition("/")[2]] = kind, cls()
-    return found
+        ordered = sorted((test for test in self.seconds if test in chosen), key=order)
+        first = near - slow
+        return [test for test in ordered if test in first], [
+            test for test in ordered if test not in first
+        ]
 
 
-@functools.cache
-def dumped(source: str) -> str:
-    return ast.dump(ast.parse(source))
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mutant:
-    room: str
-    module: str
-    line: int
-    operator: str
-    occurrence: int
+class Plugin:
+    """A plugin of pytest that chooses and orders tests, and notes what they take and which lines they run."""
 
-    def code(self, source: str) -> str | None:
-        """Return the changed module; None where nothing that runs would be changed."""
-        made: str | None = mutating.mutate_code(
-            source, operators()[self.operator][1], self.occurrence
-        )
-        if made is None or made == source:
-            return None
-        try:
-            if ast.dump(ast.parse(made)) == dumped(source):
-                return None
-        except SyntaxError:
-            return None
-        return made
-
-
-def no_behaviour(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Find annotations, type aliases, what only type checkers read, logging, and @dataclass's options."""
-    spans: list[Any] = []
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-                given = (*every, node.args.vararg, node.args.kwarg)
-                spans += [arg.annotation for arg in given if arg and arg.annotation]
-                spans += [node.returns] if node.returns else []
-            case ast.AnnAssign():
-                spans.append(node.annotation)
-            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-                spans.append(node)
-            case ast.ClassDef():
-                spans += [
-                    keyword
-                    for decorator in node.decorator_list
-                    if isinstance(decorator, ast.Call)
-                    and "dataclass" in ast.unparse(decorator.func)
-                    for keyword in decorator.keywords
-                ]
-                # A Struct's or a Protocol's options.
-                spans += node.keywords
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "logger" | "logging"))):
-                spans.append(node)
-            case ast.Call(func=ast.Name(id="cast"), args=[kind, *_]):
-                spans.append(kind)
-            case ast.Assign(value=ast.BinOp(op=ast.BitOr()) as alias) if is_type(alias):
-                spans.append(alias)
-    return [
-        ((span.lineno, span.col_offset), (span.end_lineno, span.end_col_offset)) for span in spans
-    ]
-
-
-def is_type(node: ast.expr) -> bool:
-    """Whether it is an alias such as `int | str | None`."""
-    if isinstance(node, ast.BinOp):
-        return is_type(node.left) and is_type(node.right)
-    if isinstance(node, ast.Constant):
-        return node.value is None
-    return isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
-
-
-@functools.cache
-def places(room: str) -> dict[tuple[str, tuple[int, int], str], list[Mutant]]:
-    """Find every place of a room where a kind of fault can be put, with the faults of that kind."""
-    found: dict[tuple[str, tuple[int, int], str], list[Mutant]] = {}
-    files = [
-        file
-        for name in ROOMS[room][0]
-        for file in (
-            sorted((HERE / name).rglob("*.py")) if (HERE / name).is_dir() else [HERE / name]
-        )
-    ]
-    for file in files:
-        source, module = file.read_text(encoding="utf-8"), str(file.relative_to(HERE))
-        skipped = no_behaviour(source)
-        every = list(ast_nodes(get_ast(source)))
-        nodes = {
-            types: [node for node in every if node.type in types]
-            for types in {*TYPES.values(), ("keyword",)}
-        }
-        for name, (kind, operator) in operators().items():
-            occurrence = -1
-            for node in nodes[TYPES.get(kind, ("keyword",))]:
-                for start, _ in operator.mutation_positions(node):
-                    occurrence += 1
-                    if any(first <= start < last for first, last in skipped):
-                        continue
-                    made = Mutant(
-                        room=room,
-                        module=module,
-                        line=start[0],
-                        operator=name,
-                        occurrence=occurrence,
-                    )
-                    found.setdefault((module, start, kind), []).append(made)
-    return found
-
-
-def draw(room: str, number: int, seed: int) -> list[Mutant]:
-    """Draw that many faults of a room, each at a place of its own; the first do not depend on the number."""
-    chance = random.Random(f"{seed}-{room}")
-    all_places = places(room)
-    order = sorted(all_places)
-    chance.shuffle(order)
-    drawn: list[Mutant] = []
-    for place in order:
-        if len(drawn) == number:
-            break
-        mutant = chance.choice(all_places[place])
-        if mutant.code((HERE / mutant.module).read_text(encoding="utf-8")) is not None:
-            drawn.append(mutant)
-    return drawn
-
-
-class Recorder:
-    """A plugin of pytest that sorts tests by the seconds they took before and notes what they take now."""
-
-    def __init__(self, known: dict[str, float]) -> None:
-        self.known = known
-        self.seconds: dict[str, float] = {}
-        self.failed: list[str] = []
+    def __init__(self, chosen: Iterable[str], cover: coverage.Coverage | None) -> None:
+        self.chosen = {test: place for place, test in enumerate(chosen)}
+        self.cover = cover
+        self.seen = Seen()
+        self.sharing: dict[str, list[str]] = {}
+        """Tests by the fixtures that they share with others."""
+        self.now = AT_IMPORT
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        files = {item.path: 0.0 for item in items}
-        for item in items:
-            files[item.path] += self.known.get(item.nodeid, 0.0)
+        if self.chosen:
+            items[:] = [item for item in items if item.nodeid in self.chosen]
+            items.sort(key=lambda item: self.chosen[item.nodeid])
 
-        def order(item: pytest.Item) -> tuple[bool, float, str]:
-            slow = self.known.get(item.nodeid, 0.0) > FAST_SECONDS
-            return slow, files[item.path], str(item.path)
+    def switch(self, context: str) -> None:
+        if self.cover:
+            self.cover.switch_context(context)
 
-        items.sort(key=order)
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        for name in getattr(item, "fixturenames", ()):
+            self.sharing.setdefault(f"fixture {name}", []).append(item.nodeid)
+        if any(item.get_closest_marker(name) for name in ("slow", "worker")):
+            self.seen.marked.append(item.nodeid)
+        self.now = item.nodeid
+        self.switch(item.nodeid)
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+        if fixturedef.scope != "function":
+            self.switch(f"fixture {fixturedef.argname}")
+        try:
+            return (yield)
+        finally:
+            self.switch(self.now)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        seconds = self.seen.seconds
+        seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
         if report.failed:
-            self.failed.append(report.nodeid)
+            self.seen.failed.append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.failed.append(report.nodeid)
+            self.seen.failed.append(report.nodeid)
+
+    def end(self, code: int) -> Seen:
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            self.seen.failed = self.seen.failed or [f"pytest's exit code {code}"]
+        for test in self.seen.failed:
+            self.seen.seconds.pop(test, None)
+        if self.cover:
+            self.cover.stop()
+            data = self.cover.get_data()
+            for file in data.measured_files():
+                self.seen.ran[str(Path(file).relative_to(Path.cwd()))] = {
+                    line: sorted({t for each in tests for t in self.sharing.get(each, [each])})
+                    for line, tests in data.contexts_by_lineno(file).items()
+                }
+        return self.seen
 
 
-def files_of(mutant: Mutant) -> tuple[list[str], list[str]]:
-    """Part the test files of a mutant's room: those that name its module, and the rest."""
-    tests = [
-        path
-        for name in ROOMS[mutant.room][1]
-        for path in (
-            sorted((HERE / name).glob("test_*.py")) if (HERE / name).is_dir() else [HERE / name]
-        )
-    ]
-    module = mutant.module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    # In a package of the room, the package's name will do.
-    names = {module, *([module.rpartition(".")[0]] if module.count(".") > 2 else [])}
-    stem = "test_" + module.rpartition(".")[2]
-    near = [path for path in tests if path.stem == stem or names & imported(path)] or tests
-    rest = [path for path in tests if path not in near]
-    return [str(path.relative_to(HERE)) for path in near], [
-        str(path.relative_to(HERE)) for path in rest
-    ]
+def run_tests(tree: Path, chosen: dict[str, float]) -> Seen:
+    """Run the chosen tests, in their order, until one fails."""
+    files = sorted({file_of(test) for test in chosen})
+    return run(tree, [*files, "-x"], Plugin(chosen, None), SLOWER * sum(chosen.values()) + 60)
 
 
-@functools.cache
-def imported(test: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return names
-
-
-def run_tests(
-    tree: Path, tests: list[str], known: dict[str, float], cpu_seconds: float
-) -> dict[str, Any]:
+def run(tree: Path, words: list[str], plugin: Plugin, seconds: float) -> Seen:
     """Run tests in a process forked from this one, which has imported nothing of autotune."""
     end = tree.with_suffix(".json")
     end.unlink(missing_ok=True)
@@ -347,27 +199,24 @@ def run_tests(
     child = os.fork()
     if child == 0:
         try:
-            run_here(tree, tests, known, end, cpu_seconds)
+            run_here(tree, words, plugin, end)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
     pid = status = 0
-    while not pid and time.monotonic() - began < WAITING * cpu_seconds:
+    while not pid and time.monotonic() - began < seconds:
         time.sleep(0.02)
         pid, status = os.waitpid(child, os.WNOHANG)
     stop_all()
     if end.exists():
-        seen: dict[str, Any] = json.loads(end.read_text(encoding="utf-8"))
-        return seen
+        return msgspec.json.decode(end.read_bytes(), type=Seen)
     if pid and os.WIFEXITED(status):
         raise SystemExit(tree.with_suffix(".log").read_text(errors="replace"))
-    return {"failed": [NO_END], "seconds": {}}
+    return Seen(failed=[NO_END])
 
 
-def run_here(
-    tree: Path, tests: list[str], known: dict[str, float], end: Path, cpu_seconds: float
-) -> None:
+def run_here(tree: Path, words: list[str], plugin: Plugin, end: Path) -> None:
     os.setsid()
     log = os.open(tree.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -377,15 +226,12 @@ def run_here(
     os.environ["PYTHONPATH"] = str(tree)
     sys.path[:] = [str(tree), *(path for path in sys.path if path not in (str(HERE), ""))]
     sys.argv[:] = ["pytest"]
-    whole = int(cpu_seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (whole, whole + 1))
-    recorder = Recorder(known)
-    words = ["-q", "-x", "-p", "no:cacheprovider", "-W", QUIET, "--rootdir", str(tree)]
-    code = pytest.main([*words, *tests], plugins=[recorder])
-    failed = recorder.failed or ([f"pytest's exit code {code}"] if code not in NO_FAILURE else [])
-    text = json.dumps({"failed": failed, "seconds": recorder.seconds})
+    if plugin.cover:
+        plugin.cover.start()
+    quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    seen = plugin.end(pytest.main([*quiet, "--rootdir", str(tree), *words], plugins=[plugin]))
     part = end.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
+    part.write_bytes(msgspec.json.encode(seen))
     part.rename(end)
 
 
@@ -405,70 +251,58 @@ def stop_all() -> None:
 
 def copy_of_tree(folder: Path) -> Path:
     tree = folder / "tree"
-    skipped = shutil.ignore_patterns(
-        ".git", ".venv", "__pycache__", "mutants.json", ".*_cache", ".hypothesis"
-    )
+    skipped = shutil.ignore_patterns(".git", ".venv", "__pycache__", "mutants", ".*_cache")
     shutil.copytree(HERE, tree, ignore=skipped)
     return tree
 
 
-class Asked:
-    """What tests have shown so far: the seconds of each that passed, by room, kept between commands."""
-
-    def __init__(self, tree: Path, kept: Path) -> None:
-        self.tree, self.kept = tree, kept
-        self.broken: list[str] = []
-        self.passed: dict[str, dict[str, float]] = {}
-        if kept.exists():
-            self.passed = json.loads(kept.read_text(encoding="utf-8"))
-
-    def room(self, room: str, tests: list[str]) -> str | None:
-        """Return the first test that fails; one that never passed is asked without the fault, too."""
-        known = self.passed.setdefault(room, {})
-        limit = LIMIT * sum(known.values()) + LEAST_SECONDS
-        words = [*tests, *(f"--deselect={test}" for test in self.broken)]
-        seen = run_tests(self.tree, words, known, limit)
-        failed: str | None = seen["failed"][0] if seen["failed"] else None
-        known.update((test, s) for test, s in seen["seconds"].items() if test not in seen["failed"])
-        self.kept.parent.mkdir(parents=True, exist_ok=True)
-        self.kept.write_text(json.dumps(self.passed), encoding="utf-8")
-        return failed
-
-    def mutant(self, mutant: Mutant, number: int, tests: list[str]) -> str | None:
-        file = self.tree / mutant.module
-        source = (HERE / mutant.module).read_text(encoding="utf-8")
-        code = mutant.code(source)
-        assert code is not None
-        file.write_text(code, encoding="utf-8")
-        # Compiled files are told apart by size and whole seconds.
-        os.utime(file, (number, number))
-        try:
-            failed = self.room(mutant.room, tests)
-        finally:
-            shutil.copy2(HERE / mutant.module, file)
-        if failed and "::" in failed and failed not in self.passed[mutant.room]:
-            without = self.room(mutant.room, [failed])
-            if without is not None:
-                self.broken.append(failed)
-                print(f"{failed} fails without a fault, too: left out", file=sys.stderr)
-                return self.mutant(mutant, number, tests)
-        return failed
+def seen_of(room: str, tree: Path) -> Seen:
+    """Look up what the room's tests show without a fault; they run where they or the code have changed."""
+    modules, tests = ROOMS[room]
+    names = ("autotune", *tests, "tests/support", "tests/conftest.py")
+    texts = [text_of(str(file.relative_to(HERE))) for name in names for file in python_files(name)]
+    kept = HERE / "build" / "mutants" / f"{room}-{digest(''.join(texts))}.json"
+    if kept.exists():
+        return msgspec.json.decode(kept.read_bytes(), type=Seen)
+    include = [str(tree / name) + ("" if name.endswith(".py") else "/*") for name in modules]
+    cover = coverage.Coverage(None, config_file=False, include=include)
+    seen = run(tree, list(tests), Plugin((), cover), ALL_SECONDS)
+    for test in seen.failed:
+        print(f"left out, fails without a fault: {test}", file=sys.stderr)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_bytes(msgspec.json.encode(seen))
+    return seen
 
 
-def row_of(mutant: Mutant) -> dict[str, Any]:
-    source = (HERE / mutant.module).read_text(encoding="utf-8")
-    lines = difflib.unified_diff(
-        source.splitlines(), (mutant.code(source) or "").splitlines(), lineterm="", n=0
-    )
-    diff = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
-    row = {**dataclasses.asdict(mutant), "of": digest(mutant.module)}
-    return {**row, "diff": diff, "seconds": 0.0}
+def noticed_by(fault: Fault, seen: Seen, tree: Path) -> str | None:
+    """Name the test that notices the fault, if one does."""
+    file = tree / fault.module
+    for tests in filter(None, seen.tests_for(fault)):
+        put(file, fault.code() or "")
+        failed = run_tests(tree, {test: seen.seconds[test] for test in tests}).failed
+        put(file, text_of(fault.module))
+        # What waits for processes can fail on a busy machine.
+        if failed and failed[0] in seen.marked and run_tests(tree, {failed[0]: 0.0}).failed:
+            del seen.seconds[failed[0]]
+            return noticed_by(fault, seen, tree)
+        if failed:
+            return failed[0]
+    return None
 
 
-def digest(module: str) -> str:
-    """Identify a module's text: what was found of another text says nothing of this one."""
-    file = HERE / module
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
+def put(file: Path, text: str) -> None:
+    """Write a module whose compiled files are told apart by size and whole seconds."""
+    second = file.stat().st_mtime - 1
+    file.write_text(text, encoding="utf-8")
+    os.utime(file, (second, second))
+
+
+def row_of(place: str, room: str, fault: Fault) -> dict[str, Any]:
+    before, after = text_of(fault.module).splitlines(), (fault.code() or "").splitlines()
+    diff = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]
+    row = {"place": place, "room": room, **dataclasses.asdict(fault)}
+    row["of"] = digest(text_of(fault.module))
+    return {**row, "diff": [line for line in diff if not line.startswith("@@")]}
 
 
 def main() -> int:
@@ -476,69 +310,50 @@ def main() -> int:
     parser.add_argument("--num", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rooms", default=",".join(ROOMS))
-    parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--list", action="store_true", help="print the sample, run nothing")
+    parser.add_argument("--again", action="store_true", help="ask what no test noticed anew")
     parser.add_argument("--out", type=Path, default=HERE / "studies" / "mutants" / "rows.jsonl")
     asked = parser.parse_args()
-    began = time.monotonic()
     rooms = asked.rooms.split(",")
-    share = -(-asked.num // len(ROOMS))
-    sample = {room: draw(room, share, asked.seed) for room in rooms}
-    turns = [
-        mutants[turn] for turn in range(share) for mutants in sample.values() if turn < len(mutants)
-    ]
-    if asked.list:
-        for mutant in turns:
-            print(mutant)
-        return 0
     for name in PRELOADED:
         importlib.import_module(name)
     ctypes.CDLL(None).prctl(ROOT_OF_ORPHANS, 1, 0, 0, 0)
-    rows = {where(row): row for row in read(asked.out)}
+    known = read(asked.out)
+    rows = {place: row for place, row in known.items() if row["room"] not in rooms}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tests = Asked(copy_of_tree(Path(folder)), HERE / "build" / "mutants.json")
-        # The tests that name the module first, of all mutants; then the rest of the room's.
-        for part, mutants in ((0, turns), (1, turns)):
-            for number, mutant in enumerate(mutants):
-                row = rows.setdefault(where(dataclasses.asdict(mutant)), row_of(mutant))
-                if asked.again and row.get("noticed") is False:
-                    del row["noticed"], row["parts"]
-                if "noticed" in row or row.get("parts", 0) != part:
+        tree = copy_of_tree(Path(folder))
+        for room in rooms:
+            seen = seen_of(room, tree)
+            for place, fault in draw(
+                ROOMS[room][0], -(-asked.num // len(ROOMS)), asked.seed
+            ).items():
+                row, old = row_of(place, room, fault), known.get(place, {})
+                if old.get("of") == row["of"] and (old["noticed"] or not asked.again):
+                    rows[place] = old
                     continue
-                if time.monotonic() - began > 60 * asked.minutes:
-                    break
-                started = time.monotonic()
-                files = files_of(mutant)[part]
-                failed = tests.mutant(mutant, 10**9 + 2 * number + part, files) if files else None
-                row["seconds"] = round(row["seconds"] + time.monotonic() - started, 1)
-                row["parts"] = part + 1
-                if failed or part == 1:
-                    row |= {"noticed": failed is not None, "by": failed}
-                write(asked.out, [row for row in rows.values() if "parts" in row])
-                print(json.dumps({**row, "number": number}), flush=True)
+                began = time.monotonic()
+                by = noticed_by(fault, seen, tree)
+                row |= {"tests": sum(map(len, seen.tests_for(fault))), "noticed": by is not None}
+                row |= {"by": by, "seconds": round(time.monotonic() - began, 1)}
+                rows[place] = {"at_first": row["noticed"], **old, **row}
+                write(asked.out, {**known, **rows})
+                print(json.dumps(rows[place]), flush=True)
+    write(asked.out, rows)
     for room in rooms:
-        of = [row for row in rows.values() if row["room"] == room and "noticed" in row]
-        noticed = sum(row["noticed"] for row in of)
-        print(f"{room:8} {noticed:3} of {len(of):3} noticed, of {len(places(room))} places")
+        of = [row for row in rows.values() if row["room"] == room]
+        first, now = (sum(row[when] for row in of) for when in ("at_first", "noticed"))
+        print(f"{room:8} of {len(of):3} faults {first:3} noticed at first, {now:3} now")
     return 0
 
 
-def where(row: dict[str, Any]) -> tuple[str, str, int]:
-    return row["module"], row["operator"], row["occurrence"]
+def read(out: Path) -> dict[str, dict[str, Any]]:
+    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    return {row["place"]: row for row in map(json.loads, lines)}
 
 
-def read(out: Path) -> list[dict[str, Any]]:
-    if not out.exists():
-        return []
-    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row["of"] == digest(row["module"])]
-
-
-def write(out: Path, rows: list[dict[str, Any]]) -> None:
+def write(out: Path, rows: dict[str, dict[str, Any]]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_suffix(".part")
-    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows.values()), encoding="utf-8")
     part.rename(out)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from validation import mutants
+from validation import faults
 
 SOURCE = '''"""A text with 1 + 1."""
 from __future__ import annotations
@@ -34,12 +34,11 @@ def least(values: list[int | str], *others, **more) -> int | None:
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """What becomes of the lines that change, of every fault of every place."""
     (tmp_path / "least.py").write_text(SOURCE, encoding="utf-8")
-    monkeypatch.setattr(mutants, "HERE", tmp_path)
-    monkeypatch.setitem(mutants.ROOMS, "least", (("least.py",), ()))
+    monkeypatch.setattr(faults, "HERE", tmp_path)
     lines = set()
-    for of in mutants.places("least").values():
-        for mutant in of:
-            code = mutant.code(SOURCE)
+    for of in faults.places(["least.py"]).values():
+        for fault in of:
+            code = fault.code()
             if code is not None:
                 compile(code, "least.py", "exec")
                 lines |= {
