@@ -13,6 +13,7 @@ from autotune.memory.optimizers import (
     write_clip,
     write_unscale,
 )
+from autotune.memory.optimizers.low_rank import SvdProjection
 from autotune.space.optimizers import OPTIMIZERS
 
 CHUNK = 65_536
@@ -70,6 +71,57 @@ def test_adalomo_keeps_a_sum_of_each_row_and_each_column(
 ) -> None:
     kept = OPTIMIZERS["adalomo"].algorithm.state(TensorSpec(shape=shape, dtype="bfloat16"))
     assert [tensor.size_bytes for tensor in kept] == sizes_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_first_step_leaves_each_parameters_state(name: str, dtype: str) -> None:
+    algorithm = OPTIMIZERS[name].algorithm
+    specs = [
+        TensorSpec(shape=(1024, 512), dtype=dtype, linear=True),
+        TensorSpec(shape=(512, 1024), dtype=dtype, linear=True),
+        TensorSpec(shape=(512,), dtype=dtype, group=1),
+        TensorSpec(shape=(4096, 512), dtype=dtype, embedding=True),
+    ]
+    tape = Tape()
+    kept = algorithm.write_step(tape, specs, None)
+    for spec, indices in zip(specs, kept, strict=True):
+        assert [tape.sizes[index] for index in indices] == [
+            tensor.size_bytes for tensor in algorithm.state(spec) if tensor.place == "device"
+        ]
+    alive = set(tape.events) - {~event for event in tape.events if event < 0}
+    alive = {event for event in alive if event >= 0} - {index for each in kept for index in each}
+    # What all parameters share: 8-bit bitsandbytes' code books.
+    assert {tape.sizes[index] for index in alive} <= {1024}
+    assert len(alive) <= 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "kept_bytes", "product_bytes"),
+    [
+        # The right factor stays of a tall matrix, the left one of a wide one: both 512 x 512.
+        ((1024, 512), 4 * 512 * 512, 4 * 128 * 1024),
+        ((512, 1024), 4 * 512 * 512, 4 * 128 * 1024),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_galore_holds_the_three_factors_of_a_decomposition(
+    shape: tuple[int, int], kept_bytes: int, product_bytes: int, dtype: str
+) -> None:
+    """torch.linalg.svd, in float32: U, the singular values and V, and a copy of the matrix beside them."""
+    tape = Tape()
+    spec = TensorSpec(shape=shape, dtype=dtype, linear=True)
+    kept = SvdProjection().write_matrix(tape, spec, dtype)
+    factors = [4 * shape[0] * 512, 4 * 512, 4 * 512 * shape[1]]
+    made = [*factors, 4 * 1024 * 512, 4 * 128 * 128, product_bytes]
+    if dtype == "float32":
+        assert tape.sizes == made
+        assert tape.sizes[kept] == kept_bytes
+    else:
+        # Its first 128 columns, in 16 bits; the matrix was cast before.
+        assert tape.sizes == [4 * 1024 * 512, *made, 2 * 128 * 512]
+        assert tape.sizes[kept] == 2 * 128 * 512
+    assert replay(tape.sizes, tape.events).final_allocated_bytes == tape.sizes[kept]
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,10 @@ class Answer:
         self.blocks[-1]["kernels"].append([name, "bfloat16", flops, moved, False, count])
         return self
 
-    def trace(self) -> Trace:
+    def trace(self, **more: Any) -> Trace:
         return Trace(
             {
+                **more,
                 "layers": self.layers,
                 "tensors": self.tensors,
                 "blocks": self.blocks,
@@ -258,6 +259,34 @@ def test_equal_kernels_are_counted_together() -> None:
     }
     assert sorted(trace.flops.at(3, 1).tolist()) == [0, 30, 60, 210]
     assert trace.moved.at(3, 1).tolist() == [14.0] * 4
+
+
+@pytest.mark.parametrize(("repeated", "count"), [(False, 1), (True, 2)])
+def test_a_kernel_of_a_chunk_is_launched_for_the_mean_chunk(repeated: bool, count: int) -> None:
+    """Micro-batches of 2 x 500 tokens in chunks of 400: 400, 400, 200, in the mean 333.3."""
+    a = step(full=5)
+    head = next(block for block in a.blocks if block["phase"] == "head")
+    per_row = [[6, 0, 0], [1, 0, 1]]
+    head["kernels"].append(
+        ["loss", "bfloat16", [9, 0, 0], [[70, 1, 0]], False, 1, per_row, repeated]
+    )
+    chunks = ["trl", [500, 1, 0], 0, 400]
+    launches = a.trace(chunks=chunks).launches(2, 8)
+    (loss,) = (each for each in launches if each.kernel.name == "loss")
+    assert loss.flops == pytest.approx(9 * 1000 / 3)
+    # 6 bytes and the rank's 8 for each token of the chunk.
+    assert loss.bytes_moved == pytest.approx(2 * 70 + 14 * 1000 / 3)
+    assert loss.count == count
+    assert {each.count for each in launches if each.kernel.name == "mm"} == {1, 5}
+
+
+def test_a_tensor_of_a_chunk_grows_with_its_tokens() -> None:
+    a = step(full=5)
+    a.tensors[a.number["logits"]] |= {"size": [3, 0, 0], "chunked": True}
+    trace = a.trace(chunks=["trl", [500, 1, 0], -1, 400])
+    logits = trace.categories.index("logits")
+    assert trace.sizes(2, 1)[logits] == 3 * 400
+    assert a.trace(chunks=["trl", [50, 1, 0], -1, 400]).sizes(2, 1)[logits] == 3 * 99
 
 
 def test_set_up_kernels_are_no_part_of_a_step() -> None:
