@@ -11,17 +11,19 @@ the last one ended, except in modules that have changed since; --again asks thos
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import difflib
 import importlib
+import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -69,6 +71,8 @@ SLOWER = 10
 """How many times as long as without the fault tests may take, on a busy machine, and a minute more."""
 ALL_SECONDS = 3600
 QUICK_SECONDS = 0.5
+LAST_SECONDS = 60
+"""What slow tests may take for a fault that no quick one notices; the quicker ones come first."""
 AT_IMPORT = ""
 NO_END = "the limit of time, or a signal"
 ROOT_OF_ORPHANS = 36
@@ -101,19 +105,20 @@ class Seen(msgspec.Struct):
         if AT_IMPORT in near:
             chosen |= {test for tests in module.values() for test in tests}
             chosen |= set(self.seconds) - slow
+        chosen &= set(self.seconds)
         of_file: Counter[str] = Counter()
-        for test, seconds in self.seconds.items():
-            of_file[file_of(test)] += round(1000 * seconds) if test in chosen - slow else 0
+        for test in chosen - slow:
+            of_file[file_of(test)] += round(1000 * self.seconds[test])
 
         def order(test: str) -> tuple[bool, float, str]:
-            own = self.seconds[test] if test in slow else of_file[file_of(test)]
-            return test in slow, own, file_of(test)
+            file = file_of(test)
+            return test in slow, self.seconds[test] if test in slow else of_file[file], file
 
         ordered = sorted((test for test in self.seconds if test in chosen), key=order)
-        first = near - slow
-        return [test for test in ordered if test in first], [
-            test for test in ordered if test not in first
-        ]
+        last = itertools.accumulate(self.seconds[test] for test in ordered if test in slow)
+        del ordered[len(chosen - slow) + sum(seconds <= LAST_SECONDS for seconds in last) :]
+        first = [test for test in ordered if test in near - slow]
+        return first, [test for test in ordered if test not in first]
 
 
 def file_of(test: str) -> str:
@@ -195,23 +200,16 @@ def run(tree: Path, words: list[str], plugin: Plugin, seconds: float) -> Seen:
     """Run tests in a process forked from this one, which has imported nothing of autotune."""
     end = tree.with_suffix(".json")
     end.unlink(missing_ok=True)
-    began = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        try:
-            run_here(tree, words, plugin, end)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    pid = status = 0
-    while not pid and time.monotonic() - began < seconds:
-        time.sleep(0.02)
-        pid, status = os.waitpid(child, os.WNOHANG)
+    child = multiprocessing.get_context("fork").Process(
+        target=run_here, args=(tree, words, plugin, end)
+    )
+    child.start()
+    child.join(seconds)
+    code = child.exitcode
     stop_all()
     if end.exists():
         return msgspec.json.decode(end.read_bytes(), type=Seen)
-    if pid and os.WIFEXITED(status):
+    if code is not None and code >= 0:
         raise SystemExit(tree.with_suffix(".log").read_text(errors="replace"))
     return Seen(failed=[NO_END])
 
@@ -238,15 +236,11 @@ def run_here(tree: Path, words: list[str], plugin: Plugin, end: Path) -> None:
 def stop_all() -> None:
     """End what a run of tests has left, down to databases that made themselves independent."""
     for process in psutil.Process().children(recursive=True):
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    while True:
-        try:
+    with contextlib.suppress(ChildProcessError):
+        while True:
             os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
 
 
 def copy_of_tree(folder: Path) -> Path:

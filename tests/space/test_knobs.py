@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -75,6 +76,20 @@ def test_what_is_left_out_of_a_space_is_plain() -> None:
     for knob in KNOBS.values():
         if knob.default is not REQUIRED and knob.methods == METHODS:
             assert knob.default == plain[knob.name]
+
+
+@each_knob
+def test_the_help_says_the_default(knob: Knob) -> None:
+    """Where the help names none, the setting is off, or must be given."""
+    said = re.search(r"\[default: (.*)\]", knob.summary)
+    if said is None:
+        assert knob.default in (False, REQUIRED)
+        return
+    for method, value in knob.method_defaults.items():
+        assert knob.default_for(method) == value
+        assert f"{method} {value}" in said[1] or f"{value} for {method}" in said[1]
+    if knob.default not in (REQUIRED, "none", 0):
+        assert said[1].lower().startswith(str(knob.default).removesuffix(".0"))
 
 
 @pytest.mark.parametrize("text", ["all-linear", "attention", "q_proj, v_proj", "query_key_value"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from autotune.memory.allocator import Tape, replay
 from autotune.memory.optimizers import TensorSpec
+from autotune.memory.optimizers.torch_lists import ScheduleFree, TensorLists
 from autotune.space.config import TRADEOFF_CLASSES
 from autotune.space.optimizers import OPTIMIZERS, Optimizer, state_bytes
 
@@ -99,6 +102,33 @@ def test_row_is_consistent(row: Optimizer) -> None:
     assert (row.tradeoff == "exact") == (row.name in ("adamw_torch", "adamw_torch_fused"))
     assert (row.updates == "at-once") == row.name.endswith("_layerwise")
     assert (row.updates == "one-behind") == row.name.endswith("lomo")
+
+
+@pytest.mark.parametrize(
+    ("name", "launches_by_lists", "num_passes"),
+    [
+        # _multi_tensor_adam: lerp_ of the first moment; mul_, addcmul_ of the second; its sqrt into a new
+        # list; div_, add_ there; addcdiv_ of the parameters.
+        ("adamw_torch", {1: 3, 2: 2, 3: 2}, 3 + 2 + 3 + 2 + 2 + 2 + 4),
+        # Parameter and moments are read and written, the gradient read.
+        ("adamw_torch_fused", {4: 1}, 7),
+        ("sgd", {2: 1}, 3),
+        ("rmsprop", {1: 2, 2: 1, 3: 2}, 2 + 3 + 2 + 2 + 4),
+        ("adagrad", {1: 1, 2: 2, 3: 2}, 3 + 2 + 2 + 2 + 4),
+        ("schedule_free_sgd", {2: 3}, 3 + 3 + 3),
+        # The second moment's mul_, addcmul_; div, sqrt_, add_ into a new list; the gradient's div_.
+        ("schedule_free_adamw", {1: 3, 2: 5, 3: 1}, 2 + 3 + 2 + 2 + 2 + 3 + 9),
+    ],
+)
+def test_foreach_steps_read_and_write_lists(
+    name: str, launches_by_lists: dict[int, int], num_passes: int
+) -> None:
+    algorithm = OPTIMIZERS[name].algorithm
+    assert isinstance(algorithm, TensorLists | ScheduleFree)
+    assert Counter(lists for lists, _ in algorithm.passes) == launches_by_lists
+    assert sum(tensors for _, tensors in algorithm.passes) == num_passes
+    # A launch reads each of its lists at least, and writes one.
+    assert all(lists <= tensors <= 2 * lists for lists, tensors in algorithm.passes)
 
 
 @pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))

@@ -141,3 +141,32 @@ def test_what_is_not_installed_has_no_version() -> None:
     config = dataclasses.replace(CONFIG, attention="flash_attention_3")
     assert version("flash-attn-3") is None
     assert fingerprint_for(config, BARE) == BARE
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"precision": "fp16-autocast"}, "precision fp16-autocast"),
+        ({"precision": "tf32"}, "precision tf32"),
+        ({"activation_offloading": True}, "activation offloading"),
+        # Triton's kernels, torchao's, and the synchronization of GaLore's 8-bit step.
+        ({"optimizer": "stable_adamw"}, "stable_adamw"),
+        ({"optimizer": "adamw_torch_4bit"}, "adamw_torch_4bit"),
+        ({"optimizer": "adalomo"}, "adalomo"),
+        ({"optimizer": "galore_adamw_8bit"}, "galore_adamw_8bit"),
+        ({"expandable_segments": True}, "expandable segments"),
+        ({"liger": True}, "Liger"),
+        ({"attention": "flex_attention"}, "flex_attention"),
+    ],
+)
+def test_what_a_cpu_cannot_run_is_said(change: dict[str, Any], part: str) -> None:
+    (said,) = requirements.of_cuda(dataclasses.replace(CONFIG, **change))
+    assert part in said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"optimizer": "adamw_bnb_8bit"}, {"optimizer": "galore_adamw"}, {"optimizer": "lomo"}],
+)
+def test_a_cpu_can_run_the_rest(change: dict[str, Any]) -> None:
+    assert requirements.of_cuda(dataclasses.replace(CONFIG, **change)) == ()

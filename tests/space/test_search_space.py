@@ -14,6 +14,7 @@ from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.search_space import (
     MethodSpace,
     SearchSpace,
+    as_in_base,
     enumerate_configs,
     for_gpus,
     unlisted,
@@ -65,6 +66,33 @@ def test_values_that_a_study_has_no_choice_for() -> None:
     assert unlisted(own, ("full",)) == {"neftune_noise_alpha": [7.5]}
     # A rank is a number: its range grows with the study.
     assert unlisted(own, ("qlora",)) == unlisted(space(section()), METHODS) == {}
+
+
+def test_what_costs_nothing_is_as_the_base_has_it() -> None:
+    base = dataclasses.replace(
+        enumerate_configs(
+            space(section(method="lora", lora_rank=(8,), lora_targets=("all-linear",))),
+            workload(methods=("lora",)),
+        ).configs[0],
+        lora_alpha_ratio=1.5,
+        lora_dropout=0.1,
+    )
+    plain = section(method="lora", lora_rank=(8,), lora_alpha_ratio=(2.0,), lora_dropout=(0.0,))
+    (found,) = as_in_base(space(plain), base).methods
+    # Dropout takes time: it is the search's to say.
+    assert found.domains == {**plain.domains, "lora_alpha_ratio": (1.5,)}
+    varied = space(section(method="lora", lora_rank=(8,), lora_alpha_ratio=(1.0, 2.0)), section())
+    assert as_in_base(varied, base) == varied
+
+
+@pytest.mark.parametrize(
+    ("extra", "num_left"), [("{}", 4), ('{"weight_decay":0.0}', 4), ('{"weight_decay":0.1}', 1)]
+)
+def test_weight_decay_leaves_out_what_copies_gradients_for_it(extra: str, num_left: int) -> None:
+    optimizers = ("adamw_torch", "sgd", "adagrad", "rmsprop")
+    asked = dataclasses.replace(workload(), extra_arguments=extra)
+    result = enumerate_configs(space(section(optimizer=optimizers)), asked)
+    assert [config.optimizer for config in result.configs] == [*optimizers[:num_left]]
 
 
 def test_every_valid_combination_comes_once() -> None:
