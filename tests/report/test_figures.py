@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import answers
 import pytest
@@ -67,3 +68,17 @@ def test_each_trial_is_drawn_in_one_group(
     traces = figures.speed_against_memory(data)["data"]
     drawn = [trace["name"] for trace in traces if trace.get("rows") == [0]]
     assert drawn == ([] if group is None else [group])
+
+
+def opacities(part: Any) -> list[float]:
+    """Every opacity within a figure."""
+    if isinstance(part, dict):
+        own = [part["opacity"]] if "opacity" in part else []
+        return own + [each for value in part.values() for each in opacities(value)]
+    return [each for value in part for each in opacities(value)] if isinstance(part, list) else []
+
+
+def test_what_was_only_priced_is_faint() -> None:
+    stored = dataclasses.replace(ANSWER, details=answers.details())
+    (only,) = opacities(figures.speed_against_memory(ReportData(stored=stored, trials=(TRIAL,))))
+    assert 0 < only < 1
