@@ -245,6 +245,12 @@ def test_the_parts_of_a_bar_add_up_to_its_total() -> None:
     assert dict(base.parts)["activations"] == 2 * GIB
 
 
+def test_a_base_of_which_nothing_is_known_has_no_bar() -> None:
+    for details in (None, answers.details(base=None)):
+        (only,) = facts.bars(predicted(baseline=None, details=details))
+        assert only.label == "The answer"
+
+
 def test_the_way_to_the_answer_in_words() -> None:
     start, optimizer, batch = facts.path_rows(predicted())
     assert (start.change, start.gain, start.saving) == ("the Trainer's defaults", "", "")
@@ -342,6 +348,12 @@ def test_markdown_has_the_answer_and_the_trials() -> None:
     assert "| Speed | **4,096** tokens/s | predicted |" in drawn
     assert "| micro-batch 4 x 8 | 4,096 | +105 % | 10.00 GiB | +2.00 GiB |  |" in drawn
     assert "| 0 | fits | predicted | numerics | 4,096 | 10.00 |" in drawn
+
+
+def test_a_column_of_memory_has_its_unit() -> None:
+    drawn = page.draw(predicted(answers.estimate()))
+    assert 'data-sort="memory">GiB</button>' in drawn
+    assert '"unit":"GiB"' in drawn
 
 
 def test_the_page_needs_nothing_else_and_lets_nothing_else_run() -> None:
