@@ -598,6 +598,9 @@ def test_cards_with_unknown_figures_say_so() -> None:
         (12 * 10**9, "12 GB = 11.18 GiB"),
         (24 * GIB, "24.00 GiB"),
         (11_500_000_000, "10.71 GiB"),
+        (5_500_000_000, "5.12 GiB"),
+        (10**9, "1 GB = 0.93 GiB"),
+        (999_000_000, "999 MB = 0.93 GiB"),
         (50_000_000, "50 MB = 47.68 MiB"),
         (50_000_001, "47.68 MiB"),
     ],
@@ -644,6 +647,18 @@ def test_progress_is_lines_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
         "40 of 50 may fit",
     ]
     assert told(quiet=True) == []
+
+
+def test_notes_and_progress_of_a_search_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    for quiet in (False, True):
+        listener = progress.on_stderr(quiet=quiet)
+        listener.note("the card\n  is busy")
+        with listener.searching() as tell:
+            tell("space", 1, 2)
+        assert capsys.readouterr().err.splitlines() == [
+            "note: the card is busy",
+            *["1 of 2 points of the space are valid"] * (not quiet),
+        ]
 
 
 def test_a_ci_job_hears_of_milestones_only(
