@@ -14,7 +14,7 @@ from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build import model as models
 from autotune.worker.build.model import UnsupportedModel
-from autotune.worker.trace import kernel_costs
+from autotune.worker.trace import kernel_costs, sdpa
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.sdpa import Call, attention_kernel
 from autotune.worker.trace.step import trace_step
@@ -268,3 +268,29 @@ def test_attentions_work_is_pytorchs_count(kernel: str, value_size: int) -> None
             assert kernel_costs.count_flops(func, given, {"is_causal": False}, None) == wanted
             halved = {"is_causal": True}
             assert kernel_costs.count_flops(func, given, halved, None) == wanted // 2
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("num_key_heads", [1, 2, 4])
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "added", "learned"])
+def test_attention_on_a_cpu_is_pytorchs(mask: str, num_key_heads: int, dropout_p: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 7, 8, generator=draw)
+    key = torch.randn(2, num_key_heads, 7, 8, generator=draw)
+    masks = {
+        "bool": torch.ones(7, 7).tril().bool(),
+        "added": torch.randn(7, 7, generator=draw),
+        "learned": torch.randn(7, 7, generator=draw).requires_grad_(),
+    }
+    asked = {
+        "attn_mask": masks.get(mask),
+        "dropout_p": dropout_p,
+        "is_causal": mask == "causal",
+        "enable_gqa": num_key_heads == 2,
+    }
+    found = []
+    for function in (sdpa.attention_on_cpu, torch.nn.functional.scaled_dot_product_attention):
+        torch.manual_seed(0)
+        found.append(function(query, key, key, **asked))
+    torch.testing.assert_close(*found)
+    assert found[0].requires_grad == (mask == "learned")

@@ -9,10 +9,12 @@ from typing import Any
 
 import here
 import pytest
+import torch
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
@@ -140,6 +142,33 @@ def test_what_a_profile_shows_past_the_budget_is_out_of_memory(
 def test_a_model_that_was_not_compiled_is_noticed() -> None:
     assert checks.check_compiled(object(), COMPILED) == ["torch.compile is off"]
     assert checks.check_compiled(object(), EAGER) == []
+
+
+@pytest.mark.parametrize(
+    ("every", "checkpointed", "said"),
+    [
+        (0, set(), []),
+        (1, {0, 1, 2, 3, 4}, []),
+        (2, {0, 2, 4}, []),
+        (0, {3}, ["activation checkpointing is set on 1 layers, not on 0"]),
+        (1, set(), ["activation checkpointing is set on 0 layers, not on 5"]),
+        (2, {1, 3}, ["activation checkpointing is set on 2 layers, not on 3"]),
+    ],
+)
+def test_a_compiled_models_layers_say_whether_they_are_checkpointed(
+    every: int, checkpointed: set[int], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [GradientCheckpointingLayer() for _ in range(5)]
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number in checkpointed
+    model = torch.compile(torch.nn.Sequential(*layers))
+    config = dataclasses.replace(COMPILED, activation_checkpointing=every)
+    monkeypatch.setitem(checks.counters["stats"], "unique_graphs", 1)
+    assert checks.check_compiled(model, config) == said
+    monkeypatch.setitem(checks.counters["stats"], "unique_graphs", 0)
+    assert checks.check_compiled(model, config) == [
+        "torch.compile captured no graph: eager's kernels ran"
+    ]
 
 
 def make_tokenizer(folder: Path) -> None:
