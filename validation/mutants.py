@@ -63,7 +63,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 PRELOADED = (
     "hypothesis", "numpy", "pydantic", "msgspec", "yaml", "ruamel.yaml", "rich.console", "click", "jinja2",
-    "sqlalchemy.orm", "alembic.command", "optuna", "torch", "transformers",
+    "sqlalchemy.orm", "alembic.command", "optuna", "torch", "transformers.trainer", "peft", "bitsandbytes",
 )  # fmt: skip
 """What tests import of others: once, before the processes part."""
 
@@ -71,7 +71,7 @@ SLOWER = 10
 """How many times as long as without the fault tests may take, on a busy machine, and a minute more."""
 ALL_SECONDS = 3600
 QUICK_SECONDS = 0.5
-LAST_SECONDS = 60
+LAST_SECONDS = 30
 """What slow tests may take for a fault that no quick one notices; the quicker ones come first."""
 AT_IMPORT = ""
 NO_END = "the limit of time, or a signal"

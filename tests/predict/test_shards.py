@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 
+from autotune.memory.traces import TracedParameter
 from autotune.predict.sharding.shards import (
+    EMBED,
+    TAIL,
+    Shares,
     Weight,
     ddp_buckets,
     fsdp2_shard_shape,
     zero3_partition_elements,
     zero_partition_elements,
 )
+from autotune.records.estimate import TraceSpec
 
 
 @pytest.mark.parametrize(
@@ -71,3 +79,124 @@ def test_a_bucket_after_the_first_takes_25_mib() -> None:
     eight_mib = [weight(2 * 2**20) for _ in range(6)]
     # The first passes 1 MiB at once; four fill 32 MiB; one is left.
     assert ddp_buckets(eight_mib, rebuilt=False) == [8 * 2**20, 32 * 2**20, 8 * 2**20]
+
+
+HIDDEN, VOCABULARY = 64, 1001
+SPEC = TraceSpec(
+    method="full",
+    lora_targets=None,
+    quantization="none",
+    precision="bf16-autocast",
+    activation_checkpointing=0,
+    activation_offloading=False,
+    attention="sdpa",
+    single=False,
+)
+
+
+def shares(parallelism: str, *, dtype: str = "float32", trains: bool = True, **spec: Any) -> Shares:
+    """Four GPUs' shares of an embedding, two layers of a matrix and a bias each, a norm and a head."""
+
+    def parameter(layer: int, *shape: int, embedding: bool = False) -> TracedParameter:
+        return TracedParameter(
+            number=0,
+            place=(0, layer),
+            shape=tuple((size, 0, 0) for size in shape),
+            dtype=dtype,
+            trainable=trains,
+            group=int(len(shape) == 1),
+            embedding=embedding,
+        )
+
+    layers = [(layer, *shape) for layer in (0, 1) for shape in ((HIDDEN, HIDDEN), (HIDDEN,))]
+    return Shares(
+        [
+            parameter(-1, VOCABULARY, HIDDEN, embedding=True),
+            *(parameter(*layer) for layer in layers),
+            parameter(-1, HIDDEN),
+            parameter(-1, VOCABULARY, HIDDEN),
+        ],
+        dataclasses.replace(SPEC, parallelism=parallelism, **spec),
+        num_gpus=4,
+        hidden_size=HIDDEN,
+        is_one_unit=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "precision", "dtype", "element_bytes"),
+    [
+        # DDP computes with what is there; autocast casts within the step.
+        ("ddp", "bf16-autocast", "float32", 4),
+        ("fsdp2", "bf16-autocast", "float32", 2),
+        ("fsdp2", "bf16-true", "bfloat16", 2),
+        ("fsdp2", "fp32", "float32", 4),
+        ("zero2", "bf16-mixed", "float32", 2),
+        ("zero3", "fp32", "float32", 4),
+        # Packed codes are no numbers to cast.
+        ("fsdp2", "bf16-autocast", "uint8", 1),
+        ("zero2", "fp32", "uint8", 1),
+    ],
+)
+def test_weights_are_gathered_in_what_is_computed_with(
+    parallelism: str, precision: str, dtype: str, element_bytes: int
+) -> None:
+    found = shares(parallelism, precision=precision)
+    assert found.working_bytes(weight(10, 10, dtype=dtype, trainable=False)) == 100 * element_bytes
+
+
+MATRICES = 2 * VOCABULARY * HIDDEN + 2 * HIDDEN * HIDDEN
+BIASES = 3 * HIDDEN
+
+
+def test_fsdp2_gathers_a_unit_at_a_time() -> None:
+    found = shares("fsdp2")
+    # 251 rows of 1,001 for each GPU: three too many in all, and two bytes for each element.
+    assert found.gathered_bytes(0, EMBED) == 2 * 1004 * HIDDEN
+    assert found.gathered_bytes(0, TAIL) == 2 * (1004 * HIDDEN + HIDDEN)
+    assert found.gathered_bytes(0, ("layer", (0, 1))) == 2 * (HIDDEN * HIDDEN + HIDDEN)
+    assert found.gathered_bytes(0) == 2 * (MATRICES + BIASES + 6 * HIDDEN)
+    assert found.prefetched_bytes(0, EMBED) == found.gathered_bytes(0, EMBED)
+    assert found.reduced_bytes(0, EMBED) == found.gathered_bytes(0, EMBED)
+    # Under autocast the shards are float32.
+    assert found.gradient_shard_bytes(0, EMBED) == 4 * 251 * HIDDEN
+    assert (
+        shares("fsdp2", precision="bf16-true", dtype="bfloat16").gradient_shard_bytes(0, EMBED)
+        == 2 * 251 * HIDDEN
+    )
+    assert shares("ddp").gathered_bytes(0) == shares("zero2").gathered_bytes(0) == 0
+
+
+def test_zero3_keeps_small_weights_and_gathers_ahead_by_elements() -> None:
+    found = shares("zero3", precision="bf16-mixed")
+    # Up to 10 x 64 elements stay whole: the biases.
+    assert found.persistent_bytes(0) == 2 * BIASES
+    assert found.gathered_bytes(0, EMBED) == 2 * VOCABULARY * HIDDEN
+    # 0.9 x 64 squared, less than the embedding has.
+    assert found.prefetched_bytes(0, EMBED) == 2 * 3686
+    assert found.bucket_bytes(0) == 2 * HIDDEN * HIDDEN
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_zero_parts_the_optimizers_groups(name: str) -> None:
+    found = shares(name, precision="bf16-mixed")
+    total = MATRICES
+    assert found.partitions(0) == {0: total // 4, 1: BIASES // 4}
+    assert [spec.shape for spec in found.optimizer_specs([], 0)] == [(total // 4,), (BIASES // 4,)]
+    assert found.master_bytes(0, 0) == total
+    assert found.partition_bytes(0, 1) == 2 * BIASES // 4
+    assert found.partition_bytes(0, 1, 4) == 2 * BIASES
+    assert found.step_gradient_bytes(0) == total
+
+
+def test_offloaded_state_takes_host_memory() -> None:
+    elements = (MATRICES + BIASES) // 4
+    # Weights, gradients and two moments in float32; ZeRO 2 has a copy in 16 bits to fetch, too.
+    offloaded = shares("fsdp2-offload")
+    assert offloaded.host_bytes(0) == 16 * (2 * 251 * HIDDEN + 2 * 16 * HIDDEN + 3 * HIDDEN // 4)
+    assert offloaded.optimizer_specs([], 0) == []
+    assert shares("zero2-offload", precision="bf16-mixed").host_bytes(0) == 18 * elements
+    assert (
+        shares("zero2-offload", precision="bf16-mixed").largest_bytes(0) == 2 * VOCABULARY * HIDDEN
+    )
+    assert shares("zero2").host_bytes(0) == shares("fsdp2").host_bytes(0) == 0
