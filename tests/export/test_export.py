@@ -212,6 +212,25 @@ def test_an_evaluation_takes_no_more_at_once_than_was_confirmed() -> None:
     assert "per_device_eval_batch_size: 1\n" in write(sft_config, config, workload)
 
 
+@pytest.mark.parametrize(
+    ("batching", "expected"),
+    [
+        ("packed", {"padding_free": False, "packing": True, "max_length": 1024}),
+        ("padded", {"padding_free": False, "packing": False, "max_length": 1024}),
+        ("grouped", {"padding_free": False, "packing": False, "max_length": 1024}),
+        ("padding-free", {"padding_free": True, "packing": False, "max_length": None}),
+    ],
+)
+def test_trls_own_arguments_say_how_samples_fill_a_batch(
+    batching: str, expected: dict[str, Any]
+) -> None:
+    fields = training_args.installed_fields()
+    assert fields is not None
+    config = dataclasses.replace(FULL, batching=batching, trainer="trl-sft")
+    decided = training_args.decided_arguments(config, [*fields, *expected])
+    assert {name: decided[name] for name in expected} == expected
+
+
 def test_who_has_said_how_many_samples_an_evaluation_takes_keeps_it() -> None:
     extra = {"per_device_eval_batch_size": 2}
     assert training_args.training_arguments(FULL, extra=extra)["per_device_eval_batch_size"] == 2

@@ -351,3 +351,23 @@ def test_a_program_tells_torchs_allocator(tmp_path: Path, line: str, expected: b
     assert not mapping_write.allows(
         run.target, run.config.method, "expandable_segments", not expected
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("float32", "fp8-mixed"), ("bfloat16", "fp8-autocast"), (None, "fp8-autocast")],
+)
+def test_a_program_tells_accelerate_of_fp8(
+    tmp_path: Path, dtype: str | None, precision: str
+) -> None:
+    loaded = f', dtype="{dtype}"' if dtype else ""
+    text = f"""
+import os
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8"
+model = AutoModelForCausalLM.from_pretrained("m"{loaded})
+trainer = Trainer(model=model, args=TrainingArguments("out", per_device_train_batch_size=2))
+trainer.train()
+"""
+    assert read_base(written(tmp_path, text)).config.precision == precision

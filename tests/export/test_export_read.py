@@ -378,6 +378,16 @@ def test_a_degree_of_one_is_no_parallelism(tmp_path: Path) -> None:
     assert "tensor_parallel_size" in refusal(tmp_path, "base_model: x\ntensor_parallel_size: 2\n")
 
 
+@pytest.mark.parametrize("own", ["true", "false"])
+def test_llama_factory_without_checkpointing_has_none_of_unsloths(tmp_path: Path, own: str) -> None:
+    path = tmp_path / "llama_factory.yaml"
+    text = (BASES / path.name).read_text(encoding="utf-8")
+    lines = f"disable_gradient_checkpointing: true\nuse_unsloth_gc: {own}\n"
+    path.write_text(f"{text}{lines}", encoding="utf-8")
+    config = read_base(path).config
+    assert (config.activation_checkpointing, config.activation_offloading) == (0, False)
+
+
 def test_what_no_prediction_has_is_noted(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     text = (BASES / "axolotl.yaml").read_text(encoding="utf-8")

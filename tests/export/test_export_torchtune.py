@@ -219,6 +219,16 @@ def test_qlora() -> None:
     assert torchtune.cannot_express(config)[1:] == ()
 
 
+def test_modules_that_it_cannot_name_become_all_of_them_and_it_says_so() -> None:
+    config = dataclasses.replace(QLORA, lora_targets="q_proj,fc1")
+    written = content(config, "meta-llama/Llama-3.1-8B")["model"]
+    assert written["lora_attn_modules"] == ["q_proj", "k_proj", "v_proj", "output_proj"]
+    assert written["apply_lora_to_mlp"] is True
+    assert any(
+        "fc1" in str(each) or "targets" in str(each) for each in torchtune.cannot_express(config)
+    )
+
+
 def test_every_second_layer_on_several_gpus() -> None:
     written = content(SHARED)
     assert (written["ac_mode"], written["ac_option"]) == ("selective", 2)

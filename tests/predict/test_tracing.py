@@ -187,6 +187,17 @@ def test_a_crash_of_everything_is_a_worker_error(monkeypatch: pytest.MonkeyPatch
         trace_both(monkeypatch, worker)
 
 
+def test_after_three_crashes_there_is_one_round_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attention kills its process: four rounds are made, and the fifth attention is not asked again."""
+    names = ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa")
+    specs = {TraceSpec.of(dataclasses.replace(FULL, attention=name)) for name in names}
+    worker = Rounds(*[dict.fromkeys(names, "dies")] * 9)
+    monkeypatch.setattr(tracing, "run_many", worker)
+    with pytest.raises(WorkerError):
+        trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), specs)
+    assert [len(jobs) for jobs in worker.asked] == [5, 4, 3, 2]
+
+
 def test_a_trace_that_does_not_repeat_is_asked_for_with_every_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
