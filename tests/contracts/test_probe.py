@@ -557,6 +557,28 @@ def test_layers_that_see_images_do_not_run_on_text(every: int) -> None:
     assert (measured.outcome, measured.message) == ("ok", "")
 
 
+@pytest.mark.parametrize(
+    ("precision", "backend", "is_on", "said"),
+    [
+        ("fp32", "cuda", False, []),
+        ("fp32", "cuda", True, ["TF32 is on"]),
+        ("tf32", "cuda", True, []),
+        ("tf32", "cuda", False, ["TF32 is off"]),
+        # Products of 16 bits have no use for it, and a CPU has none.
+        ("bf16-true", "cuda", True, []),
+        ("bf16-autocast", "cuda", False, []),
+        ("fp32", "cpu", True, []),
+    ],
+)
+def test_products_of_float32_are_exact_unless_tf32_was_asked_for(
+    precision: str, backend: str, is_on: bool, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_tf32_is_on", lambda: is_on)
+    accelerator = SimpleNamespace(mixed_precision="no", scaler=None)
+    config = dataclasses.replace(FULL, precision=precision)
+    assert checks.check_precision(accelerator, config, backend) == said
+
+
 def test_checkpointing_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def enable(model: Any) -> None:
         model.activation_checkpointing_enable()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from autotune.common.units import MIB
@@ -63,3 +65,17 @@ def test_what_is_given_back_in_every_step_does_not_fit() -> None:
         steps([StepPart(0, "forward", step), StepPart(1, "forward", step)], sizes), room(1100)
     )
     assert found.peak_reserved_bytes == room(1100) + PAGE_BYTES
+
+
+@pytest.mark.parametrize(("sure_step", "last"), [(0, 3), (1, 3), (2, 4), (3, 5)])
+def test_two_steps_are_steady_behind_those_that_make_the_state(sure_step: int, last: int) -> None:
+    """The first step may lack its state even if it is there from the second on; later steps are alike."""
+    sizes = [300 * MIB, 300 * MIB, 400 * MIB, 900 * MIB]
+    for large in (last, last + 1):
+        parts = [
+            StepPart(number, "forward", [3, ~3] if number == large else [0, ~0])
+            for number in range(8)
+        ]
+        of_four = dataclasses.replace(steps(parts, sizes), sure_step=sure_step)
+        found = grown(of_four, room(2000))
+        assert found.peak_allocated_bytes == (900 if large == last else 300) * MIB
