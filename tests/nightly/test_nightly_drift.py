@@ -152,6 +152,17 @@ def test_both_deviations_are_found_in_what_they_made() -> None:
     assert noise.night_sd == pytest.approx(0.01, rel=0.2)
 
 
+def test_one_bad_night_is_no_reason_to_expect_more() -> None:
+    def with_one(log_change: float) -> float:
+        steady = [[1000.0, 1010.0, 990.0] for _ in range(6)]
+        bad = [speed * math.exp(log_change) for speed in steady[0]]
+        return drift.noise_of([[*steady, bad]], Noise(process_sd=0.01, night_sd=0.005)).night_sd
+
+    assert with_one(-0.5) == pytest.approx(with_one(-0.05))
+    # Within three standard errors each night counts as it is.
+    assert with_one(-0.01) < with_one(-0.015) < with_one(-0.02) < with_one(-0.05)
+
+
 def test_how_many_processes_follows_from_the_spread_alone() -> None:
     """Twice the speed, or half: as many. A wider spread: more, until the most."""
     history = [[[1000.0, 1003.0, 998.0]] * 5]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -72,7 +74,15 @@ cells:
 def test_two_models_of_one_name_have_names_of_their_own(tmp_path: Path) -> None:
     cells = read(written(tmp_path, "models: [one/tiny, other/tiny]")).cells
     assert len({cell.name for cell in cells}) == 2
-    assert all(cell.name.startswith("tiny-all-seq1024-any-") for cell in cells)
+    # Folders are named so: the next night looks for them, and another letter would lose them.
+    assert all(re.fullmatch("tiny-all-seq1024-any-[0-9a-f]{6}", cell.name) for cell in cells)
+
+
+def test_more_than_ten_thousand_cells_are_a_slip(tmp_path: Path) -> None:
+    lengths, budgets = list(range(1, 74)), [f"{size}MB" for size in range(1, 138)]
+    text = f"models: [gpt2]\nlengths: {lengths}\nbudgets: {json.dumps(budgets)}"
+    with pytest.raises(ConfigError, match="10,001 cells are more than 10,000"):
+        read(written(tmp_path, text))
 
 
 def test_a_question_holds_no_absolute_path(tmp_path: Path) -> None:

@@ -57,6 +57,21 @@ def test_each_state_and_what_is_done_in_it() -> None:
     assert (begun.state, begun.searches) == ("interrupted", True)
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (drift.SUSPECT, "last night's speed was suspect"),
+        (drift.UNCHANGED, "nothing has changed since"),
+        (drift.REGRESSION, "nothing has changed since"),
+        (drift.IMPROVEMENT, "nothing has changed since"),
+    ],
+)
+def test_a_fresh_cell_says_whether_last_night_was_suspect(kind: str, reason: str) -> None:
+    found = one([night(2), night(1, has_searched=False, kind=kind)])
+    assert found.state == "fresh"
+    assert found.reason.startswith(reason)
+
+
 def test_what_nights_die_over_waits_for_all_the_rest() -> None:
     found = planned(cell("a", 9.0), cell("b"), histories={"b": [night(1)]}, begun={"a": 3})
     assert [(each.cell.name, each.state) for each in found] == [("b", "fresh"), ("a", "fatal")]
