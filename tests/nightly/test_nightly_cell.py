@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import answers
@@ -18,7 +19,7 @@ from nights_of import HERE, NOW, cell, matrix, night
 
 from autotune.catalogue import nvml
 from autotune.common.units import GIB
-from autotune.errors import NothingFitsError
+from autotune.errors import NothingFitsError, StorageError
 from autotune.nightly import cell as cell_module
 from autotune.nightly import draw, drift, ledger, run
 from autotune.nightly.cell import CellNight, Place, TimeIsUp, _limited
@@ -171,6 +172,26 @@ def test_a_first_answer_is_measured_again_and_written(tonight: Tonight) -> None:
     assert (folder() / "train.py").exists()
     stored = ledger.nights("sqlite:///studies/a.db", [CELL], HERE.device)[CELL.name]
     assert stored == [done.night]
+
+
+def test_a_first_answer_stands_beside_that_of_another_card(tonight: Tonight) -> None:
+    machine = Machine({STANDING: 1000.0})
+    other = dataclasses.replace(HERE, device="NVIDIA GeForce RTX 4080")
+    first = tonight(machine, [], here=other, finds=STANDING)
+    assert first.relative is None
+    second = tonight(machine, [], finds=STANDING)
+    assert second.relative is not None
+    assert second.relative.fingerprint.device == other.device
+
+
+def test_an_answer_that_cannot_be_kept_is_a_failure(
+    tonight: Tonight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = [StorageError("the disk is full")]
+    monkeypatch.setattr(cell_module, "deliver", lambda *_, **__: SimpleNamespace(problems=problems))
+    done = tonight(Machine({STANDING: 1000.0}), [], finds=STANDING)
+    assert (done.kind, done.exit_code) == ("failed", StorageError.exit_code)
+    assert "the disk is full" in done.problem
 
 
 def test_a_fresh_cell_is_measured_and_not_searched(tonight: Tonight) -> None:

@@ -139,6 +139,15 @@ def test_a_trend_has_a_point_per_night_within_its_frame() -> None:
     assert Page(draw.html(digest(REGRESSED))).tags.count("circle") == 3
 
 
+def test_a_digest_has_the_speeds_of_eight_nights() -> None:
+    """Tonight's is the last of them."""
+    earlier = tuple(night(20.0 - n, (100.0 + n, 100.0 + n)) for n in range(10))
+    done = dataclasses.replace(REGRESSED, planned=planned("slower", earlier))
+    text = draw.markdown(digest(done))
+    assert "103 104 105 106 107 108 109 950" in text
+    assert "102 103" not in text
+
+
 def test_noise_does_not_look_like_news() -> None:
     flat = [night(speeds=(speed, speed)) for speed in (1000.0, 1004.0, 998.0)]
     heights = [point["y"] for point in draw.trend_points(flat)]
