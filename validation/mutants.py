@@ -87,6 +87,8 @@ class Seen(msgspec.Struct):
     """Tests that passed, in the order of their files."""
     marked: list[str] = []
     """Tests that are marked as slow, or as asking workers."""
+    sure: set[str] = set()
+    """Those that have been asked again without a fault, and passed."""
     ran: dict[str, dict[int, list[str]]] = {}
     """The tests that ran each line of each module of the room; AT_IMPORT may be among them."""
 
@@ -276,9 +278,11 @@ def noticed_by(fault: Fault, seen: Seen, tree: Path) -> str | None:
         failed = run_tests(tree, {test: seen.seconds[test] for test in tests}).failed
         put(file, text_of(fault.module))
         # What waits for processes can fail on a busy machine.
-        if failed and failed[0] in seen.marked and run_tests(tree, {failed[0]: 0.0}).failed:
-            del seen.seconds[failed[0]]
-            return noticed_by(fault, seen, tree)
+        if failed and failed[0] in set(seen.marked) - seen.sure:
+            if run_tests(tree, {failed[0]: 0.0}).failed:
+                del seen.seconds[failed[0]]
+                return noticed_by(fault, seen, tree)
+            seen.sure.add(failed[0])
         if failed:
             return failed[0]
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -71,3 +72,19 @@ def test_a_bound_that_was_expected_changes_nothing() -> None:
     before = beliefs.beliefs()
     beliefs.is_at_least(2, -60.0)
     np.testing.assert_allclose(beliefs.beliefs(), before)
+
+
+def test_after_a_drift_surprises_are_counted_anew() -> None:
+    """Beliefs that nothing has surprised since are as wide as a Student's t of their variance."""
+    for values in ([], [0.4], [0.4, -0.1, 0.9]):
+        beliefs, _ = correction(8)
+        for number, value in enumerate(values):
+            beliefs.is_equal(number, value)
+        mean, sd = beliefs.beliefs()
+        beliefs.drift(Prior(bias=0.0, knob=0.0, residual=0.0))
+        drifted_mean, drifted_sd = beliefs.beliefs()
+        others = slice(len(values), None)
+        np.testing.assert_allclose(drifted_mean[others], mean[others])
+        np.testing.assert_allclose(drifted_mean[: len(values)], values)
+        wider = math.sqrt(DEGREES_OF_FREEDOM / (DEGREES_OF_FREEDOM - 2))
+        np.testing.assert_allclose(drifted_sd[others], wider * sd[others])

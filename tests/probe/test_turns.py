@@ -151,6 +151,18 @@ def test_a_trial_that_others_took_for_dead_is_theirs(study: optuna.Study, tells:
     assert state_of(study) == (TrialState.FAIL, None)
 
 
+def test_a_trial_that_others_tell_while_optuna_does_is_theirs(
+    study: optuna.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between Optuna's own look at the trial and what it writes."""
+
+    def optimize(*_: Any, **__: Any) -> None:
+        raise optuna.exceptions.UpdateFinishedTrialError
+
+    monkeypatch.setattr(study, "optimize", optimize)
+    assert turn(study, lambda *_: 1.0)
+
+
 class Broken(optuna.samplers.RandomSampler):
     """A sampler with a mistake in one of the places where Optuna asks it."""
 
