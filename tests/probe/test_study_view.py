@@ -76,6 +76,27 @@ def test_what_others_add_is_seen_at_the_next_look(study: optuna.Study) -> None:
     assert found.known([LARGER]) == []
 
 
+@pytest.mark.parametrize(
+    ("step_seconds", "is_known"),
+    [
+        (9.0, False),  # faster than all that is chosen from: stopped beside something else
+        (10.05, False),  # as fast, within the noise
+        (15.0, True),
+    ],
+)
+def test_what_was_too_slow_beside_other_configurations_is_tried_again(
+    study: optuna.Study, step_seconds: float, is_known: bool
+) -> None:
+    stopped = answers.measurement(config=LARGER, outcome="slow", step_seconds=step_seconds)
+    add(study, state=TrialState.PRUNED, measurement=stopped)
+    add(study)
+    found = seen_in(study)
+    assert found.known([LARGER]) == [stopped]
+    found.choose_from([LARGER, answers.CONFIG])
+    assert found.known([LARGER]) == [stopped] * is_known
+    assert (found.left_out, found.num_begun) == (set() if is_known else {0}, 1 + is_known)
+
+
 def test_what_is_refused_stays_out_whenever_it_comes(study: optuna.Study) -> None:
     add(study)
     found = seen_in(study)
