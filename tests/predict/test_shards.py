@@ -94,7 +94,9 @@ SPEC = TraceSpec(
 )
 
 
-def shares(parallelism: str, *, dtype: str = "float32", trains: bool = True, **spec: Any) -> Shares:
+def shares(
+    parallelism: str, *, dtype: str = "float32", num_rows: int = VOCABULARY, **spec: Any
+) -> Shares:
     """Four GPUs' shares of an embedding, two layers of a matrix and a bias each, a norm and a head."""
 
     def parameter(layer: int, *shape: int, embedding: bool = False) -> TracedParameter:
@@ -103,7 +105,7 @@ def shares(parallelism: str, *, dtype: str = "float32", trains: bool = True, **s
             place=(0, layer),
             shape=tuple((size, 0, 0) for size in shape),
             dtype=dtype,
-            trainable=trains,
+            trainable=True,
             group=int(len(shape) == 1),
             embedding=embedding,
         )
@@ -111,7 +113,7 @@ def shares(parallelism: str, *, dtype: str = "float32", trains: bool = True, **s
     layers = [(layer, *shape) for layer in (0, 1) for shape in ((HIDDEN, HIDDEN), (HIDDEN,))]
     return Shares(
         [
-            parameter(-1, VOCABULARY, HIDDEN, embedding=True),
+            parameter(-1, num_rows, HIDDEN, embedding=True),
             *(parameter(*layer) for layer in layers),
             parameter(-1, HIDDEN),
             parameter(-1, VOCABULARY, HIDDEN),
@@ -200,3 +202,17 @@ def test_offloaded_state_takes_host_memory() -> None:
         shares("zero2-offload", precision="bf16-mixed").largest_bytes(0) == 2 * VOCABULARY * HIDDEN
     )
     assert shares("zero2").host_bytes(0) == shares("fsdp2").host_bytes(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "checkpointing", "rebuilds"),
+    [("full", 0, False), ("full", 1, True), ("full", 2, True), ("lora", 1, False)],
+)
+def test_ddp_rebuilds_its_buckets_where_it_looks_for_no_unused_parameters(
+    method: str, checkpointing: int, rebuilds: bool
+) -> None:
+    found = shares("ddp", num_rows=5000, method=method, activation_checkpointing=checkpointing)
+    embedding, rest = 4 * 5000 * HIDDEN, 4 * (MATRICES + BIASES - VOCABULARY * HIDDEN)
+    # The embedding alone passes 1 MiB: as the first gradient it has a bucket of its own.
+    expected = [embedding + rest, 0] if rebuilds else [embedding, rest]
+    assert [found.ddp_bucket_bytes(0, index) for index in (0, 1)] == expected

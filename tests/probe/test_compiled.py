@@ -153,6 +153,19 @@ def test_the_fastest_eager_ones_are_compiled() -> None:
     assert [m.config for m in compiled.bases(seen, {EAGER})] == others[:2]
 
 
+def test_the_fastest_of_each_kind_fits_and_was_not_stopped() -> None:
+    other = dataclasses.replace(EAGER, activation_checkpointing=1)
+    seen = [
+        measured(COMPILED, 0.1),
+        measured(EAGER, 1.0),
+        measured(other, 0.5, outcome="slow"),
+        measured(other, 0.2, peak_reserved_bytes=3000),
+    ]
+    eager, fast = (compiled.fastest(seen, is_compiled=each) for each in (False, True))
+    assert (eager, fast) == (seen[1], seen[0])
+    assert compiled.fastest(seen[1:], is_compiled=True) is None
+
+
 def test_a_cold_start_is_part_of_a_run() -> None:
     """1000 tokens in a second, 30 seconds late: after 30 steps half as fast."""
     seen = measured(COMPILED, 1.0, cold_start_seconds=30.0)

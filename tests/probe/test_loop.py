@@ -186,6 +186,7 @@ def run(
     baseline: bool = False,
     confirm_steps: int = 0,
     sizes: Sequence[int] = SIZES,
+    **more: Any,
 ) -> Measured:
     plan = Plan(
         pool=[predicted(size) for size in sizes],
@@ -196,7 +197,7 @@ def run(
         confirm_steps=confirm_steps,
     )
     with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
-        return search(study, plan, Prober(server, table, MODEL, SPEC))  # type: ignore[arg-type]
+        return search(study, plan, Prober(server, table, MODEL, SPEC), **more)  # type: ignore[arg-type]
 
 
 def trials(url: str) -> list[optuna.trial.FrozenTrial]:
@@ -216,6 +217,16 @@ def test_the_fastest_that_fits_wins_and_is_told_as_measured(url: str, table: Pro
     assert best.value == pytest.approx(found.best.tokens_per_second)
     assert best.user_attrs["evidence"] == "measured"
     assert best.constraints == {CONSTRAINT: 800_000_000 - BUDGET_BYTES}
+
+
+def test_who_waits_hears_of_each_probe_and_of_the_fastest_so_far(
+    url: str, table: ProbeTable
+) -> None:
+    heard: list[tuple[int, Measurement, Measurement | None]] = []
+    found = run(url, table, Server(measured), on_probe=lambda *said: heard.append(said))
+    assert [number for number, _, _ in heard] == list(range(1, found.num_run + 1))
+    assert [len(trials(url)), heard[-1][2]] == [found.num_run, found.best]
+    assert len({last.config for _, last, _ in heard}) == found.num_run
 
 
 def test_what_runs_is_told_beforehand_and_what_is_known_is_not(url: str, table: ProbeTable) -> None:

@@ -259,3 +259,15 @@ def test_a_connection_that_was_lost_may_come_back(postgres_url: str) -> None:
         for engine in engines:
             engine.dispose()
     assert may_pass(said.value)
+
+
+def test_a_job_has_ended_once_nobody_will_touch_it_again(jobs: JobTable) -> None:
+    job = jobs.get(add(jobs))
+    ended = {"queued": False, "running": False, "done": True, "failed": True, "cancelled": True}
+    for state, has_ended in ended.items():
+        assert dataclasses.replace(job, state=state).has_ended is has_ended
+
+
+def test_a_database_that_no_file_can_be_says_why_not() -> None:
+    with pytest.raises(StorageError, match="cannot be used. File name too long"):
+        parse_url(f"sqlite:////tmp/{'x' * 300}.db")
