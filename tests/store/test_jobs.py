@@ -269,5 +269,5 @@ def test_a_job_has_ended_once_nobody_will_touch_it_again(jobs: JobTable) -> None
 
 
 def test_a_database_that_no_file_can_be_says_why_not() -> None:
-    with pytest.raises(StorageError, match="cannot be used. File name too long"):
+    with pytest.raises(StorageError, match=r"cannot be used\. File name too long"):
         parse_url(f"sqlite:////tmp/{'x' * 300}.db")
