@@ -277,12 +277,13 @@ def noticed_by(fault: Fault, seen: Seen, tree: Path) -> str | None:
         put(file, fault.code() or "")
         failed = run_tests(tree, {test: seen.seconds[test] for test in tests}).failed
         put(file, text_of(fault.module))
-        # What waits for processes can fail on a busy machine.
-        if failed and failed[0] in set(seen.marked) - seen.sure:
-            if run_tests(tree, {failed[0]: 0.0}).failed:
-                del seen.seconds[failed[0]]
+        # On a busy machine, what waits for processes may fail by itself.
+        if failed and failed[0] in {NO_END, *seen.marked} - seen.sure:
+            asked = tests if failed[0] == NO_END else failed
+            if run_tests(tree, {test: seen.seconds[test] for test in asked}).failed:
+                seen.seconds = {t: s for t, s in seen.seconds.items() if t not in asked}
                 return noticed_by(fault, seen, tree)
-            seen.sure.add(failed[0])
+            seen.sure |= set(asked)
         if failed:
             return failed[0]
     return None

@@ -286,3 +286,18 @@ def test_by_default_the_card_that_probes_run_on_is_taken_where_it_has_as_much(
     assert "does not put it first" in reason
     monkeypatch.setattr(gpus, "detect", list)
     assert "no CUDA GPU is here" in choose(None, "12GB").why
+
+
+def test_an_effective_batch_is_shared_evenly_or_the_next_larger_is_named() -> None:
+    assert [budget.shared_batch(size, 4) for size in (4, 32)] == [4, 32]
+    for size, named in ((30, 32), (1, 4), (33, 36)):
+        with pytest.raises(ConfigError, match=f"Give --effective-batch {named}\\b"):
+            budget.shared_batch(size, 4)
+
+
+def test_probes_on_one_gpu_say_nothing_of_several() -> None:
+    budget.check_backend("cuda", 1)
+    budget.check_backend("predicted", 2)
+    for backend in ("cuda", "cpu"):
+        with pytest.raises(ConfigError, match="A run on 2 GPUs"):
+            budget.check_backend(backend, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +68,19 @@ def test_another_study_does_not_wait_on_a_server(postgres_url: str) -> None:
     with exclusive(engine, "ask", "s"), exclusive(engine, "ask", "another"):
         pass
     engine.dispose()
+
+
+def test_a_server_soon_takes_a_machine_without_power_for_dead(postgres_url: str) -> None:
+    engine = sqlalchemy.create_engine(postgres_url)
+    said: list[str] = []
+    sqlalchemy.event.listen(
+        engine, "before_cursor_execute", lambda _, __, text, *___: said.append(text)
+    )
+    with exclusive(engine, "ask", "s"):
+        settings = dict(re.findall(r"SET LOCAL tcp_keepalives_(\w+) = (\d+)", "\n".join(said)))
+    engine.dispose()
+    # Silent for so long, then asked so many times: half a minute, before whoever waits has the lock.
+    assert int(settings["idle"]) + int(settings["interval"]) * int(settings["count"]) == 30
 
 
 def test_a_lock_ends_with_its_process(url: str, engine: sqlalchemy.Engine) -> None:

@@ -1,0 +1,42 @@
+"""When the loader of an answer is timed, and what becomes of an answer where that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import answers
+import pytest
+
+from autotune.errors import WorkerError
+from autotune.search import measure_best
+from autotune.search.listener import SILENT
+from autotune.space.config import Workload
+
+
+def timed(workload: Workload, said: list[str], data: Any = "a dataset") -> Any:
+    listener = dataclasses.replace(SILENT, note=said.append)
+    server: Any = None
+    return measure_best._time_loaders(server, data, workload, answers.measured(), listener)
+
+
+def test_a_loader_is_timed_where_there_is_data_and_the_user_has_not_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure_best, "time_loaders", lambda *asked: asked[-1])
+    said: list[str] = []
+    assert timed(answers.WORKLOAD, said) == answers.measured().best
+    assert timed(answers.WORKLOAD, said, data=None) is None
+    decided = dataclasses.replace(answers.WORKLOAD, extra_arguments='{"dataloader_num_workers": 2}')
+    assert timed(decided, said) is None
+    assert said == []
+
+
+def test_a_loader_that_cannot_be_timed_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise WorkerError("it was killed")
+
+    monkeypatch.setattr(measure_best, "time_loaders", fails)
+    said: list[str] = []
+    assert timed(answers.WORKLOAD, said) is None
+    assert "it was killed" in said[0]

@@ -1,0 +1,41 @@
+"""What a question about one configuration comes to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from autotune.errors import ConfigError
+from autotune.records.question import Question
+from autotune.search.resolve import resolve_configuration
+
+QUESTION = Question(model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", gpu_mem="12GB", accumulation=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({}, "full"),
+        ({"micro_batch_size": 2, "optimizer": "sgd"}, "full"),
+        ({"peft": '{"peft_type":"LOHA","r":4}'}, "peft"),
+    ],
+)
+def test_what_is_not_set_is_as_by_default(settings: dict[str, Any], method: str) -> None:
+    found = resolve_configuration(dataclasses.replace(QUESTION, settings=settings))
+    assert (found.config.method, found.workload.methods) == (method, (method,))
+    assert found.config.sequence_length == found.workload.sequence_length == 1024
+    assert found.config.gradient_accumulation_steps == 4
+    assert found.workload.effective_batch_size == 4 * found.config.micro_batch_size
+    assert found.workload.memory_budget_bytes == found.card.budget_bytes == 12 * 10**9
+    assert found.card.gpu.name == "NVIDIA RTX 4090"
+    assert found.source.name == found.workload.model == QUESTION.model
+    for name, value in settings.items():
+        assert getattr(found.config, name) == value
+
+
+def test_what_cannot_work_is_refused() -> None:
+    asked = dataclasses.replace(QUESTION, settings={"activation_offloading": True})
+    with pytest.raises(ConfigError, match="This configuration"):
+        resolve_configuration(asked)
