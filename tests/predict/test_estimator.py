@@ -13,6 +13,8 @@ import tiny_model
 from autotune.memory.allocator import replay
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator, least_bytes
+from autotune.predict.optimizer_update import priced_update
+from autotune.predict.steps import first_steps
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
@@ -99,6 +101,20 @@ def test_what_is_updated_in_the_backward_pass_keeps_no_gradients(roomy: Estimato
     assert gradients_bytes - 6 * largest_bytes <= saved < gradients_bytes
     assert peak("galore_adamw_layerwise") < peak("galore_adamw")
     assert peak("apollo_adamw_layerwise") < peak("apollo_adamw")
+
+
+def test_lomo_gives_a_gradient_up_once_its_copy_in_32_bits_is_there(
+    traces: Mapping[TraceSpec, Trace],
+) -> None:
+    config = dataclasses.replace(split(FULL, 1, 1), optimizer="lomo")
+    trace = traces[TraceSpec.of(config)]
+    update = priced_update(OPTIMIZERS["lomo"], trace.trainable(0), scaled=False)
+    steps = first_steps(trace, config, update)
+    events = next(part.events for part in steps.parts if part.phase == "backward and optimizer")
+    for gradient in trace.gradients:
+        copy = events[events.index(~gradient) - 1]
+        assert copy >= 0
+        assert steps.sizes[copy] == 2 * steps.sizes[gradient]
 
 
 @pytest.mark.parametrize("budget_bytes", [1 * GB, 2 * GB, ROOMY])
