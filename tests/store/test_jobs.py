@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -266,6 +267,15 @@ def test_a_job_has_ended_once_nobody_will_touch_it_again(jobs: JobTable) -> None
     ended = {"queued": False, "running": False, "done": True, "failed": True, "cancelled": True}
     for state, has_ended in ended.items():
         assert dataclasses.replace(job, state=state).has_ended is has_ended
+
+
+def test_times_of_a_job_are_in_utc(jobs: JobTable) -> None:
+    add(jobs)
+    job = claimed(jobs)
+    assert job.heartbeat_at is not None
+    for at in (job.asked_at, job.heartbeat_at):
+        assert at.utcoffset() == datetime.timedelta(0)
+        assert abs((datetime.datetime.now(datetime.UTC) - at).total_seconds()) < 600
 
 
 def test_a_database_that_no_file_can_be_says_why_not() -> None:
