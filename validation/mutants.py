@@ -71,8 +71,8 @@ SLOWER = 10
 """How many times as long as without the fault tests may take, on a busy machine, and a minute more."""
 ALL_SECONDS = 3600
 QUICK_SECONDS = 0.5
-LAST_SECONDS = 30
-"""What slow tests may take for a fault that no quick one notices; the quicker ones come first."""
+LAST_SECONDS = 120
+"""What slow tests may take for a fault that no quick one notices: the quicker ones, one at least."""
 AT_IMPORT = ""
 NO_END = "the limit of time, or a signal"
 ROOT_OF_ORPHANS = 36
@@ -118,7 +118,8 @@ class Seen(msgspec.Struct):
 
         ordered = sorted((test for test in self.seconds if test in chosen), key=order)
         last = itertools.accumulate(self.seconds[test] for test in ordered if test in slow)
-        del ordered[len(chosen - slow) + sum(seconds <= LAST_SECONDS for seconds in last) :]
+        num_last = max(1, sum(seconds <= LAST_SECONDS for seconds in last))
+        del ordered[len(chosen - slow) + num_last :]
         first = [test for test in ordered if test in near - slow]
         return first, [test for test in ordered if test not in first]
 

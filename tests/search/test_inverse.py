@@ -160,6 +160,8 @@ def test_where_the_model_ends_it_that_is_said(server: here.Workers) -> None:
     assert found.beyond is None
     assert "positions" in found.limit
     assert found.best.peak_device_bytes <= 11 * GB
+    # It is said what it took: each structure of the settings is traced.
+    assert found.to_dict()["num_traces"] == found.num_traces > 0
 
 
 def test_learned_positions_are_a_limit_and_unnamed_ones_are_none() -> None:

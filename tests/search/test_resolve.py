@@ -39,3 +39,12 @@ def test_what_cannot_work_is_refused() -> None:
     asked = dataclasses.replace(QUESTION, settings={"activation_offloading": True})
     with pytest.raises(ConfigError, match="This configuration"):
         resolve_configuration(asked)
+
+
+def test_a_length_that_was_asked_for_is_refused_where_the_model_ends_before() -> None:
+    gpt2 = dataclasses.replace(QUESTION, model="openai-community/gpt2")
+    assert resolve_configuration(gpt2).config.sequence_length == 1024
+    with pytest.raises(ConfigError, match=r"1,?024"):
+        resolve_configuration(dataclasses.replace(gpt2, seq_len=2048))
+    bert = dataclasses.replace(QUESTION, model="google-bert/bert-base-uncased")
+    assert resolve_configuration(bert).config.sequence_length == 512
