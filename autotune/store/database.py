@@ -264,15 +264,20 @@ def _driver_message(error: BaseException) -> str:
 class _SqliteConnection(sqlite3.Connection):
     """A connection that applies SQLITE_PRAGMAS, whichever engine opens it."""
 
+    pragmas = SQLITE_PRAGMAS
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for pragma in SQLITE_PRAGMAS:
-            self.execute(f"PRAGMA {pragma}")
+        try:
+            for pragma in self.pragmas:
+                self.execute(f"PRAGMA {pragma}")
+        except sqlite3.Error:
+            # Nobody gets this connection, so that nobody else could close it.
+            self.close()
+            raise
 
 
 class _DurableConnection(_SqliteConnection):
     """A SQLite connection that applies DURABLE_PRAGMA as well."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.execute(f"PRAGMA {DURABLE_PRAGMA}")
+    pragmas = (*SQLITE_PRAGMAS, DURABLE_PRAGMA)

@@ -877,7 +877,7 @@ def test_interrupted_half_way(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     database = tmp_path / "studies" / "autotune.db"
     database.parent.mkdir()
-    with sqlite3.connect(database) as connection:
+    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
         connection.execute("CREATE TABLE mine (x)")
     connection.close()
     before = database.read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -51,7 +52,10 @@ def nightly(folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:
 
 
 def num_probes(folder: Path) -> int:
-    with sqlite3.connect(folder / "studies" / "autotune.db") as database:
+    with (
+        contextlib.closing(sqlite3.connect(folder / "studies" / "autotune.db")) as database,
+        database,
+    ):
         (count,) = database.execute("select count(*) from autotune_probes").fetchone()
     database.close()
     return int(count)

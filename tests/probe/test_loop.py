@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import signal
@@ -430,7 +431,7 @@ def test_a_trial_left_running_by_a_killed_process_is_closed(url: str, table: Pro
 def test_a_study_that_cannot_be_read_is_said_and_left_alone(url: str, table: ProbeTable) -> None:
     server = Server(lambda config: measured(config))
     run(url, table, server)
-    with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
+    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database, database:
         spoil = "UPDATE trial_user_attributes SET value_json = '{}' WHERE key = 'measurement'"
         assert database.execute(spoil).rowcount
     before, num_probed = trials(url), len(server.probed)

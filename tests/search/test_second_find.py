@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sqlite3
@@ -122,7 +123,10 @@ def test_a_budget_below_every_peak_needs_none_either(
 
 
 def test_traces_are_asked_for_once(first: tuple[str, Finding]) -> None:
-    with sqlite3.connect(Path(first[0].removeprefix("sqlite:///"))) as database:
+    with (
+        contextlib.closing(sqlite3.connect(Path(first[0].removeprefix("sqlite:///")))) as database,
+        database,
+    ):
         ((num_traces,),) = database.execute("SELECT count(*) FROM autotune_traces")
     # Micro-batch 1 and the others; the base without a space of its own has their structure.
     assert num_traces >= 2

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -313,7 +314,7 @@ def test_a_damaged_page(url: str, tmp_path: Path) -> None:
 def test_the_database_of_another_program(url: str, tmp_path: Path) -> None:
     (tmp_path / "studies").mkdir()
     path = tmp_path / "studies" / "autotune.db"
-    with sqlite3.connect(path) as connection:
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE recipes (name TEXT)")
     connection.close()
     with refused(StorageError, "another program", "--storage"), opened(url):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sqlite3
@@ -138,7 +139,7 @@ def test_what_is_no_measurement_is_made_again(spoilt: Any, url: str) -> None:
         measurement_from_dict(spoilt)
     with open_probes(url) as probes:
         probes.add(KEY, measured())
-    with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
+    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database, database:
         database.execute("UPDATE autotune_probes SET record = ?", (json.dumps(spoilt),))
     with open_probes(url) as probes:
         assert probes.find(KEY, BUDGET_BYTES) is None
@@ -373,7 +374,7 @@ def test_what_a_failed_probe_wrote_last_is_kept(url: str) -> None:
     said = "x" * 5000 + "\0the last words"
     with open_probes(url) as probes:
         probes.add(KEY, measured("crashed"), model="a/model", stderr_tail=said)
-    with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
+    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database, database:
         ((tail, model, device),) = database.execute(
             "SELECT stderr_tail, model, device FROM autotune_probes"
         )

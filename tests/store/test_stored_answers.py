@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Callable
@@ -215,7 +216,7 @@ def test_removing_leaves_the_probes_and_everybody_elses_studies(url: str, main: 
     assert optuna.get_all_study_names(url) == ["one", HOSTILE, "strange"]
     with open_probes(url) as table:
         assert table.find(key, measurement.spec.memory_budget_bytes) == measurement
-    with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
+    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database, database:
         # Two of "one", three of the stranger: nothing of what was removed is left.
         assert database.execute("SELECT count(*) FROM trials").fetchone() == (5,)
         left = (

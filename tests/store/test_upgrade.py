@@ -191,7 +191,7 @@ def test_a_newer_one_is_refused_and_left_alone(url: str) -> None:
 
 
 def test_another_programs_file_is_refused(file: Path) -> None:
-    with sqlite3.connect(file) as connection:
+    with contextlib.closing(sqlite3.connect(file)) as connection, connection:
         connection.execute("CREATE TABLE somebodys (x)")
     with pytest.raises(StorageError, match="another program"), open_probes(f"sqlite:///{file}"):
         pass
