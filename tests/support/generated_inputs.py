@@ -155,9 +155,8 @@ def _empty_database(file: Path) -> bytes:
     url = f"sqlite:///{file}"
     with upgrade.open_engine(url):
         pass
-    storage = optuna_study.open_storage(parse_url(url))
-    storage.remove_session()
-    storage.engine.dispose()
+    with optuna_study.opened_storage(parse_url(url)):
+        pass
     return file.read_bytes()
 
 
