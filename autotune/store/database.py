@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -264,12 +264,12 @@ def _driver_message(error: BaseException) -> str:
 class _SqliteConnection(sqlite3.Connection):
     """A connection that applies SQLITE_PRAGMAS, whichever engine opens it."""
 
-    pragmas: Sequence[str] = SQLITE_PRAGMAS
+    is_durable = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         try:
-            for pragma in self.pragmas:
+            for pragma in (*SQLITE_PRAGMAS, *((DURABLE_PRAGMA,) if self.is_durable else ())):
                 self.execute(f"PRAGMA {pragma}")
         except sqlite3.Error:
             # Nobody gets this connection, so that nobody else could close it.
@@ -280,4 +280,4 @@ class _SqliteConnection(sqlite3.Connection):
 class _DurableConnection(_SqliteConnection):
     """A SQLite connection that applies DURABLE_PRAGMA as well."""
 
-    pragmas = (*SQLITE_PRAGMAS, DURABLE_PRAGMA)
+    is_durable = True
