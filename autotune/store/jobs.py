@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from autotune.common import json_records
 from autotune.errors import ConfigError
 from autotune.store import optuna_study
@@ -336,7 +338,7 @@ def _now(connection: Connection) -> datetime.datetime:
 
 
 def _job(row: Row[Any]) -> Job:
-    values = dict(row._mapping)
+    values = {str(name): value for name, value in row._mapping.items()}
     values["number"] = values.pop("id")
     del values["fingerprint"]
     values["question"] = json_records.mapping(
@@ -351,7 +353,8 @@ def _job(row: Row[Any]) -> Job:
     for name in _TIMES:
         at = values[name]
         values[name] = None if at is None else at.replace(tzinfo=datetime.UTC)
-    return Job(**values)
+    # A column of SQLite holds values of any type.
+    return msgspec.convert(values, Job)
 
 
 def _iso(at: datetime.datetime | None) -> str | None:

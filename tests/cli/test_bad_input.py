@@ -615,6 +615,10 @@ def _wrong_model(connection: sqlite3.Connection) -> None:
     connection.execute(f"UPDATE autotune_jobs SET question = {wrong}")
 
 
+def _wrong_text(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE autotune_jobs SET problem = x'6869'")
+
+
 def _wrong_revision(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE autotune_schema SET version_num = '0000'")
 
@@ -667,7 +671,7 @@ _JOBS = (("jobs", "list"), ("jobs", "show", "1"))
     ("command", "damage"),
     [
         *itertools.product(_READ, (_cut_value, _wrong_type, _wrong_byte)),
-        *itertools.product(_JOBS, (_wrong_question, _wrong_model, _wrong_revision)),
+        *itertools.product(_JOBS, (_wrong_question, _wrong_model, _wrong_text, _wrong_revision)),
         (("report", "one"), _wrong_number),
         (("studies", "list"), _deep_value),
         (("jobs", "list"), _wrong_base),
