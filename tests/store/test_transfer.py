@@ -200,6 +200,7 @@ DAMAGES: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("probe", put("model", value="a\0b"), "model is"),
     ("probe", put("outcome", value="oom"), "not its record's"),
     ("probe", put("record", "peak_reserved_bytes", value="much"), "peak_reserved_bytes"),
+    ("probe", put("record", "peak_reserved_bytes", value=2**63), "too large"),
     ("probe", put("record", value=[]), "record: Expected object, got array"),
     ("recommendation", put("device", value=3), "device: Expected str, got int"),
     ("recommendation", put("surprise", value=3), "surprise is unknown"),

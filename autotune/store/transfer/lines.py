@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of the file's format; a newer one is refused."""
+MAX_INT = 2**63 - 1
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is read. A study's line, which has its report in it, takes a hundredth of it."""
 
@@ -216,7 +217,9 @@ def read(path: Path) -> Iterator[ProbeLine | Recommendation | StudyLine | Frozen
 def _line(text: bytes, *, is_first: bool) -> FileLine:
     if len(text) > MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {MAX_LINE_BYTES} bytes")
-    values = json_records.mapping(json.loads(text, parse_constant=_no_number), "it")
+    values = json_records.mapping(
+        json.loads(text, parse_constant=_no_number, parse_int=_stored_int), "it"
+    )
     kind = values.pop("kind", None)
     if is_first != (kind == "header"):
         raise ValueError(
@@ -244,6 +247,13 @@ def _next_left(line: FileLine, num_left: int) -> int:
     if num_left:
         raise ValueError(f"{num_left} trials of the study above it are missing")
     return line.num_trials if isinstance(line, StudyLine) else 0
+
+
+def _stored_int(text: str) -> int:
+    """Read a whole number. Raises ValueError for one that no column holds: databases have 64 bits for it."""
+    if len(text) > len(str(MAX_INT)) + 1 or not -MAX_INT - 1 <= int(text) <= MAX_INT:
+        raise ValueError(f"the number {text[:40]} is too large")
+    return int(text)
 
 
 def _no_number(text: str) -> None:
