@@ -157,7 +157,7 @@ class Candidates:
         while True:
             nearer = [
                 other
-                for config in _nearer(estimate.config, self._base)
+                for _, config in put_back(estimate.config, self._base)
                 if config in self._possible
                 and wanted(config)
                 and speed_of(other := self.estimate(config)) >= speed_of(estimate) * (1 - NOISE)
@@ -232,8 +232,8 @@ class Candidates:
         )
 
 
-def _nearer(config: TrainConfig, base: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield the configurations that differ from this one by one setting, which is the base's."""
+def put_back(config: TrainConfig, base: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """Yield each setting that differs from the base's, with the configuration that has the base's instead."""
     for name in KNOBS:
         value = getattr(base, name)
         if value != getattr(config, name):
@@ -241,7 +241,7 @@ def _nearer(config: TrainConfig, base: TrainConfig) -> Iterator[TrainConfig]:
             if name == "micro_batch_size":
                 samples = config.effective_batch_size // config.num_gpus
                 changed["gradient_accumulation_steps"] = samples // value
-            yield dataclasses.replace(config, **changed)
+            yield name, dataclasses.replace(config, **changed)
 
 
 def speed_of(estimate: Estimate) -> float:

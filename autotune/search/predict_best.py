@@ -34,10 +34,10 @@ from autotune.records.charts import Details
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import NOISE
 from autotune.search import waterfall
-from autotune.search.candidates import Candidates, speed_of
+from autotune.search.candidates import Candidates, put_back, speed_of
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
-from autotune.space.knobs import KNOBS, describe
+from autotune.space.knobs import describe
 from autotune.space.requirements import LeftOut, Reason, predictable
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import (
@@ -352,17 +352,14 @@ def _changes(
     """The answer with one setting put back to the base's, where that is valid and was traced."""
     context = _context(workload, gpu)
     changes = []
-    for setting in KNOBS:
+    for setting, config in put_back(best.config, base):
         if setting == "micro_batch_size":
             continue
-        value = getattr(base, setting)
-        if value == getattr(best.config, setting):
-            continue
-        config = dataclasses.replace(best.config, **{setting: value})
         if broken_rules(config, context) or not estimator.supports(config):
             continue
         estimate = estimator.estimate(config)
         fits = estimate.peak_device_bytes <= estimator.memory_budget_bytes
+        value = getattr(base, setting)
         changes.append(Change(setting=setting, value=value, estimate=estimate, fits=fits))
     return tuple(changes)
 
