@@ -1,4 +1,4 @@
-"""Facts of a card (Gpu), the catalogue of cards (data/gpus.toml), and what NVML finds here.
+"""Facts of a card (Gpu), the catalogue of cards, and what NVML finds here.
 
 What is unknown is None, or a missing key of `peak_flop_per_second`, and must be said as such. Cards
 that are not NVIDIA's are listed, but everything that CUDA decides is unknown for them.
@@ -9,31 +9,15 @@ from __future__ import annotations
 import functools
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.catalogue import nvml
-from autotune.common.units import GIB, KIB, MIB, format_bytes
+from autotune.catalogue import gpu_rows, nvml
+from autotune.catalogue.gpu_rows import PEAK_DTYPES
+from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, nearest
-
-PEAK_DTYPES = ("float8", "float16", "bfloat16", "tf32", "float32")
-
-_CATALOGUE = Path(__file__).with_name("data") / "gpus.toml"
-
-# pytorch aten/src/ATen/cuda/CublasHandlePool.cpp: the default of CUBLAS_WORKSPACE_CONFIG is
-# `:4096:2:16:8` (two buffers of 4096 KiB and eight of 16 KiB); 32 MiB on these majors.
-_CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * KIB
-_CUBLAS_LARGE_WORKSPACE_BYTES = 32 * MIB
-_CUBLAS_LARGE_WORKSPACE_MAJORS = frozenset({9, 10, 12})
-
-# PCI-SIG: 8, 16 and 32 GT/s per lane, encoded 128b/130b; bytes per second in one direction.
-_PCIE_LANE_BYTES_PER_SECOND = {
-    generation: transfers_per_second * 128 / 130 / 8
-    for generation, transfers_per_second in ((3, 8e9), (4, 16e9), (5, 32e9))
-}
 
 # NVIDIA/nccl issue 1685: allocations of 10 and 2 MiB per channel and connection (32 channels on H100);
 # issue 864: a ring has two connections, memory grows with the channels. [judgement] one connection
@@ -129,21 +113,25 @@ class Gpu:
 @functools.cache
 def catalogue() -> tuple[Gpu, ...]:
     """Return every card of data/gpus.toml, in the file's order."""
-    return tuple(_from_row(row) for row in _tables()["gpu"])
+    return tuple(Gpu(**fields) for fields in gpu_rows.rows())
 
 
 def find_gpu(name: str) -> Gpu:
     """Return the catalogue's card of that name: full, slug or alias, in any case or punctuation.
 
-    Raises ConfigError with the nearest known names.
+    A name that ends in .toml is a file with a card of one's own (CardFile). Raises ConfigError with the
+    nearest known names.
     """
+    if name.endswith(".toml"):
+        return Gpu(**gpu_rows.read_card(Path(name)))
     card = _by_key().get(_key(name))
     if card is None:
         known = [gpu.slug for gpu in catalogue()]
         raise ConfigError(
             f"Unknown GPU {name[:80]!r}",
             why="Its speed and memory are not in the catalogue, and are not guessed",
-            remedy=f"{nearest(name, known)} List all with: autotune gpus",
+            remedy=f"{nearest(name, known)} List all with: autotune gpus. A card of your own: a .toml "
+            "with its figures (docs/how-to/another-card.md)",
         )
     return card
 
@@ -213,10 +201,10 @@ def _detected(pynvml: Any, handle: Any) -> Gpu:
     capacity_bytes = nominal_bytes - getattr(memory, "reserved", 0)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     capability = (int(major), int(minor))
-    known = _by_key().get(_key(name))
     # Some names are sold with two memory sizes and other speeds (RTX 3080: 10 and 12 GB).
-    if known is not None and abs(nominal_bytes / known.nominal_memory_bytes - 1) < 0.1:
-        return replace(known, capacity_bytes=capacity_bytes, capacity_source="NVML")
+    for known in _cards_called(name):
+        if abs(nominal_bytes / known.nominal_memory_bytes - 1) < 0.1:
+            return replace(known, capacity_bytes=capacity_bytes, capacity_source="NVML")
     return Gpu(
         name=name,
         vendor="nvidia",
@@ -227,7 +215,7 @@ def _detected(pynvml: Any, handle: Any) -> Gpu:
         nominal_memory_bytes=nominal_bytes,
         memory_bandwidth_bytes_per_second=None,
         peak_flop_per_second={},
-        **_family_facts(capability),
+        **gpu_rows.family_facts(capability),
         source="NVML",
         confidence="detected",
         notes="not in the catalogue: its speed is unknown",
@@ -248,64 +236,8 @@ def _by_key() -> dict[str, Gpu]:
     return {_key(name): gpu for gpu in catalogue() for name in (gpu.name, *gpu.aliases)}
 
 
-@functools.cache
-def _tables() -> dict[str, list[dict[str, Any]]]:
-    with _CATALOGUE.open("rb") as file:
-        return tomllib.load(file)
-
-
-def _family_facts(capability: tuple[int, int] | None, *, pcie_lanes: int = 16) -> dict[str, Any]:
-    """Return the fields of Gpu that follow from the compute capability's major number."""
-    family = next(
-        (
-            row
-            for row in _tables()["family"]
-            if capability is not None and row["compute_capability_major"] == capability[0]
-        ),
-        None,
-    )
-    if capability is None or family is None:
-        return {
-            "context_bytes": None,
-            "context_source": "unknown",
-            "cublas_workspace_bytes": None,
-            "pcie_bandwidth_bytes_per_second": None,
-        }
-    large_workspace = capability[0] in _CUBLAS_LARGE_WORKSPACE_MAJORS
-    return {
-        "context_bytes": family["context_mib"] * MIB,
-        "context_source": family["context_source"],
-        "cublas_workspace_bytes": (
-            _CUBLAS_LARGE_WORKSPACE_BYTES if large_workspace else _CUBLAS_WORKSPACE_BYTES
-        ),
-        "pcie_bandwidth_bytes_per_second": (
-            _PCIE_LANE_BYTES_PER_SECOND[family["pcie_generation"]] * pcie_lanes
-        ),
-    }
-
-
-def _from_row(row: Mapping[str, Any]) -> Gpu:
-    """Convert a row's units; a key that no field takes is a mistake in our own file."""
-    rest = dict(row)
-    capability = None
-    if "compute_capability" in rest:
-        major, minor = rest.pop("compute_capability").split(".")
-        capability = (int(major), int(minor))
-    if "capacity_bytes" not in rest:
-        rest["capacity_bytes"] = round(rest.pop("capacity_gib") * GIB)
-    bandwidth = rest.pop("memory_bandwidth_gb_per_second", None)
-    nvlink = rest.pop("nvlink_gb_per_second", None)
-    matmul = rest.pop("measured_matmul_bfloat16_tflop_per_second", None)
-    peaks = {dtype: peak * 1e12 for dtype, peak in rest.pop("peak_tflop_per_second").items()}
-    assert peaks.keys() <= set(PEAK_DTYPES), f"{row['name']}: unknown dtype in {peaks}"
-    return Gpu(
-        aliases=tuple(rest.pop("aliases")),
-        compute_capability=capability,
-        nominal_memory_bytes=rest.pop("memory_nominal_gib") * GIB,
-        memory_bandwidth_bytes_per_second=None if bandwidth is None else bandwidth * 1e9,
-        nvlink_bandwidth_bytes_per_second=None if nvlink is None else nvlink * 1e9,
-        peak_flop_per_second=peaks,
-        measured_matmul_bfloat16_flop_per_second=None if matmul is None else matmul * 1e12,
-        **_family_facts(capability, pcie_lanes=rest.pop("pcie_lanes", 16)),
-        **rest,
-    )
+def _cards_called(name: str) -> list[Gpu]:
+    """Return the cards of that name, whatever memory their own names may add to it."""
+    key = _key(name)
+    spellings = ((gpu, _key(each)) for gpu in catalogue() for each in (gpu.name, *gpu.aliases))
+    return [gpu for gpu, known in spellings if re.fullmatch(rf"{key}(\d+gb)?", known)]

@@ -33,9 +33,11 @@ task_option: Option = click.option(
 )
 gpu_option: Option = click.option(
     "--gpu",
-    metavar="NAME",
+    "--gpu-file",
+    "gpu",
+    metavar="NAME|FILE.toml",
     shell_complete=completion.cards,
-    help="Card to plan for: see `autotune gpus`.",
+    help="Card to plan for: see `autotune gpus`; or a file with the figures of your own.",
 )
 gpu_mem_option: Option = click.option(
     "--gpu-mem",

@@ -35,7 +35,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autotune.catalogue.gpus import PEAK_DTYPES, Gpu
+from autotune.catalogue.gpu_rows import PEAK_DTYPES
+from autotune.catalogue.gpus import Gpu
 
 KINDS = ("matmul", "attention", "elementwise", "reduction", "dequantize", "copy_host")
 """Limits that bound a kernel. `reduction`: rows are read more than once; `dequantize`: 4-bit weights are

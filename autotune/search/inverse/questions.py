@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.catalogue import gpus, models
+from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
@@ -241,10 +242,19 @@ def _smallest_card(asked: LimitProblem, pricer: Pricer) -> Reached:
             sequence_length=asked.sequence_length,
             fixed={},
         )
-        for card in sorted(gpus.catalogue(), key=lambda card: card.capacity_bytes)
-        if card.compute_capability is not None and card.context_bytes is not None
+        for card in _unlike_cards()
     ]
     return _first(cases, "the catalogue has no smaller card", pricer)
+
+
+def _unlike_cards() -> list[Gpu]:
+    """Return the cards that run CUDA, smallest first; one of those that hold and can do the same."""
+    cards: dict[object, Gpu] = {}
+    for card in sorted(gpus.catalogue(), key=lambda card: card.capacity_bytes):
+        if card.compute_capability is not None and card.context_bytes is not None:
+            alike = card.capacity_bytes, card.context_bytes, card.compute_capability
+            cards.setdefault(alike, card)
+    return list(cards.values())
 
 
 QUESTIONS: dict[str, Callable[[LimitProblem, Pricer], Reached]] = {

@@ -1,0 +1,195 @@
+"""Rows about cards -> fields of a Gpu: data/gpus.toml, and the file of a card of one's own."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from autotune.common import files, json_records
+from autotune.common.units import GIB, KIB, MIB
+from autotune.errors import ConfigError
+
+PEAK_DTYPES = ("float8", "float16", "bfloat16", "tf32", "float32")
+
+_CATALOGUE = Path(__file__).with_name("data") / "gpus.toml"
+
+# pytorch aten/src/ATen/cuda/CublasHandlePool.cpp: the default of CUBLAS_WORKSPACE_CONFIG is
+# `:4096:2:16:8` (two buffers of 4096 KiB and eight of 16 KiB); 32 MiB on these majors.
+_CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * KIB
+_CUBLAS_LARGE_WORKSPACE_BYTES = 32 * MIB
+_CUBLAS_LARGE_WORKSPACE_MAJORS = frozenset({9, 10, 12})
+
+# PCI-SIG: 8, 16 and 32 GT/s per lane, encoded 128b/130b; bytes per second in one direction.
+_PCIE_LANE_BYTES_PER_SECOND = {
+    generation: transfers_per_second * 128 / 130 / 8
+    for generation, transfers_per_second in ((3, 8e9), (4, 16e9), (5, 32e9))
+}
+
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardFile:
+    """Figures of a card of one's own, as its TOML file has them: the keys of data/gpus.toml."""
+
+    name: str
+    compute_capability: Annotated[str, msgspec.Meta(pattern=r"^\d+\.\d$")]
+    memory_nominal_gib: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    memory_bandwidth_gb_per_second: _Positive
+    peak_tflop_per_second: Mapping[str, _Positive]
+    """Dense peaks with fp32 accumulation, by keys of PEAK_DTYPES."""
+    num_sms: Annotated[int, msgspec.Meta(ge=1)]
+    capacity_gib: _Positive | None = None
+    """Total of torch.cuda.mem_get_info; None: 95 % of the nominal memory [judgement]."""
+    context_mib: _Positive | None = None
+    """Memory of a process outside torch's allocator; None: as the catalogue has it for the family."""
+    pcie_lanes: Annotated[int, msgspec.Meta(ge=1, le=16)] = 16
+    nvlink_gb_per_second: _Positive | None = None
+    measured_matmul_bfloat16_tflop_per_second: _Positive | None = None
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """Read the fields of a card of one's own from a TOML file with the keys of CardFile.
+
+    Raises ConfigError.
+    """
+    text = files.read_text(path, 64 * KIB)
+    try:
+        values = json_records.read(CardFile, tomllib.loads(text), "the card")
+        unknown = values.peak_tflop_per_second.keys() - set(PEAK_DTYPES)
+        if unknown:
+            raise ValueError(
+                f"peak_tflop_per_second has no {min(unknown)}: {', '.join(PEAK_DTYPES)}"
+            )
+        if (values.capacity_gib or 0) > values.memory_nominal_gib:
+            raise ValueError("capacity_gib is more than memory_nominal_gib")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is no card",
+            why=str(error),
+            remedy="docs/how-to/another-card.md has an example",
+        ) from error
+    row = {name: value for name, value in json_records.plain(values).items() if value is not None}
+    context_mib = row.pop("context_mib", None)
+    row.setdefault("capacity_gib", 0.95 * values.memory_nominal_gib)
+    fields = fields_of(
+        row
+        | {
+            "aliases": (),
+            "vendor": "nvidia",
+            "architecture": "as the file says",
+            "capacity_source": str(path),
+            "source": str(path),
+            "confidence": "low",
+        }
+    )
+    if context_mib is not None:
+        fields |= {"context_bytes": round(context_mib * MIB), "context_source": str(path)}
+    return fields
+
+
+def rows_by_rule() -> Iterator[dict[str, Any]]:
+    """Yield a full row for each card of a [[series]]: peak rates from multiprocessors and clock."""
+    withheld = {row["nominal_gib"]: row for row in _tables()["memory_class"]}
+    for series in _tables()["series"]:
+        rates = series["flop_per_sm_and_clock"]
+        for card in series["cards"]:
+            row = dict(card)
+            if "boost_mhz" in row:
+                clock_mhz = row.pop("boost_mhz")
+                sm_mhz = row["num_sms"] * clock_mhz
+                source = f"{row['num_sms']} SM x {rates['float16']} FLOP x {clock_mhz / 1000} GHz"
+            else:
+                measured = row["measured_matmul_bfloat16_tflop_per_second"] = row.pop("measured")
+                sm_mhz = measured * 1e6 / rates["float16"]
+                source = f"best 16-bit product measured: {measured} TFLOP/s; its clock is not known"
+            memory = withheld[row["memory_nominal_gib"]]
+            short = row["name"].removeprefix("NVIDIA RTX ")
+            yield row | {
+                "aliases": [short, short.removesuffix(" GPU"), f"RTX {short.removesuffix(' GPU')}"],
+                "vendor": "nvidia",
+                "architecture": series["architecture"],
+                "compute_capability": series["compute_capability"],
+                "capacity_gib": memory["capacity_gib"],
+                "capacity_source": memory["source"],
+                "peak_tflop_per_second": {
+                    dtype: rate * sm_mhz / 1e6 for dtype, rate in rates.items()
+                },
+                "source": source,
+                "confidence": "medium",
+                "notes": series["notes"],
+            }
+
+
+@functools.cache
+def _tables() -> dict[str, list[dict[str, Any]]]:
+    with _CATALOGUE.open("rb") as file:
+        return tomllib.load(file)
+
+
+def family_facts(capability: tuple[int, int] | None, *, pcie_lanes: int = 16) -> dict[str, Any]:
+    """Return the fields of Gpu that follow from the compute capability's major number."""
+    family = next(
+        (
+            row
+            for row in _tables()["family"]
+            if capability is not None and row["compute_capability_major"] == capability[0]
+        ),
+        None,
+    )
+    if capability is None or family is None:
+        return {
+            "context_bytes": None,
+            "context_source": "unknown",
+            "cublas_workspace_bytes": None,
+            "pcie_bandwidth_bytes_per_second": None,
+        }
+    large_workspace = capability[0] in _CUBLAS_LARGE_WORKSPACE_MAJORS
+    return {
+        "context_bytes": family["context_mib"] * MIB,
+        "context_source": family["context_source"],
+        "cublas_workspace_bytes": (
+            _CUBLAS_LARGE_WORKSPACE_BYTES if large_workspace else _CUBLAS_WORKSPACE_BYTES
+        ),
+        "pcie_bandwidth_bytes_per_second": (
+            _PCIE_LANE_BYTES_PER_SECOND[family["pcie_generation"]] * pcie_lanes
+        ),
+    }
+
+
+def fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Gpu by a row, whose units are converted; other keys are passed on."""
+    rest = dict(row)
+    capability = None
+    if "compute_capability" in rest:
+        major, minor = rest.pop("compute_capability").split(".")
+        capability = (int(major), int(minor))
+    if "capacity_bytes" not in rest:
+        rest["capacity_bytes"] = round(rest.pop("capacity_gib") * GIB)
+    bandwidth = rest.pop("memory_bandwidth_gb_per_second", None)
+    nvlink = rest.pop("nvlink_gb_per_second", None)
+    matmul = rest.pop("measured_matmul_bfloat16_tflop_per_second", None)
+    peaks = {dtype: peak * 1e12 for dtype, peak in rest.pop("peak_tflop_per_second").items()}
+    assert peaks.keys() <= set(PEAK_DTYPES), f"{row['name']}: unknown dtype in {peaks}"
+    return {
+        "aliases": tuple(rest.pop("aliases")),
+        "compute_capability": capability,
+        "nominal_memory_bytes": rest.pop("memory_nominal_gib") * GIB,
+        "memory_bandwidth_bytes_per_second": None if bandwidth is None else bandwidth * 1e9,
+        "nvlink_bandwidth_bytes_per_second": None if nvlink is None else nvlink * 1e9,
+        "peak_flop_per_second": peaks,
+        "measured_matmul_bfloat16_flop_per_second": None if matmul is None else matmul * 1e12,
+        **family_facts(capability, pcie_lanes=rest.pop("pcie_lanes", 16)),
+        **rest,
+    }
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """Yield the fields of every card of data/gpus.toml, in the file's order."""
+    return map(fields_of, (*_tables()["gpu"], *rows_by_rule()))
