@@ -64,7 +64,7 @@ WORKER_ONLY = {
     "triton",
 }
 SLOW_IMPORTS = (
-    "torch", "transformers", "optuna", "sqlalchemy", "numpy", "pydantic", "rich", "jinja2", "plotly"
+    "torch", "transformers", "optuna", "sqlalchemy", "numpy", "pydantic", "rich", "jinja2"
 )  # fmt: skip
 
 
@@ -256,7 +256,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
         ("import autotune", (*SLOW_IMPORTS, "click", "autotune.api", "autotune.errors")),
         ("import autotune.api", ("torch", "transformers", "peft", "rich")),
         ("import autotune.cli", SLOW_IMPORTS),
-        ("import autotune.report.html", ("jinja2", "plotly", "optuna", "rich")),
+        ("import autotune.report.html", ("jinja2", "optuna", "rich")),
         ("import autotune.store", ("optuna", "sqlalchemy", "torch", "numpy")),
         (
             "from autotune.export import training_args; training_args.installed_fields()",

@@ -36,7 +36,6 @@ LIBRARIES = (
     "optuna",
     "packaging",
     "peft",
-    "plotly",
     "psycopg",
     "pydantic",
     "PyYAML",

@@ -23,6 +23,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from autotune.common.units import GIB
 from autotune.report import html
 from autotune.report.data import ReportData, TrialRow
+from autotune.search.predict_best import EFFORTS
 from autotune.store.stored_answers import StoredAnswer
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -86,6 +87,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "re'port <i>&amp;.html"
     path.write_text(html.draw(record()), encoding="utf-8")
     return path
+
+
+def test_the_page_of_a_thorough_search_stays_below_one_and_a_half_megabytes() -> None:
+    data = record()
+    data = dataclasses.replace(data, trials=data.trials[: EFFORTS["thorough"].num_recorded])
+    assert len(html.draw(data).encode()) < 1_500_000
 
 
 @pytest.fixture(scope="module")
