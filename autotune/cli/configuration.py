@@ -11,6 +11,7 @@ from autotune.cli.options import (
     Command,
     is_given,
     knob_options,
+    one_of,
     parted,
     workload_options,
 )
@@ -23,9 +24,7 @@ def configuration_options(command: Command) -> Command:
     accumulation = click.option(
         "--accumulation", type=COUNT, default=1, help="Micro-batches per optimizer step."
     )
-    method = click.option(
-        "--method", type=click.Choice(METHODS), default="full", help="Training method."
-    )
+    method = click.option("--method", type=one_of(METHODS), default="full", help="Training method.")
     return workload_options(method(knob_options(accumulation(command))))
 
 

@@ -16,6 +16,7 @@ from autotune.cli.options import (
     command_line,
     is_given,
     methods_option,
+    one_of,
     storage_option,
     workload_options,
 )
@@ -32,7 +33,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 @functools.partial(workload_options, requires_model=False)
 @click.option(
     "--backend",
-    type=click.Choice(CHOICES["backend"]),
+    type=one_of(CHOICES["backend"]),
     default="auto",
     help="Predict, or measure with real steps on this machine's CUDA card or CPU; auto measures where "
     "the card that is planned for is here.",
@@ -59,7 +60,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 )
 @click.option(
     "--allow",
-    type=click.Choice(CHOICES["allow"]),
+    type=one_of(CHOICES["allow"]),
     help="Highest trade-off class of the answer [default: numerics, or recipe if nothing else fits].",
 )
 @click.option(
@@ -73,7 +74,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 )
 @click.option(
     "--effort",
-    type=click.Choice(EFFORTS),
+    type=one_of(EFFORTS),
     default="normal",
     help="How many configurations the study keeps.",
 )
@@ -86,7 +87,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 @click.option(
     KNOBS["torch_compile"].flag,
     "compile_mode",
-    type=click.Choice(CHOICES["compile_mode"]),
+    type=one_of(CHOICES["compile_mode"]),
     help="Compile the best few with torch.compile in this mode, too: only a measurement tells what that "
     "is worth [default: as the space says].",
 )

@@ -17,6 +17,7 @@ from autotune.cli.options import (
     json_option,
     knob_options,
     methods_option,
+    one_of,
     parted,
     task_option,
 )
@@ -38,7 +39,7 @@ _NOT_WITH = {
 
 
 @click.command("max")
-@click.option("--what", type=click.Choice(WHATS), required=True, help="What to make the most of.")
+@click.option("--what", type=one_of(WHATS), required=True, help="What to make the most of.")
 @click.option(
     "--model",
     metavar="NAME",

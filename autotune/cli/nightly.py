@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from autotune.cli.options import Minutes, command_line, json_option, storage_option
+from autotune.cli.options import Minutes, command_line, json_option, one_of, storage_option
 from autotune.cli.output import note, print_json, say
 from autotune.records.measurement import BACKENDS
 
@@ -21,7 +21,7 @@ STUDIES = Path("studies")
 @click.argument("file", type=click.Path(path_type=Path), default=MATRIX)
 @click.option(
     "--backend",
-    type=click.Choice(("auto", *BACKENDS)),
+    type=one_of(("auto", *BACKENDS)),
     default="auto",
     help="Where to measure; auto is this machine's CUDA card.",
 )

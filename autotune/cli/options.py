@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import shlex
 from collections.abc import Callable
@@ -18,7 +19,21 @@ from autotune.space.knobs import KNOBS, Knob
 from autotune.store import database
 
 COUNT = click.IntRange(*RANGES["effective_batch"])
-LENGTH = click.IntRange(*RANGES["seq_len"])
+
+
+class Length(click.IntRange):
+    """A number of tokens; `8k` is 8 x 1024."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, str) and value[-1:] in ("k", "K") and value[:-1].isdecimal():
+            value = int(value[:-1]) * 1024
+        return int(super().convert(value, param, ctx))
+
+
+LENGTH = Length(*RANGES["seq_len"])
+
+one_of = functools.partial(click.Choice, case_sensitive=False)
+"""Make the type of an option that takes one of these values, in upper or lower case."""
 
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
@@ -28,7 +43,7 @@ json_option: Option = click.option(
 )
 task_option: Option = click.option(
     "--task",
-    type=click.Choice(TASKS),
+    type=one_of(TASKS),
     help="What the model is trained for [default: by its architecture].",
 )
 gpu_option: Option = click.option(
@@ -47,7 +62,7 @@ gpu_mem_option: Option = click.option(
 methods_option: Option = click.option(
     "--method",
     "methods",
-    type=click.Choice(METHODS),
+    type=one_of(METHODS),
     multiple=True,
     help="Training method allowed; repeat for several [default: all].",
 )
@@ -117,7 +132,7 @@ def _option(knob: Knob) -> Option:
         switch = f"{knob.flag}/--no-{knob.flag.removeprefix('--')}"
         return click.option(switch, knob.name, default=None, help=knob.summary)
     is_closed = knob.choices and not knob.metavar
-    kind = click.Choice(knob.choices) if is_closed else KnobType(knob)
+    kind = one_of(knob.choices) if is_closed else KnobType(knob)
     metavar = knob.metavar or None
     return click.option(knob.flag, knob.name, type=kind, metavar=metavar, help=knob.summary)
 

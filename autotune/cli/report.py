@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.cli import completion
-from autotune.cli.options import storage_option
+from autotune.cli.options import one_of, storage_option
 from autotune.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ FORMATS = ("html", "markdown", "json", "terminal")
 @click.option(
     "--format",
     "format_name",
-    type=click.Choice(FORMATS),
+    type=one_of(FORMATS),
     default="html",
     help="html is one file that needs no network; the others go to stdout.",
 )

@@ -7,7 +7,7 @@ from types import FrameType
 
 import click
 
-from autotune.cli.options import Minutes, storage_option
+from autotune.cli.options import Minutes, one_of, storage_option
 from autotune.cli.output import say
 from autotune.store import database
 
@@ -22,7 +22,7 @@ IMPORT_SECONDS = 0.05
 @storage_option("jobs")
 @click.option(
     "--backend",
-    type=click.Choice(BACKENDS),
+    type=one_of(BACKENDS),
     default="auto",
     help="Measure on this machine's CUDA card or on its CPU; auto takes the CPU where there is no card.",
 )

@@ -26,7 +26,9 @@ BYTES_PER_UNIT = {
 MAX_SIZE_BYTES = 10**15
 """Largest size, 1 PB: more than any machine has; a larger one is a slip of the keyboard."""
 
-_UNIT_BY_FOLDED = {unit.casefold(): unit for unit in BYTES_PER_UNIT}
+_UNIT_BY_FOLDED = {unit.casefold(): unit for unit in BYTES_PER_UNIT} | {
+    letter.casefold(): f"{letter}B" for letter in "KMGT"
+}
 _SIZE = re.compile(
     r"\s*(?P<number>[+-]?(?:[0-9]{1,20}(?:\.[0-9]{0,20})?|\.[0-9]{1,20}))"
     r"\s*(?P<unit>[A-Za-z]*)\s*",
@@ -38,8 +40,9 @@ _REMEDY = 'Write a number and a unit, such as "12GB" (12 x 10^9 bytes) or "11.5G
 def parse_bytes(text: str) -> int:
     """Read a size such as `12GB`, `11.5GiB`, `24000 mb`; upper and lower case mean the same.
 
-    Fractions of a byte are dropped. Raises ConfigError when there is no unit, when the unit is
-    ambiguous (`12G`) or unknown, and when the size is not positive or exceeds MAX_SIZE_BYTES.
+    `12G` is `12GB`, the smaller of the two that it may mean. Fractions of a byte are dropped. Raises
+    ConfigError when there is no unit, when the unit is unknown, and when the size is not positive or
+    exceeds MAX_SIZE_BYTES.
     """
     shown = repr(text if len(text) <= 40 else text[:40] + "...")
     match = _SIZE.fullmatch(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TextIO
 
+from autotune.catalogue import gpus
 from autotune.common.units import format_bytes, format_seconds
 from autotune.report import terminal, words
 from autotune.search.inverse.questions import Limit
@@ -87,9 +88,13 @@ def command(answer: Limit) -> str:
     """The command that prices the answer's configuration again; a card that is here need not be named."""
     config = answer.best.config
     parts = ["autotune", "estimate", "--model", answer.model, "--task", answer.task]
-    parts += ["--gpu", answer.best.gpu] if not answer.card_is_here else []
     budget_bytes = answer.memory_budget_bytes
-    parts += ["--gpu-mem", words.typed_size(budget_bytes).replace(" ", "") or f"{budget_bytes}B"]
+    known = next((card for card in gpus.catalogue() if card.name == answer.best.gpu), None)
+    if not answer.card_is_here:
+        parts += ["--gpu", answer.best.gpu if known is None else known.slug]
+    if answer.card_is_here or known is None or budget_bytes != known.capacity_bytes:
+        size = words.typed_size(budget_bytes).replace(" ", "") or f"{budget_bytes}B"
+        parts += ["--gpu-mem", size]
     parts += ["--seq-len", str(config.sequence_length), "--method", config.method]
     parts += ["--accumulation", str(config.gradient_accumulation_steps)]
     return shlex.join([*parts, *as_options(config)])

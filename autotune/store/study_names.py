@@ -13,16 +13,21 @@ from autotune.errors import ConfigError
 from autotune.space.config import METHODS, Workload
 
 MAX_CHARS = 200
+_ROUND_UNITS = ((10**9, "gb"), (GIB, "gib"), (10**6, "mb"))
 
 
 def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
     """A name such as `qwen2.5-1.5b-12gb`, with whatever differs from `find`'s defaults appended.
 
-    `gpu` only where the user named one: two cards of one budget need two studies.
+    `gpu` only where the user named one: two cards of one budget need two studies. Its name stands for
+    a budget that is no round figure, as the memory of a whole card is.
     """
     path = Path(workload.model)
     name = path.parent.name if path.name == "config.json" else path.name
-    parts = [slug(name), _short_size(workload.memory_budget_bytes)]
+    parts = [slug(name)]
+    budget_bytes = workload.memory_budget_bytes
+    if gpu is None or any(budget_bytes % unit_bytes == 0 for unit_bytes, _ in _ROUND_UNITS):
+        parts.append(_short_size(budget_bytes))
     for field, prefix in (("sequence_length", "seq"), ("effective_batch_size", "batch")):
         if getattr(workload, field) != _default(field):
             parts.append(f"{prefix}{getattr(workload, field)}")
@@ -70,7 +75,7 @@ def check_name(name: str) -> None:
 
 def _short_size(size_bytes: int) -> str:
     """A size such as `12gb`, `24gib` or `11500mb`: the unit in which it is a whole number, else MiB."""
-    for unit_bytes, unit in ((10**9, "gb"), (GIB, "gib"), (10**6, "mb")):
+    for unit_bytes, unit in _ROUND_UNITS:
         if size_bytes % unit_bytes == 0:
             return f"{size_bytes // unit_bytes}{unit}"
     return f"{size_bytes / 2**20:.0f}mib"

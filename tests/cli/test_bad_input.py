@@ -96,7 +96,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--gpu-mem", "900GB"), 2, ("No single GPU known here has",)),
         (("--gpu-mem", "lots"), 2, ("'lots' is not a size", "Write a number and a unit")),
         (("--gpu-mem", "12"), 2, ("has no unit",)),
-        (("--gpu-mem", "12G"), 2, ("unknown unit 'G'",)),
+        (("--gpu-mem", "12gig"), 2, ("unknown unit 'gig'",)),
         (("--gpu-mem", "nanGB"), 2, ("is not a size",)),
         (("--gpu-mem", "12GB\n\x1b[31m"), 2, ("is not a size",)),
         (("--gpu", "rtx-4071"), 2, ("Unknown GPU 'rtx-4071'", '"rtx-4070"', "autotune gpus")),

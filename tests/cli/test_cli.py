@@ -20,7 +20,7 @@ import pytest
 
 from autotune import cli
 from autotune.catalogue.models import ModelSource
-from autotune.cli.options import KnobType
+from autotune.cli.options import LENGTH, KnobType, one_of
 from autotune.errors import StorageError
 from autotune.export import train_config
 from autotune.records.question import EFFORTS
@@ -52,6 +52,29 @@ methods:
     optimizer: [adamw_torch_fused, adamw_bnb_8bit]
     activation_checkpointing: [none, full]
 """
+
+
+def all_commands(group: click.Command) -> list[click.Command]:
+    subcommands = group.commands.values() if isinstance(group, click.Group) else []
+    return [group, *(each for one in subcommands for each in all_commands(one))]
+
+
+def test_values_of_options_may_be_in_upper_case() -> None:
+    choices = [
+        (command.name, option.opts[0], option.type)
+        for command in all_commands(cli.cli)
+        for option in command.params
+        if isinstance(option, click.Option) and isinstance(option.type, click.Choice)
+    ]
+    assert len(choices) > 20
+    assert [each[:2] for each in choices if each[2].case_sensitive] == []
+    assert one_of(METHODS).convert("LoRA", None, None) == "lora"
+
+
+@pytest.mark.parametrize(("typed", "tokens"), [("8k", 8192), ("1K", 1024), ("1000", 1000)])
+def test_a_length_may_end_in_k_for_1024(typed: str, tokens: int) -> None:
+    assert LENGTH.convert(typed, None, None) == tokens
+
 
 SHARED = {
     "--model": None,

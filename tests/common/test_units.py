@@ -23,6 +23,8 @@ from autotune.errors import ConfigError
         ("0.1GB", 100_000_000),  # a float would give 100000000.00000001
         ("1000TB", 10**15),
         ("7B", 7),
+        ("12G", 12 * 10**9),
+        ("500m", 500 * 10**6),
     ],
 )
 def test_sizes(text: str, size_bytes: int) -> None:
@@ -33,7 +35,7 @@ def test_sizes(text: str, size_bytes: int) -> None:
     ("text", "part"),
     [
         ("12", "no unit"),
-        ("12G", "unknown unit 'G'"),
+        ("12gig", "unknown unit 'gig'"),
         ("12 bananas", "unknown unit 'bananas'"),
         ("0GB", "not positive"),
         ("0.2B", "not positive"),

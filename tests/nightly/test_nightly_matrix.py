@@ -101,7 +101,7 @@ BROKEN = {
     "models: [gpt2]\nmethods: [lorra]": "'lorra' is no method",
     "models: [gpt2]\nlengths: [1k]": "lengths, item 1: must be a whole number of tokens, not the text '1k'",
     "models: [gpt2]\nbudgets: [12]": "budgets, item 1: must be all or a size such as 12GB, not 12",
-    "models: [gpt2]\nbudgets: [12G]": "must be all or a size: The size '12G' has the unknown unit",
+    "models: [gpt2]\nbudgets: [12gig]": "must be all or a size: The size '12gig' has the unknown unit",
     "models: [gpt2, gpt2]": "models: given twice: gpt2",
     "models: [gpt2]\nmodels: [gpt3]": "line 1: the key 'models' is given 2 times",
     "models: [gpt2]\ncells:\n- {priority: 2, priority: 3}": "line 3: the key 'priority' is given 2",

@@ -480,6 +480,8 @@ def test_what_happened_while_an_error_was_handled_is_not_its_cause(url: str) -> 
         ({"memory_budget_bytes": 11_500 * 10**6}, None, "qwen2.5-1.5b-11500mb"),
         ({"sequence_length": 2048, "effective_batch_size": 8}, None, "-12gb-seq2048-batch8"),
         ({"methods": ("qlora", "lora")}, "NVIDIA L4", "-12gb-lora-qlora-nvidia-l4"),
+        ({"memory_budget_bytes": 12_622_168_064}, "NVIDIA L4", "qwen2.5-1.5b-nvidia-l4"),
+        ({"memory_budget_bytes": 12_622_168_064}, None, "qwen2.5-1.5b-12037mib"),
         ({"methods": METHODS[::-1]}, None, "qwen2.5-1.5b-12gb"),
         ({"task": "masked-lm"}, None, "-masked-lm"),
         ({"model": "/models/My Model!/config.json"}, None, "my-model-12gb"),
