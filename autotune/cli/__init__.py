@@ -35,7 +35,7 @@ from autotune.cli import (
     tables,
     worker,
 )
-from autotune.cli.output import drop_output, explain, note, say
+from autotune.cli.output import drop_output, explain, note, say, show_usage
 from autotune.common import log
 from autotune.common.secrets import command_line
 from autotune.common.version import __version__
@@ -68,11 +68,10 @@ def _run(arguments: tuple[str, ...]) -> int:
         code = cli.main(arguments, prog_name="autotune", standalone_mode=False, obj=arguments)
         sys.stdout.flush()
     except click.ClickException as error:
-        error.show()
-        _log.error("%s", error.format_message(), extra=log.SAID)
+        show_usage(error)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        say("Interrupted. What was stored before is as it was.")
+        say("Interrupted. What was stored is kept: the same command goes on from there.")
         return EXIT_INTERRUPTED
     except AutotuneError as error:
         explain(error)

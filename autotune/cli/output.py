@@ -9,6 +9,8 @@ import shlex
 import sys
 from typing import Any
 
+import click
+
 from autotune.common import log
 from autotune.common.secrets import redacted
 from autotune.errors import AutotuneError, ConfigError
@@ -39,6 +41,15 @@ def explain(error: AutotuneError) -> None:
     # What the user typed needs no traceback.
     cause = None if isinstance(error, ConfigError) else error
     say(f"error: {error}", level=logging.ERROR, cause=cause)
+
+
+def show_usage(error: click.ClickException) -> None:
+    """Say what is wrong with what was typed, below the command's line of usage."""
+    context = getattr(error, "ctx", None)
+    if context is not None:
+        hint = f"Try '{context.command_path} {context.help_option_names[0]}' for help."
+        click.echo(f"{context.get_usage()}\n{hint}\n", err=True)
+    say(f"error: {error.format_message()}", level=logging.ERROR)
 
 
 def command_on(study: str, command: str, storage: str) -> str:

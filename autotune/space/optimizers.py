@@ -446,6 +446,12 @@ LEFT_OUT: dict[str, str] = {
 }
 """Reasons for each value of OptimizerNames that has no row."""
 
+DROPPED: dict[str, str] = {
+    "adamw_apex_fused": "adamw_torch_fused",
+    "adamw_hf": "adamw_torch",
+}
+"""Names that Transformers had before version 5, with the optimizer that computes the same."""
+
 
 def state_bytes(name: str, specs: Sequence[TensorSpec]) -> tuple[int, int]:
     """Return the bytes of the whole optimizer state: (on the device, in managed memory)."""

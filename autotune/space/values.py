@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from autotune.errors import nearest
-from autotune.space.optimizers import LEFT_OUT, OPTIMIZERS
+from autotune.space.optimizers import DROPPED, LEFT_OUT, OPTIMIZERS
 
 MAX_NUMBER = 1_000_000
 """Largest micro-batch size, rank or layer interval."""
@@ -39,6 +39,8 @@ def one_of(known: Sequence[str], what: str) -> Callable[[object], str]:
 def optimizer(value: object) -> str:
     if isinstance(value, str) and value in LEFT_OUT:
         raise ValueError(f"is not predicted: it {LEFT_OUT[value]}")
+    if isinstance(value, str) and value in DROPPED:
+        raise ValueError(f"is in Transformers no longer: {DROPPED[value]} computes the same")
     return one_of(tuple(OPTIMIZERS), "optimizer")(value)
 
 

@@ -39,7 +39,7 @@ from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.optimizers.core import total_state_bytes
 from autotune.memory.optimizers.low_rank import SvdProjection
-from autotune.space.optimizers import LEFT_OUT, OPTIMIZERS, Optimizer, state_bytes
+from autotune.space.optimizers import DROPPED, LEFT_OUT, OPTIMIZERS, Optimizer, state_bytes
 from autotune.worker.trace.tracker import Tracker
 
 __all__ = ["trainer_choice"]
@@ -429,5 +429,8 @@ def test_every_optimizer_of_transformers_has_a_row_or_a_reason() -> None:
     from transformers.training_args import OptimizerNames
 
     assert not OPTIMIZERS.keys() & LEFT_OUT.keys()
-    assert OPTIMIZERS.keys() | LEFT_OUT.keys() == {name.value for name in OptimizerNames}
+    names = {name.value for name in OptimizerNames}
+    assert OPTIMIZERS.keys() | LEFT_OUT.keys() == names
+    assert not DROPPED.keys() & names
+    assert set(DROPPED.values()) <= OPTIMIZERS.keys()
     assert all(LEFT_OUT.values())
