@@ -13,6 +13,7 @@ from pathlib import Path
 import here
 import pytest
 
+from autotune.store import trace_cache
 from autotune.worker.client import launching
 
 # The models of tests are tiny: threads that wait for work would take more time than they save.
@@ -94,13 +95,15 @@ def _migrations_that_are_read_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _workers_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Traces are shared by the processes that run the tests."""
+    """Traces are shared by the processes that run the tests, and are not the user's."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     here.workers.traces = folder / "traces"
     here.workers.traces.mkdir(exist_ok=True)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(trace_cache.VARIABLE, str(folder / "cache"))
+        yield
     here.workers.close()
 
 

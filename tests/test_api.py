@@ -27,6 +27,7 @@ from autotune.report import files
 from autotune.search import budget, predict_best
 from autotune.search.predict_best import Prediction
 from autotune.space.config import METHODS
+from autotune.store.trace_cache import TraceCache
 
 ASK = {"model": "qwen2.5-1.5b", "gpu_mem": "12GB"}
 PEFT = {"peft_type": "LORA", "r": 4, "bias": "all"}
@@ -112,8 +113,7 @@ def test_it_asks_what_the_command_asks(
         cli.main(("find", "--model", ASK["model"], "--gpu-mem", ASK["gpu_mem"], *arguments))
     assert not ended.value.code
     for each in asked:
-        # In code nothing is kept: its database is of the moment.
-        assert each.pop("traces_table") is not None
+        assert each.pop("cache").file == TraceCache().file
     assert asked[0] == asked[1]
 
 

@@ -21,6 +21,7 @@ from typing import NoReturn
 import click
 
 from autotune.cli import (
+    cache,
     completion,
     debug,
     doctor,
@@ -165,6 +166,7 @@ for command in (
     worker.worker,
     nightly.nightly,
     completion.completion,
+    cache.cache,
     doctor.doctor,
     debug.debug,
     tables.gpus,

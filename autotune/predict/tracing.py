@@ -22,7 +22,7 @@ from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.memory.traces import BrokenTrace, Trace
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.records.estimate import TraceSpec
-from autotune.store.trace_table import TraceTable
+from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd, run_many
 
@@ -48,14 +48,14 @@ def trace_all(
     num_gpus: int = 1,
     on_trace: Callable[[int, int], None] | None = None,
     server: ForkServer | None = None,
-    table: TraceTable | None = None,
+    cache: TraceCache | None = None,
     operations: bool = False,
 ) -> dict[TraceSpec, Trace | RankTrace]:
     """Trace a step per spec; `on_trace(done, all)` is called as they arrive.
 
     `server`: whose forks trace, for who asks again and again: the imports are then paid once.
-    `table`: what was traced before is taken from it, and what is new is kept there.
-    `operations`: with what made each tensor, which is kept in no table.
+    `cache`: what was traced before is taken from it, and what is new is kept there.
+    `operations`: with what made each tensor, which is kept in no cache.
     One GPU's step is traced; what several make of it follows from that. A spec that the model does
     not support is left out of the result. Raises ConfigError when it supports none, WorkerError when
     a worker failed, HardwareError for a card without CUDA.
@@ -73,11 +73,11 @@ def trace_all(
         **of_card(gpu),
     }
     run = run_many if server is None else functools.partial(_run_forked, server)
-    assert table is None or not operations
+    assert cache is None or not operations
     specs = set(specs)
     jobs = _Jobs({_of_one_gpu(spec) for spec in specs}, on_trace, operations=operations)
-    if table is not None:
-        jobs.take_known(table, shared)
+    if cache is not None:
+        jobs.take_known(cache, shared)
     for _ in range(_MAX_ROUNDS):
         shares = jobs.shares()
         if not shares:
@@ -91,8 +91,8 @@ def trace_all(
         for share, end in zip(shares, ends, strict=True):
             if end.how != "ok":
                 jobs.blame(share, end)
-    if table is not None:
-        jobs.keep_new(table, shared)
+    if cache is not None:
+        jobs.keep_new(cache, shared)
     jobs.log_refused()
     if jobs.crash is not None and (jobs.shares() or not jobs.traces):
         raise jobs.crash
@@ -167,18 +167,18 @@ class _Jobs:
         """A traceback for each reason."""
         self._new: dict[int, dict[str, Any]] = {}
 
-    def take_known(self, table: TraceTable, shared: Mapping[str, Any]) -> None:
+    def take_known(self, cache: TraceCache, shared: Mapping[str, Any]) -> None:
         """Take the stored answers, each to what was asked last: of every layer, where that was needed."""
         requests = {number: self._request(number, shared) for number in range(len(self._specs))}
-        known = table.find(requests.values())
+        known = cache.find(requests.values())
         for number, request in requests.items():
             if request in known:
                 self.take({**known[request], "id": number})
         self._new.clear()
 
-    def keep_new(self, table: TraceTable, shared: Mapping[str, Any]) -> None:
+    def keep_new(self, cache: TraceCache, shared: Mapping[str, Any]) -> None:
         if self._new:
-            table.add({self._request(n, shared): said for n, said in self._new.items()})
+            cache.add({self._request(n, shared): said for n, said in self._new.items()})
 
     def log_refused(self) -> None:
         """Log what cannot be traced, counted by the reason."""

@@ -11,8 +11,7 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.question import Question
 from autotune.search.predict_best import Progress
 from autotune.search.resolve import Configuration, resolve_configuration
-from autotune.store.database import DEFAULT_URL
-from autotune.store.trace_table import table_of_prediction
+from autotune.store.trace_cache import TraceCache
 
 
 class Pricing:
@@ -36,8 +35,7 @@ def estimate(
 ) -> Pricing:
     """Predict memory and speed of the one configuration that the question fixes.
 
-    Traces are taken from the usual database where it is there. Raises ConfigError for what cannot work,
-    HardwareError, WorkerError.
+    Raises ConfigError for what cannot work, HardwareError, WorkerError.
     """
     return priced(resolve_configuration(question, note=note), progress=progress)
 
@@ -55,7 +53,7 @@ def priced(
         [TraceSpec.of(asked.config)],
         num_gpus=workload.num_gpus,
         on_trace=functools.partial(progress, "trace"),
-        table=None if with_operations else table_of_prediction(DEFAULT_URL, is_kept=False),
+        cache=None if with_operations else TraceCache(),
         operations=with_operations,
     )
     estimator = Estimator(

@@ -23,7 +23,7 @@ from autotune.search.resolve import Brought, Problem, resolve
 from autotune.store import optuna_study, stored_answers, study_names
 from autotune.store.database import parse_url
 from autotune.store.recommendations import question_of
-from autotune.store.trace_table import TraceTable, table_of_prediction
+from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 
 
@@ -64,14 +64,14 @@ def find(
 ) -> Finding:
     """Answer what was asked; whatever it cannot answer is an AutotuneError.
 
-    Probes and traces are kept in the database `storage`, where later searches find them; a prediction
-    keeps traces alone, and only in a file. `command` is what the study keeps of how it was
-    made. `brought` has come with the question from another machine. `server` runs the probes; None: one
-    of their own. Raises NotMeasuredError where the database fails what is to be measured.
+    Probes are kept in the database `storage`, where later searches find them; traces in the user's cache
+    folder. `command` is what the study keeps of how it was made. `brought` has come with the question
+    from another machine. `server` runs the probes; None: one of their own. Raises NotMeasuredError where
+    the database fails what is to be measured.
     """
     parse_url(storage)  # an address that cannot be used is said before a search, not after it
     problem = resolve(question, note=listener.note, brought=brought)
-    prediction = predict(problem, storage=storage, listener=listener)
+    prediction = predict(problem, listener=listener)
     if problem.backend is None:
         _note_unused(question, listener)
         return _finding(problem, prediction, prediction.answer)
@@ -96,9 +96,8 @@ def find(
     return _finding(problem, prediction, answer)
 
 
-def predict(problem: Problem, *, storage: str, listener: Listener) -> Prediction:
+def predict(problem: Problem, *, listener: Listener) -> Prediction:
     """Answer a problem by prediction. Raises ConfigError, HardwareError and NothingFitsError."""
-    is_measured = problem.backend is not None
     with listener.searching() as progress:
         return predict_best.find(
             problem.source,
@@ -111,9 +110,7 @@ def predict(problem: Problem, *, storage: str, listener: Listener) -> Prediction
             has=problem.base if problem.trains_elsewhere else None,
             effort=problem.question.effort,
             progress=progress,
-            traces_table=TraceTable(storage)
-            if is_measured
-            else table_of_prediction(storage, is_kept=True),
+            cache=TraceCache(),
             changes=problem.changes,
         )
 

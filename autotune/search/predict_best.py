@@ -50,7 +50,7 @@ from autotune.space.search_space import (
 )
 from autotune.space.space_changes import Changing, SpaceChange
 from autotune.space.tradeoffs import tradeoff_class
-from autotune.store.trace_table import TraceTable
+from autotune.store.trace_cache import TraceCache
 
 _log = log.logger(__name__)
 
@@ -139,7 +139,7 @@ def find(
     has: TrainConfig | None = None,
     effort: str = "normal",
     progress: Progress = lambda *_: None,
-    traces_table: TraceTable | None = None,
+    cache: TraceCache | None = None,
     changes: Sequence[SpaceChange] = (),
 ) -> Prediction:
     """Answer a workload by prediction.
@@ -194,7 +194,7 @@ def find(
         {TraceSpec.of(config) for config in [*possible, *baselines]},
         num_gpus=workload.num_gpus,
         on_trace=functools.partial(progress, "trace"),
-        table=traces_table,
+        cache=cache,
     )
     estimator = Estimator(
         traces,

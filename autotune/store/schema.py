@@ -2,7 +2,7 @@
 
 `autotune_probes` and `autotune_recommendations` only grow: no row is ever changed or removed. A row of
 `autotune_jobs` changes until its job has ended. Each table is read by a module of its own (probes.py,
-recommendations.py, jobs.py, trace_table.py). What comes between the versions of this schema is in
+recommendations.py, jobs.py). What comes between the versions of this schema is in
 migrations/; autotune_schema holds the revision (Optuna owns `alembic_version`).
 
 Times are UTC, without saying so, as Optuna's are.
@@ -19,7 +19,6 @@ from sqlalchemy import (
     Float,
     Index,
     Integer,
-    LargeBinary,
     MetaData,
     String,
     Table,
@@ -101,16 +100,6 @@ jobs = Table(
     Column("problem", Text, nullable=False, server_default=""),
     Column("exit_code", Integer),
     Index("ix_autotune_jobs_state", "state", "card"),
-)
-
-# What a worker answered when it was asked for a trace: a cache, and the only rows that may go.
-traces = Table(
-    "autotune_traces",
-    metadata,
-    Column("key", _DIGEST, primary_key=True),
-    Column("made_at", DateTime, nullable=False),
-    # JSON, by zlib.
-    Column("answer", LargeBinary, nullable=False),
 )
 
 

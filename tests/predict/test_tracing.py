@@ -16,8 +16,8 @@ from autotune.predict import tracing
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
-from autotune.store import trace_table
-from autotune.store.trace_table import TraceTable
+from autotune.store import trace_cache
+from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.isolate import WorkerEnd
 
 FULL = TrainConfig(
@@ -217,10 +217,10 @@ def test_what_a_worker_answered_is_not_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With other libraries it is."""
-    table = TraceTable(f"sqlite:///{tmp_path}/autotune.db")
+    cache = TraceCache(tmp_path)
     asked = []
     for version in ("1", "1", "2"):
-        trace_table._made_by.cache_clear()
+        trace_cache._made_by.cache_clear()
         monkeypatch.setattr(installed, "versions", lambda version=version: (("torch", version),))
         worker = Worker({"unsupported": "has no layers"})
         monkeypatch.setattr(tracing, "run_many", worker)
@@ -231,10 +231,10 @@ def test_what_a_worker_answered_is_not_asked_for_again(
                 512,
                 find_gpu("t4"),
                 {TraceSpec.of(FULL)},
-                table=table,
+                cache=cache,
             )
         asked.append(len(worker.requests))
-    trace_table._made_by.cache_clear()
+    trace_cache._made_by.cache_clear()
     assert asked == [1, 0, 1]
 
 
@@ -255,7 +255,7 @@ def test_a_crash_is_told_by_its_reason_and_asked_for_again(
                 512,
                 find_gpu("t4"),
                 {EAGER, SDPA},
-                table=TraceTable(f"sqlite:///{tmp_path}/autotune.db"),
+                cache=TraceCache(tmp_path),
             )
         assert sorted(caplog.messages) == [
             "1 of 2 training steps cannot be traced: has no layers",
@@ -276,17 +276,3 @@ def test_the_traceback_of_a_crash_is_in_a_detailed_log(
         "File x",
         "KeyError: 7",
     ]
-
-
-def test_a_database_that_refuses_costs_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "autotune.db").write_bytes(b"this is no database" * 100)
-    worker = Worker({"unsupported": "has no layers"})
-    monkeypatch.setattr(tracing, "run_many", worker)
-    table = TraceTable(f"sqlite:///{tmp_path}/autotune.db")
-    with pytest.raises(ConfigError, match="has no layers"):
-        trace_all(
-            tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)}, table=table
-        )
-    assert worker.requests

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import sqlite3
 from pathlib import Path
 
 import here
@@ -16,7 +14,6 @@ from autotune.probe import fingerprint
 from autotune.records.question import Question
 from autotune.search import predict_best
 from autotune.search.find import Finding, find
-from autotune.store.database import DEFAULT_URL
 from autotune.worker.client import forkserver, isolate, launching
 
 pytestmark = pytest.mark.worker
@@ -73,7 +70,7 @@ def first(options: Question, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 def predicted(
     options: Question, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Question, str, Finding]:
-    """A prediction, and where its answer would be kept: its traces are there."""
+    """A prediction, and where its answer would be kept."""
     file = tmp_path_factory.mktemp("predicted") / "missing" / "autotune.db"
     ask = dataclasses.replace(options, backend="predict", gpu="rtx-4070", gpu_mem=None)
     with here.workers.at_work():
@@ -122,16 +119,6 @@ def test_a_budget_below_every_peak_needs_none_either(
         find(dataclasses.replace(options, gpu_mem="1MB"), storage=first[0])
 
 
-def test_traces_are_asked_for_once(first: tuple[str, Finding]) -> None:
-    with (
-        contextlib.closing(sqlite3.connect(Path(first[0].removeprefix("sqlite:///")))) as database,
-        database,
-    ):
-        ((num_traces,),) = database.execute("SELECT count(*) FROM autotune_traces")
-    # Micro-batch 1 and the others; the base without a space of its own has their structure.
-    assert num_traces >= 2
-
-
 @pytest.mark.usefixtures("_no_process")
 @pytest.mark.parametrize("size", [None, "1GB"])
 def test_a_second_prediction_needs_no_process(
@@ -147,11 +134,7 @@ def test_a_second_prediction_needs_no_process(
 def test_a_second_estimate_needs_no_process(
     command: str, options: Question, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """It has no --storage: the usual database is where it is called, or is not."""
     ask = f"{command} --model {options.model} --gpu rtx-4070 --seq-len 64".split()
-    file = tmp_path / DEFAULT_URL.removeprefix("sqlite:///")
-    file.parent.mkdir()
-    file.touch()  # SQLite takes an empty file for a database without tables.
     with here.workers.at_work():
         first = here.command(*ask, "--json", cwd=tmp_path)
     assert first.returncode == 0, first.stderr

@@ -28,8 +28,7 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace, enumerate_configs, with_attentions
-from autotune.store.database import DEFAULT_URL
-from autotune.store.trace_table import table_of_prediction
+from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 
 _FAR = 10**9
@@ -75,7 +74,7 @@ class Pricer:
     def __init__(self, asked: LimitProblem, server: ForkServer, progress: Progress) -> None:
         self._asked = asked
         self._server = server
-        self._table = table_of_prediction(DEFAULT_URL, is_kept=False)
+        self._cache = TraceCache()
         self._progress = progress
         self._traces: dict[tuple[object, ...], dict[TraceSpec, Trace | RankTrace]] = {}
         """Traces by what else changes them."""
@@ -269,7 +268,7 @@ class Pricer:
                     case.gpu,
                     missing,
                     server=self._server,
-                    table=self._table,
+                    cache=self._cache,
                 )
             except ConfigError as error:
                 self._refusals[key] = error

@@ -1,0 +1,202 @@
+"""Traces that were made before, in the user's cache folder: a prediction that was made once needs no torch.
+
+A trace depends on its request, the libraries' versions and the code that traces, all of which are in its key.
+Several processes may use the cache at once. Where it cannot be read or written, traces are made again and the
+log says why; a damaged one starts afresh. What was used longest ago goes first when there is too much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import sqlite3
+import time
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from autotune.catalogue import installed
+from autotune.common import log
+from autotune.space.knobs import KNOBS
+from autotune.store.database import pages
+
+_log = log.logger(__name__)
+
+VARIABLE = "AUTOTUNE_CACHE"
+MAX_BYTES = 256 * 2**20
+"""Most bytes of traces that are kept. [judgement] The 62 of an 8B model in the default space take 0.6 MB."""
+_BUSY_SECONDS = 5.0
+_DAY_SECONDS = 86_400
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS traces (
+    key BLOB PRIMARY KEY,
+    used_at INTEGER NOT NULL,
+    answer BLOB NOT NULL
+)
+"""
+_TOO_MUCH = """
+DELETE FROM traces WHERE key IN (
+    SELECT key FROM (
+        SELECT key, sum(length(answer)) OVER (ORDER BY used_at DESC, rowid DESC) AS bytes FROM traces
+    ) WHERE bytes > ?
+)
+"""
+
+_CODE = (
+    *("errors.py", "common", "memory", "catalogue", "space", "records"),
+    *("worker/__init__.py", "worker/build", "worker/trace"),
+)
+"""Files and folders of the package that a process which traces imports from."""
+
+
+def folder() -> Path:
+    """Return the user's cache folder: AUTOTUNE_CACHE, else autotune in XDG_CACHE_HOME."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # One that is not absolute is to be ignored, says the XDG Base Directory Specification.
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "autotune"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """The contents of a cache."""
+
+    num_traces: int
+    file_bytes: int
+
+
+class TraceCache:
+    """A file of workers' answers to requests for traces, in a folder."""
+
+    def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+        """Remember the folder, by default the user's; nothing is made before there is something to keep."""
+        # The number is that of the table's form: autotunes with another one do not meet here.
+        self.file = (folder() if place is None else place) / "traces-1.db"
+        self._max_bytes = max_bytes
+
+    def find(self, requests: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Find the answers that are kept, by request."""
+        found: dict[str, dict[str, Any]] = {}
+        of_key = {_key(request): request for request in requests}
+        with self._or_a_note("read"):
+            if not self.file.exists():
+                return found
+            with self._connection() as connection:
+                for keys in pages(of_key):
+                    query = f"SELECT key, answer FROM traces WHERE key IN ({_marks(keys)})"
+                    for key, answer in connection.execute(query, keys):
+                        with suppress(ValueError, zlib.error):
+                            found[of_key[key]] = json.loads(zlib.decompress(answer))
+                with suppress(
+                    sqlite3.OperationalError
+                ):  # what may only be read serves all the same
+                    _touch(connection, map(_key, found))
+        return found
+
+    def add(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Keep what workers answered."""
+        now = int(time.time())
+        rows = [
+            (_key(request), now, zlib.compress(json.dumps(answer).encode(), 1))
+            for request, answer in answers.items()
+        ]
+        with self._or_a_note("written"):
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._connection() as connection:
+                connection.execute("PRAGMA auto_vacuum=FULL")
+                connection.execute(_TABLE)
+                connection.executemany("INSERT OR REPLACE INTO traces VALUES (?, ?, ?)", rows)
+                connection.execute(_TOO_MUCH, (self._max_bytes,))
+
+    def contents(self) -> Contents:
+        """Count what is kept."""
+        num_traces = 0
+        with self._or_a_note("read"):
+            if self.file.exists():
+                with self._connection() as connection:
+                    ((num_traces,),) = connection.execute("SELECT count(*) FROM traces")
+        file_bytes = self.file.stat().st_size if self.file.exists() else 0
+        return Contents(num_traces=num_traces, file_bytes=file_bytes)
+
+    def clear(self) -> None:
+        """Remove what is kept, by older forms of the table too. Raises OSError."""
+        for file in self.file.parent.glob("traces-*.db*"):
+            file.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        """Open the file for one transaction."""
+        with contextlib.closing(sqlite3.connect(self.file, timeout=_BUSY_SECONDS)) as connection:
+            # A power cut may spoil it, which is noticed: traces are made again.
+            connection.execute("PRAGMA synchronous=OFF")
+            with connection:
+                yield connection
+
+    @contextlib.contextmanager
+    def _or_a_note(self, done: str) -> Iterator[None]:
+        """Let nothing that befalls the file stop a prediction."""
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            is_damaged = getattr(error, "sqlite_errorcode", None) in _DAMAGED
+            _log.info(
+                "the cache of traces %s cannot be %s%s: %s",
+                self.file,
+                done,
+                ", so it starts afresh" if is_damaged else "",
+                error,
+            )
+            if is_damaged:
+                with suppress(OSError):
+                    self.clear()
+
+
+def _touch(connection: sqlite3.Connection, keys: Iterable[bytes]) -> None:
+    """Note that these are used: once a day, so that finding seldom writes."""
+    now = int(time.time())
+    for page in pages(keys):
+        connection.execute(
+            f"UPDATE traces SET used_at = ? WHERE used_at < ? AND key IN ({_marks(page)})",
+            (now, now - _DAY_SECONDS, *page),
+        )
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ",".join("?" * len(values))
+
+
+def _key(request: str) -> bytes:
+    return hashlib.sha256(f"{_made_by()} {request}".encode()).digest()
+
+
+@functools.cache
+def _made_by() -> str:
+    """A digest of the versions and the code that traces depend on."""
+    digest = hashlib.sha256()
+    try:
+        digest.update(repr(installed.versions()).encode())
+    except metadata.PackageNotFoundError as error:
+        digest.update(repr(error.name).encode())
+    libraries = sorted({name for knob in KNOBS.values() for name in knob.needs.values() if name})
+    digest.update(repr([(name, installed.version(name)) for name in libraries]).encode())
+    for file in _sources():
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources() -> Iterator[Path]:
+    package = Path(str(resources.files("autotune")))
+    for name in _CODE:
+        place = package / name
+        yield from sorted(place.rglob("*.py")) if place.is_dir() else [place]

@@ -1,0 +1,223 @@
+"""Traces in the user's cache folder: what is kept, for whom, and what befalls the file."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import here
+import pytest
+
+import autotune
+from autotune.store import trace_cache
+from autotune.store.trace_cache import TraceCache
+
+ANSWER = {"trace": {"tensors": [[1, 2, 3]], "text": "a"}}
+
+
+def test_what_is_kept_is_found_in_another_process_or_folder(tmp_path: Path) -> None:
+    cache = TraceCache(tmp_path / "new" / "folder")
+    assert cache.find(["a"]) == {}
+    assert not cache.file.parent.exists()  # Only what is to be kept makes it.
+    cache.add({"a": ANSWER})
+    cache.add({"a": ANSWER, "b": {"unsupported": "no"}})
+    again = TraceCache(tmp_path / "new" / "folder")
+    assert again.find(["a", "b", "c"]) == {"a": ANSWER, "b": {"unsupported": "no"}}
+    assert again.contents().num_traces == 2
+
+
+def add_some(folder: Path, number: int) -> None:
+    TraceCache(folder).add({f"{number} {each}": {"number": each} for each in range(20)})
+
+
+def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(add_some, [tmp_path] * 16, range(16)))
+    assert TraceCache(tmp_path).contents().num_traces == 320
+
+
+def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv(trace_cache.VARIABLE, str(tmp_path / "given"))
+    assert trace_cache.folder() == tmp_path / "given"
+    monkeypatch.delenv(trace_cache.VARIABLE)
+    assert trace_cache.folder() == tmp_path / "home" / ".cache" / "autotune"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert trace_cache.folder() == tmp_path / "xdg" / "autotune"
+
+
+def random_answer(num_bytes: int) -> dict[str, str]:
+    """An answer that hardly gets smaller."""
+    return {"hex": os.urandom(num_bytes).hex()}
+
+
+def test_what_was_used_longest_ago_goes_when_there_is_too_much(tmp_path: Path) -> None:
+    cache = TraceCache(tmp_path, max_bytes=25_000)
+    cache.add({name: random_answer(6000) for name in ("first", "second", "third")})
+    with contextlib.closing(sqlite3.connect(cache.file)) as connection, connection:
+        connection.execute("UPDATE traces SET used_at = used_at - 10 * 86400")
+    assert cache.find(["first"])  # It counts as used now.
+    cache.add({"fourth": random_answer(6000), "fifth": random_answer(6000)})
+    kept = cache.find(["first", "second", "third", "fourth", "fifth"])
+    assert kept.keys() == {"first", "fourth", "fifth"}
+    cache.add({str(number): random_answer(6000) for number in range(30)})
+    assert cache.contents().file_bytes < 50_000  # SQLite's own pages come on top.
+
+
+@pytest.mark.parametrize("damage", ["no database", "cut off", "in the middle"])
+def test_a_damaged_file_starts_afresh(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "autotune")
+    cache = TraceCache(tmp_path)
+    cache.add({str(number): random_answer(6000) for number in range(20)})
+    content = cache.file.read_bytes()
+    half = len(content) // 2
+    cache.file.write_bytes(
+        {
+            "no database": b"something else" * 1000,
+            "cut off": content[:half],
+            "in the middle": content[:4096] + os.urandom(len(content) - 4096),
+        }[damage]
+    )
+    caplog.clear()
+    found = cache.find(list(map(str, range(20))))
+    assert len(found) < 20
+    cache.add({"new": ANSWER})
+    cache.add({"new": ANSWER})
+    assert cache.find(["new"]) == {"new": ANSWER}
+    assert "so it starts afresh" in caplog.text
+
+
+def test_a_damaged_answer_is_asked_for_again(tmp_path: Path) -> None:
+    cache = TraceCache(tmp_path)
+    cache.add({"a": ANSWER, "b": ANSWER})
+    with contextlib.closing(sqlite3.connect(cache.file)) as connection, connection:
+        connection.execute(
+            "UPDATE traces SET answer = substr(answer, 1, 20) WHERE key = ?",
+            (trace_cache._key("a"),),
+        )
+    assert cache.find(["a", "b"]) == {"b": ANSWER}
+    cache.add({"a": ANSWER})
+    assert cache.find(["a", "b"]).keys() == {"a", "b"}
+
+
+def test_a_folder_that_cannot_be_made_costs_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "autotune")
+    (tmp_path / "file").touch()
+    cache = TraceCache(tmp_path / "file" / "folder")
+    cache.add({"a": ANSWER})
+    assert cache.find(["a"]) == {}
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "cannot be written" in caplog.text
+
+
+def test_what_another_process_holds_costs_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "autotune")
+    cache = TraceCache(tmp_path)
+    cache.add({"a": ANSWER})
+    monkeypatch.setattr(trace_cache, "_BUSY_SECONDS", 0.05)
+    with contextlib.closing(sqlite3.connect(cache.file)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        assert cache.find(["a"]) == {}
+        cache.add({"b": ANSWER})
+    assert caplog.text.count("database is locked") == 2
+    assert cache.find(["a", "b"]) == {"a": ANSWER}
+
+
+def test_the_command_shows_and_clears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(trace_cache.VARIABLE, str(tmp_path))
+    TraceCache().add({"a": ANSWER})
+    (tmp_path / "traces-0.db").touch()
+    (tmp_path / "mine.txt").touch()
+    shown = here.command("cache", cwd=tmp_path)
+    assert shown.stdout.startswith("1 trace, ")
+    assert str(TraceCache().file) in shown.stdout
+    said = json.loads(here.command("cache", "--clear", "--json", cwd=tmp_path).stdout)
+    assert (said["num_traces"], said["is_cleared"]) == (1, True)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+    assert json.loads(here.command("cache", "--json", cwd=tmp_path).stdout)["num_traces"] == 0
+
+
+PACKAGE = Path(autotune.__file__).parent
+
+
+def said_by(code: str, *, path: Path) -> str:
+    """What a fresh process prints, with the package that is in that folder."""
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=path,  # where it looks first
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return ended.stdout
+
+
+def key_after_an_edit(module: str | None, folder: Path) -> str:
+    """The key of a request, asked of a copy of the package in which this module was edited."""
+    shutil.copytree(PACKAGE, folder / "autotune", ignore=shutil.ignore_patterns("__pycache__"))
+    if module is not None:
+        found = importlib.util.find_spec(module)
+        assert found is not None
+        assert found.origin is not None
+        edited = folder / "autotune" / Path(found.origin).relative_to(PACKAGE)
+        with edited.open("a", encoding="utf-8") as file:
+            file.write("# edited\n")
+    return said_by(
+        f"from {trace_cache.__name__} import _key; print(_key('a request'))", path=folder
+    )
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return key_after_an_edit(None, tmp_path_factory.mktemp("as_it_is"))
+
+
+@pytest.mark.worker
+@pytest.mark.parametrize(
+    ("module", "is_kept"),
+    [
+        ("autotune.probe.loop", True),
+        ("autotune.search.predict_best", True),
+        ("autotune.worker.probe.run", True),
+        ("autotune.worker.trace.tracker", False),
+        ("autotune.worker.trace.liger", False),
+        ("autotune.memory.traces.reductions", False),
+        ("autotune.records.estimate", False),
+    ],
+)
+def test_an_edit_drops_traces_where_it_may_change_them(
+    key: str, module: str, is_kept: bool, tmp_path: Path
+) -> None:
+    assert (key_after_an_edit(module, tmp_path) == key) == is_kept
+
+
+@pytest.mark.worker
+@pytest.mark.slow  # imports torch
+def test_all_that_a_tracing_process_imports_is_in_the_key() -> None:
+    code = "import sys, autotune.worker.trace.step; print(*sys.modules)"
+    loaded = names(PACKAGE.rglob("*.py")).intersection(said_by(code, path=PACKAGE.parent).split())
+    assert "autotune.worker.trace.encode" in loaded
+    assert loaded - names(trace_cache._sources()) == {"autotune"}
+
+
+def names(files: Iterable[Path]) -> set[str]:
+    """The names of modules of the package."""
+    places = (file.relative_to(PACKAGE.parent).with_suffix("") for file in files)
+    return {".".join(place.parts).removesuffix(".__init__") for place in places}
