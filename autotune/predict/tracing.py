@@ -1,7 +1,7 @@
-"""Asks workers for traces: one per TraceSpec, by two processes at most.
+"""Asks a worker for traces, one per TraceSpec, which shares them among processes of its own.
 
 What one trace does to its process, it does to that trace only: the one that ended the process is set
-aside and the others are asked for again. A trace that does not repeat from layer to layer is asked for
+aside and the others are made all the same. A trace that does not repeat from layer to layer is asked for
 again with every layer.
 """
 
@@ -24,7 +24,7 @@ from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.records.estimate import TraceSpec
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
-from autotune.worker.client.isolate import WorkerEnd, run_many
+from autotune.worker.client.isolate import WorkerEnd, describe_exit, run_many
 
 _log = log.logger(__name__)
 
@@ -34,8 +34,6 @@ DEADLINE_SECONDS = 600.0
 MAX_PARAMETERS = 10**13
 """Most parameters of a model that is traced: sixteen cards of 288 GB hold less, at half a byte each."""
 _MAX_ROUNDS = 4
-# Importing torch, transformers and peft takes a worker about 3 s, a trace 0.1 s (2 cores).
-_WORTH_A_SECOND_CHILD = 24
 
 
 def trace_all(
@@ -79,22 +77,21 @@ def trace_all(
     if cache is not None:
         jobs.take_known(cache, shared)
     for _ in range(_MAX_ROUNDS):
-        shares = jobs.shares()
-        if not shares:
+        left = jobs.left()
+        if not left:
             break
-        ends = run(
+        (end,) = run(
             "trace",
-            [{**shared, "traces": share} for share in shares],
+            [{**shared, "traces": left}],
             deadline_seconds=DEADLINE_SECONDS,
             on_answer=jobs.take,
         )
-        for share, end in zip(shares, ends, strict=True):
-            if end.how != "ok":
-                jobs.blame(share, end)
+        if end.how != "ok":
+            jobs.blame(left, end)
     if cache is not None:
         jobs.keep_new(cache, shared)
     jobs.log_refused()
-    if jobs.crash is not None and (jobs.shares() or not jobs.traces):
+    if jobs.crash is not None and (jobs.left() or not jobs.traces):
         raise jobs.crash
     if not jobs.traces:
         raise _refusal(model, specs, next(iter(jobs.refused.values())))
@@ -192,10 +189,10 @@ class _Jobs:
     def _request(self, number: int, shared: Mapping[str, Any]) -> str:
         return json.dumps([shared, _plain(self._specs[number])], sort_keys=True)
 
-    def shares(self) -> list[list[dict[str, Any]]]:
-        """Divide what is left to ask for among the processes of a round."""
+    def left(self) -> list[dict[str, Any]]:
+        """List what is left to ask for."""
         self._answered.clear()
-        left = [
+        return [
             {
                 "id": number,
                 "spec": _plain(spec),
@@ -205,10 +202,6 @@ class _Jobs:
             for number, spec in enumerate(self._specs)
             if number not in self.refused and spec not in self.traces
         ]
-        if not left:
-            return []
-        num_children = 2 if len(left) > _WORTH_A_SECOND_CHILD else 1
-        return [left[i::num_children] for i in range(num_children)]
 
     def take(self, answer: dict[str, Any]) -> None:
         """Take an answer of a worker: a trace, or why there is none."""
@@ -217,6 +210,10 @@ class _Jobs:
         if "unsupported" in answer:
             self.refused[number] = answer["unsupported"]
             self._new[number] = answer
+        elif "died" in answer:
+            problem = describe_exit(answer["died"])
+            self._set_aside(number, problem)
+            self.crash = WorkerError(f"The trace process {problem}")
         elif "crashed" in answer:  # Perhaps a mistake, so it is not kept.
             self.refused[number] = answer["crashed"]
             self._tracebacks[answer["crashed"]] = answer["traceback"]
@@ -238,16 +235,19 @@ class _Jobs:
         if self._on_trace is not None:
             self._on_trace(len(self.traces) + len(self.refused), len(self._specs))
 
-    def blame(self, share: list[dict[str, Any]], end: WorkerEnd) -> None:
-        """Set aside the spec that a process died of: answers come in order, so the first without one.
+    def blame(self, asked: list[dict[str, Any]], end: WorkerEnd) -> None:
+        """Set aside the spec that the worker died of: answers come in order, so the first without one.
 
         Raises WorkerError for every other failure than a crash.
         """
         self.crash = end.to_error("trace")
-        unanswered = [job["id"] for job in share if job["id"] not in self._answered]
+        unanswered = [job["id"] for job in asked if job["id"] not in self._answered]
         if end.how != "crashed" or not unanswered:
             raise self.crash
-        self.refused[unanswered[0]] = f"tracing it ended the process: {end.problem}"
+        self._set_aside(unanswered[0], end.problem)
+
+    def _set_aside(self, number: int, problem: str) -> None:
+        self.refused[number] = f"tracing it ended the process: {problem}"
 
 
 def _plain(spec: TraceSpec) -> dict[str, Any]:

@@ -6,8 +6,10 @@ SCHEMA_VERSION is written into every file and checked on reading; a newer file i
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from autotune.space.adapters import ADAPTERS
 from autotune.space.config import TrainConfig
@@ -60,32 +62,39 @@ class TraceSpec:
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
-        shared = {
-            field.name: getattr(config, field.name)
-            for field in dataclasses.fields(cls)
-            if field.name != "single"
-        }
-        # TF32 changes the rate of a matrix product, not what is allocated or launched.
-        if config.precision == "tf32":
-            shared["precision"] = "fp32"
-        cast = dict(PARALLELISMS[config.parallelism].traced_as)
-        shared["precision"] = cast.get(shared["precision"], shared["precision"])
-        adapter = ADAPTERS.get(config.method)
-        # In fp8 it depends on the rank which of its layers are converted.
-        scales = adapter is not None and adapter.scales
-        if scales and not PRECISIONS[config.precision].fp8:
-            shared["lora_rank"] = None
-        # rsLoRA multiplies by another number.
-        if config.lora_variant == "rslora":
-            shared["lora_variant"] = "plain"
-        shared["lora_dropout"] = 0.5 if config.lora_dropout else 0.0
-        shared["neftune_noise_alpha"] = float(config.neftune_noise_alpha > 0)
-        if config.batching == "grouped":
-            shared["batching"] = "padded"
-        # A sample alone is padded to its own length.
-        if config.micro_batch_size == 1 and shared["batching"] == "padded":
-            shared["batching"] = "packed"
-        return cls(**shared, single=config.micro_batch_size == 1)
+        return _spec_of(_traced_settings(config), single=config.micro_batch_size == 1)
+
+
+_TRACED = tuple(field.name for field in dataclasses.fields(TraceSpec) if field.name != "single")
+_traced_settings = operator.attrgetter(*_TRACED)
+"""The values of a TrainConfig, in the order of _TRACED."""
+
+
+@functools.cache
+def _spec_of(values: tuple[Any, ...], *, single: bool) -> TraceSpec:
+    shared = dict(zip(_TRACED, values, strict=True))
+    precision, method = shared["precision"], shared["method"]
+    # TF32 changes the rate of a matrix product, not what is allocated or launched.
+    if precision == "tf32":
+        shared["precision"] = "fp32"
+    cast = dict(PARALLELISMS[shared["parallelism"]].traced_as)
+    shared["precision"] = cast.get(shared["precision"], shared["precision"])
+    adapter = ADAPTERS.get(method)
+    # In fp8 it depends on the rank which of its layers are converted.
+    scales = adapter is not None and adapter.scales
+    if scales and not PRECISIONS[precision].fp8:
+        shared["lora_rank"] = None
+    # rsLoRA multiplies by another number.
+    if shared["lora_variant"] == "rslora":
+        shared["lora_variant"] = "plain"
+    shared["lora_dropout"] = 0.5 if shared["lora_dropout"] else 0.0
+    shared["neftune_noise_alpha"] = float(shared["neftune_noise_alpha"] > 0)
+    if shared["batching"] == "grouped":
+        shared["batching"] = "padded"
+    # A sample alone is padded to its own length.
+    if single and shared["batching"] == "padded":
+        shared["batching"] = "packed"
+    return TraceSpec(**shared, single=single)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,8 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from autotune.catalogue import installed
 from autotune.common import log
 from autotune.space.knobs import KNOBS
@@ -54,6 +56,7 @@ DELETE FROM traces WHERE key IN (
 _CODE = (
     *("errors.py", "common", "memory", "catalogue", "space", "records"),
     *("worker/__init__.py", "worker/build", "worker/trace"),
+    *("worker/client/__init__.py", "worker/client/orphans.py"),
 )
 """Files and folders of the package that a process which traces imports from."""
 
@@ -97,7 +100,7 @@ class TraceCache:
                     query = f"SELECT key, answer FROM traces WHERE key IN ({_marks(keys)})"
                     for key, answer in connection.execute(query, keys):
                         with suppress(ValueError, zlib.error):
-                            found[of_key[key]] = json.loads(zlib.decompress(answer))
+                            found[of_key[key]] = msgspec.json.decode(zlib.decompress(answer))
                 with suppress(
                     sqlite3.OperationalError
                 ):  # what may only be read serves all the same

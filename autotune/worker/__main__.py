@@ -6,7 +6,8 @@ trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capabili
          "cublas_workspace_bytes": int, "num_sms": int or null, "backend": "cuda" or "cpu",
          "traces": [{"id": int, "spec": {...}, "whole": bool}]}
         one line per trace: {"id": int, "trace": {...}}; {"id": int, "unsupported": reason}, which will
-        never be another; or {"id": int, "crashed": reason, "traceback": text}
+        never be another; {"id": int, "crashed": reason, "traceback": text}; or {"id": int, "died": exit
+        code of the process that traced it}
 probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}, "folder": str (may lack)}
         its temporary files go into the folder; as soon as a file STOP_FILE is in it, whose text says why,
         it times no further step

@@ -181,6 +181,17 @@ def test_what_kills_its_process_is_set_aside_and_the_rest_is_kept(
     assert worker.asked == [[("eager", False), ("sdpa", False)], [("sdpa", False)]]
 
 
+def test_what_kills_a_process_of_the_workers_is_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "autotune")
+    worker = Rounds({"eager": {"died": -11}, "sdpa": {"trace": some_trace()}})
+    assert trace_both(monkeypatch, worker) == {SDPA}
+    assert "tracing it ended the process: was ended by SIGSEGV" in caplog.text
+    with pytest.raises(WorkerError, match="The trace process was ended by SIGKILL"):
+        trace_both(monkeypatch, Rounds({"eager": {"died": -9}, "sdpa": {"died": -9}}))
+
+
 def test_a_crash_of_everything_is_a_worker_error(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Rounds({"eager": "dies", "sdpa": "dies"}, {"sdpa": "dies"})
     with pytest.raises(WorkerError, match="was killed"):

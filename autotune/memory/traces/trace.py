@@ -21,7 +21,7 @@ from autotune.memory.traces.phases import (
     Phase,
     Place,
 )
-from autotune.memory.traces.running import in_blocks, running
+from autotune.memory.traces.running import in_blocks
 from autotune.memory.traces.terms import (
     CHUNK_ROWS,
     RULES,
@@ -79,6 +79,10 @@ class Trace:
         self._chunked = [i for i, tensor in enumerate(self._tensors) if tensor.get("chunked")]
         copies = Copies(self._tensors, blocks, layers)
         self._template = copies.template
+        # What prices a configuration asks for the same sizes several times in a row.
+        self._traced_sizes = functools.lru_cache(maxsize=2)(self._work_out_sizes)
+        self._rounded_sizes = functools.lru_cache(maxsize=2)(self._round_sizes)
+        self._changes = functools.cache(self._find_changes)
 
         step = [phase for phase in Phase if phase not in (*SETUP_PHASES, *FETCH_PHASES)]
         backward_phases = [phase for phase in step if phase not in FORWARD_PHASES]
@@ -231,17 +235,22 @@ class Trace:
 
         `events`: the list of `setup`, `again`, `next` or `released`.
         """
+        traced, signs = self._changes(events)
+        return np.cumsum(self._rounded_sizes(micro_batch, rank)[traced] * signs)
+
+    def _find_changes(self, events: str) -> tuple[Events, Events]:
+        """Return the traced tensor of each event, and whether it comes (1) or goes (-1)."""
         order: Events = getattr(self, f"_{events}")
-        return running(order, self._rounded_sizes(micro_batch, rank)[self._template])
+        return self._template[numbers_of(order)], np.where(order < 0, -1, 1)
 
     def bytes_of(self, numbers: Sequence[int], micro_batch: int, rank: int) -> int:
         """Sum of tensors' sizes, each rounded to 512 B."""
         return int(self._rounded_sizes(micro_batch, rank)[self._template[list(numbers)]].sum())
 
-    def _rounded_sizes(self, micro_batch: int, rank: int) -> Array:
+    def _round_sizes(self, micro_batch: int, rank: int) -> Array:
         return in_blocks(self._traced_sizes(micro_batch, rank))
 
-    def _traced_sizes(self, micro_batch: int, rank: int) -> Array:
+    def _work_out_sizes(self, micro_batch: int, rank: int) -> Array:
         of_rules = {
             index: RULES[name]([evaluate(t, micro_batch, rank) for t in terms])
             for index, (name, *terms) in self._rules
@@ -295,11 +304,11 @@ class Trace:
 
         In a model that reads images too, those of its image part get none from text.
         """
-        return [
-            self._spec(self._tensors[self._template[number]], rank)
-            for number in self.setup
-            if number >= 0 and self._template[number] in self._with_gradient
-        ]
+        spec_of = {
+            number: self._spec(self._tensors[number], rank) for number in self._with_gradient
+        }
+        traced = listed(self._template[self._setup[self._setup >= 0]])
+        return [spec_of[number] for number in traced if number in spec_of]
 
     @functools.cached_property
     def _with_gradient(self) -> set[int]:

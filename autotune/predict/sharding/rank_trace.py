@@ -84,6 +84,8 @@ class RankTrace:
         )
         self._extra = AddedTensors(len(trace.template))
         self._own_sizes = functools.cache(self._work_out_sizes)
+        # What prices a configuration asks for the same sizes several times in a row.
+        self._all_sizes = functools.lru_cache(maxsize=2)(self._put_together)
         self.launches = trace.launches
         self.workspaces = trace.workspaces
         self.batch, self.count, self.loss = trace.batch, trace.count, trace.loss
@@ -181,7 +183,7 @@ class RankTrace:
             buffers_bytes=self.bytes_of(self._buffers, 1, rank),
         )
 
-    def _all_sizes(self, micro_batch: int, rank: int) -> Array:
+    def _put_together(self, micro_batch: int, rank: int) -> Array:
         whole = summable(self._trace.sizes(micro_batch, rank))
         numbers, replaced, extra, ratio = self._own_sizes(rank)
         whole[numbers] = replaced

@@ -241,7 +241,7 @@ class _Child:
         self._stop()
         exit_code = self._reap()
         if self._how == "ok" and exit_code != 0:
-            self._how, self._problem = "crashed", _describe_exit(exit_code)
+            self._how, self._problem = "crashed", describe_exit(exit_code)
         elif self._how == "ok" and self._rest:
             self._how = "unreadable"
             self._problem = f"ended well, but line {len(self._answers) + 1} is cut off"
@@ -324,7 +324,8 @@ def _parse(line: bytes) -> Reply | None:
     return value if isinstance(value, dict) else None
 
 
-def _describe_exit(exit_code: int) -> str:
+def describe_exit(exit_code: int) -> str:
+    """Describe the end of a process in one clause, from its exit code as subprocess gives it."""
     if exit_code > 0:
         return f"ended with exit code {exit_code}"
     try:

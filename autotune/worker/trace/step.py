@@ -32,7 +32,7 @@ from autotune.worker.build import fp8, layers, quantize
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
-from autotune.worker.trace import attention, flex, liger, sft
+from autotune.worker.trace import attention, flex, forks, liger, sft
 from autotune.worker.trace.chunks import Chunks
 from autotune.worker.trace.cuda import Device, Workspaces, device_choices
 from autotune.worker.trace.encode import Symbols, encode
@@ -60,34 +60,57 @@ def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         backend=request["backend"],
         **({"num_sms": request["num_sms"]} if request["num_sms"] else {}),
     )
+    wanted = request["traces"]
+    with contextlib.suppress(Exception):  # Tracing will say it.
+        _prepare(request, TraceSpec(**wanted[0]["spec"]))
     # What is imported stays: without it, collecting a traced model takes a millisecond.
     gc.collect()
     gc.freeze()
-    for wanted in request["traces"]:
-        try:
-            trace = trace_step(
-                models.load_config(request["config"]),
-                request["task"],
-                TraceSpec(**wanted["spec"]),
-                sequence_length=request["sequence_length"],
-                device=device,
-                whole=wanted["whole"],
-                operations=wanted.get("operations", False),
-            )
-        except CrashedStep as error:
-            yield _crashed(wanted["id"], str(error))
-        except UnsupportedModel as error:
-            if isinstance(error.__cause__, _OF_THE_MACHINE):
-                yield _crashed(wanted["id"], str(error))
-            else:
-                yield {"id": wanted["id"], "unsupported": str(error)}
-        except _OF_THE_MACHINE:
-            raise
-        except Exception as error:  # of a family that nobody has tried: the others go on
-            yield _crashed(wanted["id"], f"tracing it failed ({models.reason_of(error)})")
+    num_processes = forks.num_processes(len(wanted))
+    if num_processes == 1:
+        for each in wanted:
+            yield _answer(request, each, device)
+        return
+    answers = forks.forked(
+        lambda number: _answer(request, wanted[number], device), len(wanted), num_processes
+    )
+    for answer in answers:
+        if isinstance(answer, forks.Died):
+            yield {"id": wanted[answer.piece]["id"], "died": answer.exit_code}
         else:
-            yield {"id": wanted["id"], "trace": trace}
+            yield answer
+
+
+def _prepare(request: dict[str, Any], spec: TraceSpec) -> None:
+    """Import the model's code and look at its layers: once for all processes that trace it."""
+    _kinds_of_whole(models.load_config(request["config"]), request["task"], spec)
+
+
+def _answer(request: dict[str, Any], wanted: dict[str, Any], device: Device) -> dict[str, Any]:
+    """The answer for one trace."""
+    try:
+        trace = trace_step(
+            models.load_config(request["config"]),
+            request["task"],
+            TraceSpec(**wanted["spec"]),
+            sequence_length=request["sequence_length"],
+            device=device,
+            whole=wanted["whole"],
+            operations=wanted.get("operations", False),
+        )
+    except CrashedStep as error:
+        return _crashed(wanted["id"], str(error))
+    except UnsupportedModel as error:
+        if isinstance(error.__cause__, _OF_THE_MACHINE):
+            return _crashed(wanted["id"], str(error))
+        return {"id": wanted["id"], "unsupported": str(error)}
+    except _OF_THE_MACHINE:
+        raise
+    except Exception as error:  # of a family that nobody has tried: the others go on
+        return _crashed(wanted["id"], f"tracing it failed ({models.reason_of(error)})")
+    finally:
         gc.collect()
+    return {"id": wanted["id"], "trace": trace}
 
 
 def _crashed(number: int, reason: str) -> dict[str, Any]:

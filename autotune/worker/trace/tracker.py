@@ -246,6 +246,12 @@ class Tracker(TorchDispatchMode):
         answer = self._answer_instead(func, args, kwargs)
         if answer is not NotImplemented:
             return answer
+        # The backward pass has function modes on, which every question to a tensor would go through.
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operation as autograd would, and record it."""
         if func is aten.add.Tensor and self._engine_adds_in_place(args):
             func = aten.add_.Tensor
         if func is aten.index_put.default and in_backward() and not torch.is_grad_enabled():
