@@ -25,6 +25,18 @@ _CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * KIB
 _CUBLAS_LARGE_WORKSPACE_BYTES = 32 * MIB
 _CUBLAS_LARGE_WORKSPACE_MAJORS = frozenset({9, 10, 12})
 
+THREADS_PER_SM = {(7, 5): 1024, **dict.fromkeys([(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)], 1536)}
+"""Threads of a multiprocessor by compute capability, where they are not MOST_THREADS_PER_SM (CUDA C++
+Programming Guide 13.0, "Technical Specifications per Compute Capability")."""
+MOST_THREADS_PER_SM = 2048
+
+CONTEXT_BYTES = 50 * MIB
+CONTEXT_BYTES_PER_THREAD = 2208
+"""Device memory of a process that trains, outside torch's allocator: context, driver, kernels as they are
+loaded (lazily: the default from CUDA 12.2). Local memory is set aside for every thread that can be resident,
+so that it grows with them (NVIDIA, forums.developer.nvidia.com/t/local-memory-management/289339). A line
+through published contexts of seven cards: studies/headroom, `python -m validation.headroom`."""
+
 # PCI-SIG: 8, 16 and 32 GT/s per lane, encoded 128b/130b; bytes per second in one direction.
 _PCIE_LANE_BYTES_PER_SECOND = {
     generation: transfers_per_second * 128 / 130 / 8
@@ -48,7 +60,7 @@ class CardFile:
     capacity_gib: _Positive | None = None
     """Total of torch.cuda.mem_get_info; None: 95 % of the nominal memory [judgement]."""
     context_mib: _Positive | None = None
-    """Memory of a process outside torch's allocator; None: as the catalogue has it for the family."""
+    """Memory of a process outside torch's allocator; None: by its multiprocessors."""
     pcie_lanes: Annotated[int, msgspec.Meta(ge=1, le=16)] = 16
     nvlink_gb_per_second: _Positive | None = None
     measured_matmul_bfloat16_tflop_per_second: _Positive | None = None
@@ -133,8 +145,33 @@ def _tables() -> dict[str, list[dict[str, Any]]]:
         return tomllib.load(file)
 
 
-def family_facts(capability: tuple[int, int] | None, *, pcie_lanes: int = 16) -> dict[str, Any]:
-    """Return the fields of Gpu that follow from the compute capability's major number."""
+def _context(capability: tuple[int, int], num_sms: int | None) -> tuple[int, str]:
+    """Bytes of a process outside torch's allocator, and where they are from.
+
+    A card whose multiprocessors are not known is taken to have as many as the largest of its family here.
+    """
+    source = "studies/headroom, by the threads that the card holds"
+    if num_sms is None:
+        num_sms = _most_sms(capability[0])
+        source += "; multiprocessors of the largest card of the family"
+    threads = num_sms * THREADS_PER_SM.get(capability, MOST_THREADS_PER_SM)
+    return CONTEXT_BYTES + CONTEXT_BYTES_PER_THREAD * threads, source
+
+
+@functools.cache
+def _most_sms(major: int) -> int:
+    """Multiprocessors of the largest card whose compute capability has this major number."""
+    return max(
+        row.get("num_sms", 0)
+        for row in (*_tables()["gpu"], *rows_by_rule())
+        if row.get("compute_capability", "").startswith(f"{major}.")
+    )
+
+
+def family_facts(
+    capability: tuple[int, int] | None, *, pcie_lanes: int = 16, num_sms: int | None = None
+) -> dict[str, Any]:
+    """Return the fields of Gpu that follow from the compute capability and the multiprocessors."""
     family = next(
         (
             row
@@ -150,10 +187,11 @@ def family_facts(capability: tuple[int, int] | None, *, pcie_lanes: int = 16) ->
             "cublas_workspace_bytes": None,
             "pcie_bandwidth_bytes_per_second": None,
         }
+    context_bytes, context_source = _context(capability, num_sms)
     large_workspace = capability[0] in _CUBLAS_LARGE_WORKSPACE_MAJORS
     return {
-        "context_bytes": family["context_mib"] * MIB,
-        "context_source": family["context_source"],
+        "context_bytes": context_bytes,
+        "context_source": context_source,
         "cublas_workspace_bytes": (
             _CUBLAS_LARGE_WORKSPACE_BYTES if large_workspace else _CUBLAS_WORKSPACE_BYTES
         ),
@@ -185,7 +223,9 @@ def fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
         "nvlink_bandwidth_bytes_per_second": None if nvlink is None else nvlink * 1e9,
         "peak_flop_per_second": peaks,
         "measured_matmul_bfloat16_flop_per_second": None if matmul is None else matmul * 1e12,
-        **family_facts(capability, pcie_lanes=rest.pop("pcie_lanes", 16)),
+        **family_facts(
+            capability, pcie_lanes=rest.pop("pcie_lanes", 16), num_sms=rest.get("num_sms")
+        ),
         **rest,
     }
 

@@ -13,6 +13,7 @@ from autotune.cli.options import (
     LENGTH,
     gpu_mem_option,
     gpu_option,
+    headroom_options,
     is_given,
     json_option,
     knob_options,
@@ -49,6 +50,7 @@ _NOT_WITH = {
 @task_option
 @gpu_option
 @gpu_mem_option
+@headroom_options
 @click.option("--seq-len", type=LENGTH, help="Tokens per sample [default: 1024].")
 @click.option(
     "--multiple-of", type=COUNT, default=64, help="Of which a sequence length is a multiple."

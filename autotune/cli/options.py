@@ -13,8 +13,9 @@ from typing import Any
 import click
 
 from autotune.cli import completion
-from autotune.records.question import RANGES, SEQUENCE_LENGTH, Question
+from autotune.records.question import ODDS, RANGES, SEQUENCE_LENGTH, Question
 from autotune.space.config import METHODS, TASKS
+from autotune.space.headroom import DEFAULT_ODDS
 from autotune.space.knobs import KNOBS, Knob
 from autotune.store import database
 
@@ -59,6 +60,25 @@ gpu_mem_option: Option = click.option(
     metavar="SIZE",
     help="Memory budget: 12GB, 11.5GiB, 24000MB [default: all of the card].",
 )
+
+
+def headroom_options(command: Command) -> Command:
+    """Options that say how sure a predicted answer has to be to fit."""
+    odds = click.option(
+        "--odds",
+        type=click.FloatRange(*ODDS),
+        metavar="ODDS",
+        help=f"How sure a predicted answer has to be to fit, {ODDS[0]:g} to {ODDS[1]:g} "
+        f"[default: {DEFAULT_ODDS:g}].",
+    )
+    headroom = click.option(
+        "--headroom",
+        metavar="SIZE",
+        help="Memory that a predicted answer leaves, instead of what --odds needs: 500MB; 0 for none.",
+    )
+    return odds(headroom(command))
+
+
 methods_option: Option = click.option(
     "--method",
     "methods",
@@ -150,6 +170,7 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
         task_option,
         gpu_option,
         gpu_mem_option,
+        headroom_options,
         click.option(
             "--num-gpus",
             type=click.IntRange(*RANGES["num_gpus"]),

@@ -47,6 +47,8 @@ MAX_CELLS = 10_000
 
 AXES = ("model", "budget", "length", "methods")
 OPTIONS = (
+    "odds",
+    "headroom",
     "effective_batch",
     "effort",
     "space",

@@ -37,6 +37,7 @@ from autotune.records.estimate import (
     TraceSpec,
 )
 from autotune.space.config import TrainConfig
+from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.speed import roofline
@@ -113,11 +114,13 @@ class Estimator:
         gpu: Gpu,
         *,
         memory_budget_bytes: int,
+        headroom: Headroom = NO_HEADROOM,
         useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
     ) -> None:
         assert gpu.context_bytes is not None
         self.gpu = gpu
         self.memory_budget_bytes = memory_budget_bytes
+        self._headroom = headroom
         self._traces = traces
         self._useful_share = useful_share
         self._context_bytes = gpu.context_bytes
@@ -135,6 +138,19 @@ class Estimator:
         other = copy.copy(self)
         other.memory_budget_bytes = memory_budget_bytes
         return other
+
+    def room_for(self, config: TrainConfig) -> int:
+        """Bytes of the budget that the configuration's peak may take: all but the headroom."""
+        outside = self._context_bytes + (self.gpu.nccl_bytes if config.num_gpus > 1 else 0)
+        return self._headroom.within(self.memory_budget_bytes, outside, config.batching)
+
+    def fits(self, estimate: Estimate) -> bool:
+        """Whether the predicted peak leaves the headroom."""
+        return estimate.peak_device_bytes <= self.room_for(estimate.config)
+
+    def may_fit(self, config: TrainConfig) -> bool:
+        """Whether live tensors alone fit: no replay is made."""
+        return self.floor_bytes(config) <= self.room_for(config)
 
     def supports(self, config: TrainConfig) -> bool:
         """Whether the model could be traced with this configuration."""
@@ -170,7 +186,7 @@ class Estimator:
         optimizer = self._update(spec, rank, config.optimizer)
         if resident_bytes is None:
             resident_bytes = self.floor_bytes(config) if optimizer.managed_bytes else 0
-        paged = self._paged_out_bytes(optimizer, resident_bytes)
+        paged = self._paged_out_bytes(config, optimizer, resident_bytes)
         update = roofline.seconds(kernels_of(optimizer.cost, paged), self._machine)
         if micro is None or added is None or update is None:
             return None
@@ -233,7 +249,7 @@ class Estimator:
         sizes, categories, events = steps.sizes, steps.categories, steps.events()
         outside = self._outside_bytes(spec)
         resident = result.peak_reserved_bytes + outside
-        managed = optimizer.managed_bytes - self._paged_out_bytes(optimizer, resident)
+        managed = optimizer.managed_bytes - self._paged_out_bytes(config, optimizer, resident)
         seconds = self.seconds(config, resident)
         flops, model_flops = self._flops(config, spec, rank)
         total, trainable = trace.num_parameters(rank)
@@ -252,6 +268,7 @@ class Estimator:
             peak_allocated_bytes=result.peak_allocated_bytes,
             peak_reserved_bytes=result.peak_reserved_bytes,
             nontorch_bytes=outside + managed,
+            paged_in_bytes=managed,
             breakdown=_breakdown(
                 sizes,
                 categories,
@@ -316,7 +333,7 @@ class Estimator:
         if not config.expandable_segments:
             return steps, steps.replay()
         outside = self._outside_bytes(TraceSpec.of(config))
-        return steps, grown(steps, self.memory_budget_bytes - outside)
+        return steps, grown(steps, self.room_for(config) - outside)
 
     def trace_of(self, config: TrainConfig) -> Trace | RankTrace:
         """The trace that the configuration is priced by."""
@@ -339,9 +356,11 @@ class Estimator:
         update = self._update(spec, config.lora_rank or 0, config.optimizer)
         return first_steps(self._traces[spec], config, update)
 
-    def _paged_out_bytes(self, optimizer: Update, resident_bytes: int) -> int:
-        """Managed state that the budget has no room for beside what torch holds."""
-        room = max(self.memory_budget_bytes - resident_bytes, 0)
+    def _paged_out_bytes(self, config: TrainConfig, optimizer: Update, resident_bytes: int) -> int:
+        """Managed state that the budget has no room for beside what torch holds and the headroom."""
+        if not optimizer.managed_bytes:
+            return 0
+        room = max(self.room_for(config) - resident_bytes, 0)
         return max(optimizer.managed_bytes - room, 0)
 
     def _price_micro_step(

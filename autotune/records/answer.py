@@ -259,6 +259,7 @@ class Answer:
             "gpu": self.gpu,
             "gpu_reason": self.gpu_reason,
             "memory_budget_bytes": budget,
+            "headroom": dataclasses.asdict(self.workload.headroom),
             "space": self.space,
             "allow": self.allow,
             "widened": self.widened,

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from autotune.space.adapters import ADAPTERS
 from autotune.space.config import TrainConfig
+from autotune.space.headroom import Headroom, odds_of
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 
@@ -189,6 +190,9 @@ class Estimate:
     """Limit of the step, one of autotune.speed.roofline.BOUNDS."""
     useful_share: float = 1.0
     """Share of the tokens that is no padding, on average; the step is one of the longest samples."""
+    paged_in_bytes: int = 0
+    """Bytes of paged optimizer state on the device, a part of `nontorch_bytes`: it gives way to what has
+    to be there."""
     per_gpu: PerGpu | None = None
     """Figures of each GPU; None: there is one. Memory, FLOPs and mfu above are those of each; tokens of
     all."""
@@ -211,6 +215,21 @@ class Estimate:
     def peak_device_bytes(self) -> int:
         """Bytes reserved and everything outside: what is compared with the budget."""
         return self.peak_reserved_bytes + self.nontorch_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the peak that have to be on the device."""
+        return self.peak_device_bytes - self.paged_in_bytes
+
+    def fits_with(self, budget_bytes: int) -> float:
+        """Odds that a run fits into a budget, 0 to MOST_ODDS."""
+        spare_bytes = budget_bytes - self.resident_bytes
+        return odds_of(spare_bytes, self.peak_reserved_bytes, self.config.batching)
+
+    def over_bytes(self, budget_bytes: int, headroom: Headroom) -> int:
+        """Bytes by which a budget is too small for the peak and its headroom; below 0 where it is not."""
+        room_bytes = headroom.room_bytes(self.peak_reserved_bytes, self.config.batching)
+        return self.resident_bytes + room_bytes - budget_bytes
 
     @property
     def step_seconds(self) -> float | None:
@@ -244,13 +263,16 @@ class Estimate:
             "config": self.config.to_dict(),
             "gpu": self.gpu,
             "memory_budget_bytes": budget_bytes,
-            "fits": self.peak_device_bytes <= budget_bytes,
+            "fits": self.resident_bytes <= budget_bytes,
+            "fits_with_odds": self.fits_with(budget_bytes),
             "bounded_by_eager": self.is_bound,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "nontorch_bytes": self.nontorch_bytes,
             "peak_device_bytes": self.peak_device_bytes,
-            "headroom_bytes": budget_bytes - self.peak_device_bytes,
+            "resident_bytes": self.resident_bytes,
+            "paged_in_bytes": self.paged_in_bytes,
+            "headroom_bytes": budget_bytes - self.resident_bytes,
             "breakdown": dataclasses.asdict(self.breakdown),
             "state": dataclasses.asdict(self.state),
             "parameters": dataclasses.asdict(self.parameters),

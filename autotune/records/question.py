@@ -11,6 +11,7 @@ from typing import Any
 from autotune.errors import ConfigError, nearest
 from autotune.records.measurement import BACKENDS
 from autotune.space.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
+from autotune.space.headroom import MOST_ODDS
 
 EFFORTS = ("quick", "normal", "thorough")
 """The keys of autotune.search.predict_best.EFFORTS, whose import is slow."""
@@ -36,7 +37,19 @@ RANGES: dict[str, tuple[int, int]] = {
     "train_steps": (1, 1_000_000),
     "accumulation": (1, 100_000),
 }
-_TEXTS = ("model", "gpu", "gpu_mem", "text_field", "tokenizer", "peft", "space", "study")
+ODDS = (0.5, MOST_ODDS)
+"""Range of the odds."""
+_TEXTS = (
+    "model",
+    "gpu",
+    "gpu_mem",
+    "headroom",
+    "text_field",
+    "tokenizer",
+    "peft",
+    "space",
+    "study",
+)
 _PATHS = ("dataset", "base")
 
 
@@ -52,6 +65,10 @@ class Question:
     task: str | None = None
     gpu: str | None = None
     gpu_mem: str | None = None
+    odds: float | None = None
+    """Odds that a predicted answer fits; None: DEFAULT_ODDS."""
+    headroom: str | None = None
+    """Size that a predicted peak leaves in the budget, instead of what the odds need; "0": nothing."""
     num_gpus: int | None = None
     """Number of GPUs; None: the base's, or 1."""
     seq_len: int | None = None
@@ -109,6 +126,13 @@ class Question:
                     f"{name} is {str(value)[:40]}",
                     why=f"It should be a whole number from {least:,} to {most:,}",
                 )
+        if self.odds is not None and not (
+            type(self.odds) in (int, float) and ODDS[0] <= self.odds <= ODDS[1]
+        ):
+            raise ConfigError(
+                f"odds is {str(self.odds)[:40]}",
+                why=f"It should be a number from {ODDS[0]} to {ODDS[1]}",
+            )
         for names, kind in ((_TEXTS, str), (_PATHS, Path)):
             for name in names:
                 value = getattr(self, name)

@@ -17,7 +17,7 @@ from autotune.report.words import printable
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
 from autotune.space.tradeoffs import tradeoff_class
-from autotune.store.predicted_trials import SPACE
+from autotune.store.predicted_trials import OVER_BUDGET, SPACE
 from autotune.store.stored_answers import StoredAnswer, load_with_trials
 
 FITS, DOES_NOT_FIT = "fits", "does not fit"
@@ -141,12 +141,15 @@ def _row(trial: Trial, stored: StoredAnswer) -> TrialRow:
 def _predicted(attributes: Mapping[str, Any], budget_bytes: int) -> dict[str, Any]:
     peak_bytes = attributes["peak_device_bytes"]
     excess_bytes = peak_bytes - budget_bytes
+    reason = f"{format_bytes(excess_bytes)} over the budget" if excess_bytes > 0 else ""
+    if not reason and attributes.get(OVER_BUDGET, 0) > 0:
+        reason = "leaves too little room"
     return {
         "evidence": "predicted",
-        "outcome": DOES_NOT_FIT if excess_bytes > 0 else FITS,
+        "outcome": DOES_NOT_FIT if reason else FITS,
         "tokens_per_second": attributes["tokens_per_second"],
         "peak_device_bytes": peak_bytes,
-        "reason": f"{format_bytes(excess_bytes)} over the budget" if excess_bytes > 0 else "",
+        "reason": reason,
     }
 
 

@@ -121,6 +121,7 @@ def _record(
                 opened,
                 finding.considered,
                 budget_bytes=answer.workload.memory_budget_bytes,
+                headroom=answer.workload.headroom,
                 space=answer.space,
             )
         opened.set_user_attr(stored_answers.RESULT, stored_record(answer))

@@ -9,6 +9,7 @@ from autotune.catalogue import gpus
 from autotune.common.units import format_bytes, format_seconds
 from autotune.report import terminal, words
 from autotune.search.inverse.questions import Limit
+from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM
 from autotune.space.knobs import as_options, describe
 
 _QUESTIONS = {
@@ -35,6 +36,7 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
         ("speed", words.speed(best)),
         ("step", words.step(best)),
         ("memory", words.memory(best, budget_bytes)),
+        ("room", words.room(best, budget_bytes)),
         ("next", _next(answer)),
         *(("left out", words.printable(f"{v}: {why}")) for v, why in answer.left_out.items()),
         ("note", _accumulating(answer)),
@@ -69,10 +71,9 @@ def _accumulating(answer: Limit) -> str:
         return "Several micro-batches per step do not go with these settings."
     if answer.best.config.gradient_accumulation_steps > 1:
         return "More micro-batches per step need no more memory than their token ids."
-    peak_bytes = answer.accumulated.peak_device_bytes
-    lacks_bytes = peak_bytes - answer.memory_budget_bytes
-    verdict = "fits" if lacks_bytes <= 0 else f"does not fit, by {format_bytes(lacks_bytes)}"
-    return f"With several micro-batches per step (--accumulation): {format_bytes(peak_bytes)}, {verdict}."
+    verdict = words.room(answer.accumulated, answer.memory_budget_bytes)
+    peak = format_bytes(answer.accumulated.resident_bytes)
+    return f"With several micro-batches per step (--accumulation): {peak}, {verdict}."
 
 
 def _next(answer: Limit) -> str:
@@ -80,8 +81,11 @@ def _next(answer: Limit) -> str:
     if beyond is None:
         return f"Memory is not the limit: {answer.limit}."
     value = _QUESTIONS[answer.what][0].format(beyond.value)
-    need, lack = format_bytes(beyond.smallest.peak_device_bytes), format_bytes(beyond.lacks_bytes)
-    return f"{value} needs {need} at least, {lack} too much ({describe(beyond.smallest.config)})"
+    need, lack = format_bytes(beyond.smallest.resident_bytes), format_bytes(beyond.lacks_bytes)
+    room = "" if answer.headroom == NO_HEADROOM else " with its room"
+    return (
+        f"{value} needs {need} at least, {lack} too much{room} ({describe(beyond.smallest.config)})"
+    )
 
 
 def command(answer: Limit) -> str:
@@ -95,6 +99,11 @@ def command(answer: Limit) -> str:
     if answer.card_is_here or known is None or budget_bytes != known.capacity_bytes:
         size = words.typed_size(budget_bytes).replace(" ", "") or f"{budget_bytes}B"
         parts += ["--gpu-mem", size]
+    if answer.headroom.spare_bytes is not None:
+        spare_bytes = answer.headroom.spare_bytes
+        parts += ["--headroom", f"{spare_bytes}B" if spare_bytes else "0"]
+    elif answer.headroom != USUAL_HEADROOM:
+        parts += ["--odds", str(answer.headroom.odds)]
     parts += ["--seq-len", str(config.sequence_length), "--method", config.method]
     parts += ["--accumulation", str(config.gradient_accumulation_steps)]
     return shlex.join([*parts, *as_options(config)])

@@ -19,6 +19,7 @@ _STYLES = (
     "black on bright_black",
     "black on white",
     "white on red",
+    "black on bright_red",
 )
 """Styles of the parts, in the order of words.memory_parts."""
 _ROOM_STYLE = "dim"
@@ -41,7 +42,9 @@ def memory_bar(
     edges = _edges([size_bytes for _, size_bytes in parts], all_bytes, num_cells)
     bar = [
         (_cell(name, right - left, colours=colours), style if colours else "")
-        for (name, _), style, left, right in zip(parts, _STYLES, edges[:-1], edges[1:], strict=True)
+        for (name, _), style, left, right in zip(
+            parts, _STYLES, edges[:-1], edges[1:], strict=False
+        )
         if right > left
     ]
     room = num_cells - edges[-1]

@@ -15,7 +15,8 @@ from autotune.report import words
 from autotune.space.knobs import describe
 
 _COLOURS = (
-    "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#999999", "#777777"
+    "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#999999", "#777777",
+    "#bbbbbb",
 )  # fmt: skip
 """Paul Tol's bright scheme (personal.sron.nl/~pault), told apart by the colour-blind too; in the order
 of words.memory_parts."""
@@ -42,12 +43,13 @@ def html(answer: Answer, notes: Iterable[str] = ()) -> str:
     else:
         rows.append(("predicted", f"{words.speed(best)}; {words.against_baseline(answer)}"))
         rows.append(("", words.step(best)))
+        rows.append(("room", words.room(best, answer.workload.memory_budget_bytes)))
     rows += [("note", text) for text in notes]
     budget_bytes = answer.workload.memory_budget_bytes
     scale_bytes = max(budget_bytes, best.peak_device_bytes)
     parts = [
         (name, size_bytes, f"{100 * size_bytes / scale_bytes:.2f}", colour)
-        for (name, size_bytes), colour in zip(words.memory_parts(best), _COLOURS, strict=True)
+        for (name, size_bytes), colour in zip(words.memory_parts(best), _COLOURS, strict=False)
         if size_bytes
     ]
     return pages.template("notebook.html.j2", _escaped, autoescape=False).render(

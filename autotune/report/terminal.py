@@ -94,6 +94,8 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     _print_rows(console, rows)
     _print_bar(console, best, budget_bytes)
     rows = []
+    if answer.measured is None:
+        rows.append(("room", words.room(best, budget_bytes)))
     if answer.measured is None and answer.workload.lengths is not None:
         rows.append(("loader", words.loader(answer)))
     rows += words.of_each_gpu(best)
@@ -173,10 +175,9 @@ def draw_estimate(
     console = console_on(file)
     _print_header(console, model, estimate)
     state, count = estimate.state, estimate.parameters
-    headroom_bytes = budget_bytes - estimate.peak_device_bytes
-    verdict: Row = ("verdict", f"fits, {format_bytes(headroom_bytes)} to spare", "bold green")
-    if headroom_bytes < 0:
-        verdict = ("verdict", f"does not fit, by {format_bytes(-headroom_bytes)}", "bold red")
+    fits = estimate.resident_bytes <= budget_bytes
+    style = "bold green" if fits else "bold red"
+    verdict: Row = ("verdict", words.room(estimate, budget_bytes), style)
     rows: list[Row] = [
         ("card", f"{printable(estimate.gpu)}, {gpu_reason}"),
         ("config", describe(estimate.config), "bold"),

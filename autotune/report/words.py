@@ -10,6 +10,7 @@ from autotune.records.estimate import Estimate
 from autotune.records.loader_times import LoaderTime
 from autotune.records.measurement import NOISE, Measurement
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
+from autotune.space.headroom import DEFAULT_ODDS
 from autotune.space.knobs import KNOBS, METHOD_WORDS, describe
 from autotune.space.precisions import PRECISIONS
 
@@ -303,8 +304,7 @@ def describe_base(config: TrainConfig) -> str:
 def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
     """The parts of memory that are alive at the peak, in bytes; they add up to the peak on the device."""
     parts = estimate.breakdown
-    paged = bool(estimate.state.optimizer_state_managed_bytes)
-    return [
+    parted = [
         ("weights", parts.parameters_bytes),
         ("gradients", parts.gradients_bytes),
         ("optimizer", parts.optimizer_state_bytes),
@@ -312,20 +312,46 @@ def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
         ("logits", parts.logits_bytes),
         ("other", parts.temporaries_bytes + parts.workspace_bytes + parts.rounding_bytes),
         ("cached", estimate.peak_reserved_bytes - estimate.peak_allocated_bytes),
-        ("paged state, CUDA" if paged else "CUDA", estimate.nontorch_bytes),
+        ("CUDA", estimate.nontorch_bytes - estimate.paged_in_bytes),
     ]
+    if estimate.state.optimizer_state_managed_bytes:
+        parted.append(("paged state", estimate.paged_in_bytes))
+    return parted
 
 
 def memory(estimate: Estimate, budget_bytes: int) -> str:
-    """The parts of the peak in one line."""
+    """What has to be on the device, of the budget, and the parts of the peak: one line."""
     unit, unit_bytes = unit_for(budget_bytes)
     parted = [
         f"{name} {size_bytes / unit_bytes:.1f}".replace(" ", GLUE)
         for name, size_bytes in memory_parts(estimate)
     ]
     listed = f"{GLUE}| ".join(parted)
-    used, of = estimate.peak_device_bytes / unit_bytes, budget_bytes / unit_bytes
+    used, of = estimate.resident_bytes / unit_bytes, budget_bytes / unit_bytes
     return f"{used:.1f} of {of:.1f} {unit}  {listed}"
+
+
+def room(estimate: Estimate, budget_bytes: int) -> str:
+    """Whether the estimate fits, with which odds, and what is spare beside what has to be on the device."""
+    spare_bytes = budget_bytes - estimate.resident_bytes
+    if spare_bytes < 0:
+        return f"does not fit, by {format_bytes(-spare_bytes)}"
+    odds = estimate.fits_with(budget_bytes)
+    tight = "" if odds > DEFAULT_ODDS - _SAME_ODDS else "tight: "
+    spare = format_bytes(spare_bytes) if spare_bytes else "nothing"
+    return f"{tight}fits with {_odds(odds)}, {spare} to spare"
+
+
+_SAME_ODDS = 1e-6
+
+
+def _odds(odds: float) -> str:
+    """Odds as per cent, rounded down."""
+    if not odds:
+        return "less than 50 %"
+    decimals = 1 if odds > DEFAULT_ODDS - _SAME_ODDS else 0
+    scale = 10**decimals
+    return f"{math.floor(100 * scale * (odds + _SAME_ODDS)) / scale:g} %"
 
 
 def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
@@ -380,7 +406,10 @@ def changed(change: Change, best: Estimate, budget_bytes: int) -> str:
     words = KNOBS[change.setting].words(change.value)
     if change.fits:
         return f"With {words} instead: {gain(change.estimate, best)}."
-    excess_bytes = change.estimate.peak_device_bytes - budget_bytes
+    excess_bytes = change.estimate.resident_bytes - budget_bytes
+    if excess_bytes <= 0:
+        odds = _odds(change.estimate.fits_with(budget_bytes))
+        return f"With {words} instead: too little room, it fits with {odds}."
     return f"With {words} instead: {format_bytes(excess_bytes)} too much."
 
 

@@ -21,8 +21,10 @@ from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError
 from autotune.memory.kv_cache import KvCache, kv_cache
 from autotune.records.measurement import BACKENDS
+from autotune.records.question import Question
 from autotune.search import dataset as datasets
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS
 from autotune.space.rules import Context, broken_rules
@@ -133,6 +135,21 @@ def cpu_as_card(name: str | None, size: str | None) -> ChosenCard:
             remedy="Lower --gpu-mem",
         )
     return ChosenCard(gpu=card, source=CardSource.CPU, budget_bytes=budget_bytes)
+
+
+def headroom_of(question: Question) -> Headroom:
+    """The room to leave, by the odds or the bytes that were asked for. Raises ConfigError."""
+    if question.headroom is None:
+        return USUAL_HEADROOM if question.odds is None else Headroom(odds=question.odds)
+    if question.odds is not None:
+        raise ConfigError(
+            "--odds and --headroom do not go together",
+            why="Each says how much room to leave",
+            remedy="Give one of them",
+        )
+    if question.headroom.strip() == "0":
+        return NO_HEADROOM
+    return Headroom(spare_bytes=parse_bytes(question.headroom))
 
 
 def agreed(option: str, value: int | None, of_base: int) -> int:

@@ -43,7 +43,7 @@ class Candidates:
         self._classes: dict[TrainConfig, str] = {}
         ranked = []
         for config in configs:
-            if estimator.floor_bytes(config) > estimator.memory_budget_bytes:
+            if not estimator.may_fit(config):
                 continue
             speed = estimator.tokens_per_second(config)
             if speed is None:
@@ -90,7 +90,7 @@ class Candidates:
         return lambda config: LEVEL[self.class_of(config)] <= LEVEL[allow]
 
     def fits(self, estimate: Estimate) -> bool:
-        return estimate.peak_device_bytes <= self._estimator.memory_budget_bytes
+        return self._estimator.fits(estimate)
 
     def estimate(self, config: TrainConfig) -> Estimate:
         found = self._estimates.get(config)
@@ -119,15 +119,16 @@ class Candidates:
         Among configurations within NOISE of the fastest the one that gives up least: the lowest
         class, the base's family of optimizers, an unquantised base, the highest rank, the fewest
         changes, in this order. Then the most headroom where memory is scarce, else the highest speed.
-        What the winner has of its own and gains no more than NOISE by is put back to the base's.
+        What the winner has of its own is put back to the base's, as long as the whole stays within
+        NOISE of the fastest: so it is never slower than a base that is wanted and fits.
         """
         fastest = self.fastest(wanted)
         if fastest is None:
             return None
-        threshold = speed_of(fastest) * (1 - NOISE)
+        least = speed_of(fastest) * (1 - NOISE)
         groups: dict[tuple[object, ...], list[TrainConfig]] = {}
         for speed, config in self._ranked:
-            if speed < threshold:
+            if speed < least:
                 break
             if wanted(config):
                 groups.setdefault(gives_up(config, self._base), []).append(config)
@@ -135,32 +136,31 @@ class Candidates:
             fitting = [
                 estimate
                 for estimate in map(self.estimate, configs)
-                if self.fits(estimate) and speed_of(estimate) >= threshold
+                if self.fits(estimate) and speed_of(estimate) >= least
             ]
             if fitting:
                 winner = min(fitting, key=lambda e: (self._scarce_bytes(e), -speed_of(e)))
                 winner = self._better_without(winner) or winner
-                winner = self._with_what_pays(winner, wanted)
-                threshold = min(threshold, speed_of(winner))
-                return winner, *self._tied(winner, threshold)
+                winner = self._with_what_pays(winner, wanted, least)
+                return winner, *self._tied(winner, least)
         raise AssertionError("the fastest is in one of the groups")
 
     def _scarce_bytes(self, estimate: Estimate) -> int:
         """Bytes by which it takes more of the budget than leaves memory plenty."""
         plenty = int(self._estimator.memory_budget_bytes * (1 - SCARCE_SHARE))
-        return max(estimate.peak_device_bytes - plenty, 0)
+        return max(estimate.resident_bytes - plenty, 0)
 
     def _with_what_pays(
-        self, estimate: Estimate, wanted: Callable[[TrainConfig], bool]
+        self, estimate: Estimate, wanted: Callable[[TrainConfig], bool], least: float
     ) -> Estimate:
-        """The same with every setting as in the base that gains no more than NOISE, the least gain first."""
+        """The same with settings as in the base, those that gain least first, down to the least speed."""
         while True:
             nearer = [
                 other
                 for _, config in put_back(estimate.config, self._base)
                 if config in self._possible
                 and wanted(config)
-                and speed_of(other := self.estimate(config)) >= speed_of(estimate) * (1 - NOISE)
+                and speed_of(other := self.estimate(config)) >= least
                 and self.fits(other)
                 and self._better_without(other) is None
             ]

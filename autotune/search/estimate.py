@@ -60,6 +60,7 @@ def priced(
         traces,
         asked.card.gpu,
         memory_budget_bytes=workload.memory_budget_bytes,
+        headroom=workload.headroom,
         useful_share=workload.useful_share,
     )
     return Pricing(asked, estimator)

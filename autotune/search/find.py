@@ -71,6 +71,8 @@ def find(
     """
     parse_url(storage)  # an address that cannot be used is said before a search, not after it
     problem = resolve(question, note=listener.note, brought=brought)
+    if problem.backend is not None:
+        _note_unmeasured(question, listener)
     prediction = predict(problem, listener=listener)
     if problem.backend is None:
         _note_unused(question, listener)
@@ -170,6 +172,14 @@ def _finding(problem: Problem, prediction: Prediction, answer: Answer) -> Findin
         run=problem.run,
         question=question_of(problem.question),
     )
+
+
+def _note_unmeasured(question: Question, listener: Listener) -> None:
+    for option, value in (("--odds", question.odds), ("--headroom", question.headroom)):
+        if value is not None:
+            listener.note(
+                f"{option} is of predictions: what is measured may take all of the budget."
+            )
 
 
 def _note_unused(question: Question, listener: Listener) -> None:

@@ -200,6 +200,7 @@ def find(
         traces,
         gpu,
         memory_budget_bytes=workload.memory_budget_bytes,
+        headroom=workload.headroom,
         useful_share=workload.useful_share,
     )
     supported = [config for config in possible if estimator.supports(config)]
@@ -339,9 +340,9 @@ def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate 
     for config in configs:
         if not estimator.supports(config):
             continue
-        if estimator.floor_bytes(config) <= estimator.memory_budget_bytes:
+        if estimator.may_fit(config):
             estimate = estimator.estimate(config)
-            if estimate.peak_device_bytes <= estimator.memory_budget_bytes:
+            if estimator.fits(estimate):
                 return estimate
     return None
 
@@ -358,7 +359,7 @@ def _changes(
         if broken_rules(config, context) or not estimator.supports(config):
             continue
         estimate = estimator.estimate(config)
-        fits = estimate.peak_device_bytes <= estimator.memory_budget_bytes
+        fits = estimator.fits(estimate)
         value = getattr(base, setting)
         changes.append(Change(setting=setting, value=value, estimate=estimate, fits=fits))
     return tuple(changes)

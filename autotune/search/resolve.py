@@ -26,6 +26,7 @@ from autotune.search.budget import CHOOSERS, CardSource, ChosenCard, choose_card
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.defaults import default_base
+from autotune.space.headroom import NO_HEADROOM
 from autotune.space.lengths import Lengths
 from autotune.space.search_space import (
     SearchSpace,
@@ -150,6 +151,9 @@ def resolve(
         )
         changing.to(space, "around the base")
     methods = _methods(question) or METHODS
+    measures_here = question.backend == "auto" and card.is_here and num_gpus == 1
+    asked_for = question.backend if question.backend in BACKENDS else None
+    backend = "cuda" if measures_here else asked_for
     space_file.require_method(changing.space, methods)
     workload = Workload(
         model=source.name,
@@ -159,14 +163,14 @@ def resolve(
         effective_batch_size=budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
         methods=methods,
         memory_budget_bytes=card.budget_bytes,
+        # What is measured needs no room beyond its own.
+        headroom=budget.headroom_of(question) if backend is None else NO_HEADROOM,
         num_gpus=num_gpus,
         extra_arguments="{}" if run is None else run.extra_arguments,
     )
     if base is not None:
         what = f"The configuration of {question.base}"
         budget.check_rules(base, workload, card.gpu, source, what=what)
-    measures_here = question.backend == "auto" and card.is_here and num_gpus == 1
-    asked_for = question.backend if question.backend in BACKENDS else None
     return Problem(
         question=question,
         source=source,
@@ -176,7 +180,7 @@ def resolve(
         changes=tuple(changing.changes),
         run=run,
         base=base,
-        backend="cuda" if measures_here else asked_for,
+        backend=backend,
         reads_dataset=question.dataset is not None and brought.lengths is None,
     )
 
@@ -227,6 +231,7 @@ def resolve_configuration(
         effective_batch_size=given.get("micro_batch_size", 1) * question.accumulation * num_gpus,
         methods=(method,),
         memory_budget_bytes=card.budget_bytes,
+        headroom=budget.headroom_of(question),
         num_gpus=num_gpus,
     )
     config = dataclasses.replace(

@@ -90,15 +90,14 @@ def _next(
     context: Context,
 ) -> tuple[Changes, ...]:
     """Choose by the rule of the module, among the smallest sets of changes that can run; else all at once."""
-    budget = estimator.memory_budget_bytes
     for size in (1, 2):
         possible = list(_possible(estimator, config, left, context, size))
         if not possible:
             continue
-        if estimate.peak_device_bytes <= budget:
+        if estimator.fits(estimate):
             possible.sort(key=lambda c: estimator.tokens_per_second(c[1]) or 0.0, reverse=True)
             for groups, changed_config in possible:
-                if estimator.estimate(changed_config).peak_device_bytes <= budget:
+                if estimator.fits(estimator.estimate(changed_config)):
                     return groups
         return min(possible, key=lambda c: estimator.floor_bytes(c[1]))[0]
     return tuple(left)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.errors import ConfigError
 from autotune.records.estimate import Estimate
 from autotune.space.config import METHODS, TrainConfig
+from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.knobs import KNOBS, Knob
 
 if TYPE_CHECKING:
@@ -40,7 +41,12 @@ SPACE = "space"
 
 
 def record_estimates(
-    study: optuna.Study, estimates: Iterable[Estimate], *, budget_bytes: int, space: str = ""
+    study: optuna.Study,
+    estimates: Iterable[Estimate],
+    *,
+    budget_bytes: int,
+    headroom: Headroom = NO_HEADROOM,
+    space: str = "",
 ) -> int:
     """Add a trial per Estimate of that space that is not in the study yet; return how many were added.
 
@@ -59,7 +65,8 @@ def record_estimates(
     configs = [estimate.config for estimate, _ in new]
     distributions = _distributions(study.study_name, stored, configs)
     study.add_trials(
-        _trial(estimate, attributes, distributions, budget_bytes) for estimate, attributes in new
+        _trial(estimate, attributes, distributions, estimate.over_bytes(budget_bytes, headroom))
+        for estimate, attributes in new
     )
     return len(new)
 
@@ -138,13 +145,12 @@ def _trial(
     estimate: Estimate,
     attributes: dict[str, Any],
     distributions: Mapping[str, BaseDistribution],
-    budget_bytes: int,
+    excess_bytes: int,
 ) -> FrozenTrial:
     import optuna
 
     settings = {name: getattr(estimate.config, name) for name in distributions}
     params = {name: value for name, value in settings.items() if value is not None}
-    excess_bytes = estimate.peak_device_bytes - budget_bytes
     is_complete = excess_bytes <= 0 and estimate.tokens_per_second is not None
     states = optuna.trial.TrialState
     return optuna.trial.create_trial(

@@ -40,6 +40,11 @@ def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
     if workload.lengths is not None:
         known = json.dumps(dataclasses.asdict(workload.lengths))
         parts.append(f"data{hashlib.sha256(known.encode()).hexdigest()[:6]}")
+    if workload.headroom != _default("headroom"):
+        spare_bytes, odds = workload.headroom.spare_bytes, workload.headroom.odds
+        parts.append(
+            f"odds{1000 * odds:.0f}" if spare_bytes is None else f"room{_short_size(spare_bytes)}"
+        )
     if gpu is not None:
         parts.append(slug(gpu))
     return "-".join(parts)

@@ -45,10 +45,21 @@ def test_a_row_is_plausible_and_sourced(gpu: Gpu) -> None:
 def test_what_cuda_decides_is_known_for_every_nvidia_card(gpu: Gpu) -> None:
     assert gpu.compute_capability is not None
     assert gpu.context_bytes is not None
-    assert 0.5 * GIB <= gpu.context_bytes <= 0.91 * GIB
+    assert 100 * MIB <= gpu.context_bytes <= 712 * MIB
     large = gpu.compute_capability[0] >= 9
     assert gpu.cublas_workspace_bytes == (32 * MIB if large else 8_519_680)
     assert ("bfloat16" in gpu.peak_flop_per_second) == (gpu.compute_capability >= (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("slug", "published_mib"),
+    [("t4", 141), ("rtx-4090", 520), ("l40s", 522), ("rtx-5090", 619), ("b200", 612)],
+)
+def test_a_context_is_about_what_processes_held(slug: str, published_mib: int) -> None:
+    """The highest published of each card (studies/headroom/contexts.csv; of a B200, with CUDA 13)."""
+    context_bytes = find_gpu(slug).context_bytes
+    assert context_bytes is not None
+    assert abs(context_bytes / MIB - published_mib) < 90
 
 
 def test_what_cuda_decides_is_unknown_for_other_vendors() -> None:
@@ -180,6 +191,8 @@ def test_a_detected_card_outside_the_catalogue_has_no_invented_speed(
     assert card.peak_flop_per_second == {}
     assert card.memory_bandwidth_bytes_per_second is None
     assert card.confidence == "detected"
+    # Its multiprocessors are not known: as many as the largest card of the family.
+    assert card.context_bytes == find_gpu("l40s").context_bytes
 
 
 @pytest.mark.parametrize(

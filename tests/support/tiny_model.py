@@ -15,6 +15,7 @@ from autotune.memory.traces import Trace
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.search_space import MethodSpace, SearchSpace, enumerate_configs
 
 SEQUENCE_LENGTH = 512
@@ -83,13 +84,18 @@ SPACE = SearchSpace(
 )
 
 
-def workload(memory_budget_bytes: int, methods: tuple[str, ...] = METHODS) -> Workload:
+def workload(
+    memory_budget_bytes: int,
+    methods: tuple[str, ...] = METHODS,
+    headroom: Headroom = NO_HEADROOM,
+) -> Workload:
     return Workload(
         model=MODEL.name,
         sequence_length=SEQUENCE_LENGTH,
         effective_batch_size=EFFECTIVE_BATCH_SIZE,
         methods=methods,
         memory_budget_bytes=memory_budget_bytes,
+        headroom=headroom,
     )
 
 

@@ -51,6 +51,7 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         question=question,
         source=source,
         card=card,
+        headroom=budget.headroom_of(question),
         sequence_length=length,
         methods=methods,
         space=space,

@@ -26,6 +26,7 @@ from autotune.search.candidates import Candidates
 from autotune.search.predict_best import Progress
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base
+from autotune.space.headroom import Headroom
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace, enumerate_configs, with_attentions
 from autotune.store.trace_cache import TraceCache
@@ -61,6 +62,8 @@ class LimitProblem:
     """The model; None where it is what is asked for."""
     card: ChosenCard | None
     """The card and the budget; None where it is what is asked for."""
+    headroom: Headroom
+    """The room that a predicted peak leaves in the budget."""
     sequence_length: int
     methods: tuple[str, ...]
     space: SearchSpace
@@ -84,6 +87,10 @@ class Pricer:
         self._num_tried = 0
 
     @property
+    def headroom(self) -> Headroom:
+        return self._asked.headroom
+
+    @property
     def num_traces(self) -> int:
         return sum(map(len, self._traces.values()))
 
@@ -103,10 +110,10 @@ class Pricer:
             estimator, configs = self._thriftiest(case, some)
             self._progress("tried", self._num_tried, self.num_traces)
             for config in configs:
-                if estimator.floor_bytes(config) > case.budget_bytes:
+                if not estimator.may_fit(config):
                     break
                 estimate = estimator.estimate(config)
-                if estimate.peak_device_bytes <= case.budget_bytes:
+                if estimator.fits(estimate):
                     return estimate
         return None
 
@@ -121,6 +128,10 @@ class Pricer:
         if not configs:
             raise self.refusal(case) or self._no_configuration(case)
         return estimator.estimate(configs[0])
+
+    def room_for(self, case: Case, config: TrainConfig) -> int:
+        """Bytes of the case's budget that the configuration's peak may take."""
+        return self._estimator(case, []).room_for(case.of(config))
 
     def peak_bytes(self, case: Case, config: TrainConfig) -> int:
         """Return the peak of this configuration at this case's value."""
@@ -183,8 +194,8 @@ class Pricer:
             left = []
             for (needs, configs), *later in ladders:
                 supported = sorted(filter(estimator.supports, configs), key=estimator.floor_bytes)
-                possible += [c for c in supported if estimator.floor_bytes(c) <= case.budget_bytes]
-                if supported and not _fits(estimator, supported[0], case.budget_bytes):
+                possible += filter(estimator.may_fit, supported)
+                if supported and not _fits(estimator, supported[0]):
                     later = [(more, rest) for more, rest in later if not _covers(more, needs)]
                 if later:
                     left.append(later)
@@ -276,7 +287,12 @@ class Pricer:
         # What an estimator has priced stays priced when traces are added.
         estimator = self._estimators.get((*key, case.gpu.name))
         if estimator is None:
-            estimator = Estimator(traces, case.gpu, memory_budget_bytes=case.budget_bytes)
+            estimator = Estimator(
+                traces,
+                case.gpu,
+                memory_budget_bytes=case.budget_bytes,
+                headroom=self._asked.headroom,
+            )
             self._estimators[*key, case.gpu.name] = estimator
         return estimator
 
@@ -318,11 +334,8 @@ def _any_of(rungs: Mapping[tuple[int, ...], list[TrainConfig]]) -> TrainConfig:
     return next(iter(rungs.values()))[0]
 
 
-def _fits(estimator: Estimator, config: TrainConfig, budget_bytes: int) -> bool:
-    return (
-        estimator.floor_bytes(config) <= budget_bytes
-        and estimator.estimate(config).peak_device_bytes <= budget_bytes
-    )
+def _fits(estimator: Estimator, config: TrainConfig) -> bool:
+    return estimator.may_fit(config) and estimator.fits(estimator.estimate(config))
 
 
 def _first_rungs(ladders: Iterable[_Ladder]) -> list[TrainConfig]:

@@ -28,6 +28,7 @@ from autotune.errors import ConfigError, NothingFitsError
 from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.search.inverse.pricing import Case, LimitProblem, Pricer
 from autotune.search.predict_best import Progress
+from autotune.space.headroom import Headroom
 from autotune.space.knobs import describe
 from autotune.worker.client.forkserver import ForkServer
 
@@ -44,10 +45,12 @@ class Beyond:
     smallest: Estimate
     """The configuration that needs least there."""
     budget_bytes: int
+    headroom: Headroom
+    """The room that is lacking, too."""
 
     @property
     def lacks_bytes(self) -> int:
-        return self.smallest.peak_device_bytes - self.budget_bytes
+        return self.smallest.over_bytes(self.budget_bytes, self.headroom)
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -68,6 +71,8 @@ class Limit:
     task: str
     gpu_reason: str
     memory_budget_bytes: int
+    headroom: Headroom
+    """The room that the peak leaves in the budget."""
     space: str
     fixed: Mapping[str, Any] = field(hash=False)
     """Settings that the user gave; the others were free."""
@@ -104,6 +109,7 @@ class Limit:
             "gpu": self.best.gpu,
             "gpu_reason": self.gpu_reason,
             "memory_budget_bytes": budget_bytes,
+            "headroom": dataclasses.asdict(self.headroom),
             "space": self.space,
             "fixed": dict(self.fixed),
             "best": self.best.to_dict(budget_bytes),
@@ -138,6 +144,7 @@ def answer(
         task=pricer.task(case),
         gpu_reason="the smallest of the catalogue that does" if card is None else card.why,
         memory_budget_bytes=case.budget_bytes,
+        headroom=asked.headroom,
         space=asked.space.name,
         fixed=asked.question.settings,
         best=best,
@@ -303,7 +310,7 @@ def _largest(at: Callable[[int], Case], high: int, why: str, pricer: Pricer) -> 
         config = found.config
         number = last_below(
             lambda tried, config=config: pricer.peak_bytes(at(tried), config),  # type: ignore[misc]
-            at(number).budget_bytes,
+            pricer.room_for(at(number), config),
             number,
             high,
             known=found.peak_device_bytes,
@@ -349,7 +356,12 @@ def _nearest_beyond(
 
 
 def _beyond(case: Case, pricer: Pricer) -> Beyond:
-    return Beyond(value=case.value, smallest=pricer.smallest(case), budget_bytes=case.budget_bytes)
+    return Beyond(
+        value=case.value,
+        smallest=pricer.smallest(case),
+        budget_bytes=case.budget_bytes,
+        headroom=pricer.headroom,
+    )
 
 
 def last_below(

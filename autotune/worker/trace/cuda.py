@@ -20,18 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM
 from autotune.worker.trace import sdpa
 from autotune.worker.trace.autocast import HALF, POLICIES, Autocast
 from autotune.worker.trace.kernel_buffers import Multiprocessors
 from autotune.worker.trace.tracker import Tracker, in_backward
 
 aten = torch.ops.aten
-
-
-_MOST_THREADS_PER_SM = 2048
-_THREADS_PER_SM = {(7, 5): 1024, **dict.fromkeys([(8, 6), (8, 9), (12, 0), (12, 1)], 1536)}
-"""Threads of a multiprocessor by compute capability, where they are not _MOST_THREADS_PER_SM (CUDA C++
-Programming Guide 13.0, "Technical Specifications per Compute Capability")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +43,7 @@ class Device:
 
     @property
     def multiprocessors(self) -> Multiprocessors:
-        return self.num_sms, _THREADS_PER_SM.get(self.compute_capability, _MOST_THREADS_PER_SM)
+        return self.num_sms, THREADS_PER_SM.get(self.compute_capability, MOST_THREADS_PER_SM)
 
 
 @contextlib.contextmanager
