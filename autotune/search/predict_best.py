@@ -207,8 +207,12 @@ def find(
     baseline = _baseline(estimator, baselines)
     if baseline is not None:
         reference = baseline.config
-    candidates = Candidates(estimator, supported, reference)
-    progress("priced", candidates.num_possible, len(supported))
+    is_offered = changing.space.offers(reference) and _is_possible(reference, model, workload)
+    # The base's micro-batch may be larger than those of the space.
+    adds_base = baseline is not None and reference not in supported and is_offered
+    candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
+    num_possible = candidates.num_possible - adds_base
+    progress("priced", num_possible, len(supported))
 
     best_by_class = {}
     for name in TRADEOFF_CLASSES:
@@ -228,7 +232,7 @@ def find(
             raise _none_of_class(chosen, wanted, reference, model, workload, best_by_class)
         raise _nothing_fits(estimator, allowed, workload, best_by_class)
     best, *tied = ranked
-    progress("replayed", candidates.num_replayed, candidates.num_possible)
+    progress("replayed", candidates.num_replayed, num_possible)
     answer = Answer(
         workload=workload,
         gpu=gpu.name,
@@ -251,9 +255,9 @@ def find(
             predicted_oom=len(points.configs)
             - len(possible)
             + len(supported)
-            - candidates.num_possible
+            - num_possible
             + candidates.num_replayed_oom,
-            feasible=candidates.num_possible - candidates.num_replayed_oom,
+            feasible=num_possible - candidates.num_replayed_oom,
             replayed=candidates.num_replayed,
         ),
         invalid_by_rule=points.invalid,
@@ -294,11 +298,14 @@ def _possible(
     A little more memory counts too, since the answer says what it would bring. All of them where
     there is no such configuration, so that what is lacking can be said.
     """
+    return [config for config in configs if _is_possible(config, model, workload)] or configs
+
+
+def _is_possible(config: TrainConfig, model: ModelSource, workload: Workload) -> bool:
     count = model.num_parameters_known
     if count is None or workload.task != model.task or workload.num_gpus > 1:
-        return configs
-    limit = workload.memory_budget_bytes + MORE_MEMORY_BYTES
-    return [config for config in configs if least_bytes(config, count) <= limit] or configs
+        return True
+    return least_bytes(config, count) <= workload.memory_budget_bytes + MORE_MEMORY_BYTES
 
 
 def steps_per_epoch(answer: Answer) -> int | None:

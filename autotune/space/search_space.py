@@ -46,6 +46,18 @@ class SearchSpace:
     description: str
     methods: tuple[MethodSpace, ...]
 
+    def offers(self, config: TrainConfig) -> bool:
+        """Whether every setting of the configuration is a value of a section, its micro-batch aside."""
+        return any(
+            section.method == config.method
+            and all(
+                getattr(config, name) in values
+                for name, values in section.domains.items()
+                if name != "micro_batch_size"
+            )
+            for section in self.methods
+        )
+
 
 def with_domains(space: SearchSpace, change: Callable[[MethodSpace], Domains]) -> SearchSpace:
     """The space with other domains in each section."""

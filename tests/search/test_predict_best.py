@@ -25,6 +25,7 @@ from autotune.search.candidates import Candidates
 from autotune.search.predict_best import find
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.defaults import default_base
+from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.tradeoffs import tradeoff_class
 
@@ -315,6 +316,50 @@ def test_any_prices_give_what_brute_force_gives(
             best = search.best(wanted)
             found = None if best is None else giving_up(best[0], BASE, budget_bytes)
             assert found == expected
+
+
+SETTINGS: dict[str, tuple[Any, Any]] = {
+    "optimizer": ("adamw_torch_fused", "adamw_torch"),
+    "activation_checkpointing": (0, 2),
+    "precision": ("bf16-true", "bf16-mixed"),
+    "attention": ("sdpa", "eager"),
+}
+AROUND_BASE = [
+    dataclasses.replace(BASE, **dict(zip(SETTINGS, values, strict=True)))
+    for values in itertools.product(*SETTINGS.values())
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(PRICE, min_size=len(AROUND_BASE), max_size=len(AROUND_BASE)),
+    st.integers(0, 130),
+    st.sampled_from(["exact", "numerics", "recipe"]),
+)
+def test_never_slower_than_a_base_that_fits_and_no_setting_differs_for_less_than_the_noise(
+    prices: list[tuple[int, int, int, float]], budget_bytes: int, allow: str
+) -> None:
+    table = {
+        config: (floor, floor + added, float(promised), promised * left)
+        for config, (floor, added, promised, left) in zip(AROUND_BASE, prices, strict=True)
+    }
+    search, estimator = candidates(table, budget_bytes)
+    fitting = {
+        config: speed(estimator.estimate(config))
+        for config, (_, peak, *_) in table.items()
+        if peak <= budget_bytes and LEVELS[tradeoff_class(config, BASE)] <= LEVELS[allow]
+    }
+    best = search.best(search.at_most(allow))
+    if not fitting:
+        assert best is None
+        return
+    assert best is not None
+    answer, least = best[0].config, 0.98 * max(fitting.values())
+    assert fitting[answer] >= least
+    assert fitting[answer] >= fitting.get(BASE, 0.0)
+    for name in changed(answer, BASE):
+        without = dataclasses.replace(answer, **of(BASE, [name]))
+        assert fitting.get(without, 0.0) < least
 
 
 def test_what_cannot_win_is_not_replayed() -> None:
@@ -642,6 +687,49 @@ def test_the_baseline_is_the_base_with_the_largest_micro_batch_that_fits(roomy: 
     too_small = search(peaks[1] - 1, base=given_base, allow="recipe")
     assert too_small.baseline is None
     assert too_small.speedup is None
+
+
+@pytest.mark.usefixtures("traced")
+def test_the_base_may_win_with_a_micro_batch_that_the_space_has_not() -> None:
+    of_one = [
+        dataclasses.replace(section, domains={**section.domains, "micro_batch_size": (1,)})
+        for section in tiny_model.SPACE.methods
+    ]
+    space = dataclasses.replace(tiny_model.SPACE, methods=tuple(of_one))
+    answer = search(12_000 * MB, space=space)
+    assert answer.baseline is not None
+    assert answer.baseline.config.micro_batch_size == 8
+    assert speed(answer.best) >= speed(answer.baseline)
+    assert answer.counts.enumerated == answer.counts.feasible + answer.counts.invalid
+    # A base that the space has not is what the answer is compared with, and no answer.
+    other = dataclasses.replace(BASE, micro_batch_size=8, gradient_accumulation_steps=1)
+    answer = search(12_000 * MB, space=space, base=other, methods=("lora",), allow="recipe")
+    assert answer.best.config.method == "lora"
+
+
+@pytest.mark.usefixtures("traced")
+def test_better_odds_leave_more_room_and_cost_speed_at_most() -> None:
+    budget_bytes = 1180 * MB
+
+    def best(headroom: Headroom) -> Estimate:
+        return find(
+            tiny_model.MODEL,
+            tiny_model.workload(budget_bytes, headroom=headroom),
+            tiny_model.SPACE,
+            tiny_model.gpu(),
+            allow="recipe",
+        ).answer.best
+
+    odds = (0.5, 0.9, 0.99, 0.999)
+    found = [best(NO_HEADROOM), *(best(Headroom(odds=each)) for each in odds)]
+    for estimate, each in zip(found[1:], odds, strict=True):
+        assert estimate.fits_with(budget_bytes) >= each - 1e-6
+    speeds = list(map(speed, found))
+    # Ties are not decided by speed.
+    assert all(later <= before / 0.98 for before, later in itertools.pairwise(speeds))
+    assert speeds[0] > speeds[-1]
+    spare = 300 * MB
+    assert best(Headroom(spare_bytes=spare)).peak_device_bytes <= budget_bytes - spare
 
 
 @pytest.mark.usefixtures("traced")
