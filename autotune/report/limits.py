@@ -30,13 +30,15 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
     best, budget_bytes = answer.best, answer.memory_budget_bytes
     rows: list[terminal.Row] = [
         ("card", f"{words.printable(best.gpu)}, {answer.gpu_reason}"),
-        ("budget", words.exact_size(budget_bytes)),
+        (
+            "budget",
+            f"{words.exact_size(budget_bytes)}; the answer {words.room(best, budget_bytes)}",
+        ),
         ("answer", _said(answer), "bold green"),
         ("config", describe(best.config), "bold"),
         ("speed", words.speed(best)),
         ("step", words.step(best)),
         ("memory", words.memory(best, budget_bytes)),
-        ("room", words.room(best, budget_bytes)),
         ("next", _next(answer)),
         *(("left out", words.printable(f"{v}: {why}")) for v, why in answer.left_out.items()),
         ("note", _accumulating(answer)),

@@ -55,7 +55,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
         console,
         [
             ("card", f"{printable(answer.gpu)}, {answer.gpu_reason}"),
-            ("budget", words.exact_size(budget_bytes)),
+            ("budget", words.budget(answer)),
             (
                 "space",
                 f"{answer.space} {counts.enumerated:,} > valid {num_valid:,}{traceable} > fit "
@@ -94,8 +94,6 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     _print_rows(console, rows)
     _print_bar(console, best, budget_bytes)
     rows = []
-    if answer.measured is None:
-        rows.append(("room", words.room(best, budget_bytes)))
     if answer.measured is None and answer.workload.lengths is not None:
         rows.append(("loader", words.loader(answer)))
     rows += words.of_each_gpu(best)

@@ -320,7 +320,7 @@ def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
 
 
 def memory(estimate: Estimate, budget_bytes: int) -> str:
-    """What has to be on the device, of the budget, and the parts of the peak: one line."""
+    """The bytes that have to be on the device, of the budget, and the parts of the peak, in one line."""
     unit, unit_bytes = unit_for(budget_bytes)
     parted = [
         f"{name} {size_bytes / unit_bytes:.1f}".replace(" ", GLUE)
@@ -329,6 +329,13 @@ def memory(estimate: Estimate, budget_bytes: int) -> str:
     listed = f"{GLUE}| ".join(parted)
     used, of = estimate.resident_bytes / unit_bytes, budget_bytes / unit_bytes
     return f"{used:.1f} of {of:.1f} {unit}  {listed}"
+
+
+def budget(answer: Answer) -> str:
+    """The budget, and what a predicted answer leaves of it."""
+    budget_bytes = answer.workload.memory_budget_bytes
+    size = exact_size(budget_bytes)
+    return size if answer.measured else f"{size}; the answer {room(answer.best, budget_bytes)}"
 
 
 def room(estimate: Estimate, budget_bytes: int) -> str:

@@ -24,7 +24,7 @@ MOST_ODDS = 0.999
 RESERVED_OVER_ODDS = 0.76
 """Share of the published runs that reserved more than predicted."""
 RESERVED_OVER_SHARE = 0.0048
-"""By how much they did, on average, as a share of what was predicted: an exponential tail."""
+"""Mean share of the prediction by which they did: an exponential tail."""
 CONTEXT_SPREAD_BYTES = 34 * MIB
 """Standard deviation of the published contexts about the catalogue's rule."""
 VARIED_SHARE = 0.10

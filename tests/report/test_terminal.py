@@ -16,7 +16,7 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
-from autotune.records.answer import USERS_BASE, Answer
+from autotune.records.answer import USERS_BASE, Answer, Change
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
@@ -245,9 +245,13 @@ def test_paged_state_is_named() -> None:
         optimizer_state_bytes=4 * GIB,
         optimizer_state_managed_bytes=4 * GIB,
     )
-    shown = one_line(drawn(answers.answer(best=answers.estimate(state=state))))
+    paged = answers.estimate(state=state, device_gib=11.0, paged_in_bytes=GIB)
+    shown = one_line(drawn(answers.answer(best=paged)))
     assert "4.00 GiB of optimizer state is paged" in shown
-    assert "paged state, CUDA 1.5" in shown
+    assert "CUDA 0.5 | paged state 1.0" in shown
+    # It gives way: what has to be there is a GiB less than the peak.
+    assert "memory 10.0 of 11.2 GiB" in shown
+    assert "fits with 99.9 %, 1.18 GiB to spare" in shown
 
 
 HOSTILE = "evil\n\x1b[31m[red]x[/red]\u202e\r" + "y" * 300
@@ -692,3 +696,25 @@ def test_progress_is_a_bar_that_goes_away_on_a_terminal(monkeypatch: pytest.Monk
         tell("priced", 3, 4)
     assert "may fit 3" in screen.getvalue()
     assert screen.getvalue().endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "said"),
+    [
+        (10.0, "fits with 99.9 %, 2.00 GiB to spare"),
+        (11.65, "fits with 99.6 %, 0.35 GiB to spare"),
+        (11.8, "tight: fits with 95 %, 0.20 GiB to spare"),
+        (11.99, "tight: fits with less than 50 %, 10.2 MiB to spare"),
+        (12.0, "tight: fits with less than 50 %, nothing to spare"),
+        (12.5, "does not fit, by 0.50 GiB"),
+    ],
+)
+def test_what_is_spare_is_said_with_the_odds(device_gib: float, said: str) -> None:
+    assert words.room(answers.estimate(device_gib=device_gib), 12 * GIB) == said
+
+
+def test_what_fits_with_too_little_room_is_said_so() -> None:
+    estimate = answers.estimate(device_gib=11.1)
+    change = Change(setting="optimizer", value="adamw_torch", estimate=estimate, fits=False)
+    shown = words.changed(change, answers.estimate(), 12 * 10**9)
+    assert shown == "With adamw_torch instead: too little room, it fits with 65 %."
