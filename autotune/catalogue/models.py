@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS, without
+from autotune.catalogue.checkpoint import Checkpoint, checkpoint_of
 from autotune.common import user_text
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, nearest
@@ -149,6 +150,11 @@ class ModelSource:
         if said is None:
             return self.config["model_type"] in _FLOAT32_WHEN_UNSAID
         return bool(said == "float32")
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """Choices that a checkpoint which is quantised already leaves; None: all."""
+        return checkpoint_of(self.name, self.config)
 
     @property
     def attentions(self) -> tuple[str, ...]:
@@ -317,6 +323,7 @@ def _source(
         notes=notes,
     )
     _refuse_giants(source)
+    checkpoint_of(name, config)
     return source
 
 

@@ -25,6 +25,7 @@ from autotune.records.question import Question
 from autotune.search import dataset as datasets
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM, Headroom
+from autotune.space.knobs import KNOBS
 from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS
 from autotune.space.rules import Context, broken_rules
@@ -253,6 +254,31 @@ def generation(
     )
 
 
+def methods_for(source: ModelSource, methods: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of the methods that can train the checkpoint. Raises ConfigError where none can."""
+    checkpoint = source.checkpoint
+    if checkpoint is None:
+        return methods
+    is_packed = checkpoint.quantization != "none"
+    kept = tuple(
+        method
+        for method in methods
+        if (method in KNOBS["quantization"].methods if is_packed else method != "qlora")
+    )
+    if not kept:
+        stored = f"stored in {checkpoint.quantization}, and only an adapter can train that"
+        unpacked = (
+            f"quantised already, and {checkpoint.unpacked_by} can only unpack it into 16 bits"
+        )
+        raise ConfigError(
+            f"{source.short_name} cannot be trained by {' or '.join(methods)}",
+            why=f"Its checkpoint is {stored if is_packed else unpacked}",
+            remedy=f"Give --method {'qlora' if is_packed else 'lora'}, or name the model that it was made "
+            "from",
+        )
+    return kept
+
+
 def check_rules(
     config: TrainConfig, workload: Workload, card: Gpu, source: ModelSource, *, what: str
 ) -> None:
@@ -265,6 +291,7 @@ def check_rules(
         weight_decay=workload.decays,
         head_size=source.head_size,
         task=workload.task,
+        checkpoint=source.checkpoint,
     )
     rules = broken_rules(config, context)
     if rules:

@@ -46,6 +46,7 @@ from autotune.space.search_space import (
     for_gpus,
     with_attentions,
     with_batchings,
+    with_checkpoint,
     with_precision_of,
 )
 from autotune.space.space_changes import Changing, SpaceChange
@@ -87,6 +88,7 @@ class Prediction:
         smallest_base: TrainConfig,
         ways_to_compile: Mapping[str, Sequence[tuple[str, str]]],
         num_considered: int,
+        context: Context,
     ) -> None:
         self.answer = answer
         self.considered = candidates.considered(num_considered)
@@ -95,6 +97,7 @@ class Prediction:
         self._estimator = estimator
         self._smallest_base = smallest_base
         self._ways_to_compile = ways_to_compile
+        self._context = context
 
     def pool(self) -> Sequence[Estimate]:
         """The candidates for probes, fastest first, the base at the end if not before; a replay each."""
@@ -118,9 +121,8 @@ class Prediction:
         """
         baseline = self._smallest_base if answer.baseline is None else answer.baseline.config
         base = baseline if self._estimator.supports(baseline) else None
-        context = _context(answer.workload, self._estimator.gpu)
         priced = self._candidates.priced()
-        return waterfall.details(self._estimator, base, answer.best.config, context, priced)
+        return waterfall.details(self._estimator, base, answer.best.config, self._context, priced)
 
 
 Progress = Callable[[str, int, int], None]
@@ -159,6 +161,9 @@ def find(
     if base is None and model.is_float32:
         # What the checkpoint is: no answer is slower than leaving it so.
         changing.to(with_precision_of(reference, space), "the checkpoint is in float32")
+    changing.to(
+        with_checkpoint(changing.space, model.checkpoint), "the checkpoint is quantised already"
+    )
     changing.to(with_attentions(changing.space, model.attentions), "what attention the model has")
     space, left_out = predictable(changing.space, workload.methods, has=has)
     changing.to(space, "what is installed and predicted")
@@ -173,6 +178,7 @@ def find(
         compute_capability=gpu.compute_capability,
         max_sequence_length=model.max_sequence_length,
         head_size=model.head_size,
+        checkpoint=model.checkpoint,
     )
     if not points.configs:
         raise ConfigError(
@@ -232,6 +238,7 @@ def find(
             raise _none_of_class(chosen, wanted, reference, model, workload, best_by_class)
         raise _nothing_fits(estimator, allowed, workload, best_by_class)
     best, *tied = ranked
+    context = _context(workload, gpu, model)
     progress("replayed", candidates.num_replayed, num_possible)
     answer = Answer(
         workload=workload,
@@ -246,7 +253,7 @@ def find(
         baseline=baseline,
         best_by_class=best_by_class,
         tied=tuple(tied),
-        changes=_changes(estimator, best, reference, workload, gpu),
+        changes=_changes(estimator, best, reference, context),
         more_memory=_more_memory(estimator, supported, reference, best, candidates.at_most(chosen)),
         counts=Counts(
             enumerated=points.num_enumerated,
@@ -278,15 +285,17 @@ def find(
         smallest_base=baselines[-1],
         ways_to_compile=ways_to_compile,
         num_considered=EFFORTS[effort].num_recorded,
+        context=context,
     )
 
 
-def _context(workload: Workload, gpu: Gpu) -> Context:
+def _context(workload: Workload, gpu: Gpu, model: ModelSource) -> Context:
     return Context(
         effective_batch_size=workload.effective_batch_size,
         compute_capability=gpu.compute_capability,
         weight_decay=workload.decays,
         task=workload.task,
+        checkpoint=model.checkpoint,
     )
 
 
@@ -355,10 +364,9 @@ def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate 
 
 
 def _changes(
-    estimator: Estimator, best: Estimate, base: TrainConfig, workload: Workload, gpu: Gpu
+    estimator: Estimator, best: Estimate, base: TrainConfig, context: Context
 ) -> tuple[Change, ...]:
     """The answer with one setting put back to the base's, where that is valid and was traced."""
-    context = _context(workload, gpu)
     changes = []
     for setting, config in put_back(best.config, base):
         if setting == "micro_batch_size":

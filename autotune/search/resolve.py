@@ -150,7 +150,7 @@ def resolve(
             changing.space, run, base, task, has_lengths=lengths is not None
         )
         changing.to(space, "around the base")
-    methods = _methods(question) or METHODS
+    methods = budget.methods_for(source, _methods(question) or METHODS)
     measures_here = question.backend == "auto" and card.is_here and num_gpus == 1
     asked_for = question.backend if question.backend in BACKENDS else None
     backend = "cuda" if measures_here else asked_for
@@ -207,6 +207,7 @@ def resolve_configuration(
     (method,) = question.methods or ("peft" if "peft" in given else "full",)
     card = choose_card(question.gpu, question.gpu_mem)
     source = find_model(_model_of(question, None))
+    budget.methods_for(source, (method,))
     task, num_gpus = question.task or source.task, question.num_gpus or 1
     length = budget.possible_length(
         source, question.seq_len or SEQUENCE_LENGTH, is_given=question.seq_len is not None

@@ -68,6 +68,8 @@ def default_base(
             and (default := knob.default_for(method)) is not REQUIRED
         },
     )
+    if model.checkpoint is not None and method in KNOBS["quantization"].methods:
+        config = dataclasses.replace(config, quantization=model.checkpoint.quantization)
     if parallelism == "fsdp2" and QUANTIZATIONS[config.quantization].codes:
         # FSDP2 shards float tensors only: packed in another dtype, every GPU would keep all codes.
         dtype = PRECISIONS[config.precision].compute_dtype

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.catalogue.attention import FLASH_ATTENTIONS
+from autotune.catalogue.checkpoint import Checkpoint
 from autotune.space.adapters import ADAPTERS, adapter_of, peft_fields
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
@@ -35,6 +36,8 @@ class Context:
     head_size: int | None = None
     """Elements of an attention head."""
     task: str | None = None
+    checkpoint: Checkpoint | None = None
+    """Choices that a checkpoint which is quantised already leaves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +137,14 @@ RULES: tuple[Rule, ...] = (
         reason="quantised weights cannot be trained: they need an adapter, which is method qlora",
         breaks=lambda c, _: (
             c.quantization != "none" and c.method not in KNOBS["quantization"].methods
+        ),
+    ),
+    Rule(
+        name="checkpoint-is-quantized",
+        reason="the checkpoint is quantised already, and is trained as it is stored, or in 16 bits where "
+        "it is unpacked as it is loaded",
+        breaks=lambda c, context: (
+            context.checkpoint is not None and c.quantization != context.checkpoint.quantization
         ),
     ),
     Rule(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.catalogue.checkpoint import Checkpoint
 from autotune.space.config import PACKABLE_TASKS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.rules import RULES, Context
@@ -77,6 +78,17 @@ def with_attentions(space: SearchSpace, attentions: tuple[str, ...]) -> SearchSp
         return {"attention": tuple(name for name in offered if name in attentions) or usual}
 
     return with_domains(space, left)
+
+
+def with_checkpoint(space: SearchSpace, checkpoint: Checkpoint | None) -> SearchSpace:
+    """The space for a checkpoint that is quantised already: as it is stored, or not at all."""
+
+    def stored(section: MethodSpace) -> Domains:
+        if checkpoint is None or section.method not in KNOBS["quantization"].methods:
+            return {}
+        return {"quantization": (checkpoint.quantization,)}
+
+    return with_domains(space, stored)
 
 
 def with_precision_of(base: TrainConfig, space: SearchSpace) -> SearchSpace:
@@ -222,6 +234,7 @@ def enumerate_configs(
     compute_capability: tuple[int, int] | None = None,
     max_sequence_length: int | None = None,
     head_size: int | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Enumeration:
     """Return the valid points for the workload's methods, in the order of the file.
 
@@ -242,6 +255,7 @@ def enumerate_configs(
             weight_decay=workload.decays,
             head_size=head_size,
             task=workload.task,
+            checkpoint=checkpoint,
         )
         for config in _points(section, workload):
             num_enumerated += 1

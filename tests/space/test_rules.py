@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from autotune.catalogue.checkpoint import Checkpoint
 from autotune.space.config import TrainConfig
 from autotune.space.rules import RULES, Context, Rule, broken_rules
 
@@ -68,6 +69,10 @@ BREAKERS = {
     "adapter-needs-rank": (dataclasses.replace(LORA, lora_rank=None), ADA),
     "full-has-no-adapter": (dataclasses.replace(FULL, lora_rank=8), ADA),
     "quantization-needs-qlora": (dataclasses.replace(LORA, quantization="nf4"), ADA),
+    "checkpoint-is-quantized": (
+        dataclasses.replace(QLORA, quantization="fp4"),
+        dataclasses.replace(ADA, checkpoint=Checkpoint(quantization="nf4")),
+    ),
     "storage-needs-4-bits": (dataclasses.replace(LORA, quantization_storage="bfloat16"), ADA),
     "qlora-needs-quantization": (dataclasses.replace(QLORA, quantization="none"), ADA),
     "adapter-has-no-such-setting": (dataclasses.replace(LORA, num_virtual_tokens=8), ADA),

@@ -46,6 +46,8 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         space = with_peft(space, question.peft)
         methods = ("peft",)
     methods = tuple(method for method in METHODS if method in methods) or METHODS
+    if source is not None:
+        methods = budget.methods_for(source, methods)
     space_file.require_method(space, methods)
     return LimitProblem(
         question=question,

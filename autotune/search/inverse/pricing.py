@@ -28,7 +28,12 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.defaults import default_base
 from autotune.space.headroom import Headroom
 from autotune.space.rules import Context, broken_rules
-from autotune.space.search_space import SearchSpace, enumerate_configs, with_attentions
+from autotune.space.search_space import (
+    SearchSpace,
+    enumerate_configs,
+    with_attentions,
+    with_checkpoint,
+)
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 
@@ -224,7 +229,9 @@ class Pricer:
     def _enumerate(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
         """Valid configurations, and how many break which rule."""
         space = narrowed(
-            with_attentions(self._asked.space, case.source.attentions),
+            with_attentions(
+                with_checkpoint(self._asked.space, case.source.checkpoint), case.source.attentions
+            ),
             {**self._asked.question.settings, **case.fixed},
         )
         configs: list[TrainConfig] = []
@@ -238,6 +245,7 @@ class Pricer:
                 num_layers=case.source.num_layers,
                 compute_capability=case.gpu.compute_capability,
                 head_size=case.source.head_size,
+                checkpoint=case.source.checkpoint,
             )
             configs += points.configs
             for name, count in points.invalid.items():
