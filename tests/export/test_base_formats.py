@@ -275,6 +275,14 @@ def test_a_folder_of_ours_is_what_its_files_say_together(
     )
 
 
+def test_a_folder_of_ours_whose_adapter_was_exchanged_has_the_other(tmp_path: Path) -> None:
+    config = dataclasses.replace(FULL, method="ia3", precision="bf16-autocast")
+    folder = folder_of(tmp_path / "answer", LORA, ours=True)
+    (adapter,) = folder.rglob("adapter_config.json")
+    file_of(adapter.parent, "peft", config)
+    assert read_base(folder).config == config
+
+
 def test_a_folder_without_our_own_file_is_their_union(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "answer", QLORA, ours=False)
     run = read_base(folder, sequence_length=1024)
