@@ -14,6 +14,7 @@ import click
 import here
 import optuna
 import pytest
+from optuna_storage import unpooled
 
 import autotune
 from autotune import api, cli
@@ -153,7 +154,7 @@ def test_what_is_asked_for_is_kept_and_read_back(
     )
     assert {path.name for path in result.files} >= {"train.py", "training_args.json"}
     assert all(path.is_file() for path in result.files)
-    (study,) = optuna.get_all_study_summaries(storage)
+    (study,) = optuna.get_all_study_summaries(unpooled(storage))
     assert study.study_name == result.study == "qwen2.5-1.5b-12gb-seq512"
     assert study.user_attrs["command"] == (
         f"autotune.find(model='qwen2.5-1.5b', gpu_mem='12GB', seq_len=512, out='{tmp_path}/out')"

@@ -125,6 +125,8 @@ def opened_storage(
         with damage_explained(url):
             storage = _open_storage(url, has_heartbeats=has_heartbeats)
         try:
+            with damage_explained(url):
+                _check_version(storage, url)
             yield storage
         finally:
             storage.remove_session()
@@ -142,7 +144,7 @@ def _open_storage(url: URL, *, has_heartbeats: bool) -> optuna.storages.RDBStora
     with warnings.catch_warnings(), _creating(url) as creates:
         # Of heartbeats, whose arguments may change in an Optuna to come.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        storage = optuna.storages.RDBStorage(
+        return optuna.storages.RDBStorage(
             # Optuna fills in a {SCHEMA_VERSION}, and stumbles over any other brace.
             text.replace("{", "{{").replace("}", "}}"),
             engine_kwargs=engine_options(url),
@@ -152,6 +154,10 @@ def _open_storage(url: URL, *, has_heartbeats: bool) -> optuna.storages.RDBStora
             # Tables are added to an empty database only: never to one that is newer, or another's.
             skip_table_creation=not creates,
         )
+
+
+def _check_version(storage: optuna.storages.RDBStorage, url: URL) -> None:
+    """Raise StorageError for tables of another Optuna."""
     version = storage.get_current_version()
     if version != storage.get_head_version():
         is_older = version in storage.get_all_versions()
@@ -161,7 +167,6 @@ def _open_storage(url: URL, *, has_heartbeats: bool) -> optuna.storages.RDBStora
             why=f"It was written by {'an older' if is_older else 'a newer'} Optuna ({version[:40]})",
             remedy=f"Run `{command}`, {ELSEWHERE}",
         )
-    return storage
 
 
 def _load_or_create(

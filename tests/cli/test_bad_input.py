@@ -18,6 +18,7 @@ import here
 import optuna
 import pytest
 from fake_nvml import fake_nvml
+from optuna_storage import unpooled
 
 from autotune import cli
 from autotune.catalogue import gpus, models
@@ -722,8 +723,8 @@ def test_an_answer_for_a_study_that_is_damaged(fail: Fail, tmp_path: Path, store
 
 def trials(path: Path) -> int:
     storage = f"sqlite:///{path}"
-    (name,) = optuna.get_all_study_names(storage)
-    return len(optuna.load_study(study_name=name, storage=storage).trials)
+    (name,) = optuna.get_all_study_names(unpooled(storage))
+    return len(optuna.load_study(study_name=name, storage=unpooled(storage)).trials)
 
 
 @pytest.mark.usefixtures("answered")

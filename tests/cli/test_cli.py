@@ -17,6 +17,7 @@ import click
 import here
 import optuna
 import pytest
+from optuna_storage import unpooled
 
 from autotune import cli
 from autotune.catalogue.models import ModelSource
@@ -424,9 +425,9 @@ def test_find_leaves_a_study_that_optuna_opens(
     searched: subprocess.CompletedProcess[str], tiny: Path
 ) -> None:
     storage = f"sqlite:///{tiny}/studies/autotune.db"
-    (name,) = optuna.get_all_study_names(storage)
+    (name,) = optuna.get_all_study_names(unpooled(storage))
     assert name == "model-2gb-seq256-nvidia-rtx-4070"
-    study = optuna.load_study(study_name=name, storage=storage)
+    study = optuna.load_study(study_name=name, storage=unpooled(storage))
     best = json.loads(searched.stdout)["best"]
     assert study.best_value == pytest.approx(best["tokens_per_second"], rel=0.02)
     assert study.user_attrs["command"].startswith("autotune find --model model --gpu rtx-4070")
@@ -688,7 +689,7 @@ def test_the_study_does_not_keep_the_address_of_its_database(
     storage = f"sqlite:///{tmp_path}/other.db"
     ran = main(*FIND, "--method", "lora", "--storage", storage)
     assert ran.code == 0
-    (study,) = optuna.get_all_study_summaries(storage)
+    (study,) = optuna.get_all_study_summaries(unpooled(storage))
     assert study.user_attrs["command"] == (
         "autotune find --model qwen2.5-1.5b --gpu-mem 12GB --method lora"
     )

@@ -17,6 +17,7 @@ import optuna
 import pytest
 import torch
 from optuna.trial import TrialState
+from optuna_storage import unpooled
 
 from autotune.catalogue import gpus
 from autotune.records.measurement import measurement_from_dict
@@ -133,7 +134,7 @@ def test_memory_was_predicted_to_the_percent(answer: dict[str, Any]) -> None:
 
 def test_the_study_holds_what_was_measured_only(folder: Path, answer: dict[str, Any]) -> None:
     study = optuna.load_study(
-        study_name=f"{STUDY}-30MB", storage=f"sqlite:///{folder}/studies/autotune.db"
+        study_name=f"{STUDY}-30MB", storage=unpooled(f"sqlite:///{folder}/studies/autotune.db")
     )
     assert {t.user_attrs["evidence"] for t in study.trials} == {"measured"}
     assert {t.user_attrs["space"] for t in study.trials} == {"tiny"}
@@ -212,7 +213,7 @@ def test_killed_at_any_moment_nothing_is_left_and_the_command_goes_on(folder: Pa
     # A probe that was stopped beside a faster one, which then failed its confirmation, has its own instead.
     assert found["confirmation" if found["confirmed"] else "best"]["fits"]
     study = optuna.load_study(
-        study_name=f"{STUDY}-29MB", storage=f"sqlite:///{folder}/studies/autotune.db"
+        study_name=f"{STUDY}-29MB", storage=unpooled(f"sqlite:///{folder}/studies/autotune.db")
     )
     assert all(trial.state.is_finished() for trial in study.trials)
 

@@ -10,6 +10,7 @@ import here
 import optuna
 import pytest
 from optuna.trial import TrialState
+from optuna_storage import unpooled
 
 from autotune.catalogue.models import resolve
 from autotune.common.units import MIB
@@ -52,7 +53,7 @@ def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prober]:
 def probed(prober: Prober, url: str, best_tokens_per_second: float) -> optuna.trial.FrozenTrial:
     """The trial of a probe in a study whose best has that speed, as the database has it."""
     study = optuna.create_study(
-        direction="maximize", storage=url, study_name="s", pruner=SpeedPruner()
+        direction="maximize", storage=unpooled(url), study_name="s", pruner=SpeedPruner()
     )
     study.add_trial(
         optuna.trial.create_trial(value=best_tokens_per_second, constraints={CONSTRAINT: -1.0})
@@ -60,7 +61,7 @@ def probed(prober: Prober, url: str, best_tokens_per_second: float) -> optuna.tr
     trial = study.ask()
     measurement = prober.measure(CONFIG, watch=watched(study, trial))
     tell(study, trial, measurement)
-    return optuna.load_study(study_name="s", storage=url).trials[1]
+    return optuna.load_study(study_name="s", storage=unpooled(url)).trials[1]
 
 
 def test_a_hopeless_probe_is_pruned_while_it_runs(

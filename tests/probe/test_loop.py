@@ -15,6 +15,7 @@ import answers
 import optuna
 import pytest
 from optuna.trial import TrialState
+from optuna_storage import unpooled
 
 from autotune.catalogue import nvml
 from autotune.catalogue.models import resolve
@@ -202,7 +203,7 @@ def run(
 
 
 def trials(url: str) -> list[optuna.trial.FrozenTrial]:
-    return optuna.load_study(study_name="s", storage=url).trials
+    return optuna.load_study(study_name="s", storage=unpooled(url)).trials
 
 
 def test_the_fastest_that_fits_wins_and_is_told_as_measured(url: str, table: ProbeTable) -> None:

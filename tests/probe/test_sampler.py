@@ -13,6 +13,7 @@ import optuna
 import pytest
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import TrialState
+from optuna_storage import unpooled
 
 from autotune.probe import sampler as module
 from autotune.probe.sampler import Candidate, Near, PredictionSampler, knobs
@@ -344,7 +345,7 @@ def test_a_study_read_back_goes_on_as_if_never_left(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
     for _ in range(len(continuous.trials)):
         study = optuna.create_study(
-            storage=url,
+            storage=unpooled(url),
             study_name="s",
             direction="maximize",
             load_if_exists=True,

@@ -14,6 +14,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import TrialState
+from optuna_storage import unpooled
 
 from autotune.common.units import GIB
 from autotune.errors import AutotuneError, ConfigError, StorageError
@@ -100,7 +101,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
     small = dataclasses.replace(FULL, quantization="none", micro_batch_size=1)
     assert fill(url, [best, too_large, estimate(small)]) == 3
 
-    study = optuna.load_study(study_name="s", storage=url)
+    study = optuna.load_study(study_name="s", storage=unpooled(url))
     assert study.direction == optuna.study.StudyDirection.MAXIMIZE
     assert study.best_trial.value == pytest.approx(5000.0)
     assert study.best_trial.params == {
@@ -136,7 +137,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
 
 def test_what_does_not_fit_is_pruned_with_its_excess(url: str) -> None:
     fill(url, [estimate(peak_device_bytes=14 * 10**9), estimate(FULL)])
-    pruned, fits = optuna.load_study(study_name="s", storage=url).trials
+    pruned, fits = optuna.load_study(study_name="s", storage=unpooled(url)).trials
     assert (pruned.state, pruned.value) == (TrialState.PRUNED, None)
     assert pruned.constraints == {predicted_trials.CONSTRAINT: 2 * 10**9}
     assert (fits.state, fits.constraints) == (
@@ -147,12 +148,12 @@ def test_what_does_not_fit_is_pruned_with_its_excess(url: str) -> None:
 
 def test_a_budget_that_is_met_exactly_is_met(url: str) -> None:
     fill(url, [estimate(peak_device_bytes=BUDGET_BYTES)])
-    assert optuna.load_study(study_name="s", storage=url).best_trial.number == 0
+    assert optuna.load_study(study_name="s", storage=unpooled(url)).best_trial.number == 0
 
 
 def test_unknown_speed_stays_unknown(url: str) -> None:
     fill(url, [estimate(tokens_per_second=None)])
-    (trial,) = optuna.load_study(study_name="s", storage=url).trials
+    (trial,) = optuna.load_study(study_name="s", storage=unpooled(url)).trials
     assert (trial.state, trial.value) == (TrialState.PRUNED, None)
     assert trial.constraints[predicted_trials.CONSTRAINT] < 0
 
@@ -164,7 +165,7 @@ def test_a_sampler_of_optuna_can_go_on(url: str) -> None:
     ]
     fill(url, [estimate(config, tokens_per_second=9.0 + i) for i, config in enumerate(others)])
     sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=1)
-    study = optuna.load_study(study_name="s", storage=url, sampler=sampler)
+    study = optuna.load_study(study_name="s", storage=unpooled(url), sampler=sampler)
     distributions = study.trials[0].distributions
     trial = study.ask(distributions)
     # Which values it proposes hangs on the seed and on how many settings there are.
@@ -177,7 +178,7 @@ def test_the_run_that_makes_a_study_is_remembered(url: str) -> None:
         pass
     with opened(url, command="autotune find --json"):
         pass
-    attributes = optuna.load_study(study_name="s", storage=url).user_attrs
+    attributes = optuna.load_study(study_name="s", storage=unpooled(url)).user_attrs
     assert attributes["command"] == "autotune find"
     assert attributes["versions"] == {"torch": "2.13.0"}
     assert attributes["gpu"] == "rtx-4070"
@@ -189,13 +190,15 @@ def test_the_same_again_adds_nothing(url: str) -> None:
     assert fill(url, [estimate(), estimate(), estimate(FULL)]) == 2
     assert fill(url, [estimate(), estimate(FULL)]) == 0
     assert fill(url, [estimate(dataclasses.replace(FULL, attention="eager"))]) == 1
-    assert len(optuna.load_study(study_name="s", storage=url).trials) == 3
+    assert len(optuna.load_study(study_name="s", storage=unpooled(url)).trials) == 3
 
 
 def test_another_prediction_is_another_trial(url: str) -> None:
     fill(url, [estimate(tokens_per_second=5000.0)])
     assert fill(url, [estimate(tokens_per_second=6000.0)]) == 1
-    values = [trial.value for trial in optuna.load_study(study_name="s", storage=url).trials]
+    values = [
+        trial.value for trial in optuna.load_study(study_name="s", storage=unpooled(url)).trials
+    ]
     assert values == pytest.approx([5000.0, 6000.0])
 
 
@@ -219,14 +222,14 @@ def test_another_workload_needs_another_study(url: str, change: dict[str, Any], 
     fill(url)
     with refused(ConfigError, '"s"', said, "--study"), opened(url, **change):
         pass
-    assert len(optuna.load_study(study_name="s", storage=url).trials) == 1
+    assert len(optuna.load_study(study_name="s", storage=unpooled(url)).trials) == 1
     with opened(url, "another", **change):
         pass
 
 
 def test_a_study_of_somebody_else(url: str, tmp_path: Path) -> None:
     (tmp_path / "studies").mkdir()
-    theirs = optuna.create_study(storage=url, study_name="s")
+    theirs = optuna.create_study(storage=unpooled(url), study_name="s")
     theirs.set_user_attr("mine", 1)
     with refused(ConfigError, "not made by autotune", "--study"), opened(url):
         pass
@@ -353,7 +356,7 @@ def test_full_disk(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(StorageError, "disk is full", "Free some space"):
         fill(url, many)
     monkeypatch.undo()
-    stored = optuna.load_study(study_name="s", storage=url).trials
+    stored = optuna.load_study(study_name="s", storage=unpooled(url)).trials
     assert len(stored) >= 1
     assert all(trial.state.is_finished() for trial in stored)
     assert fill(url, many) == 201 - len(stored)

@@ -12,6 +12,7 @@ from typing import Any
 import answers
 import optuna
 import pytest
+from optuna_storage import unpooled
 
 from autotune import cli
 from autotune.probe.tell_optuna import tell
@@ -83,7 +84,7 @@ def store_some(url: str) -> None:
     probed = (answers.measurement(), answers.measurement(config=answers.BASE, outcome="oom"))
     store(url, "two", answer=measured_summary(), measured=probed)
     store(url, HOSTILE)
-    strange = optuna.create_study(storage=url, study_name="strange")
+    strange = optuna.create_study(storage=unpooled(url), study_name="strange")
     strange.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=3)
 
 
@@ -156,13 +157,13 @@ def test_what_is_not_there_or_not_ours_is_refused(url: str, main: Main, command:
     code, _, err = main(command, "strange", *more)
     assert code == 2
     assert "not made by autotune" in err
-    assert len(optuna.load_study(study_name="strange", storage=url).trials) == 3
+    assert len(optuna.load_study(study_name="strange", storage=unpooled(url)).trials) == 3
 
 
 def test_an_answer_that_cannot_be_read_does_not_hide_the_others(url: str, main: Main) -> None:
     store(url, "one", answer=answers.answer())
     store(url, "broken")
-    optuna.load_study(study_name="broken", storage=url).set_user_attr(
+    optuna.load_study(study_name="broken", storage=unpooled(url)).set_user_attr(
         stored_answers.RESULT, {"a": 1}
     )
     one, broken = json.loads(main("list", "--json")[1])["studies"]
@@ -213,7 +214,7 @@ def test_removing_leaves_the_probes_and_everybody_elses_studies(url: str, main: 
     assert (code, out) == (0, "")
     assert "2 trials" in err
     assert "table of probes" in err
-    assert optuna.get_all_study_names(url) == ["one", HOSTILE, "strange"]
+    assert optuna.get_all_study_names(unpooled(url)) == ["one", HOSTILE, "strange"]
     with open_probes(url) as table:
         assert table.find(key, measurement.spec.memory_budget_bytes) == measurement
     with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database, database:
@@ -238,7 +239,7 @@ def test_nothing_is_removed_unasked(url: str, main: Main, monkeypatch: pytest.Mo
     for answer, left in (("n", ["one"]), ("y", [])):
         monkeypatch.setattr("sys.stdin", Typed(answer))
         assert main("rm", "one")[0] == 0
-        assert optuna.get_all_study_names(url) == left
+        assert optuna.get_all_study_names(unpooled(url)) == left
 
 
 class Typed:

@@ -12,6 +12,7 @@ import answers
 import optuna
 import pytest
 from optuna.trial import TrialState
+from optuna_storage import unpooled
 from test_recommendations import recommendation
 
 from autotune import cli
@@ -51,7 +52,7 @@ def fill(url: str) -> None:
         trial.set_user_attr("measurement", ONE.to_dict())
         study.tell(trial, state=TrialState.PRUNED)
         study.ask()  # that runs, and is nobody else's
-    optuna.create_study(storage=url, study_name="a stranger's")
+    optuna.create_study(storage=unpooled(url), study_name="a stranger's")
     with open_probes(url) as probes:
         probes.add(key_of(ONE), ONE, model=answers.WORKLOAD.model)
         probes.add(key_of(ONE), ONE, model=answers.WORKLOAD.model)
@@ -111,7 +112,7 @@ def test_what_another_machine_found_is_merged(file: Path, tmp_path: Path) -> Non
     counts = import_file(here, file)
     # The study was there; what was predicted twice at two times are two trials.
     assert (counts["study"], counts["trial"]) == (1, 5)
-    trials = optuna.load_study(storage=here, study_name="one").trials
+    trials = optuna.load_study(storage=unpooled(here), study_name="one").trials
     assert [t.number for t in trials] == list(range(5))
     assert TrainConfig(**trials[0].user_attrs["config"]) == own.config
 
@@ -139,8 +140,8 @@ def test_a_study_that_was_made_for_something_else_is_left_alone(file: Path, tmp_
     with pytest.raises(ConfigError, match='"two" already'):
         import_file(here, file)
     # What came before it is whole.
-    assert len(optuna.load_study(storage=here, study_name="one").trials) == 3
-    assert optuna.load_study(storage=here, study_name="two").trials == []
+    assert len(optuna.load_study(storage=unpooled(here), study_name="one").trials) == 3
+    assert optuna.load_study(storage=unpooled(here), study_name="two").trials == []
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
