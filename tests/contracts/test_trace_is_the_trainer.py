@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -349,6 +350,12 @@ TURING = Device(compute_capability=(7, 5), cublas_workspace_bytes=1)
 AMPERE = Device(compute_capability=(8, 0), cublas_workspace_bytes=1)
 
 
+@functools.cache
+def traced_once(name: str) -> Trace:
+    """Trace one of CASES, once for all tests."""
+    return traced(CASES[name])
+
+
 def traced(case: Case, *, whole: bool = False) -> Trace:
     """Through JSON, as the worker sends it."""
     answer = trace_module.trace_step(
@@ -481,12 +488,15 @@ def run_case(case: Case, folder: Path) -> Run:
 
 @pytest.mark.parametrize("name", CASES)
 def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> None:
-    assert_as_traced(CASES[name], tmp_path)
+    case = CASES[name]
+    assert_same_micro_steps(case, run_case(case, tmp_path), traced_once(name))
 
 
 def assert_as_traced(case: Case, folder: Path) -> None:
-    run = run_case(case, folder)
-    trace = traced(case)
+    assert_same_micro_steps(case, run_case(case, folder), traced(case))
+
+
+def assert_same_micro_steps(case: Case, run: Run, trace: Trace) -> None:
     sizes = real_sizes(run, case)
     for number, window in enumerate(run.micro_steps):
         events = [e for e in run.window(window) if sizes[max(e, ~e)]]
@@ -503,7 +513,7 @@ def assert_as_traced(case: Case, folder: Path) -> None:
 @pytest.mark.parametrize("name", ["llama full", "gpt_neox lora"])
 def test_extrapolating_the_layers_changes_nothing(name: str) -> None:
     case = CASES[name]
-    few, every = traced(case), traced(case, whole=True)
+    few, every = traced_once(name), traced(case, whole=True)
     assert max(few.template) < max(every.template), "nothing was extrapolated"
     for is_first in (True, False):
         expected = predicted(case, every, is_first=is_first)
@@ -519,7 +529,7 @@ def test_a_step_has_all_its_micro_batches_on_the_device(name: str, tmp_path: Pat
     run = run_case(case, tmp_path)
     before, through = run.micro_steps[3][0], run.micro_steps[5][1]
     alive = {e for e in run.events[:before] if e >= 0} - {~e for e in run.events[:through]}
-    trace = traced(case)
+    trace = traced_once(name)
     sizes = trace.sizes(case.micro_batch, RANK)
 
     tensors = [run.tensors[number] for number in alive]
@@ -546,7 +556,7 @@ def test_labels_are_counted_as_by_the_trainer(name: str, tmp_path: Path) -> None
         trainer._get_num_items_in_batch([{"labels": labels}], torch.device("cpu"))
     recording = tracker.recording
     real = canonical(recording.events[1:], [tensor.size_bytes for tensor in recording.tensors])
-    trace = traced(case)
+    trace = traced_once(name)
     expected = canonical(trace.count, trace.sizes(case.micro_batch, RANK))
     assert real[: len(expected)] == expected, "the trace keeps what was counted"
     assert [kind for kind, *_ in real[len(expected) :]] == ["free"]
@@ -584,7 +594,7 @@ def test_watching_does_not_change_how_autograd_sums(name: str) -> None:
 def test_optimizer_steps_allocate_and_free_as_written(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     run = run_case(case, tmp_path)
-    trace = traced(case)
+    trace = traced_once(name)
     specs = trace.trainable(RANK)
     trainable = [p for p in run.model.parameters() if p.requires_grad]
     assert [spec.shape for spec in specs] == [tuple(p.shape) for p in trainable]
