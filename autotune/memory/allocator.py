@@ -118,6 +118,24 @@ class Replay:
     final_reserved_bytes: int
 
 
+def together(size_bytes: int, num: int) -> list[int]:
+    """Return the sizes of fewer allocations that fill segments as `num` of this size do.
+
+    For tensors that are allocated one after the other and freed at once. Those of more than 1 MiB stay alone.
+    """
+    block_bytes = -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+    if not 0 < block_bytes <= _SMALL_REQUEST_BYTES:
+        return num * [size_bytes]
+    most = _SMALL_REQUEST_BYTES // block_bytes
+    segments, rest = divmod(num, _SMALL_SEGMENT_BYTES // block_bytes)
+    counts = segments * _parted(_SMALL_SEGMENT_BYTES // block_bytes, most) + _parted(rest, most)
+    return [count * block_bytes for count in counts]
+
+
+def _parted(num: int, most: int) -> list[int]:
+    return [most] * (num // most) + [num % most] * (num % most > 0)
+
+
 def replay(
     sizes: Sequence[int],
     events: Sequence[int],

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
-from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay, together
 from autotune.memory.optimizers.core import LOW_PRECISION, States
 from autotune.memory.traces import Trace
 from autotune.predict.optimizer_update import MOST_STEPS, Update
@@ -38,6 +38,8 @@ _WITHOUT_BACKWARD = (StepPhase.FORWARD, StepPhase.FORWARD_AGAIN, StepPhase.OPTIM
 _NUM_SCALARS, _NUM_SCALARS_OF_SCALER, _SCALAR_BYTES = 1, 2, 4
 """Number and size of the scalars that are kept for good: the sum of losses (Trainer._run_epoch); a scaler's
 factor, and the steps since it changed (torch 2.13 amp/grad_scaler.py)."""
+_NUM_ALONE = 64
+"""Micro-batches of a step that have allocations of their own; those of all beyond stand together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +163,11 @@ class _KeptByTrainer:
 
     def _fetch(self) -> None:
         tape, sizes = self.tape, self._sizes
-        num_micro_batches = self._config.gradient_accumulation_steps
-        fetched = [
-            tape.alloc(sizes[tensor], "activation")
-            for tensor in num_micro_batches * self._trace.batch
-        ]
+        num_alone = min(self._config.gradient_accumulation_steps, _NUM_ALONE)
+        num_further = self._config.gradient_accumulation_steps - num_alone
+        batch = [sizes[tensor] for tensor in self._trace.batch]
+        further = chain.from_iterable(together(size, num_further) for size in batch)
+        fetched = [tape.alloc(size, "activation") for size in (*num_alone * batch, *further)]
         counted = {}
         for event in self._trace.count:
             if event >= 0:

@@ -9,6 +9,7 @@ import pytest
 
 from autotune.memory.allocator import EMPTY_CACHE
 from autotune.memory.traces import Trace
+from autotune.predict import steps as steps_module
 from autotune.predict.optimizer_update import priced_update
 from autotune.predict.steps import StepPart, Steps, first_steps
 from autotune.records.estimate import TraceSpec
@@ -91,6 +92,19 @@ def test_a_steps_micro_batches_are_there_until_the_next_are() -> None:
         freed = [events.index(~tensor) for tensor in tensors]
         assert events.index(later[-1]) < min(freed)
     assert not {~tensor for tensor in fetched[-1]} & set(events)
+
+
+def test_many_micro_batches_take_the_memory_of_all_and_few_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = steps_of("adamw_torch_fused", num_micro_batches=20_000)
+    monkeypatch.setattr(steps_module, "_NUM_ALONE", 20_000)
+    every = steps_of("adamw_torch_fused", num_micro_batches=20_000)
+    assert len(few.events()) < len(every.events()) / 20
+    together, alone = few.replay(), every.replay()
+    assert together.peak_allocated_bytes == alone.peak_allocated_bytes
+    # Token ids and labels, each with a segment of 2 MiB that the other does not fill.
+    assert abs(together.peak_reserved_bytes - alone.peak_reserved_bytes) <= 2 * 2 * 2**20
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "galore_adamw", "apollo_adamw"])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay, together
 
 MIB = 1 << 20
 
@@ -505,3 +505,24 @@ def test_only_what_is_allocated_is_freed(expandable_segments: bool) -> None:
             replay([MIB], events, expandable_segments=expandable_segments)
     freed = replay([0, MIB], [0, ~0, ~0, 1, EMPTY_CACHE], expandable_segments=expandable_segments)
     assert freed.final_allocated_bytes == MIB
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 3 * MIB), num=st.integers(0, 300), before=st.integers(0, 3 * MIB))
+def test_together_they_reserve_what_they_do_alone(size: int, num: int, before: int) -> None:
+    def filled(sizes: list[int]) -> tuple[int, int]:
+        tape = Tape()
+        for each in (before, *sizes):
+            tape.alloc(each, "activation")
+        return peaks(replay(tape.sizes, tape.events))
+
+    alone_bytes, alone_reserved = filled(num * [size])
+    bytes_, reserved = filled(together(size, num))
+    assert bytes_ == alone_bytes
+    # What was there before may leave room in a segment for one, and not for several.
+    assert abs(reserved - alone_reserved) <= 2 * MIB
+
+
+def test_many_small_ones_together_are_few() -> None:
+    assert len(together(4096, 100_000)) < 1000
+    assert together(2 * MIB, 3) == [2 * MIB] * 3
