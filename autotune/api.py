@@ -100,14 +100,24 @@ class Result:
         """`measured` or `predicted`."""
         return self.answer.evidence
 
+    @property
+    def fallbacks(self) -> tuple[Result, ...]:
+        """Plan B: results to go on with when memory runs out, each with more room than the last.
+
+        They have the effective batch size, the adapter and the optimizer of this one, so that each goes on
+        from a checkpoint of it with the same samples per step. All are predicted.
+        """
+        return tuple(Result(answer=fallback) for fallback in self.answer.as_fallbacks())
+
     def training_arguments(self, **overrides: Any) -> TrainingArguments:
         """Transformers' TrainingArguments (TRL's SFTConfig where that trainer was decided).
 
-        They hold what was decided, what `base` has set beside it, and the class's defaults; learning
-        rate, epochs and the like are for `overrides`, which may also change what was decided: `callback`
-        then says so. Without a CUDA device what needs one is left out, with a warning. fp8 is told to
-        Transformers and accelerate in this process's environment. How several GPUs share the run is in
-        the files of `export`. Raises ConfigError for an override that the class does not know.
+        They hold what was decided, what `base` has set beside it, the method's default learning rate, and
+        the class's defaults. Epochs and the like are for `overrides`, which may also change what was
+        decided: `callback` then says so. Without a CUDA device what needs one is left out, with a
+        warning. fp8 is told to Transformers and accelerate in this process's environment. How several
+        GPUs share the run is in the files of `export`. Raises ConfigError for an override that the class
+        does not know.
         """
         from autotune.worker.given import objects
 

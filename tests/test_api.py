@@ -255,6 +255,28 @@ def test_a_database_that_cannot_be_used_is_warned_of(asked: list[dict[str, Any]]
         Result.load("any", storage="sqlite:///text.db")
 
 
+def test_fallbacks_are_results_of_their_own() -> None:
+    """In the order of the answer's ladder, each with the rungs below it; predicted whatever the answer is."""
+    rungs = tuple(
+        answers.estimate(
+            dataclasses.replace(
+                answers.CONFIG, micro_batch_size=size, gradient_accumulation_steps=32 // size
+            )
+        )
+        for size in (2, 1)
+    )
+    result = Result(answer=answers.answer(fallbacks=rungs, measured=answers.measured()))
+    first, second = result.fallbacks
+    assert [each.config.micro_batch_size for each in (first, second)] == [2, 1]
+    assert [each.evidence for each in (result, first, second)] == ["measured", *["predicted"] * 2]
+    assert [each.config for each in first.fallbacks] == [second.config]
+    assert second.fallbacks == ()
+    assert [each["config"] for each in result.answer.to_dict()["fallbacks"]] == [  # type: ignore[attr-defined]
+        first.config.to_dict(),
+        second.config.to_dict(),
+    ]
+
+
 def test_the_files_of_some_formats(tmp_path: Path) -> None:
     result = Result(answer=answers.answer())
     paths = result.export(tmp_path / "some", ["training-args", "train-config"])

@@ -190,7 +190,8 @@ def find(
             written,
             place,
             sys.stdout,
-            model=found.answer.workload.model,
+            answer=found.answer,
+            dataset=str(typed["dataset"] or ""),
             report=report,
             unsaid=delivered.unsaid,
         )

@@ -198,7 +198,7 @@ def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> N
             files,
             place,
             sys.stdout,
-            model=answered.answer.workload.model,
+            answer=answered.answer,
             report=report,
             unsaid=answered.unsaid,
         )

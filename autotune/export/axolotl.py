@@ -256,7 +256,6 @@ TARGET = TrainerFile(
 
 _YOURS = {
     "datasets": [{"path": "data.jsonl", "ds_type": "json", "type": "completion"}],
-    "learning_rate": 5e-05,
     "num_epochs": 3,
     "output_dir": "./output",
 }

@@ -195,7 +195,6 @@ _YOURS = {
     "do_train": True,
     "dataset": "my_dataset",
     "template": "default",
-    "learning_rate": 5e-05,
     "num_train_epochs": 3.0,
     "output_dir": "./output",
 }

@@ -11,13 +11,15 @@ from autotune.export.carried import one_line, settings
 from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe
+from autotune.space.learning_rates import learning_rate
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """Return Markdown; whatever the model is called, it stays the text of a cell."""
     evidence = result["evidence"]
     model = {"base model": workload.model, "task": workload.task}
-    rows = {**model, **_figures(result), **settings(config), **workload.extra}
+    rate = {"learning_rate": f"{learning_rate(config, workload.extra):g}"}
+    rows = {**model, **_figures(result), **settings(config), **workload.extra, **rate}
     table = "".join(f"| {_cell(key)} | {_cell(value)} |\n" for key, value in rows.items())
     return f"""## Training configuration
 

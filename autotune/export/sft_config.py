@@ -61,7 +61,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     what = f"trl sft --config{targets.said(*LIBRARIES)}"
     lost = (*cannot_express(config), *has_no_words_for(workload))
     head = heading(what, config, result["evidence"], lost)
-    yours = comments(["Yours to add: dataset_name, learning_rate, num_train_epochs."])
+    yours = comments(["Yours to add: dataset_name, num_train_epochs."])
     return head + yours + yaml.safe_dump(content, sort_keys=False)
 
 

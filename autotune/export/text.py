@@ -10,6 +10,7 @@ from autotune.export.exporter import Exporter
 from autotune.export.mapping import TrainerFile
 from autotune.export.mapping_write import keys_of, says_method, unsaid
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.learning_rates import default_rate
 
 
 def exporter_of(target: TrainerFile, *, filename: str, yours: Mapping[str, Any]) -> Exporter:
@@ -45,7 +46,7 @@ def as_yaml(
     """
     import yaml
 
-    extra = {**extra, **config.loader_arguments}
+    extra = {"learning_rate": default_rate(config), **extra, **config.loader_arguments}
     names = {argument: key for key, argument in target.arguments.items()}
     carried = {
         names.get(name, name): value

@@ -17,6 +17,7 @@ from autotune.export.carried import Unsaid, comments, heading, one_line, unsaid,
 from autotune.export.exporter import Exporter
 from autotune.space.adapters import lora_alpha
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.learning_rates import learning_rate
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 
@@ -102,7 +103,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
 
     found = _find(workload)
     assert found is not None  # lacks() says so beforehand
-    content = _content(*found, config)
+    content = _content(*found, config, learning_rate(config, workload.extra))
     recipe = f"{'full' if config.method == 'full' else 'lora'}_finetune_{_where(config)}"
     launch = "" if config.num_gpus == 1 else f"--nproc_per_node {config.num_gpus} "
     what = f"tune run {launch}{recipe} --config"
@@ -110,8 +111,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     head = heading(what, config, result["evidence"], lost)
     yours = comments(
         [
-            "Yours: the folder of the model and the names of its checkpoint_files, the dataset, "
-            "the learning rate and the number of epochs.",
+            "Yours: the folder of the model and the names of its checkpoint_files, the dataset "
+            "and the number of epochs.",
             f"The folder is what `tune download {one_line(workload.model)} --output-dir ./model` makes.",
         ]
     )
@@ -146,10 +147,11 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
 
 def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
     """Return words for TrainingArguments that the user set, which are Trainer's."""
-    return tuple(Unsaid(key, f"{value}") for key, value in workload.extra.items())
+    others = (pair for pair in workload.extra.items() if pair[0] != "learning_rate")
+    return tuple(Unsaid(key, f"{value}") for key, value in others)
 
 
-def _content(family: _Family, builder: str, config: TrainConfig) -> dict[str, object]:
+def _content(family: _Family, builder: str, config: TrainConfig, rate: float) -> dict[str, object]:
     models = "torchtune.models"
     model: dict[str, object] = {"_component_": f"{models}.{family.folder}.{builder}"}
     if config.method != "full":
@@ -186,7 +188,7 @@ def _content(family: _Family, builder: str, config: TrainConfig) -> dict[str, ob
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "optimizer": {
             **OPTIMIZERS.get(config.optimizer, OPTIMIZERS[_NEAREST_OPTIMIZER]),
-            "lr": 2.0e-5 if config.method == "full" else 2.0e-4,
+            "lr": rate,
         },
         "lr_scheduler": {
             "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",

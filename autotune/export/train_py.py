@@ -9,16 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from autotune.export.exporter import Exporter
+from autotune.export.extra_arguments import CHANGES_STEP, DECIDED
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.knobs import difference
+from autotune.space.lengths import vary
+from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
+_OF_SAMPLES = ("sequence-classification", "seq2seq-lm")
+"""Tasks whose samples stay apart, however they are batched."""
 _OPENING = "RECIPE: dict[str, Any] = {"
 """Opening of the table, which a closing brace follows in the template: the values go in between."""
 
@@ -26,9 +33,32 @@ _OPENING = "RECIPE: dict[str, Any] = {"
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """Return a Python program. Every value in it is an ASCII literal, line breaks escaped."""
     recipe = _recipe(workload, config)
+    given: Any = result.get("fallbacks", ())
+    fallbacks = [TrainConfig(**each["config"]) for each in given]
+    recipe["fallbacks"] = [
+        {"settings": difference(each, config), "changes": _changes(recipe, workload, each)}
+        for each in fallbacks
+    ]
     recipe["evidence"] = result["evidence"]
     before, after = _TEMPLATE.read_text(encoding="utf-8").split(_OPENING)
     return f"{before}{_OPENING}\n{_entries(recipe, '    ')}{after}"
+
+
+def _changes(
+    recipe: Mapping[str, Any], workload: Workload, config: TrainConfig
+) -> dict[str, object]:
+    """Return what of the recipe is another for a fallback; in a table, None takes an entry out."""
+    other = _recipe(workload, config)
+    changes: dict[str, object] = {}
+    for name, value in other.items():
+        if isinstance(value, dict) and name in ("training_arguments", "environment"):
+            keys = dict.fromkeys([*recipe[name], *value])
+            changes[name] = {
+                key: value.get(key) for key in keys if value.get(key) != recipe[name].get(key)
+            }
+        elif value != recipe[name]:
+            changes[name] = value
+    return changes
 
 
 def _entries(values: Mapping[str, object], indent: str) -> str:
@@ -37,6 +67,10 @@ def _entries(values: Mapping[str, object], indent: str) -> str:
     for key, value in values.items():
         if isinstance(value, dict):
             text = f"{{\n{_entries(value, indent + '    ')}{indent}}}"
+        elif key == "fallbacks" and isinstance(value, list):
+            inner = indent + "    "
+            tables = (f"{inner}{{\n{_entries(each, inner + '    ')}{inner}}},\n" for each in value)
+            text = f"[\n{''.join(tables)}{indent}]" if value else "[]"
         else:
             text = ascii(value)
         lines.append(f"{indent}{key!a}: {text},\n")
@@ -50,6 +84,11 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         "task": workload.task,
         "sequence_length": config.sequence_length,
         "batching": config.batching,
+        # It would train, where weights are updated in the backward pass, and would disturb what
+        # processes that share a run have agreed on.
+        "tries_largest_batch": (vary(config.batching) or workload.task in _OF_SAMPLES)
+        and config.num_gpus == 1
+        and not OPTIMIZERS[config.optimizer].updates,
         "parallelism": config.parallelism,
         "num_processes": None if config.parallelism == "none" else config.num_gpus,
         "dtype": precision.parameter_dtype,
@@ -62,6 +101,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         "environment": environment(config),
         # The newest names; the program translates them where it runs.
         "training_arguments": training_arguments(config, extra=workload.extra),
+        "decided": sorted(DECIDED.keys() | CHANGES_STEP.keys()),
     }
 
 

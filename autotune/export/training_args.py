@@ -1,7 +1,7 @@
 """Keyword arguments of `transformers.TrainingArguments`: as JSON, as YAML and as Python.
 
-Holds what autotune decides, and what the user has set beside it (extra_arguments): learning rate,
-epochs and logging stay the user's.
+Holds what autotune decides, what the user has set beside it (extra_arguments), and a default learning
+rate: epochs and logging stay the user's.
 The names are those of the installed version, or of one that is named (targets).
 """
 
@@ -19,6 +19,7 @@ from autotune.export.exporter import Exporter
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
+from autotune.space.learning_rates import default_rate
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
@@ -29,7 +30,7 @@ OUTPUT_FOLDER = "output"
 """Value of `output_dir` until the user names another."""
 
 _IN_ENVIRONMENT = ("expandable_segments",)
-_USERS = ("output_dir", "max_grad_norm", "per_device_eval_batch_size")
+_USERS = ("output_dir", "max_grad_norm", "per_device_eval_batch_size", "learning_rate")
 """Arguments written out in the files, and never changed in arguments that somebody has."""
 _OFF: dict[str, object] = {
     "torch_compile": False,
@@ -175,6 +176,7 @@ def training_arguments(
         "output_dir": OUTPUT_FOLDER,
         "max_grad_norm": 1.0,
         "per_device_eval_batch_size": config.micro_batch_size,
+        "learning_rate": default_rate(config),
         **extra,
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,

@@ -12,7 +12,9 @@ from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import Measurement
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
+from autotune.space.learning_rates import learning_rate
 from autotune.space.requirements import LeftOut
+from autotune.space.tradeoffs import tradeoff_class
 
 MORE_MEMORY = "memory_budget_bytes"
 """The `setting` of the Change that is no field of TrainConfig."""
@@ -216,14 +218,46 @@ class Answer:
     """Changes of the space between the file that was named and the search, in words and in order."""
     loader: LoaderTimes | None = None
     """The loader of the measured answer's train.py; None: it was not timed."""
+    fallbacks: tuple[Estimate, ...] = ()
+    """Plan B: what a run of the answer goes on with when memory runs out, each with more room than the last.
+    Predicted, as everything is but `measured`."""
 
     @property
     def exported(self) -> TrainConfig:
         """The answer with loader settings: those that were timed, or the base's."""
+        return self._with_loader(self.best.config)
+
+    @property
+    def exported_fallbacks(self) -> tuple[TrainConfig, ...]:
+        """The fallbacks with the answer's loader settings."""
+        return tuple(self._with_loader(each.config) for each in self.fallbacks)
+
+    def _with_loader(self, config: TrainConfig) -> TrainConfig:
         if self.loader is not None:
-            return self.loader.apply(self.best.config)
+            return self.loader.apply(config)
         of_base = {name: getattr(self.base, name) for name in LOADER_SETTINGS}
-        return dataclasses.replace(self.best.config, **of_base)
+        return dataclasses.replace(config, **of_base)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate that files say: the base's, else the default of the answer's method."""
+        return learning_rate(self.best.config, self.workload.extra)
+
+    def as_fallbacks(self) -> tuple[Answer, ...]:
+        """The answers that the fallbacks are, each with those after it for its own."""
+        return tuple(
+            dataclasses.replace(
+                self,
+                best=fallback,
+                best_class=tradeoff_class(fallback.config, self.base),
+                tied=(),
+                changes=(),
+                more_memory=None,
+                measured=None,
+                fallbacks=self.fallbacks[number:],
+            )
+            for number, fallback in enumerate(self.fallbacks, start=1)
+        )
 
     @property
     def evidence(self) -> str:
@@ -285,6 +319,11 @@ class Answer:
             "space_changes": list(self.space_changes),
             "base_name": self.base_name,
             "loader": None if self.loader is None else self.loader.to_dict(),
+            "learning_rate": self.learning_rate,
+            "fallbacks": [
+                {**each.to_dict(budget), "config": config.to_dict()}
+                for each, config in zip(self.fallbacks, self.exported_fallbacks, strict=True)
+            ],
             "elapsed_seconds": self.elapsed_seconds,
         }
 

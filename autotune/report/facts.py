@@ -328,6 +328,9 @@ def reasons(answer: Answer) -> list[str]:
         said.append(note)
     if answer.tied:
         said.append(f"Tied: {words.tied(answer)}.")
+    said.append(f"Learning rate: {words.learning_rate(answer)}.")
+    if answer.fallbacks:
+        said.append(f"Plan B, predicted: {words.fallbacks(answer)}.")
     return [printable(text) for text in said]
 
 

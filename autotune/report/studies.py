@@ -59,7 +59,7 @@ def draw_stored(
     print(file=file)
     terminal.draw_rows(rows, file)
     files = [Path(path) for path in stored.files if Path(path).exists()]
-    terminal.draw_outcome(files, place, file, model=stored.answer.workload.model)
+    terminal.draw_outcome(files, place, file, answer=stored.answer)
 
 
 def trials_in_words(evidence: str, outcomes: Mapping[str, int]) -> str:

@@ -118,20 +118,26 @@ def draw_outcome(
     study: str,
     file: TextIO,
     *,
-    model: str = "",
+    answer: Answer | None = None,
+    dataset: str = "",
     report: str = "",
     unsaid: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
     """Draw where files were written, what to do next, and what a prediction leaves out.
 
-    No files, or an empty study: they could not be written. `model`: what was asked about; a configuration
-    alone cannot be trained. `report`: the command that draws one. `unsaid`: settings that some files do
-    not carry, and which.
+    No files, or an empty study: they could not be written. `answer`: what the files are of; `dataset`: the
+    one that was given. `report`: the command that draws one. `unsaid`: settings that some files do not
+    carry, and which.
     """
-    options = "--dataset FILE.jsonl"
-    if os.path.isfile(model_reference(model)):
+    options = f"--dataset {printable(shlex.quote(dataset)) if dataset else 'FILE.jsonl'}"
+    # A configuration alone cannot be trained.
+    if answer is not None and os.path.isfile(model_reference(answer.workload.model)):
         options += " --model FOLDER"
     rows: list[Row] = []
+    if answer is not None:
+        rows.append(("rate", f"learning rate {words.learning_rate(answer)}"))
+        if answer.fallbacks:
+            rows.append(("plan B", words.fallbacks(answer)))
     if files:
         rows.append(("written", _places(files)))
         if unsaid:

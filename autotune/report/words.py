@@ -9,9 +9,10 @@ from autotune.records.answer import MORE_MEMORY_BYTES, Answer, Change, Measured
 from autotune.records.estimate import Estimate
 from autotune.records.loader_times import LoaderTime
 from autotune.records.measurement import NOISE, Measurement
+from autotune.space import learning_rates
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.headroom import DEFAULT_ODDS
-from autotune.space.knobs import KNOBS, METHOD_WORDS, describe
+from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, difference
 from autotune.space.precisions import PRECISIONS
 
 CLASS_MEANINGS = {
@@ -458,6 +459,21 @@ def tied(answer: Answer) -> str:
     return f"within {100 * NOISE:.0f} %, so no worse: {first}{more}"
 
 
+def learning_rate(answer: Answer) -> str:
+    """The learning rate that the files say, and whose it is."""
+    return learning_rates.words(answer.best.config, answer.workload.extra)
+
+
+def fallbacks(answer: Answer) -> str:
+    """Plan B: what each fallback changes, and what it takes."""
+    before, said = answer.best, []
+    for fallback in answer.fallbacks:
+        what = difference(fallback.config, before.config)
+        said.append(f"{what} ({format_bytes(fallback.peak_reserved_bytes)} reserved)")
+        before = fallback
+    return f"when memory runs out, train.py goes on with {'; then '.join(said)}"
+
+
 def widened(answer: Answer) -> str:
     """The reason why the answer is of a higher class than was wanted; empty where it is not."""
     if not answer.widened:
@@ -481,20 +497,3 @@ def class_entry(name: str, answer: Answer) -> str:
         share = 100 * count.trainable / count.total
         words += f"; trains {share:.1f} % of the weights"
     return words
-
-
-def difference(config: TrainConfig, other: TrainConfig) -> str:
-    """The settings of `config` that `other` does not have."""
-    words = []
-    if config.method != other.method:
-        return describe(config)
-    if config.micro_batch_size != other.micro_batch_size:
-        words.append(
-            f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}"
-        )
-    words += [
-        knob.words(getattr(config, name))
-        for name, knob in KNOBS.items()
-        if name != "micro_batch_size" and getattr(config, name) != getattr(other, name)
-    ]
-    return ", ".join(words) or "the same settings"

@@ -27,6 +27,22 @@ _SAVES_MEMORY = ("expandable_segments", "activation_offloading")
 (studies/no-card/README.md)."""
 
 
+_CHANGES_ON_THE_WAY = (
+    "micro_batch_size", "activation_checkpointing", "activation_offloading", "attention", "liger",
+    "torch_empty_cache_steps", "expandable_segments", "torch_compile", "torch_compile_backend",
+)  # fmt: skip
+"""Settings that may change between a checkpoint and what goes on from it: neither what is trained nor the
+optimizer's state depends on them, and none is of the class recipe."""
+_KEPT_ON_THE_WAY = (
+    *("method", "sequence_length", "num_gpus"),
+    *(name for name in KNOBS if name not in _CHANGES_ON_THE_WAY),
+)
+
+FALLBACKS = 3
+FALLBACK_SHARE = 0.1
+"""Share of the peak that each fallback gives back at least. [judgement] Several times what predictions are
+off by."""
+
 SCARCE_SHARE = 0.1
 """Share of the budget that memory is scarce below. [judgement]"""
 
@@ -222,6 +238,35 @@ class Candidates:
             if estimate.config == always or self._better_without(estimate) is None
         )
 
+    def fallbacks(
+        self, answer: Estimate, wanted: Callable[[TrainConfig], bool]
+    ) -> tuple[Estimate, ...]:
+        """What a run of the answer can go on with when memory runs out, each with more room than the last.
+
+        The fastest that give back FALLBACK_SHARE of the peak before; the last is the one that takes least.
+        All go on from a checkpoint of the answer, with the same samples in each optimizer step.
+        """
+        configs = [
+            config
+            for _, config in self._ranked
+            if wanted(config) and _goes_on(config, answer.config)
+        ]
+        found: list[Estimate] = []
+        for number in range(1, FALLBACKS + 1):
+            before = found[-1] if found else answer
+            # What is paged takes whatever is left on the device: that is no need.
+            most_bytes = int(before.peak_reserved_bytes * (1 - FALLBACK_SHARE))
+            most_floor_bytes = most_bytes + answer.nontorch_bytes
+            left = [c for c in configs if self._estimator.floor_bytes(c) <= most_floor_bytes]
+            if number == FALLBACKS:
+                left = sorted(left, key=self._estimator.floor_bytes)
+            fitting = (e for e in map(self.estimate, left) if e.peak_reserved_bytes <= most_bytes)
+            fallback = next(fitting, None)
+            if fallback is None:
+                break
+            found.append(fallback)
+        return tuple(found)
+
     def considered(self, limit: int) -> tuple[Estimate, ...]:
         """Return what was replayed: what fits first, fastest first."""
         return tuple(
@@ -230,6 +275,13 @@ class Candidates:
                 key=lambda e: (not self.fits(e), -speed_of(e), repr(e.config)),
             )[:limit]
         )
+
+
+def _goes_on(config: TrainConfig, answer: TrainConfig) -> bool:
+    """Whether a run of `config` can go on from a checkpoint of the answer."""
+    return config != answer and all(
+        getattr(config, name) == getattr(answer, name) for name in _KEPT_ON_THE_WAY
+    )
 
 
 def put_back(config: TrainConfig, base: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:

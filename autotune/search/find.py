@@ -6,6 +6,7 @@ hears how far the work is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,6 +164,7 @@ def measured_name(problem: Problem) -> str:
 def _finding(problem: Problem, prediction: Prediction, answer: Answer) -> Finding:
     named = problem.question.study
     name = problem.study if answer.measured is None else measured_name(problem)
+    answer = dataclasses.replace(answer, fallbacks=prediction.fallbacks(answer))
     return Finding(
         answer=answer,
         considered=tuple(prediction.considered),

@@ -114,6 +114,11 @@ class Prediction:
         found = compiled.variants(estimate, self._ways_to_compile)
         return [variant for variant in found if is_allowed(variant.config)]
 
+    def fallbacks(self, answer: Answer) -> tuple[Estimate, ...]:
+        """Return the plan B of this answer, or of the measured one."""
+        is_allowed = self._candidates.at_most(answer.allow)
+        return self._candidates.fallbacks(answer.best, is_allowed)
+
     def details(self, answer: Answer) -> Details:
         """Return what a report draws of this answer, or of the measured one: ten replays or so.
 

@@ -453,6 +453,23 @@ def description(config: TrainConfig) -> list[str]:
     return [method, *filter(None, said.values()), *others, config.attention]
 
 
+def difference(config: TrainConfig, other: TrainConfig) -> str:
+    """Return words for the settings of `config` that `other` does not have."""
+    words = []
+    if config.method != other.method:
+        return describe(config)
+    if config.micro_batch_size != other.micro_batch_size:
+        words.append(
+            f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}"
+        )
+    words += [
+        knob.words(getattr(config, name))
+        for name, knob in KNOBS.items()
+        if name != "micro_batch_size" and getattr(config, name) != getattr(other, name)
+    ]
+    return ", ".join(words) or "the same settings"
+
+
 def as_options(config: TrainConfig) -> list[str]:
     """Options of `autotune estimate` for these settings, plain ones left out."""
     options: list[str] = []

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,7 @@ def test_training_arguments_of_a_full_fine_tune() -> None:
         "gradient_accumulation_steps": 8,
         "optim": "adamw_bnb_8bit",
         "max_grad_norm": 1.0,
+        "learning_rate": 2e-5,
         "bf16": True,
         "fp16": False,
         "activation_checkpointing": True,
@@ -387,11 +389,13 @@ def test_a_shared_configuration_is_read_back() -> None:
 
 def test_the_recipe_of_qlora() -> None:
     values = recipe(write(train_py, QLORA))
+    assert {"optim", "per_device_train_batch_size", "bf16"} <= set(values.pop("decided"))
     assert values == {
         "model": "Qwen/Qwen2.5-1.5B",
         "task": "causal-lm",
         "sequence_length": 512,
         "batching": "packed",
+        "tries_largest_batch": False,
         "parallelism": "none",
         "num_processes": None,
         "dtype": "float32",
@@ -411,8 +415,56 @@ def test_the_recipe_of_qlora() -> None:
         },
         "environment": {},
         "training_arguments": training_args.training_arguments(QLORA),
+        "fallbacks": [],
         "evidence": "predicted",
     }
+
+
+def test_fallbacks_are_what_differs() -> None:
+    """Each gives the recipe of its own configuration; what only the answer has is taken out by None."""
+    answer = dataclasses.replace(FULL, activation_checkpointing=0, expandable_segments=True)
+    roomier = dataclasses.replace(
+        answer,
+        micro_batch_size=answer.micro_batch_size // 2,
+        gradient_accumulation_steps=answer.gradient_accumulation_steps * 2,
+        activation_checkpointing=1,
+        expandable_segments=False,
+        attention="eager",
+    )
+    result = {"evidence": "predicted", "fallbacks": [{"config": roomier.to_dict()}]}
+    text = train_py.write(workload=WORKLOAD, config=answer, result=result)
+    values, other = recipe(text), recipe(write(train_py, roomier))
+    (fallback,) = values["fallbacks"]
+    assert (
+        fallback["settings"] == "micro-batch 2 x 16, checkpoint every layer, eager attention, "
+        "segments of fixed size"
+    )
+    for name, change in fallback["changes"].items():
+        if isinstance(change, dict):
+            both = {**values[name], **change}
+            change = {key: value for key, value in both.items() if value is not None}
+        values[name] = change
+    assert {**values, "fallbacks": []} == other
+    assert None in fallback["changes"]["environment"].values()
+
+
+@pytest.mark.parametrize("extra", [{}, {"learning_rate": 0.003}])
+@pytest.mark.parametrize("config", [FULL, QLORA], ids=lambda config: config.method)
+def test_every_file_has_the_same_learning_rate(
+    config: TrainConfig, extra: dict[str, float]
+) -> None:
+    """The default of the method, or the user's own."""
+    workload = dataclasses.replace(WORKLOAD, extra_arguments=json.dumps(extra))
+    rate = extra.get("learning_rate", {"full": 2e-5, "qlora": 2e-4}[config.method])
+    others = {"adapter_config.json", "quantization_config.json", "result.json", "train_config.yaml"}
+    exporters = [
+        each for each in export.exporters_for(config, workload) if each.filename not in others
+    ]
+    assert len(exporters) >= 9
+    for each in exporters:
+        text = each.write(workload=workload, config=config, result={"evidence": "predicted"})
+        found = re.findall(r"(?:learning\\*_rate|\blr)['\"]?(?: \| |\W)\W*([\d.e-]+)", text)
+        assert rate in set(map(float, found)), (each.name, found)
 
 
 def test_the_head_of_a_classifier_is_not_quantised() -> None:

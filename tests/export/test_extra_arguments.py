@@ -57,8 +57,8 @@ def test_without_any_nothing_is_written(tmp_path: Path) -> None:
     export.export_files(tmp_path, workload=WORKLOAD, config=FULL, result=RESULT)
     assert "extra_arguments" not in (tmp_path / "train_config.yaml").read_text()
     arguments = json.loads((tmp_path / "training_args.json").read_bytes())
-    assert "learning_rate" not in arguments
-    assert arguments["max_grad_norm"] == 1.0
+    assert "warmup_steps" not in arguments
+    assert (arguments["max_grad_norm"], arguments["learning_rate"]) == (1.0, 2e-5)
 
 
 def test_an_optimizer_that_needs_its_schedule_keeps_it() -> None:
@@ -126,6 +126,7 @@ def test_every_argument_that_a_setting_makes_is_refused() -> None:
         for value in (*knob.choices, 1):
             made |= set(knob.arguments(value)) if knob.arguments else set()
     users = {"output_dir", "max_grad_norm", "per_device_eval_batch_size", "lr_scheduler_type"}
+    users.add("learning_rate")
     assert made - set(DECIDED) == users
     assert set(DECIDED.values()) <= {field.name for field in dataclasses.fields(FULL)}
     fields = training_args.installed_fields()

@@ -353,8 +353,31 @@ def test_what_is_next_needs_a_model_where_there_is_a_configuration_alone(
     for name in ("tiny.json", "tiny/config.json"):
         Path(name).touch()
     file = io.StringIO()
-    terminal.draw_outcome([Path("out/train.py")], "", file, model=model)
+    answer = answers.answer(workload=dataclasses.replace(answers.WORKLOAD, model=model))
+    terminal.draw_outcome([Path("out/train.py")], "", file, answer=answer)
     assert f"python out/train.py {options} limits" in one_line(file.getvalue())
+
+
+def test_what_is_next_names_the_dataset_and_plan_b() -> None:
+    best = answers.answer().best
+    roomier = dataclasses.replace(
+        best.config,
+        micro_batch_size=1,
+        gradient_accumulation_steps=best.config.effective_batch_size,
+    )
+    fallback = dataclasses.replace(best, config=roomier, peak_reserved_bytes=3 * 2**30)
+    answer = answers.answer(fallbacks=(fallback,))
+    file = io.StringIO()
+    terminal.draw_outcome(
+        [Path("out/train.py")], "", file, answer=answer, dataset="my data/chat.jsonl"
+    )
+    shown = one_line(file.getvalue())
+    assert "rate learning rate 2e-05, the default for full fine-tuning" in shown
+    assert (
+        f"plan B when memory runs out, train.py goes on with micro-batch 1 x "
+        f"{best.config.effective_batch_size} (3.00 GiB reserved)"
+    ) in shown
+    assert "python out/train.py --dataset 'my data/chat.jsonl' limits" in shown
 
 
 def test_nothing_written_promises_nothing() -> None:

@@ -896,3 +896,43 @@ def test_what_cannot_fit_is_not_traced() -> None:
     assert left(10**8, dataclasses.replace(model, num_parameters_known=10**12)) == every
     unknown = dataclasses.replace(model, num_parameters_known=None)
     assert left(10**8, unknown) == every
+
+
+LADDER = [
+    dataclasses.replace(
+        BASE,
+        micro_batch_size=8 // n,
+        gradient_accumulation_steps=n,
+        activation_checkpointing=layers,
+    )
+    for n in (1, 2, 4, 8)
+    for layers in (0, 1)
+]
+OF_OTHER_RUNS = [
+    dataclasses.replace(BASE, optimizer="adamw_8bit"),
+    dataclasses.replace(BASE, precision="bf16-mixed"),
+    LORA,
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.permutations([*range(100, 900, 100)]), st.permutations([*range(100, 900, 100)]))
+def test_fallbacks_are_the_fastest_with_more_room(peaks: list[int], speeds: list[int]) -> None:
+    """Each gives back a tenth; the last takes the least; another run's settings are in none."""
+    table = {
+        config: (peak, peak, float(speed), float(speed))
+        for config, peak, speed in zip(LADDER, peaks, speeds, strict=True)
+    }
+    table |= dict.fromkeys(OF_OTHER_RUNS, (1, 1, 10000.0, 10000.0))
+    search, estimator = candidates(table, 1000)
+    answer = estimator.estimate(LADDER[0])
+    found = search.fallbacks(answer, search.at_most("recipe"))
+    before = answer
+    for number, fallback in enumerate(found, start=1):
+        roomier = [c for c in LADDER[1:] if 10 * table[c][1] <= 9 * before.peak_device_bytes]
+        least = min(roomier, key=lambda config: table[config][1])
+        fastest = max(roomier, key=lambda config: table[config][2])
+        assert fallback.config == (least if number == 3 else fastest)
+        before = fallback
+    if len(found) < 3:
+        assert all(10 * table[config][1] > 9 * before.peak_device_bytes for config in LADDER[1:])

@@ -199,6 +199,9 @@ class MadeUpPrediction(Prediction):
     def variants(self, estimate: Estimate) -> Sequence[Estimate]:
         return ()
 
+    def fallbacks(self, answer: Answer) -> tuple[Estimate, ...]:
+        return ()
+
     def details(self, answer: Answer) -> Details:
         return details()
 

@@ -247,7 +247,9 @@ def test_trl_trains_with_it(tmp_path: Path) -> None:
 class Card:
     """The counters of a card that is not here, and a run on it that is told each event."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, fallback: dict[str, Any] | None = None
+    ) -> None:
         self.peak_gib = 3.0
         self.free_gib = 2.0
         self.num_retries = 0
@@ -266,6 +268,10 @@ class Card:
         assert measured is not None
         assert measured.best.peak_reserved_bytes == 9 * GIB
         assert measured.best.nontorch_bytes == GIB
+        if fallback:
+            config = dataclasses.replace(result.config, **fallback)
+            told = dataclasses.replace(result.answer, fallbacks=(answers.estimate(config),))
+            result = dataclasses.replace(result, answer=told)
         self.watch = result.callback(window_steps=1, say=lambda _: None)
         self._arguments = result.training_arguments(output_dir="out", report_to=[])
         monkeypatch.setattr(type(self._arguments), "device", torch.device("cuda", 0))
@@ -298,6 +304,19 @@ def test_memory_beyond_the_plan_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
         "2.00 GiB of 12.00 GiB are free. Likely cause: unknown"
     )
     assert "10.80 GiB reserved (+20 %): not as planned" in end
+
+
+def test_memory_beyond_the_plan_says_what_to_go_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(
+        monkeypatch,
+        {"micro_batch_size": 1, "gradient_accumulation_steps": 4, "activation_checkpointing": 1},
+    )
+    card.peak_gib = 9.9
+    card.step()
+    assert card.watch.lines[-1].endswith(
+        "Likely cause: unknown. Should memory run out, go on from a checkpoint with .fallbacks[0]: "
+        "micro-batch 1 x 4, checkpoint every layer"
+    )
 
 
 @pytest.mark.parametrize(

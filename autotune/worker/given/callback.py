@@ -32,7 +32,7 @@ from autotune.common.units import MIB, format_bytes
 from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
-from autotune.space.knobs import describe
+from autotune.space.knobs import describe, difference
 from autotune.space.lengths import vary
 from autotune.worker.given import objects
 from autotune.worker.given.pace import Pace
@@ -90,6 +90,7 @@ class WatchCallback(TrainerCallback):
             self._plan = answer.measured.final
             self._planned_bytes = answer.measured.final.most_reserved_bytes
         self._config = self._plan.config
+        self._fallbacks = answer.fallbacks
         self._tolerance = TOLERANCES[self._evidence] if tolerance is None else tolerance
         self._window_steps = window_steps
 
@@ -267,7 +268,15 @@ class WatchCallback(TrainerCallback):
             f"more memory than {self._evidence}: {format_bytes(peak)} reserved at the peak, "
             f"{format_bytes(planned)} {self._evidence} ({_off(peak, planned)}); {format_bytes(free)} of "
             f"{format_bytes(total)} are free. Likely cause: {self._why_different(otherwise)}"
+            f"{self._told_plan_b()}"
         )
+
+    def _told_plan_b(self) -> str:
+        """What to go on with should memory run out; empty where the plan has nothing."""
+        if not self._fallbacks:
+            return ""
+        what = difference(self._fallbacks[0].config, self._config)
+        return f". Should memory run out, go on from a checkpoint with .fallbacks[0]: {what}"
 
     @property
     def _peak_bytes(self) -> int:

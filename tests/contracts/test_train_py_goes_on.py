@@ -1,0 +1,358 @@
+"""train.py where memory runs out: the next fallback, from the last checkpoint, with the same samples.
+
+The budget is enforced on the CPU by the tracker of a probe, which raises torch's own exception.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from autotune.export import train_py
+from autotune.memory.out_of_memory import says_out_of_memory
+from autotune.space.config import TrainConfig, Workload
+from autotune.worker.probe.memory import CappedTracker
+
+pytestmark = pytest.mark.slow
+
+LENGTH = 64
+WORDS = [f"w{number}" for number in range(60)]
+ANSWER = TrainConfig(
+    method="full",
+    micro_batch_size=8,
+    gradient_accumulation_steps=1,
+    sequence_length=LENGTH,
+    precision="fp32",
+    optimizer="adamw_torch",
+    batching="padded",
+)
+FALLBACKS = (
+    dataclasses.replace(ANSWER, micro_batch_size=4, gradient_accumulation_steps=2),
+    dataclasses.replace(
+        ANSWER, micro_batch_size=1, gradient_accumulation_steps=8, activation_checkpointing=1
+    ),
+)
+OF_ANOTHER_RUN = dataclasses.replace(ANSWER, micro_batch_size=1)
+PLENTY_BYTES = 10**12
+NUM_STEPS = 8
+
+CAPPED = """
+import gc, os, runpy, sys
+from autotune.worker.probe.memory import CappedTracker
+
+cap_bytes, checkpoint = int(sys.argv[1]), sys.argv[2]
+sys.argv = sys.argv[3:]
+
+class Shrinking(CappedTracker):
+    def _record_allocation(self, *what):
+        if os.path.exists(checkpoint):
+            self._cap_bytes = cap_bytes
+        return super()._record_allocation(*what)
+
+gc.disable()
+with Shrinking(10**12):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program that is short of memory once a checkpoint is there."""
+
+
+class Peak(CappedTracker):
+    peak_bytes = 0
+
+    def _record_allocation(self, *what: Any) -> int:
+        index = super()._record_allocation(*what)
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        return index
+
+
+class Started(Exception):
+    """Stands for the process that execve would start."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a dataset of samples of many lengths, and train.py."""
+    folder = tmp_path_factory.mktemp("goes-on")
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=LENGTH,
+    )
+    words = ["[PAD]", "[UNK]", "[EOS]", *WORDS]
+    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, "[UNK]"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]"
+    ).save_pretrained(folder / "model")
+    draw = random.Random(1)
+    lines = (" ".join(draw.choices(WORDS, k=draw.randint(4, LENGTH))) for _ in range(8 * NUM_STEPS))
+    (folder / "data.txt").write_text("\n".join(lines), encoding="utf-8")
+    write(folder / "train.py", ANSWER, (*FALLBACKS, OF_ANOTHER_RUN))
+    return folder
+
+
+def write(path: Path, config: TrainConfig, fallbacks: tuple[TrainConfig, ...] = ()) -> None:
+    workload = Workload(
+        model=str(path.parent / "model"), sequence_length=LENGTH, memory_budget_bytes=10**9
+    )
+    told = [{"config": each.to_dict()} for each in fallbacks]
+    result = {"evidence": "predicted", "fallbacks": told}
+    path.write_text(train_py.write(workload=workload, config=config, result=result))
+
+
+def words(folder: Path, output: str, *options: str, program: str = "train.py") -> list[str]:
+    return [
+        *(str(folder / program), "--dataset", str(folder / "data.txt"), "--learning-rate", "0.01"),
+        *("--output-dir", str(folder / output), "--set", "logging_steps=1", *options),
+    ]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """This process as one that a program may take over: its environment is put back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        before = dict(os.environ)
+        yield patch
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def run(here: pytest.MonkeyPatch, told: list[str], tracker: CappedTracker | None = None) -> None:
+    here.setattr(sys, "argv", told)
+    with contextlib.nullcontext() if tracker is None else tracker:
+        runpy.run_path(told[0], run_name="__main__")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def furthest(one: Path, other: Path) -> float:
+    left, right = weights(one), weights(other)
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> tuple[Path, int, int]:
+    """The run that nothing disturbs, and the most bytes that it and its first fallback take."""
+    peaks = []
+    for number in (1, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+            tracker = Peak(PLENTY_BYTES)
+            run(patch, words(folder, "whole", "--rung", str(number)), tracker)
+            peaks.append(tracker.peak_bytes)
+    return folder / "whole", peaks[1], peaks[0]
+
+
+def test_hours_in_it_goes_on_from_the_last_checkpoint(
+    folder: Path, whole: tuple[Path, int, int]
+) -> None:
+    """In a fresh process. Weights that have seen other samples would be far off."""
+    undisturbed, answer_bytes, fallback_bytes = whole
+    cap_bytes = (answer_bytes + fallback_bytes) // 2
+    assert fallback_bytes < cap_bytes < answer_bytes
+    output = folder / "later"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", CAPPED, str(cap_bytes)),
+            str(output / "checkpoint-3" / "trainer_state.json"),
+            *words(folder, "later", "--save-steps", "3"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (said,) = re.findall(r"^Memory ran out .*$", done.stdout, re.MULTILINE)
+    assert said.startswith("Memory ran out (CPU out of memory. Tried to allocate ")
+    assert said.endswith(
+        f"Going on with plan B 1 of 2, micro-batch 4 x 2, from {output / 'checkpoint-3'}."
+    )
+    assert f"{NUM_STEPS} steps, loss" in done.stdout
+    state = json.loads((output / f"checkpoint-{NUM_STEPS}" / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    plain = json.loads((undisturbed / f"checkpoint-{NUM_STEPS}" / "trainer_state.json").read_text())
+    assert losses == pytest.approx(
+        [entry["loss"] for entry in plain["log_history"] if "loss" in entry], rel=1e-4
+    )
+    assert state["train_batch_size"] == 4
+    assert furthest(undisturbed, output) < 1e-4 < 1e-2 < furthest(undisturbed, folder / "model")
+
+
+def test_at_once_it_begins_again(
+    folder: Path,
+    whole: tuple[Path, int, int],
+    here: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """After the largest batch is tried, or before, and never from a checkpoint of another run."""
+    undisturbed, answer_bytes, fallback_bytes = whole
+    started: list[list[str]] = []
+
+    def execve(_program: str, arguments: list[str], _environment: dict[str, str]) -> None:
+        started.append(arguments)
+        raise Started
+
+    here.setattr(os, "execve", execve)
+    earlier = folder / "once" / "checkpoint-5"
+    earlier.mkdir(parents=True)
+    (earlier / "trainer_state.json").write_text("{}")
+    cap_bytes = (answer_bytes + fallback_bytes) // 2
+    with pytest.raises(Started):
+        run(here, words(folder, "once"), CappedTracker(cap_bytes))
+    shown = capsys.readouterr().out
+    assert f"{earlier} is left from an earlier run, which --resume would go on with." in shown
+    assert "plan B 1 of 2, micro-batch 4 x 2, from the beginning: no checkpoint yet." in shown
+    assert started[0][-2:] == ["--rung", "1"]
+    run(here, words(folder, "once", "--rung", "1"), CappedTracker(cap_bytes))
+    assert furthest(undisturbed, folder / "once") < 1e-4
+    with pytest.raises(SystemExit, match="there is no fallback left"):
+        run(here, words(folder, "none", "--rung", "2"), CappedTracker(fallback_bytes // 8))
+
+
+def test_processes_that_share_a_run_are_told_how_to_launch_it_again(
+    folder: Path, here: pytest.MonkeyPatch
+) -> None:
+    """None of them can begin again alone."""
+    here.setattr(sys, "argv", ["train.py"])
+    program = runpy.run_path(str(folder / "train.py"))
+    here.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        program["go_on_with_fallback"](argparse.Namespace(rung=1, resume="out/checkpoint-3"), "so")
+    assert ended.value.code == (
+        "Memory ran out (so). Launch it again with --rung 2 --resume out/checkpoint-3: plan B 2 of 2, "
+        "micro-batch 1 x 8, checkpoint every layer, from out/checkpoint-3"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # PEFT's
+def test_the_trial_of_the_largest_batch_leaves_the_run_as_it_was(
+    folder: Path, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dropout draws the random numbers that it would draw anyway: the weights are the same to the bit."""
+    config = dataclasses.replace(
+        ANSWER,
+        method="lora",
+        lora_rank=4,
+        lora_targets="all-linear",
+        lora_dropout=0.3,
+        micro_batch_size=4,
+        gradient_accumulation_steps=2,
+    )
+    write(folder / "tried.py", config)
+    text = (folder / "tried.py").read_text()
+    untried = text.replace("'tries_largest_batch': True", "'tries_largest_batch': False")
+    assert untried != text
+    (folder / "untried.py").write_text(untried)
+    saved = []
+    for name in ("tried", "untried"):
+        run(here, words(folder, name, "--max-steps", "3", program=f"{name}.py"))
+        saved.append(load_file(folder / name / "adapter_model.safetensors"))
+        is_tried = f"The largest batch (4 x {LENGTH} tokens) fits." in capsys.readouterr().out
+        assert is_tried == (name == "tried")
+    assert all(saved[0][name].equal(saved[1][name]) for name in saved[0])
+
+
+def test_what_a_long_run_sets(
+    folder: Path, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options, --set, and a run that is taken up again where it ended."""
+    options = ["--eval-split", "0.25", "--warmup-steps", "0.5", "--save-limit", "1", "--set"]
+    run(here, words(folder, "long", *options, "max_grad_norm=0.5", "--max-steps", "4"))
+    shown = capsys.readouterr().out
+    assert shown.count("'eval_loss'") == 4  # a tenth of the run, which is a step at least
+    rates = re.findall(r"'learning_rate': '([^']*)'", shown)
+    assert list(map(float, rates)) == [0, 0.005, 0.01, 0.005]
+    assert [path.name for path in (folder / "long").glob("checkpoint-*")] == ["checkpoint-4"]
+    saved = torch.load(folder / "long" / "training_args.bin", weights_only=False)
+    assert saved.max_grad_norm == 0.5
+    run(
+        here,
+        words(
+            folder,
+            "long",
+            *options,
+            "torch_empty_cache_steps=2",
+            "--max-steps",
+            "6",
+            "--resume",
+            "--save-steps",
+            "2",
+        ),
+    )
+    shown = capsys.readouterr().out
+    assert (
+        "--set torch_empty_cache_steps=2 is not what was chosen: speed and memory may be others."
+        in shown
+    )
+    assert shown.count("'grad_norm'") == 2
+    assert shown.count("'eval_loss'") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--set", "warmup_step=3"], "TrainingArguments has no such field. Did you mean warmup_steps?"),
+        (["--set", "warmup_steps"], "--set warmup_steps: write it as NAME=VALUE"),
+        (["--resume", "nowhere"], "--resume nowhere: no checkpoint is there"),
+        (["--rung", "7"], "--rung 7: RECIPE has 2 fallbacks that can be used"),
+        (["--eval-split", "0.999"], "--eval-split 0.999: the dataset has 64 samples"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_in_a_line(
+    folder: Path, here: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(here, words(folder, "refused", *options))
+    assert said in str(ended.value.code)
+
+
+def test_every_way_of_running_out_of_memory_is_known() -> None:
+    """The messages that a probe takes for a lack of memory, and no other error."""
+    program: dict[str, Any] = {}
+    text = Path(train_py.__file__).with_name("train.py.template").read_text()
+    start = text.index("OUT_OF_MEMORY = (")
+    exec(text[start : text.index("STATE =")], program)
+    for message in (
+        "CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "Triton Error [CUDA]: out of memory",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.",
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
+    ):
+        assert says_out_of_memory(message)
+        assert any(piece in message.casefold() for piece in program["OUT_OF_MEMORY"])
+    assert not any(
+        piece in "CUDA error: an illegal memory access" for piece in program["OUT_OF_MEMORY"]
+    )
