@@ -241,7 +241,7 @@ class Candidates:
     def fallbacks(
         self, answer: Estimate, wanted: Callable[[TrainConfig], bool]
     ) -> tuple[Estimate, ...]:
-        """What a run of the answer can go on with when memory runs out, each with more room than the last.
+        """Return plan B: what a run goes on with when memory runs out, each with more room than the last.
 
         The fastest that give back FALLBACK_SHARE of the peak before; the last is the one that takes least.
         All go on from a checkpoint of the answer, with the same samples in each optimizer step.

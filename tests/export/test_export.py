@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import json
@@ -629,7 +630,7 @@ def test_a_run_of_trl_says_that_a_configuration_alone_has_no_weights(
     path.write_text("{}", encoding="utf-8")
     text = write(train_sft_py)
     main = ast.unparse(next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)))
-    names: dict[str, Any] = {"sys": sys, "Path": Path, "model": str(path)}
+    names: dict[str, Any] = {"argparse": argparse, "sys": sys, "Path": Path, "model": str(path)}
     exec(main, names)
     monkeypatch.setattr("sys.argv", ["train_sft.py", "rows.jsonl"])
     with pytest.raises(SystemExit, match="neither weights nor a tokenizer"):

@@ -272,7 +272,7 @@ class WatchCallback(TrainerCallback):
         )
 
     def _told_plan_b(self) -> str:
-        """What to go on with should memory run out; empty where the plan has nothing."""
+        """Name the fallback to go on with should memory run out; empty where the plan has none."""
         if not self._fallbacks:
             return ""
         what = difference(self._fallbacks[0].config, self._config)
