@@ -161,12 +161,11 @@ def _context(capability: tuple[int, int], num_sms: int | None) -> tuple[int, str
 @functools.cache
 def _most_sms(major: int) -> int:
     """Multiprocessors of the largest card whose compute capability has this major number."""
-    most: int = max(
-        row.get("num_sms", 0)
+    return max(
+        int(row.get("num_sms", 0))
         for row in (*_tables()["gpu"], *rows_by_rule())
         if row.get("compute_capability", "").startswith(f"{major}.")
     )
-    return most
 
 
 def family_facts(

@@ -270,7 +270,11 @@ def test_a_card_of_ones_own(tmp_path: Path) -> None:
     card = find_gpu(str(path))
     assert (card.name, card.compute_capability, card.num_sms) == ("RTX of mine", (8, 9), 64)
     assert card.capacity_bytes == 19 * GIB
-    assert card.context_bytes == find_gpu("rtx-4090").context_bytes
+    # Half of an RTX 4090's multiprocessors: a context beside the 50 MiB that any has.
+    of_4090 = find_gpu("rtx-4090").context_bytes
+    assert card.context_bytes is not None
+    assert of_4090 is not None
+    assert 2 * (card.context_bytes - 50 * MIB) == of_4090 - 50 * MIB
     assert card.peak_flop_per_second["bfloat16"] == 80e12
     path.write_text(CARD + "capacity_gib = 19.5\ncontext_mib = 300\n")
     card = find_gpu(str(path))

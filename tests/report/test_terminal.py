@@ -740,4 +740,4 @@ def test_what_fits_with_too_little_room_is_said_so() -> None:
     estimate = answers.estimate(device_gib=11.1)
     change = Change(setting="optimizer", value="adamw_torch", estimate=estimate, fits=False)
     shown = words.changed(change, answers.estimate(), 12 * 10**9)
-    assert shown == "With adamw_torch instead: too little room, it fits with 65 %."
+    assert shown == "With adamw_torch instead: too little room, it fits with 75 %."
