@@ -426,8 +426,7 @@ def test_a_worker_that_is_stopped_gives_the_job_back_and_the_next_one_answers_it
     assert list(machine.iterdir()) == []
     # Here, where the samples are, the same question has the same answer, files and place in history.
     there = main("jobs", "show", "1", "--out", "there")
-    with workers.at_work():
-        here = main(*asked.split(), "--out", "here")
+    here = main(*asked.split(), "--out", "here")
     assert there["workload"] == here["workload"]
     assert here["workload"]["lengths"]["num_tokens"] == 20 * (10 + 20 + 30 + 48)
     # 2,160 tokens, 8 x 64 of them at a time.
