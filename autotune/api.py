@@ -258,7 +258,10 @@ def find(
     num_gpus: int | None = None,
     seq_len: int | None = None,
     dataset: StrPath | None = None,
-    text_field: str = "text",
+    format: str | None = None,  # noqa: A002
+    text_field: str | None = None,
+    answer_field: str | None = None,
+    loss_on: str | None = None,
     tokenizer: StrPath | None = None,
     backend: str = "auto",
     effective_batch: int | None = None,
@@ -327,7 +330,10 @@ def estimate(
     num_gpus: int = 1,
     seq_len: int | None = None,
     dataset: StrPath | None = None,
-    text_field: str = "text",
+    format: str | None = None,  # noqa: A002
+    text_field: str | None = None,
+    answer_field: str | None = None,
+    loss_on: str | None = None,
     tokenizer: StrPath | None = None,
     method: str | None = None,
     accumulation: int = 1,
@@ -425,7 +431,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "model": _text,
     "tokenizer": _text,
     "space": _text,
-    "dataset": Path,
+    "dataset": _text,
     "base": Path,
     "peft": _peft,
 }

@@ -15,6 +15,7 @@ import click
 from autotune.cli import completion
 from autotune.records.question import ODDS, RANGES, SEQUENCE_LENGTH, Question
 from autotune.space.config import METHODS, TASKS
+from autotune.space.dataset import FORMATS, LOSS_ON
 from autotune.space.headroom import DEFAULT_ODDS
 from autotune.space.knobs import KNOBS, Knob
 from autotune.store import database
@@ -180,12 +181,28 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
         click.option("--seq-len", type=LENGTH, default=SEQUENCE_LENGTH, help="Tokens per sample."),
         click.option(
             "--dataset",
-            type=click.Path(path_type=Path),
-            metavar="FILE",
-            help="A .jsonl or a text per line: with its lengths, tokens/s counts no padding "
-            "[default: every sample is --seq-len long].",
+            metavar="NAME",
+            help="A .jsonl, .json, .csv, .parquet, a text per line, a folder, or NAME[:SPLIT] of the Hub: "
+            "with its lengths, tokens/s counts no padding [default: every sample is --seq-len long].",
         ),
-        click.option("--text-field", metavar="NAME", default="text", help="Of the .jsonl."),
+        click.option(
+            "--format",
+            type=click.Choice(FORMATS),
+            help="What the dataset's samples are [default: recognised].",
+        ),
+        click.option(
+            "--text-field",
+            metavar="NAME",
+            help="Its text, prompt or messages [default: by the format].",
+        ),
+        click.option(
+            "--answer-field", metavar="NAME", help="Its answer or label [default: by the format]."
+        ),
+        click.option(
+            "--loss-on",
+            type=click.Choice(LOSS_ON),
+            help="What a language model learns [default: answers, where the format has some].",
+        ),
         click.option(
             "--tokenizer",
             metavar="FOLDER",

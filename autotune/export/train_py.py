@@ -7,6 +7,8 @@ tests/contracts/test_export_trains.py, which runs what is written.
 
 from __future__ import annotations
 
+import ast
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,16 @@ from autotune.export.references import model_reference
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.dataset import Dataset
 from autotune.space.knobs import difference
 from autotune.space.lengths import vary
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
+_PASTED = ("samples.py", "encode.py")
+"""Modules beside this one that are a part of the program."""
+_PLACE = "# {samples}\n"
 _OF_SAMPLES = ("sequence-classification", "seq2seq-lm")
 """Tasks whose samples stay apart, however they are batched."""
 _OPENING = "RECIPE: dict[str, Any] = {"
@@ -40,7 +46,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         for each in fallbacks
     ]
     recipe["evidence"] = result["evidence"]
-    before, after = _TEMPLATE.read_text(encoding="utf-8").split(_OPENING)
+    program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, _pasted())
+    before, after = program.split(_OPENING)
     return f"{before}{_OPENING}\n{_entries(recipe, '    ')}{after}"
 
 
@@ -59,6 +66,22 @@ def _changes(
         elif value != recipe[name]:
             changes[name] = value
     return changes
+
+
+@functools.cache
+def _pasted() -> str:
+    """The modules' code, without docstrings of theirs and imports, which the template has."""
+    texts = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _PASTED]
+    return "\n\n".join(_after_imports(text) for text in texts)
+
+
+def _after_imports(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    imports = [
+        node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert imports[-1].end_lineno is not None
+    return "".join(lines[imports[-1].end_lineno :]).lstrip("\n")
 
 
 def _entries(values: Mapping[str, object], indent: str) -> str:
@@ -98,11 +121,19 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         if config.quantization == "none"
         else quantization_fields(config, workload.task),
         "adapter": peft_fields(config) if config.method in ADAPTERS else None,
+        "data": _data(workload.dataset),
         "environment": environment(config),
         # The newest names; the program translates them where it runs.
         "training_arguments": training_arguments(config, extra=workload.extra),
         "decided": sorted(DECIDED.keys() | CHANGES_STEP.keys()),
     }
+
+
+def _data(dataset: Dataset | None) -> dict[str, object]:
+    """Defaults of the program's options."""
+    names = ("format", "text_field", "answer_field", "loss_on")
+    values = {} if dataset is None else {name: getattr(dataset, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 EXPORTER = Exporter(name="train", filename="train.py", write=write)

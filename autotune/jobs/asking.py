@@ -38,6 +38,7 @@ from autotune.search import budget, resolve
 from autotune.search.budget import CardSource, ChosenCard
 from autotune.search.resolve import Brought
 from autotune.space import space_file
+from autotune.space.dataset import Dataset
 from autotune.space.lengths import Lengths
 from autotune.store.jobs import Job, WantedMachine
 from autotune.store.recommendations import question_of
@@ -96,6 +97,8 @@ def prepare(
     if taken.workload.lengths is not None:
         question["schema_version"] = VERSION
         question["lengths"] = dataclasses.asdict(taken.workload.lengths)
+        assert taken.workload.dataset is not None
+        question["dataset"] = dataclasses.asdict(taken.workload.dataset)
         if not taken.workload.sets_loader:
             note("the dataset stays on this machine, so no loader is timed: its settings stay.")
     if options.base is not None:
@@ -141,7 +144,7 @@ def read(question: Mapping[str, Any], folder: Path, *, backend: str) -> Received
             options = dataclasses.replace(options, space=str(place))
         brought = Brought(
             source=ModelSource(**question["model"], path=folder / "config.json"),
-            lengths=_lengths(question),
+            dataset=_dataset(question),
             files=Carried(_texts(question)),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -155,19 +158,19 @@ def _options(question: Mapping[str, Any]) -> Question:
         raise ConfigError("A newer autotune has asked it", remedy=f"Update autotune on {host}")
     given = dict(question["options"])
     given["methods"] = tuple(given.get("methods", ()))
-    if "dataset" in given:
-        given["dataset"] = Path(given["dataset"])
     if "base" in given:
         given["base"] = Path(question["base"]["path"])
     return Question(**given)
 
 
-def _lengths(question: Mapping[str, Any]) -> Lengths | None:
+def _dataset(question: Mapping[str, Any]) -> tuple[Dataset | None, Lengths] | None:
     if "dataset" not in question["options"]:
         return None
+    told = question.get("dataset")
+    named = None if told is None else json_records.read(Dataset, told, "dataset")
     given = dict(question["lengths"])
     given["percentiles"] = tuple(given["percentiles"])
-    return json_records.read(Lengths, given, "lengths")
+    return named, json_records.read(Lengths, given, "lengths")
 
 
 def _texts(question: Mapping[str, Any]) -> dict[Path, str]:

@@ -56,7 +56,10 @@ OPTIONS = (
     "task",
     "base",
     "dataset",
+    "format",
     "text_field",
+    "answer_field",
+    "loss_on",
     "tokenizer",
     "confirm_steps",
     "compile_mode",
@@ -64,7 +67,7 @@ OPTIONS = (
 )
 """Fields of Question that a matrix sets for all cells, or for some."""
 
-_PATHS = ("base", "dataset")
+_PATHS = ("base",)
 _REMEDY = "Copy studies/nightly.yaml and edit it; it explains each line"
 _DURATION = re.compile(r"\s*([0-9]{1,6}(?:\.[0-9]{1,3})?)\s*([a-z]+)\s*")
 _SECONDS_PER_UNIT = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}

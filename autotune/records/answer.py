@@ -283,12 +283,13 @@ class Answer:
 
     def to_dict(self) -> dict[str, object]:
         """The object of `find --json`, its `files` aside."""
-        budget = self.workload.memory_budget_bytes
+        budget, data = self.workload.memory_budget_bytes, self.workload.dataset
         return {
             "schema_version": SCHEMA_VERSION,
             "evidence": self.evidence,
             "measured": None if self.measured is None else self.measured.to_dict(),
             "workload": self.workload.to_dict(),
+            "dataset": None if data is None else dataclasses.asdict(data),
             "extra_arguments": self.workload.extra,
             "gpu": self.gpu,
             "gpu_reason": self.gpu_reason,

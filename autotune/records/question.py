@@ -11,6 +11,7 @@ from typing import Any
 from autotune.errors import ConfigError, nearest
 from autotune.records.measurement import BACKENDS
 from autotune.space.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
+from autotune.space.dataset import FORMATS, LOSS_ON
 from autotune.space.headroom import MOST_ODDS
 
 EFFORTS = ("quick", "normal", "thorough")
@@ -27,6 +28,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "allow": TRADEOFF_CLASSES,
     "compile_mode": COMPILE_MODES,
     "effort": EFFORTS,
+    "format": FORMATS,
+    "loss_on": LOSS_ON,
 }
 # Every micro-batch of an optimizer step is replayed: 100,000 take 2 s.
 RANGES: dict[str, tuple[int, int]] = {
@@ -40,17 +43,10 @@ RANGES: dict[str, tuple[int, int]] = {
 ODDS = (0.5, MOST_ODDS)
 """Range of the odds."""
 _TEXTS = (
-    "model",
-    "gpu",
-    "gpu_mem",
-    "headroom",
-    "text_field",
-    "tokenizer",
-    "peft",
-    "space",
-    "study",
-)
-_PATHS = ("dataset", "base")
+    "model", "gpu", "gpu_mem", "headroom", "dataset", "text_field", "answer_field", "tokenizer",
+    "peft", "space", "study",
+)  # fmt: skip
+_PATHS = ("base",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +69,16 @@ class Question:
     """Number of GPUs; None: the base's, or 1."""
     seq_len: int | None = None
     """Sequence length; None: the base's, or SEQUENCE_LENGTH as far as the model has positions."""
-    dataset: Path | None = None
-    text_field: str = "text"
+    dataset: str | None = None
+    """A file, a folder, or a dataset of the Hub (`name[:split]`)."""
+    format: str | None = None
+    """Format of its samples; None: recognised."""
+    text_field: str | None = None
+    """Field of the text, the prompt or the messages; None: by the format."""
+    answer_field: str | None = None
+    """Field of the answer or the label; None: by the format."""
+    loss_on: str | None = None
+    """Tokens that the loss is taken on; None: the answers, where the format has some."""
     tokenizer: str | None = None
     backend: str = "auto"
     effective_batch: int | None = None

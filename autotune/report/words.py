@@ -229,11 +229,16 @@ def near(found: Measured) -> str:
 
 
 def data(workload: Workload) -> str:
-    """The lengths of the dataset's samples."""
-    lengths = workload.lengths
+    """The format of the dataset, and the lengths of its samples."""
+    lengths, dataset = workload.lengths, workload.dataset
     assert lengths is not None
+    is_partial = (
+        dataset is not None and dataset.loss_on == "answers" and workload.task == "causal-lm"
+    )
     return (
-        f"{lengths.num_samples:,} samples, {format_count(lengths.num_tokens)} tokens: "
+        f"{f'{dataset.format}, ' if dataset else ''}{lengths.num_samples:,} samples"
+        f"{', of which the answers are learnt' if is_partial else ''}; "
+        f"{format_count(lengths.num_tokens)} tokens: "
         f"{lengths.num_tokens / lengths.num_samples:,.0f} on average, {lengths.percentiles[50]:,} in the "
         f"middle, at most {lengths.longest:,} after cutting off"
     )

@@ -22,7 +22,6 @@ from autotune.errors import ConfigError, HardwareError
 from autotune.memory.kv_cache import KvCache, kv_cache
 from autotune.records.measurement import BACKENDS
 from autotune.records.question import Question
-from autotune.search import dataset as datasets
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM, Headroom
 from autotune.space.knobs import KNOBS
@@ -207,16 +206,6 @@ def check_length(task: str, length: int) -> None:
             why="A language model learns to predict the next token, and there is none",
             remedy="Give --seq-len 2 or more",
         )
-
-
-def read_lengths(
-    dataset: Path, source: ModelSource, length: int, *, text_field: str, tokenizer: str | None
-) -> Lengths:
-    """Read how long the dataset's samples are, cut off at `length`."""
-    folder_or_id = tokenizer or source.folder_or_id
-    return datasets.read_lengths(
-        dataset, text_field=text_field, tokenizer=folder_or_id, sequence_length=length
-    )
 
 
 def longest_batch(

@@ -6,15 +6,16 @@ Tokenizers, collators and loaders are Transformers'.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from pathlib import Path
 
+from autotune.catalogue.models import ModelSource
 from autotune.common import json_records
 from autotune.errors import ConfigError, WorkerError
 from autotune.export import train_py
 from autotune.records.loader_times import LoaderTime, LoaderTimes, settings_to_time
 from autotune.records.measurement import Measurement
+from autotune.records.question import Question
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.dataset import Dataset
 from autotune.space.lengths import Lengths
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import run
@@ -22,41 +23,40 @@ from autotune.worker.client.isolate import run
 DEADLINE_SECONDS = 900.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dataset:
-    """The dataset, as it was named."""
+def read_dataset(
+    question: Question, source: ModelSource, task: str, sequence_length: int
+) -> tuple[Dataset, Lengths]:
+    """Recognise the dataset of a question, and count tokens per sample, cut off at `sequence_length`.
 
-    path: Path
-    text_field: str
-    tokenizer: str
-    """A folder, or an id whose files are in the Hub's cache."""
-
-
-def read_lengths(
-    dataset: Path, *, text_field: str, tokenizer: str, sequence_length: int
-) -> Lengths:
-    """Tokens per sample, cut off at `sequence_length`.
-
-    `tokenizer` is a folder, or an id whose files are in the Hub's cache: nothing is downloaded, and
-    nothing of it is run. Raises ConfigError, WorkerError.
+    The tokenizer is a folder, or an id whose files are in the Hub's cache: none is downloaded, and nothing
+    of it or of the dataset is run. Raises ConfigError, WorkerError.
     """
-    request = {"dataset": str(dataset), "text_field": text_field, "tokenizer": tokenizer}
+    assert question.dataset is not None
+    asked = {name: getattr(question, name) for name in _READ_AS}
+    tokenizer = question.tokenizer or source.folder_or_id
+    request = {**asked, "dataset": question.dataset, "task": task, "tokenizer": tokenizer}
     end = run("lengths", request, deadline_seconds=DEADLINE_SECONDS)
     if end.how != "ok" or not end.answers:
         raise end.to_error("lengths")
     answer = end.answers[-1]
     if "problem" in answer:
         raise ConfigError(
-            f"The dataset {dataset} cannot be read",
+            f"The dataset {question.dataset} cannot be read",
             why=answer["problem"],
             remedy=answer["remedy"],
         )
-    return Lengths.of(
+    lengths = Lengths.of(
         dict(answer["counts"]),
         sequence_length,
         num_samples=answer["num_samples"],
         longest=answer["longest"],
     )
+    recognised = {name: answer[name] for name in (*_READ_AS, "is_sharegpt")}
+    return Dataset(name=question.dataset, tokenizer=tokenizer, **recognised), lengths
+
+
+_READ_AS = ("format", "text_field", "answer_field", "loss_on")
+"""Fields of Question, and of Dataset, that say how the dataset is read."""
 
 
 def time_loaders(
@@ -73,8 +73,7 @@ def time_loaders(
         "program": train_py.write(
             workload=workload, config=best.config, result={"evidence": "measured"}
         ),
-        "dataset": str(dataset.path),
-        "text_field": dataset.text_field,
+        "dataset": dataset.name,
         "tokenizer": dataset.tokenizer,
         "backend": backend,
         "micro_step_seconds": needed_seconds,

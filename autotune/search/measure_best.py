@@ -15,11 +15,12 @@ from autotune.records.answer import Answer, Measured
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
 from autotune.search import predict_best
-from autotune.search.dataset import Dataset, time_loaders
+from autotune.search.dataset import time_loaders
 from autotune.search.listener import Listener
 from autotune.search.predict_best import Prediction
 from autotune.search.resolve import Problem
 from autotune.space.config import Workload
+from autotune.space.dataset import Dataset
 from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer
 
@@ -39,13 +40,7 @@ def measured(
 ) -> Answer:
     """Probe the candidates and confirm the winner: the answer, measured. Nothing measured is ever lost."""
     question, source = problem.question, problem.source
-    data = None
-    if problem.reads_dataset and question.dataset is not None:
-        data = Dataset(
-            path=question.dataset,
-            text_field=question.text_field,
-            tokenizer=question.tokenizer or source.folder_or_id,
-        )
+    data = problem.workload.dataset if problem.reads_dataset else None
     answer = prediction.answer
     workload = answer.workload
     confirm_steps, train_steps = question.confirm_steps, question.train_steps

@@ -23,8 +23,10 @@ from autotune.records.measurement import BACKENDS
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, Question
 from autotune.search import budget
 from autotune.search.budget import CHOOSERS, CardSource, ChosenCard, choose_card
+from autotune.search.dataset import read_dataset
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.dataset import Dataset
 from autotune.space.defaults import default_base
 from autotune.space.headroom import NO_HEADROOM
 from autotune.space.lengths import Lengths
@@ -46,8 +48,8 @@ class Brought:
 
     source: ModelSource | None = None
     """The model; None: looked up here."""
-    lengths: Lengths | None = None
-    """Lengths of the dataset's samples; None: read here."""
+    dataset: tuple[Dataset | None, Lengths] | None = None
+    """The dataset, which older versions do not tell, and its samples' lengths; None: read here."""
     files: Files = field(default_factory=Disk)
     """The files of the base."""
 
@@ -131,15 +133,9 @@ def resolve(
     task = question.task or source.task
     length = _possible_length(source, length, note)
     budget.check_length(task, length)
-    lengths = brought.lengths
+    data, lengths = None, None
     if question.dataset is not None:
-        lengths = lengths or budget.read_lengths(
-            question.dataset,
-            source,
-            length,
-            text_field=question.text_field,
-            tokenizer=question.tokenizer,
-        )
+        data, lengths = brought.dataset or read_dataset(question, source, task, length)
         packs = may_pack(changing.space, task)
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
         if base is not None:
@@ -160,6 +156,7 @@ def resolve(
         task=task,
         sequence_length=length,
         lengths=lengths,
+        dataset=data,
         effective_batch_size=budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
         methods=methods,
         memory_budget_bytes=card.budget_bytes,
@@ -181,7 +178,7 @@ def resolve(
         run=run,
         base=base,
         backend=backend,
-        reads_dataset=question.dataset is not None and brought.lengths is None,
+        reads_dataset=question.dataset is not None and brought.dataset is None,
     )
 
 
@@ -213,15 +210,9 @@ def resolve_configuration(
         source, question.seq_len or SEQUENCE_LENGTH, is_given=question.seq_len is not None
     )
     budget.check_length(task, length)
-    lengths = None
+    data, lengths = None, None
     if question.dataset is not None:
-        lengths = budget.read_lengths(
-            question.dataset,
-            source,
-            length,
-            text_field=question.text_field,
-            tokenizer=question.tokenizer,
-        )
+        data, lengths = read_dataset(question, source, task, length)
         packs = given.get("batching", usual_batching(task)) == "packed"
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
     workload = Workload(
@@ -229,6 +220,7 @@ def resolve_configuration(
         task=task,
         sequence_length=length,
         lengths=lengths,
+        dataset=data,
         effective_batch_size=given.get("micro_batch_size", 1) * question.accumulation * num_gpus,
         methods=(method,),
         memory_budget_bytes=card.budget_bytes,

@@ -13,6 +13,7 @@ from typing import Any
 
 from autotune.common.json_records import shown
 from autotune.space.adapters import ADAPTERS
+from autotune.space.dataset import Dataset
 from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Lengths, useful_share
 
@@ -73,6 +74,8 @@ class Workload:
     """Lengths of the dataset's samples; None: every sample is as long as the sequence."""
     headroom: Headroom = USUAL_HEADROOM
     """The room that a predicted peak leaves in the budget."""
+    dataset: Dataset | None = None
+    """The dataset itself, which exports name; None where there is none. A step does not depend on it."""
     extra_arguments: str = "{}"
     """TrainingArguments that no setting decides, as export.extra_arguments reads them: a JSON object
     that exports carry. A step does not depend on it."""
@@ -100,11 +103,11 @@ class Workload:
     def to_dict(self) -> dict[str, object]:
         """The workload as it is stored and shown.
 
-        It leaves out what there is not (a dataset, several GPUs), the usual headroom and the extra
-        arguments, which make no other workload.
+        It leaves out what there is not (a dataset, several GPUs), the usual headroom, and the dataset's name
+        and the extra arguments, which make no other workload.
         """
         values = dataclasses.asdict(self)
-        del values["extra_arguments"]
+        del values["extra_arguments"], values["dataset"]
         if self.headroom == USUAL_HEADROOM:
             del values["headroom"]
         if self.lengths is None:

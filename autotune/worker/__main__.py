@@ -18,11 +18,12 @@ fingerprint {"backend": str}
 examine {}
         one line per part of the installation, under its name, with the reason why it cannot be used:
         {"torch": {"problem": str, ...}}, then allocator, card, bitsandbytes, flash_attention
-lengths {"dataset": path, "text_field": str, "tokenizer": folder or id}
-        {"num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
+lengths {"dataset": str, "format", "text_field", "answer_field", "loss_on": str or null, "task": str,
+         "tokenizer": folder or id}
+        {fields of Dataset, "num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
         {"problem": str, "remedy": str}
-loader  {"program": text of train.py, "dataset": path, "text_field": str, "tokenizer": folder or id,
-         "backend": str, "micro_step_seconds": float, "settings": [{fields of LoaderTime}]}
+loader  {"program": text of train.py, "dataset": str, "tokenizer": folder or id, "backend": str,
+         "micro_step_seconds": float, "settings": [{fields of LoaderTime}]}
         one line per setting, until one keeps up with the micro-step: {LoaderTime}; or {"problem": str}
 """
 
@@ -108,23 +109,24 @@ def _examine(request: dict[str, Any]) -> Answers:
 
 
 def _lengths(request: dict[str, Any]) -> Answers:
-    from autotune.worker.lengths import UnreadableDataset, count_lengths
+    from autotune.export.samples import UnusableData
+    from autotune.worker.lengths import count_lengths
 
     try:
-        yield count_lengths(request["dataset"], request["text_field"], request["tokenizer"])
-    except UnreadableDataset as error:
-        yield {"problem": str(error), "remedy": error.remedy}
+        yield count_lengths(request)
+    except UnusableData as error:
+        yield {"problem": error.why, "remedy": error.remedy}
 
 
 def _loader(request: dict[str, Any]) -> Answers:
     import_adapters()
 
-    from autotune.worker.lengths import UnreadableDataset
+    from autotune.export.samples import UnusableData
     from autotune.worker.probe.loading import time_loaders
 
     try:
         yield from time_loaders(request)
-    except UnreadableDataset as error:
+    except UnusableData as error:
         yield {"problem": str(error)}
 
 

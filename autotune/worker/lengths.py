@@ -1,72 +1,90 @@
-"""Counts the tokens of a dataset's samples with the model's own tokenizer, from local files only."""
+"""Counts the tokens of a dataset's samples as the exported train.py makes them.
+
+With the model's own tokenizer, from local files only.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
-import json
-import os
 import random
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from autotune.export.encode import encode
+from autotune.export.samples import Columns, Sample, Samples, UnusableData, read_samples
 
 MAX_TOKENISED = 20_000
 """Most samples that are tokenised: a larger dataset is sampled. [judgement] Its mean is then known to a per
 cent."""
 NUM_LONGEST = 200
-"""Number of texts, those of the most characters, among which the sample of the most tokens is looked for."""
+"""Number of samples, those of the most characters, among which the one of the most tokens is looked for."""
+NUM_TRIED = 100
+"""Number of samples whose answers are looked for, so that a template that hides them is known now."""
 _AT_ONCE = 1000
 
 
-_NOT_TEXT = (".arrow", ".csv", ".gz", ".json", ".parquet", ".tsv", ".zip", ".zst")
-"""Endings of files that people keep samples in, but whose lines are no samples."""
+def count_lengths(request: dict[str, Any]) -> dict[str, Any]:
+    """Recognise the samples and count their tokens: the answer of the verb `lengths`.
 
-
-class UnreadableDataset(Exception):
-    """The dataset or the tokenizer cannot be used; the message, for the user, says what to do."""
-
-    def __init__(self, why: str, remedy: str = "") -> None:
-        super().__init__(why)
-        self.remedy = remedy
-
-
-def count_lengths(dataset: str, text_field: str, tokenizer: str) -> dict[str, Any]:
-    """Count tokens: {"num_samples": all, "counts": [[tokens, samples], ...], "longest": tokens}.
-
-    The counts are of at most MAX_TOKENISED samples. Raises UnreadableDataset.
+    The counts are of at most MAX_TOKENISED samples. Raises UnusableData.
     """
-    texts = list(_texts(Path(dataset), text_field))
-    if not texts:
-        raise UnreadableDataset("It is empty")
-    num_samples = len(texts)
-    longest_texts = heapq.nlargest(NUM_LONGEST, texts, len)
-    if num_samples > MAX_TOKENISED:
-        texts = random.Random(0).sample(texts, MAX_TOKENISED)
-    tokenise = load_tokenizer(tokenizer)
-    counts = _counted(tokenise, texts)
+    columns = Columns(request["format"], request["text_field"], request["answer_field"])
+    data = read_samples(request["dataset"], columns, request["task"])
+    loss_on = data.loss_on(request["loss_on"]) if request["task"] == "causal-lm" else "all"
+    longest = heapq.nlargest(NUM_LONGEST, data.samples, _num_characters)
+    some = data.samples
+    if len(some) > MAX_TOKENISED:
+        some = random.Random(0).sample(some, MAX_TOKENISED)
+    tokenizer = load_tokenizer(request["tokenizer"])
+    if loss_on == "answers":
+        list(encode(_of(data, some[:NUM_TRIED]), tokenizer, loss_on))
+    counts = _counted(_of(data, some), tokenizer, request["task"])
     counts.pop(0, None)
     if not counts:
-        raise UnreadableDataset("It has no tokens")
+        raise UnusableData("it has no tokens")
     return {
-        "num_samples": num_samples,
+        "format": data.format,
+        "text_field": data.text_field,
+        "answer_field": data.answer_field,
+        "is_sharegpt": data.is_sharegpt,
+        "loss_on": loss_on,
+        "num_samples": len(data.samples),
         "counts": sorted(counts.items()),
-        "longest": max(*counts, *_counted(tokenise, longest_texts)),
+        "longest": max(*counts, *_counted(_of(data, longest), tokenizer, request["task"])),
     }
 
 
-def _counted(tokenise: Any, texts: list[str]) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    for start in range(0, len(texts), _AT_ONCE):
-        batch = tokenise(texts[start : start + _AT_ONCE], verbose=False)["input_ids"]
-        counts.update(map(len, batch))
-    return counts
+def _of(data: Samples, samples: list[Sample]) -> Samples:
+    return dataclasses.replace(data, samples=samples)
+
+
+def _num_characters(sample: Sample) -> int:
+    texts = [sample.text, sample.answer, *(message["content"] for message in sample.messages)]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _counted(data: Samples, tokenizer: Any, task: str) -> Counter[int]:
+    """Samples by their tokens: of a source or its target, where a model reads both apart, the more."""
+    if task == "causal-lm":
+        return Counter(len(ids) for ids, _ in encode(data, tokenizer, "all"))
+    texts = _numbers_of_tokens([sample.text for sample in data.samples], tokenizer)
+    if task != "seq2seq-lm":
+        return Counter(texts)
+    targets = _numbers_of_tokens([sample.answer for sample in data.samples], tokenizer)
+    return Counter(map(max, texts, targets))
+
+
+def _numbers_of_tokens(texts: list[str], tokenizer: Any) -> list[int]:
+    starts = range(0, len(texts), _AT_ONCE)
+    batches = (tokenizer(texts[at : at + _AT_ONCE], verbose=False)["input_ids"] for at in starts)
+    return [len(ids) for batch in batches for ids in batch]
 
 
 def load_tokenizer(tokenizer: str) -> Any:
     """Load the tokenizer from local files.
 
-    Raises UnreadableDataset.
+    Raises UnusableData.
     """
     from transformers import AutoTokenizer
 
@@ -76,44 +94,7 @@ def load_tokenizer(tokenizer: str) -> Any:
         )
     except Exception as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UnreadableDataset(
-            f"There is no tokenizer in local files for {tokenizer}: {why}",
+        raise UnusableData(
+            f"there is no tokenizer in local files for {tokenizer}: {why}",
             "--tokenizer names a folder that has it",
         ) from error
-
-
-def _texts(path: Path, text_field: str) -> Iterator[str]:
-    """Read the texts as train.py does: objects of a .jsonl, or lines of text."""
-    as_jsonl = (
-        "Write it as .jsonl, with the text in a field (datasets: load_dataset(...).to_json(FILE))"
-    )
-    if path.suffix in _NOT_TEXT and os.path.exists(path):
-        raise UnreadableDataset(f"A {path.suffix} is neither .jsonl nor a text per line", as_jsonl)
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _text(line, text_field, number) if path.suffix == ".jsonl" else line
-    except OSError as error:
-        remedy = "Name a file" if os.path.isdir(path) else ""
-        raise UnreadableDataset(error.strerror or str(error), remedy) from error
-    except UnicodeDecodeError as error:
-        raise UnreadableDataset("It is not UTF-8 text", as_jsonl) from error
-
-
-def _text(line: str, text_field: str, number: int) -> str:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableDataset(
-            f"Line {number} is not JSON", "A .jsonl has an object per line"
-        ) from error
-    text = row.get(text_field) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        fields = ", ".join(map(str, row))[:100] if isinstance(row, dict) else "no fields"
-        raise UnreadableDataset(
-            f"Line {number} has no text in {text_field!r}; it has {fields}",
-            "--text-field names the field; lists of messages have to be made one text first (the "
-            "tokenizer's apply_chat_template)",
-        )
-    return text

@@ -446,7 +446,7 @@ def test_a_base_with_less_than_there_can_be(fail: Fail, tmp_path: Path, name: st
     assert f"config.{name} is -1 and should be at least 1" in err
 
 
-@pytest.mark.parametrize("name", ["effort", "space", "text_field"])
+@pytest.mark.parametrize("name", ["effort", "space"])
 def test_a_night_with_a_setting_that_is_nothing(fail: Fail, tmp_path: Path, name: str) -> None:
     (tmp_path / "night.yaml").write_text(f"models: [gpt2]\n{name}: null\n", encoding="utf-8")
     code, err = fail("nightly", "night.yaml", "--dry-run", "--backend", "cpu")

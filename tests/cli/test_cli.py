@@ -85,7 +85,10 @@ SHARED = {
     "--num-gpus": 1,
     "--seq-len": 1024,
     "--dataset": None,
-    "--text-field": "text",
+    "--format": None,
+    "--text-field": None,
+    "--answer-field": None,
+    "--loss-on": None,
     "--tokenizer": None,
     "--json": False,
 }

@@ -14,8 +14,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from autotune.catalogue import installed
+from autotune.catalogue.models import resolve as find_model
 from autotune.errors import ConfigError
-from autotune.search.dataset import read_lengths
+from autotune.records.question import Question
+from autotune.search.dataset import read_dataset
+from autotune.space.dataset import Dataset
 from autotune.space.lengths import Lengths, useful_share
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
@@ -39,15 +42,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(folder: Path, name: str, **changes: Any) -> Lengths:
-    settings = {"text_field": "text", "tokenizer": str(folder / "tiny"), "sequence_length": 100}
-    return read_lengths(folder / name, **(settings | changes))
+def read(
+    folder: Path, name: str, task: str = "causal-lm", **changes: Any
+) -> tuple[Dataset, Lengths]:
+    question = Question(dataset=str(folder / name), **changes)
+    return read_dataset(question, find_model(str(folder / "tiny")), task, 100)
 
 
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
 def test_samples_are_counted_as_the_tokenizer_cuts_them(folder: Path, name: str) -> None:
-    lengths = read(folder, name)
+    dataset, lengths = read(folder, name)
+    assert (dataset.format, dataset.loss_on) == ("text", "all")
     assert (lengths.num_samples, lengths.longest) == (360, 100)
     assert lengths.num_tokens == 40 * (36 + 120)
     assert lengths.num_kept_tokens == 40 * (36 + 100)
@@ -58,20 +64,21 @@ def test_samples_are_counted_as_the_tokenizer_cuts_them(folder: Path, name: str)
 @pytest.mark.parametrize(
     ("name", "content", "changes", "part"),
     [
-        ("missing.jsonl", None, {}, "No such file"),
+        ("missing.jsonl", None, {}, "There is no such file"),
         ("empty.txt", "\n \n", {}, "It is empty."),
-        ("list.jsonl", "[1]", {}, "Line 1 has no text in 'text'; it has no fields. --text-field"),
-        ("field.jsonl", '{"body": "x"}', {}, "it has body. --text-field names the field"),
-        ("chat.jsonl", '{"messages": []}', {}, "it has messages. --text-field names"),
-        ("chat.jsonl", '{"messages": []}', {}, "apply_chat_template"),
-        ("broken.jsonl", "{", {}, "Line 1 is not JSON"),
-        ("deep.jsonl", "[" * 100_000, {}, "Line 1 is not JSON"),
-        # Its lines would be taken for texts: header, quotes, labels and all.
-        ("table.csv", "text,label\nword,1\n", {}, "A .csv is neither .jsonl nor a text per line"),
-        ("list.json", '[{"text": "word"}]', {}, "Write it as .jsonl"),
-        ("missing.csv", None, {}, "No such file"),
-        (".", None, {}, "Is a directory. Name a file."),
-        ("good.txt", "word", {"tokenizer": "no/such-model"}, "no tokenizer in local files"),
+        (
+            "chat.jsonl",
+            '{"messages": [{"role": "user", "content": "word"}]}',
+            {},
+            "has no chat template",
+        ),
+        ("chat.jsonl", '{"messages": [{"role": "user", "content": "word"}]}', {}, "--tokenizer ID"),
+        (
+            "good.txt",
+            "word",
+            {"tokenizer": "no/such-model"},
+            "There is no tokenizer in local files",
+        ),
         ("good.txt", "word", {"tokenizer": "no/such-model"}, "--tokenizer names a folder"),
     ],
 )

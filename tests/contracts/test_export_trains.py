@@ -151,16 +151,36 @@ EXTRA = {
     "disable_tqdm": True,
 }
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ 'w0' if m['role'] == 'user' else 'w1' }} {{ m['content'] }} [EOS] "
+    "{% endfor %}{% if add_generation_prompt %}w1 {% endif %}"
+)
+CHAT = [
+    [
+        {"role": "user", "content": f"w{number} w3"},
+        {"role": "assistant", "content": f"w{number} w5"},
+        {"role": "user", "content": "w6"},
+        {"role": "assistant", "content": "w7 w8 w9"},
+    ]
+    for number in range(10, 34)
+]
+# name: how the samples are batched, by which trainer
+CHAT_RUNS = {
+    "chat": FULL,
+    "chat-padded": PADDED,
+    "chat-padding-free": IN_ONE_ROW,
+    "chat-sft-padded": dataclasses.replace(PADDED, trainer="trl-sft"),
+    "chat-sft": SFT,
+}
+
 # name: the dataset's file, its content, what is said about it
 BAD_DATA = {
     "short": ("short.txt", "w1 w2", "fewer than one block of 16"),
-    "csv": ("table.csv", "text\nw1 w2", "write it as .jsonl"),
-    "empty": ("empty.txt", "\n\n", "is empty"),
-    "no-field": ("no-field.jsonl", "\n{}", "line 2: KeyError 'text'"),
-    "no-json": ("no-json.jsonl", "[1", "line 1: JSONDecodeError"),
-    "no-object": ("no-object.jsonl", "3", "line 1: TypeError"),
-    "no-text": ("no-text.jsonl", '{"text": 3}', "line 1: the text is no string"),
-    "not-utf-8": ("not-utf-8.txt", "\udcff", "is not UTF-8"),
+    "empty": ("empty.txt", "\n\n", "empty.txt: It is empty"),
+    "no-field": ("no-field.jsonl", '{"body": "w1"}', "Sample 1 has the fields body"),
+    "no-json": ("no-json.jsonl", "[1", "Line 1 is not JSON"),
+    "roles": ("roles.jsonl", '{"messages": [{"role": "boss", "content": "w1"}]}', "the role boss"),
+    "late": ("late.jsonl", json.dumps({"prompt": TEXT, "completion": "w1"}), "within the first 16"),
 }
 
 
@@ -222,6 +242,7 @@ def make_models(folder: Path) -> None:
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         model.save_pretrained(folder / name)
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+        fast.chat_template = CHAT_TEMPLATE
         fast.save_pretrained(folder / name)
 
 
@@ -237,11 +258,21 @@ def counting(*args, **kwargs):
     return real(*args, **kwargs)
 transformers.modeling_utils.checkpoint = counting
 
+from transformers import Trainer
+training_step = Trainer.training_step
+batches = []
+def watched(self, model, inputs, *more):
+    names = ("input_ids", "labels")
+    batches.append([inputs[name].flatten().tolist() for name in names if name in inputs])
+    return training_step(self, model, inputs, *more)
+Trainer.training_step = watched
+
 programs, report_path = json.loads(sys.argv[1]), sys.argv[2]
 reports = {}
 for name, (arguments, program) in programs.items():
     sys.argv = [program, *arguments]
     num_checkpoints = 0
+    batches = []
     before = dict(os.environ)
     printed = io.StringIO()
     problem = ""
@@ -253,7 +284,7 @@ for name, (arguments, program) in programs.items():
     os.environ.clear()
     os.environ.update(before)
     reports[name] = dict(
-        printed=printed.getvalue(), problem=problem, num_checkpoints=num_checkpoints
+        printed=printed.getvalue(), problem=problem, num_checkpoints=num_checkpoints, batches=batches
     )
 with open(report_path, "w") as file:
     json.dump(reports, file)
@@ -320,7 +351,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
     for name, (filename, content, _) in BAD_DATA.items():
         path = folder / filename
         path.write_text(content, encoding="utf-8", errors="surrogateescape")
-        programs[name] = (["--dataset", str(path)], str(folder / "full" / "train.py"))
+        program = "padded" if name == "late" else "full"
+        programs[name] = (["--dataset", str(path)], str(folder / program / "train.py"))
+    chats = folder / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHAT))
+    for name, config in CHAT_RUNS.items():
+        export.export_files(
+            folder / name,
+            workload=Workload(model=str(models / "llama"), memory_budget_bytes=10**9),
+            config=config,
+            result={"evidence": "predicted"},
+        )
+        arguments = ["--dataset", str(chats), "--output-dir", str(folder / name / "output")]
+        options = ["--max-steps", str(NUM_STEPS), "--eval-dataset", str(chats)]
+        programs[name] = ([*arguments, *options], str(folder / name / "train.py"))
     run_python(DRIVER, json.dumps(programs), str(folder / "reports.json"))
     return folder
 
@@ -344,6 +388,25 @@ def test_the_checkpointing_that_was_chosen(runs: Path, name: str) -> None:
     num_forwards = NUM_STEPS * config.gradient_accumulation_steps
     report = json.loads((runs / "reports.json").read_text())[name]
     assert report["num_checkpoints"] == num_layers * num_forwards
+
+
+@pytest.mark.parametrize("name", CHAT_RUNS)
+def test_of_a_chat_the_answers_are_learnt(runs: Path, name: str) -> None:
+    report = json.loads((runs / "reports.json").read_text())[name]
+    assert report["problem"] == ""
+    assert "chats.jsonl: chat, 24 samples" in report["printed"]
+    # The words in front of them, by their places in the vocabulary: [EOS] is 2, w0 is 4.
+    asked, learnt = {4 + 0, 4 + 1, 4 + 3, 4 + 6}, {4 + 5, 4 + 7, 4 + 8, 4 + 9}
+    num_batches = NUM_STEPS * CHAT_RUNS[name].gradient_accumulation_steps
+    assert len(report["batches"]) == num_batches
+    for ids, labels in report["batches"]:
+        pairs = list(zip(ids, labels, strict=True))
+        assert all(label in (-100, token) for token, label in pairs)
+        assert {label for token, label in pairs if token in asked} == {-100}
+        assert -100 not in {label for token, label in pairs if token in learnt}
+        # Half of the turns are answers, each with its end; packed blocks are cut anywhere.
+        num_ends = sum(token == 2 and label == 2 for token, label in pairs)
+        assert num_ends == 4 or (name in ("chat", "chat-sft") and 2 <= num_ends <= 6)
 
 
 def tensors(folder: Path) -> dict[str, Any]:
@@ -456,7 +519,9 @@ def test_as_a_user_runs_it(runs: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.splitlines()[-1] == "absent.txt: No such file or directory"
+    assert done.stderr.splitlines()[-1] == (
+        "absent.txt: There is no such file. Name a file, a folder or a dataset of the Hub"
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -14,9 +14,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from autotune.export import train_py
+from autotune.export.samples import UnusableData
 from autotune.records.loader_times import LoaderTime, LoaderTimes, settings_to_time
 from autotune.space.config import TrainConfig, Workload
-from autotune.worker.lengths import UnreadableDataset
 from autotune.worker.probe import loading
 
 PADDED = TrainConfig(
@@ -50,7 +50,6 @@ def loader_request(folder: Path, **changes: Any) -> dict[str, Any]:
     return {
         "program": program,
         "dataset": str(folder / "data.txt"),
-        "text_field": "text",
         "tokenizer": str(folder),
         "backend": "cpu",
         "micro_step_seconds": 1e-9,
@@ -140,5 +139,5 @@ def test_what_the_user_has_set_of_the_loader_is_timed_with_it(
 
 def test_a_dataset_that_cannot_be_read_is_said(folder: Path) -> None:
     request = loader_request(folder, dataset=str(folder / "nowhere.txt"))
-    with pytest.raises(UnreadableDataset, match=r"nowhere.txt: No such file"):
+    with pytest.raises(UnusableData, match=r"nowhere.txt: There is no such file"):
         list(loading.time_loaders(request))

@@ -414,6 +414,7 @@ def test_the_recipe_of_qlora() -> None:
             "lora_alpha": 128,
             "target_modules": "all-linear",
         },
+        "data": {},
         "environment": {},
         "training_arguments": training_args.training_arguments(QLORA),
         "fallbacks": [],

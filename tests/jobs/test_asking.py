@@ -17,9 +17,10 @@ from autotune.jobs import asking
 from autotune.records.answer import Answer, stored_record
 from autotune.records.question import Question
 from autotune.report.answer_files import AnswerFiles
-from autotune.search import budget, resolve
+from autotune.search import resolve
 from autotune.search.budget import CardSource, ChosenCard
 from autotune.space.config import TrainConfig
+from autotune.space.dataset import Dataset
 from autotune.space.lengths import Lengths
 from autotune.store.jobs import Job, WantedMachine, WorkerMachine, open_jobs
 
@@ -36,6 +37,9 @@ BASES = Path(__file__).parents[1] / "data" / "bases"
 CARD = "NVIDIA RTX 4090"
 MACHINE = WorkerMachine(worker="w", card=CARD, capacity_bytes=10**12, fingerprint="f")
 NAMED = {"model": "Qwen/Qwen2.5-1.5B", "gpu": "rtx-4090"}
+DATASET = Dataset(
+    name="data.jsonl", format="text", loss_on="all", text_field="body", tokenizer="mine"
+)
 LENGTHS = Lengths(
     num_samples=10, num_tokens=900, num_kept_tokens=800, percentiles=(*range(20, 120), 128)
 )
@@ -152,21 +156,21 @@ def test_of_a_dataset_its_lengths_alone_are_sent(
 ) -> None:
     asked_for: list[tuple[Any, ...]] = []
 
-    def read_lengths(*given: Any, **named: Any) -> Lengths:
-        asked_for.append((given[0], given[2], *named.values()))
-        return LENGTHS
+    def read_dataset(asked: Question, _: Any, *more: Any) -> tuple[Dataset, Lengths]:
+        asked_for.append((asked.dataset, asked.text_field, asked.tokenizer, *more))
+        return DATASET, LENGTHS
 
-    monkeypatch.setattr(budget, "read_lengths", read_lengths)
+    monkeypatch.setattr(resolve, "read_dataset", read_dataset)
     options = {
         **NAMED,
-        "dataset": Path("data.jsonl"),
+        "dataset": "data.jsonl",
         "text_field": "body",
         "tokenizer": "mine",
         "seq_len": 128,
     }
     notes: list[str] = []
     question, _ = prepared(notes, **options)
-    assert asked_for == [(Path("data.jsonl"), 128, "body", "mine")]
+    assert asked_for == [("data.jsonl", "body", "mine", "causal-lm", 128)]
     assert question["lengths"] == {
         **dataclasses.asdict(LENGTHS),
         "percentiles": [*range(20, 120), 128],
@@ -176,7 +180,7 @@ def test_of_a_dataset_its_lengths_alone_are_sent(
     taken = resolve.resolve(
         asked.options, card=card_of(10**9), note=notes.append, brought=asked.brought
     )
-    assert taken.workload.lengths == LENGTHS
+    assert (taken.workload.dataset, taken.workload.lengths) == (DATASET, LENGTHS)
     assert len(asked_for) == 1
 
 

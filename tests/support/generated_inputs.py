@@ -34,6 +34,7 @@ from optuna.storages._rdb.storage import _VersionManager
 
 from autotune import cli, export
 from autotune.catalogue import gpus
+from autotune.export.samples import UnusableData
 from autotune.predict import tracing
 from autotune.probe import fingerprint
 from autotune.report import deliver, html
@@ -558,10 +559,9 @@ def _alone(*, is_stored: bool, is_traced: bool) -> Iterator[None]:
 
     def counted(_verb: str, request: Mapping[str, Any], **_: Any) -> WorkerEnd:
         try:
-            asked = (request["dataset"], request["text_field"], request["tokenizer"])
-            answer = lengths.count_lengths(*asked)
-        except lengths.UnreadableDataset as error:
-            answer = {"problem": str(error), "remedy": error.remedy}
+            answer: dict[str, Any] = lengths.count_lengths(dict(request))
+        except UnusableData as error:
+            answer = {"problem": error.why, "remedy": error.remedy}
         answer = json.loads(json.dumps(answer))
         return WorkerEnd(
             how="ok", exit_code=0, answers=(answer,), num_partial_lines=0, problem="", stderr_tail=""
@@ -585,8 +585,18 @@ def _alone(*, is_stored: bool, is_traced: bool) -> Iterator[None]:
     def delivered(answer: Any, *, storage: str | None, **rest: Any) -> Any:
         return deliver_all(answer, storage=storage if is_stored else None, **rest)
 
-    def tokenise(texts: list[str], **_: Any) -> dict[str, list[str]]:
-        return {"input_ids": texts}
+    class Letters:
+        """A tokenizer with a token per character."""
+
+        chat_template = eos_token_id = None
+        is_fast = True
+
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
+            places = [[(n, n + 1) for n in range(len(text))] for text in texts]
+            return {"input_ids": texts, "offset_mapping": places}
+
+        def get_chat_template(self) -> str:
+            raise ValueError
 
     def too_long(*_: object) -> None:
         raise TimeoutError(f"more than {MAX_CPU_SECONDS} s of CPU")
@@ -604,7 +614,7 @@ def _alone(*, is_stored: bool, is_traced: bool) -> Iterator[None]:
         for module in (isolate, tracing):
             patch.setattr(module, "run_many", ended)
         patch.setattr(dataset, "run", counted)
-        patch.setattr(lengths, "load_tokenizer", lambda _: tokenise)
+        patch.setattr(lengths, "load_tokenizer", lambda _: Letters())
         # Its methods, whoever has imported the class.
         patch.setattr(ForkServer, "start", lambda *_: None)
         patch.setattr(

@@ -8,7 +8,9 @@ arrived on the device. Not yet run on a GPU: that.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
+import sys
 import tempfile
 import time
 import types
@@ -19,8 +21,9 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from autotune.export.samples import UnusableData
 from autotune.records.loader_times import LoaderTime
-from autotune.worker.lengths import UnreadableDataset, load_tokenizer
+from autotune.worker.lengths import load_tokenizer
 
 MAX_SAMPLES = 5_000
 """Most samples of the dataset that are read. [judgement] A batch takes as long whichever samples it is made
@@ -52,7 +55,7 @@ class _NoModel(nn.Module):
 def time_loaders(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield fields of a LoaderTime for each of the settings, up to the first that keeps up.
 
-    Raises UnreadableDataset.
+    Raises UnusableData.
     """
     program = _program(request["program"])
     rows, collator = _rows(program, request)
@@ -72,6 +75,7 @@ def time_loaders(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _program(text: str) -> Any:
     """Make a module of the program that autotune.export.train_py has written."""
     program = types.ModuleType("train")
+    sys.modules["train"] = program  # dataclasses look there for the names of types
     exec(compile(text, "train.py", "exec"), program.__dict__)
     return program
 
@@ -79,20 +83,20 @@ def _program(text: str) -> Any:
 def _rows(program: Any, request: dict[str, Any]) -> tuple[Any, Any]:
     """Make what train.py makes of the dataset: (rows, collator).
 
-    Raises UnreadableDataset.
+    Raises UnusableData.
     """
-    options = argparse.Namespace(
-        text_field=request["text_field"], answer_field=program.ANSWER_FIELD
-    )
+    parser = argparse.ArgumentParser()
+    program.add_data_options(parser)
+    options = parser.parse_args(["--dataset", request["dataset"]])
     tokenizer = load_tokenizer(request["tokenizer"])
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     try:
-        documents = program.read_documents(request["dataset"], options)[:MAX_SAMPLES]
-        labels = sorted({answer for _, answer in documents}, key=str)
-        rows = program.make_dataset(documents, tokenizer, labels)
+        data = program.read_data(request["dataset"], options)
+        data = dataclasses.replace(data, samples=data.samples[:MAX_SAMPLES])
+        rows = program.make_dataset(data, tokenizer, program.label_names(data), options)
     except SystemExit as end:  # The program's way to say that it cannot read something.
-        raise UnreadableDataset(str(end.code)) from end
+        raise UnusableData(str(end.code)) from end
     micro_batch = program.RECIPE["training_arguments"]["per_device_train_batch_size"]
     num_repeats = -(-MIN_BATCHES * micro_batch // len(rows))
     if num_repeats > 1:

@@ -1,0 +1,356 @@
+"""Samples of a dataset as people have them: chat, pairs, instructions, texts, texts with labels.
+
+train_py puts all that follows the imports into train.py, which knows no autotune; the worker counts lengths
+with the same functions. So: the standard library only, and `datasets` for what is neither text nor JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+# A format's fields: those of the text, the prompt or the messages, and those of the answer.
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "chat": (("messages", "conversations"), ()),
+    "prompt-completion": (("prompt",), ("completion", "response")),
+    "instruction": (("instruction",), ("output", "response")),
+    "source-target": (("source", "text"), ("target",)),
+    "labels": (("text",), ("label", "labels")),
+    "text": (("text",), ()),
+}
+# In the order in which they are looked for.
+FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
+    "causal-lm": ("chat", "prompt-completion", "instruction", "source-target", "text"),
+    "masked-lm": ("text",),
+    "sequence-classification": ("labels",),
+    "seq2seq-lm": ("source-target", "prompt-completion", "instruction"),
+}
+LOSS_ON = ("answers", "all")
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+HUB_NAME = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?::(?P<names>[\w.-]+(?::[\w.-]+)?))?")
+SAVED = ("state.json", "dataset_dict.json")  # by save_to_disk
+
+
+class UnusableData(Exception):
+    """The dataset or the tokenizer cannot be used: why, and what to do."""
+
+    def __init__(self, why: str, remedy: str = "") -> None:
+        self.why, self.remedy = why[0].upper() + why[1:], remedy
+        super().__init__(f"{self.why}. {remedy}" if remedy else self.why)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The format and the fields, where they are not to be recognised."""
+
+    format: str | None = None
+    text_field: str | None = None
+    answer_field: str | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample: a text and perhaps its answer, or the messages of a chat."""
+
+    text: str = ""
+    answer: Any = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    num_given: int = 0  # messages at the beginning that are no answers, whoever wrote them
+    tools: Any = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a dataset, all of one format."""
+
+    format: str
+    samples: list[Sample]
+    text_field: str = ""
+    answer_field: str | None = None
+    is_sharegpt: bool = False  # messages have from and value
+
+    def loss_on(self, asked: str | None) -> str:
+        """Return what the loss is taken on: `answers` by default, where there are some."""
+        has_answers = self.format != "text"
+        if asked == "answers" and not has_answers:
+            raise UnusableData("A text has no answers", "Leave --loss-on out, or name the --format")
+        return asked or ("answers" if has_answers else "all")
+
+    def __str__(self) -> str:
+        number = len(self.samples)
+        return f"{self.format}, {number:,} sample{'' if number == 1 else 's'}"
+
+
+def read_samples(name: str, columns: Columns, task: str) -> Samples:
+    """The samples of a file, a folder or a dataset of the Hub (`name[:split]`)."""
+    read: list[Sample] = []
+    recognised: tuple[str, str, str | None] | None = None
+    for number, row in enumerate(read_rows(name), start=1):
+        place = f"sample {number}"
+        if not isinstance(row, Mapping):
+            raise UnusableData(f"{place} is no object with fields: {shown(row)}")
+        if recognised is None:
+            recognised = recognise(row, columns, task)
+            messages = row[recognised[1]] if recognised[0] == "chat" else []
+            is_sharegpt = any(isinstance(each, Mapping) and "from" in each for each in messages)
+        read.append(read_sample(row, *recognised, place))
+    if recognised is None:
+        raise UnusableData("it is empty")
+    name, text_field, answer_field = recognised
+    return Samples(name, read, text_field, answer_field, is_sharegpt)
+
+
+def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str, str, str | None]:
+    """The format of a row, and the fields that hold it."""
+    possible = FORMATS_OF_TASKS[task]
+    if columns.format is not None and columns.format not in possible:
+        raise UnusableData(
+            f"the format {columns.format} is not for {task}", f"It takes {', '.join(possible)}"
+        )
+    for name in possible if columns.format is None else (columns.format,):
+        texts, answers = FORMATS[name]
+        if columns.text_field:
+            texts = (columns.text_field,)
+        if columns.answer_field and answers:
+            answers = (columns.answer_field,)
+        text = next((each for each in texts if row.get(each) is not None), None)
+        answer = next((each for each in answers if row.get(each) is not None), None)
+        is_chat = text is not None and isinstance(row[text], list) and not answers
+        if text and (answer or not answers) and is_chat == (name == "chat"):
+            return name, text, answer
+    wanted = "; ".join(" and ".join(map("/".join, filter(None, FORMATS[n]))) for n in possible)
+    if columns.format is not None:
+        wanted = " and ".join(map("/".join, filter(None, FORMATS[columns.format])))
+    raise UnusableData(
+        f"sample 1 has the fields {shown(', '.join(map(str, row)))}, and {task} takes {wanted}",
+        "--text-field and --answer-field name other fields, --format what they are",
+    )
+
+
+def read_sample(
+    row: Mapping[str, Any], name: str, text_field: str, answer_field: str | None, place: str
+) -> Sample:
+    for each in (text_field, answer_field):
+        if each is not None and row.get(each) is None:
+            fields = shown(", ".join(str(key) for key in row if row[key] is not None))
+            raise UnusableData(
+                f"{place} has no {each}, which the first has; it has {fields or 'nothing'}",
+                "All samples of a dataset have one format",
+            )
+    text, answer = row[text_field], None if answer_field is None else row[answer_field]
+    if name == "chat":
+        return Sample(messages=read_messages(text, place), tools=read_json(row.get("tools")))
+    if isinstance(text, list) and isinstance(answer, list) and name == "prompt-completion":
+        given = read_messages(text, place)
+        return Sample(
+            messages=given + read_messages(answer, place),
+            num_given=len(given),
+            tools=read_json(row.get("tools")),
+        )
+    if name == "instruction":
+        more = row.get("input") or row.get("context")
+        text = f"{text}\n\n{more}" if more else text
+    for each, value in ((text_field, text), (answer_field, answer)):
+        if name != "labels" or each == text_field:
+            check_text(value, each, place)
+    return Sample(text=text, answer=answer)
+
+
+def check_text(value: Any, name: str | None, place: str) -> None:
+    if name is not None and not isinstance(value, str):
+        raise UnusableData(f"{place} has no text in {name}: {shown(value)}")
+
+
+def read_messages(found: Any, place: str) -> list[dict[str, Any]]:
+    """Messages with role and content, of those or of ShareGPT's from and value."""
+    if not isinstance(found, list) or not found:
+        raise UnusableData(f"{place} has no messages: {shown(found)}")
+    return [
+        read_message(message, f"message {number} of {place}")
+        for number, message in enumerate(found, start=1)
+    ]
+
+
+def read_message(found: Any, place: str) -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise UnusableData(f"{place} is no message: {shown(found)}")
+    # A table has a field that one message has in all of them: where there is none, it is empty.
+    message = {key: value for key, value in found.items() if value is not None}
+    role = message.pop("from", None) or message.get("role")
+    content = message.pop("value", None) if "content" not in message else message["content"]
+    role = ROLES.get(str(role), role)
+    if role not in KNOWN_ROLES:
+        known = ", ".join((*KNOWN_ROLES, *ROLES))
+        raise UnusableData(f"{place} has the role {shown(role)}", f"Known are {known}")
+    content = read_content(content, place)
+    if content is None and not message.get("tool_calls"):
+        raise UnusableData(f"{place} has no content", "Leave such samples out of the dataset")
+    if "tool_calls" in message:
+        message["tool_calls"] = without_nothing(read_json(message["tool_calls"]))
+    return {**message, "role": role, "content": "" if content is None else content}
+
+
+def read_content(content: Any, place: str) -> str | None:
+    """The text of a message, whose parts are joined. Images and sounds are refused."""
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise UnusableData(
+                f"{place} has a part that is no text: {shown(kind)}",
+                "Text alone is trained here: leave such samples out of the dataset",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def read_json(value: Any) -> Any:
+    """Read a value that tables often keep as a text of JSON (tools)."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value else value or None
+    except ValueError:
+        return value
+
+
+def without_nothing(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: without_nothing(v) for k, v in value.items() if v is not None}
+    return [without_nothing(each) for each in value] if isinstance(value, list) else value
+
+
+def read_rows(name: str) -> Iterable[Any]:
+    """The rows of a file, a folder or a dataset of the Hub."""
+    endings = re.search(r"(?:\.\w+)?(\.\w+)$", name.lower())
+    known = [each for each in (endings[0], endings[1]) if each in READERS] if endings else []
+    if os.path.isfile(name):
+        reader = READERS[known[0]] if known else read_texts
+        return reader(name) if callable(reader) else read_with_datasets(name, reader)
+    is_folder = os.path.isdir(name) or os.path.isdir(name.rpartition(":")[0])
+    if not is_folder and (known or not HUB_NAME.fullmatch(name)):
+        raise UnusableData("there is no such file", "Name a file, a folder or a dataset of the Hub")
+    return read_with_datasets(name)
+
+
+def read_texts(name: str) -> Iterator[dict[str, str]]:
+    return ({"text": line.rstrip("\n")} for line in opened(name) if line.strip())
+
+
+def read_json_lines(name: str) -> Iterator[Any]:
+    for number, line in enumerate(opened(name), start=1):
+        try:
+            if line.strip():
+                yield json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UnusableData(
+                f"line {number} is not JSON",
+                "A .jsonl has an object a line, a .json a list of objects",
+            ) from error
+
+
+def read_json_file(name: str) -> Iterable[Any]:
+    """The list of a .json, or the one list in its object (`{"data": [...]}`)."""
+    try:
+        content = json.loads("".join(opened(name)))
+    except (ValueError, RecursionError):
+        return read_json_lines(name)  # Many a .json has an object a line.
+    lists = [content]
+    if isinstance(content, dict):
+        lists = [value for value in content.values() if isinstance(value, list)] or [[content]]
+    if len(lists) != 1 or not isinstance(lists[0], list):
+        raise UnusableData("it is no list of objects", "A .json holds a list of objects")
+    return lists[0]
+
+
+def opened(name: str) -> Iterator[str]:
+    try:
+        with open(name, encoding="utf-8-sig") as file:
+            yield from file
+    except OSError as error:
+        raise UnusableData(f"it cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UnusableData("it is not UTF-8 text", "Write it as .jsonl in UTF-8") from error
+
+
+def refuse_file(name: str) -> NoReturn:
+    what = os.path.basename(name)
+    raise UnusableData(f"such a file is not read: {what}", "Unpack it, or write it as .jsonl")
+
+
+# How a file is read by its ending: the name for it in `datasets`, or a function. Others are texts.
+READERS: dict[str, str | Callable[[str], Iterable[Any]]] = {
+    ".jsonl": read_json_lines,
+    ".ndjson": read_json_lines,
+    ".json": read_json_file,
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".jsonl.gz", ".jsonl.zst", ".json.gz"), "json"),
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": read_texts,
+    **dict.fromkeys((".zip", ".gz", ".zst", ".xlsx", ".docx", ".pdf"), refuse_file),
+}
+
+
+def read_with_datasets(name: str, builder: str | None = None) -> Iterable[Any]:
+    """The rows of a table, a folder, or a dataset of the Hub, as the library `datasets` reads them."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UnusableData(
+            "the library datasets, which reads it, is not installed", "pip install datasets"
+        ) from error
+    try:
+        return one_split(*load(datasets, name, builder))
+    except UnusableData:
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        why = " ".join(str(cause).split())[:200] or type(cause).__name__
+        remedy = (
+            ""
+            if os.path.exists(name)
+            else (
+                "Name a file or a folder; or have it in the cache: load it once where there is a network"
+            )
+        )
+        raise UnusableData(f"it cannot be read: {why}", remedy) from error
+
+
+def load(datasets: Any, name: str, builder: str | None) -> tuple[Any, str | None]:
+    """Load what the name stands for; return it and the split that is named. Nothing of it is executed."""
+    if builder is not None:
+        separator = {"sep": "\t"} if name.lower().endswith(".tsv") else {}
+        return datasets.load_dataset(builder, data_files=name, **separator), None
+    if not os.path.isdir(name) and not os.path.isdir(name.rpartition(":")[0]):
+        match = HUB_NAME.fullmatch(name)
+        assert match is not None
+        config, _, split = (match["names"] or "").rpartition(":")
+        return datasets.load_dataset(match["id"], config or None), split or None
+    folder, _, split = (name, "", "") if os.path.isdir(name) else name.rpartition(":")
+    is_saved = any(os.path.exists(os.path.join(folder, each)) for each in SAVED)
+    read = datasets.load_from_disk if is_saved else datasets.load_dataset
+    return read(folder), split or None
+
+
+def one_split(loaded: Any, split: str | None) -> Iterable[Any]:
+    """The split that was named, or `train`, or the only one."""
+    if not isinstance(loaded, dict):
+        return loaded  # type: ignore[no-any-return]
+    wanted = split or ("train" if "train" in loaded or len(loaded) > 1 else next(iter(loaded)))
+    if wanted not in loaded:
+        raise UnusableData(
+            f"it has the splits {', '.join(loaded)}, and no {wanted}", "Name one: NAME:SPLIT"
+        )
+    return loaded[wanted]  # type: ignore[no-any-return]
+
+
+def shown(value: Any) -> str:
+    """A value as a part of one line."""
+    return ascii(value)[:100] if not isinstance(value, str) else " ".join(value.split())[:100]

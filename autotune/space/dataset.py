@@ -1,0 +1,30 @@
+"""The dataset that a run trains on, as it was named and as it was recognised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORMATS = ("chat", "prompt-completion", "instruction", "source-target", "labels", "text")
+"""Formats of samples, the keys of autotune.export.samples.FORMATS, which says how each is read."""
+LOSS_ON = ("answers", "all")
+"""Tokens that a language model's loss is taken on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dataset:
+    """The dataset of a workload."""
+
+    name: str
+    """A file, a folder, or a dataset of the Hub with its split (`name[:split]`)."""
+    format: str
+    """One of FORMATS."""
+    loss_on: str
+    """One of LOSS_ON."""
+    text_field: str
+    """Field of the text, the prompt or the messages."""
+    answer_field: str | None = None
+    """Field of the answer or the label; None: the format has none."""
+    is_sharegpt: bool = False
+    """Whether messages have `from` and `value`, not role and content."""
+    tokenizer: str
+    """A folder, or an id whose files are in the Hub's cache."""

@@ -1,0 +1,88 @@
+"""Datasets that the library `datasets` reads: tables, folders, and the Hub's cache without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+
+from autotune.export.samples import Columns, UnusableData, read_samples
+
+pytestmark = pytest.mark.worker
+
+ROWS = [{"prompt": "one, two", "completion": "three"}, {"prompt": 'say "a"', "completion": "é"}]
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def pairs(name: Path | str) -> list[tuple[str, str]]:
+    read_as = read_samples(str(name), Columns(), "causal-lm")
+    assert read_as.format == "prompt-completion"
+    return [(sample.text, sample.answer) for sample in read_as.samples]
+
+
+def in_folder(table: datasets.Dataset, path: Path) -> None:
+    path.mkdir()
+    table.to_parquet(path / "train.parquet")
+    table.select([0]).to_parquet(path / "test.parquet")
+
+
+WRITERS: dict[str, Callable[[datasets.Dataset, Path], object]] = {
+    "data.csv": lambda table, path: table.to_csv(path),
+    "data.tsv": lambda table, path: table.to_csv(path, sep="\t"),
+    "data.parquet": lambda table, path: table.to_parquet(path),
+    "data.jsonl.gz": lambda table, path: table.to_json(path, compression="gzip"),
+    "saved": lambda table, path: table.save_to_disk(path),
+    "splits": lambda table, path: datasets.DatasetDict(train=table).save_to_disk(path),
+    "folder": in_folder,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_another_library_wrote_is_read(tmp_path: Path, name: str) -> None:
+    WRITERS[name](datasets.Dataset.from_list(ROWS), tmp_path / name)
+    assert pairs(tmp_path / name) == [(row["prompt"], row["completion"]) for row in ROWS]
+
+
+def test_a_split_of_a_folder_is_named_or_asked_for(tmp_path: Path) -> None:
+    in_folder(datasets.Dataset.from_list(ROWS), tmp_path / "folder")
+    assert pairs(f"{tmp_path / 'folder'}:test") == [("one, two", "three")]
+    (tmp_path / "folder" / "train.parquet").rename(tmp_path / "folder" / "validation.parquet")
+    with pytest.raises(UnusableData, match=r"splits .*, and no train. Name one: NAME:SPLIT"):
+        pairs(tmp_path / "folder")
+
+
+def test_a_dataset_of_the_hub_comes_from_its_cache(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "data.parquet")
+    builder = datasets.load_dataset_builder("parquet", data_files=str(tmp_path / "data.parquet"))
+    builder.download_and_prepare()
+    kept = tmp_path / "cache" / "someone___pairs" / "default" / "0.0.0" / "0123"
+    kept.parent.mkdir(parents=True)
+    # As a download of it would have left it.
+    Path(builder.cache_dir).rename(kept)
+    (kept / "parquet-train.arrow").rename(kept / "pairs-train.arrow")
+    for name in ("someone/pairs", "someone/pairs:train", "someone/pairs:default:train"):
+        assert len(pairs(name)) == 2
+
+
+def test_what_is_not_in_the_cache_is_one_line_with_a_remedy() -> None:
+    with pytest.raises(UnusableData) as error:
+        pairs("someone/nowhere:train")
+    message = str(error.value)
+    assert "Couldn't reach 'someone/nowhere' on the Hub" in message
+    assert "load it once where there is a network" in message
+    assert "\n" not in message
+
+
+def test_a_broken_table_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "data.parquet").write_bytes(b"no table")
+    with pytest.raises(UnusableData, match="It cannot be read: ") as error:
+        pairs(tmp_path / "data.parquet")
+    assert "\n" not in str(error.value)

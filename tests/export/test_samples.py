@@ -1,0 +1,182 @@
+"""What people have as datasets, read: formats, files, and the one line where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.export.samples import FORMATS, Columns, Samples, UnusableData, read_samples
+from autotune.space import dataset
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+
+
+def read(folder: Path, *rows: Any, task: str = "causal-lm", **columns: str) -> Samples:
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return read_samples(str(path), Columns(**columns), task)
+
+
+def test_the_formats_have_one_list() -> None:
+    assert tuple(FORMATS) == dataset.FORMATS
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "name", "text", "answer"),
+    [
+        ({"text": "a"}, "causal-lm", "text", "a", None),
+        ({"text": "a", "label": 1}, "causal-lm", "text", "a", None),
+        ({"text": "a"}, "masked-lm", "text", "a", None),
+        ({"prompt": "a", "completion": "b"}, "causal-lm", "prompt-completion", "a", "b"),
+        ({"instruction": "a", "input": "", "output": "b"}, "causal-lm", "instruction", "a", "b"),
+        ({"instruction": "a", "input": "c", "output": "b"}, "seq2seq-lm", "instruction", "a\n\nc", "b"),
+        ({"instruction": "a", "context": "c", "response": "b"}, "causal-lm", "instruction", "a\n\nc", "b"),
+        ({"source": "a", "target": "b"}, "seq2seq-lm", "source-target", "a", "b"),
+        ({"text": "a", "target": "b"}, "seq2seq-lm", "source-target", "a", "b"),
+        ({"text": "a", "label": 0}, "sequence-classification", "labels", "a", 0),
+    ],
+)  # fmt: skip
+def test_a_format_is_recognised_by_its_fields(
+    tmp_path: Path, row: dict[str, Any], task: str, name: str, text: str, answer: Any
+) -> None:
+    read_as = read(tmp_path, row, row, task=task)
+    assert (read_as.format, str(read_as)) == (name, f"{name}, 2 samples")
+    assert [(each.text, each.answer) for each in read_as.samples] == [(text, answer)] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "num_given"),
+    [
+        ({"messages": CHAT}, 0),
+        ({"conversations": SHAREGPT, "text": "hi hello"}, 0),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, 1),
+        ({"messages": [{**CHAT[0], "content": [{"type": "text", "text": "hi"}]}, CHAT[1]]}, 0),
+        ({"messages": [{**CHAT[0], "tool_calls": None}, CHAT[1]]}, 0),
+    ],
+)
+def test_a_chat_has_roles_and_contents(tmp_path: Path, row: dict[str, Any], num_given: int) -> None:
+    (sample,) = read(tmp_path, row).samples
+    assert sample.messages == CHAT
+    assert sample.num_given == num_given
+
+
+def test_calls_of_tools_and_their_answers_stay(tmp_path: Path) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+    messages = [
+        CHAT[0],
+        {"role": "assistant", "content": None, "tool_calls": json.dumps([call])},
+        {"role": "tool", "content": "3"},
+    ]
+    (sample,) = read(tmp_path, {"messages": messages, "tools": '[{"type": "function"}]'}).samples
+    called = [{"function": {"name": "add", "arguments": {"a": 1}}}]
+    assert sample.messages[1] == {"role": "assistant", "content": "", "tool_calls": called}
+    assert sample.tools == [{"type": "function"}]
+
+
+def test_other_fields_and_another_format_are_named(tmp_path: Path) -> None:
+    row = {"question": "a", "answer": "b", "messages": CHAT}
+    pairs = read(
+        tmp_path, row, format="prompt-completion", text_field="question", answer_field="answer"
+    )
+    assert (pairs.samples[0].text, pairs.samples[0].answer) == ("a", "b")
+    assert read(tmp_path, row, text_field="question", format="text").samples[0].text == "a"
+    assert read(tmp_path, {"text": "a", "turns": CHAT}, text_field="turns").format == "chat"
+
+
+@pytest.mark.parametrize(
+    ("rows", "part"),
+    [
+        ([], "It is empty"),
+        ([[1]], "Sample 1 is no object with fields"),
+        ([{"body": "x"}], "Sample 1 has the fields body, and causal-lm takes messages/conversations;"),
+        ([{"body": "x"}], "--text-field and --answer-field name other fields"),
+        ([{"text": "x"}, {"body": "x"}], "Sample 2 has no text, which the first has; it has body"),
+        ([{"text": "x"}, {"text": None}], "Sample 2 has no text, which the first has; it has nothing"),
+        ([{"text": 3}], "Sample 1 has no text in text: 3"),
+        ([{"prompt": "a", "completion": 3}], "Sample 1 has no text in completion"),
+        ([{"messages": CHAT}, {"messages": []}], "Sample 2 has no messages: []"),
+        ([{"messages": ["hi"]}], "Message 1 of sample 1 is no message: hi"),
+        ([{"messages": [{"role": "boss", "content": "x"}]}], "has the role boss. Known are system,"),
+        ([{"messages": [{"content": "x"}]}], "Message 1 of sample 1 has the role None"),
+        ([{"messages": [CHAT[0], {"role": "assistant", "content": None}]}], "Message 2 of sample 1 has no"),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]}],
+            "Message 1 of sample 1 has a part that is no text: image. Text alone is trained here",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_sample_is_said(tmp_path: Path, rows: list[Any], part: str) -> None:
+    with pytest.raises(UnusableData) as error:
+        read(tmp_path, *rows)
+    message = str(error.value)
+    assert part in message
+    assert "\n" not in message
+
+
+def test_a_format_of_another_task_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnusableData, match=r"format labels is not for causal-lm. It takes chat"):
+        read(tmp_path, {"text": "a", "label": 1}, format="labels")
+
+
+def test_answers_are_learnt_where_there_are_some(tmp_path: Path) -> None:
+    chat, text = read(tmp_path, {"messages": CHAT}), read(tmp_path, {"text": "a"})
+    assert [chat.loss_on(None), chat.loss_on("all"), text.loss_on(None)] == [
+        "answers",
+        "all",
+        "all",
+    ]
+    with pytest.raises(UnusableData, match="A text has no answers"):
+        text.loss_on("answers")
+
+
+TEXTS = ["one, two", 'say "three"']
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("lines.txt", "one, two\n\nsay \"three\"\n"),
+        ("lines", "one, two\nsay \"three\""),
+        ("list.json", json.dumps([{"text": text} for text in TEXTS], indent=1)),
+        ("object.json", json.dumps({"version": 1, "data": [{"text": text} for text in TEXTS]})),
+        ("lines.json", "\n".join(json.dumps({"text": text}) for text in TEXTS)),
+        ("mark.jsonl", "\ufeff" + "\n".join(json.dumps({"text": text}) for text in TEXTS)),
+    ],
+)  # fmt: skip
+def test_text_and_json_need_no_library(
+    tmp_path: Path, name: str, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    read_as = read_samples(str(tmp_path / name), Columns(), "causal-lm")
+    assert [sample.text for sample in read_as.samples] == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("bad.jsonl", b'{"text": "a"}\n{', "Line 2 is not JSON. A .jsonl has an object a line"),
+        ("deep.jsonl", b"[" * 100_000, "Line 1 is not JSON"),
+        ("two.json", b'{"train": [], "test": []}', "It is no list of objects"),
+        ("three.json", b"3", "It is no list of objects"),
+        ("latin.txt", b"\xff", "It is not UTF-8 text"),
+        ("data.zip", b"PK", "Such a file is not read: data.zip. Unpack it"),
+        ("data.csv", b"text\na", "The library datasets, which reads it, is not installed. pip install"),
+        ("missing.csv", None, "There is no such file. Name a file, a folder or a dataset of the Hub"),
+        ("no such name", None, "There is no such file"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_said(
+    tmp_path: Path, name: str, content: bytes | None, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UnusableData) as error:
+        read_samples(str(tmp_path / name), Columns(), "causal-lm")
+    assert part in str(error.value)
