@@ -3,7 +3,7 @@
 #
 #     sh examples/train-on-12gb.sh data.jsonl
 #
-# data.jsonl has an object per line, with the sample in its field "text". On the card the
+# data.jsonl has an object per line: a chat, a pair or a text (docs/how-to/dataset.md). On the card the
 # configuration is measured; where there is none it is predicted, and train.py goes to the card.
 # MODEL, and other options of find (FIND) and train.py (TRAIN), may be set beforehand.
 set -eu

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.export import dataset_entries
 from autotune.export.mapping import (
     Row,
     Spelling,
@@ -262,4 +263,4 @@ _YOURS = {
 """Values for the user to fill in, where no base has said them."""
 
 
-EXPORTER = exporter_of(TARGET, filename="axolotl.yaml", yours=_YOURS)
+EXPORTER = exporter_of(TARGET, filename="axolotl.yaml", yours=_YOURS, data=dataset_entries.axolotl)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.export import dataset_entries
 from autotune.export.mapping import (
     TrainerFile,
     module_names,
@@ -201,4 +202,10 @@ _YOURS = {
 """Values for the user to fill in, where no base has said them: a name of data/dataset_info.json, ..."""
 
 
-EXPORTER = exporter_of(TARGET, filename="llama_factory.yaml", yours=_YOURS)
+EXPORTER = exporter_of(
+    TARGET,
+    filename="llama_factory.yaml",
+    yours=_YOURS,
+    data=dataset_entries.llama_factory,
+    data_lines=dataset_entries.llama_factory_lines,
+)

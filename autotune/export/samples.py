@@ -226,15 +226,19 @@ def without_nothing(value: Any) -> Any:
     return [without_nothing(each) for each in value] if isinstance(value, list) else value
 
 
+def ending_of(name: str) -> str | None:
+    """The key of READERS that the name ends with: the longer, where two do."""
+    return max((each for each in READERS if name.lower().endswith(each)), key=len, default=None)
+
+
 def read_rows(name: str) -> Iterable[Any]:
     """The rows of a file, a folder or a dataset of the Hub."""
-    endings = re.search(r"(?:\.\w+)?(\.\w+)$", name.lower())
-    known = [each for each in (endings[0], endings[1]) if each in READERS] if endings else []
+    ending = ending_of(name)
     if os.path.isfile(name):
-        reader = READERS[known[0]] if known else read_texts
+        reader = READERS[ending] if ending else read_texts
         return reader(name) if callable(reader) else read_with_datasets(name, reader)
     is_folder = os.path.isdir(name) or os.path.isdir(name.rpartition(":")[0])
-    if not is_folder and (known or not HUB_NAME.fullmatch(name)):
+    if not is_folder and (ending or not HUB_NAME.fullmatch(name)):
         raise UnusableData("there is no such file", "Name a file, a folder or a dataset of the Hub")
     return read_with_datasets(name)
 

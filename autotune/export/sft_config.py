@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from autotune.export import installed, targets
+from autotune.export import dataset_entries, installed, targets
 from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, comments, heading, unsaid
 from autotune.export.exporter import Exporter
 from autotune.export.references import model_reference
@@ -49,7 +49,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """Return a YAML document, opened by what is not in it and what is the user's to add."""
     import yaml
 
-    fields, known = known_values(sft_arguments(config, workload.extra)), sft_fields()
+    fields, known = known_values(sft_arguments(config, workload)), sft_fields()
     model, of_model = model_fields(config), _named_model_fields()
     variables = environment(config)
     content = {
@@ -57,11 +57,13 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         "model_name_or_path": model_reference(workload.model),
         **{key: value for key, value in model.items() if of_model is None or key in of_model},
         **{key: fields[key] for key in fields if known is None or key in known},
+        **dataset_entries.trl_dataset(workload.dataset),
     }
     what = f"trl sft --config{targets.said(*LIBRARIES)}"
     lost = (*cannot_express(config), *has_no_words_for(workload))
     head = heading(what, config, result["evidence"], lost)
-    yours = comments(["Yours to add: dataset_name, num_train_epochs."])
+    data = "" if workload.dataset else "dataset_name, "
+    yours = comments([f"Yours to add: {data}num_train_epochs."])
     return head + yours + yaml.safe_dump(content, sort_keys=False)
 
 
@@ -85,8 +87,9 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
 
 
 def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
-    """Return words for the user's extra arguments, which an older version may not have."""
-    return installed.unknown(workload.extra, sft_fields(), "trl")
+    """Return words for a dataset of other fields, and for extra arguments that an older version lacks."""
+    extra = installed.unknown(workload.extra, sft_fields(), "trl")
+    return (*dataset_entries.unsaid_by_trl(workload.dataset), *extra)
 
 
 def unsaid_by_trl(config: TrainConfig) -> tuple[Unsaid, ...]:
@@ -107,12 +110,15 @@ def unsaid_by_trl(config: TrainConfig) -> tuple[Unsaid, ...]:
     )
 
 
-def sft_arguments(config: TrainConfig, extra: Mapping[str, object] = NONE) -> dict[str, object]:
+def sft_arguments(config: TrainConfig, workload: Workload | None = None) -> dict[str, object]:
     """Return keyword arguments of SFTConfig, by the names of the installed Transformers."""
     fields = sft_fields() or ()
     is_old = "max_seq_length" in fields and "max_length" not in fields
     return {
-        **training_arguments(config, installed_fields(), extra),
+        **training_arguments(
+            config, installed_fields(), NONE if workload is None else workload.extra
+        ),
+        **dataset_entries.trl_loss(None if workload is None else workload.dataset),
         "max_seq_length" if is_old else "max_length": config.sequence_length,
         "packing": config.batching == "packed",
         # One stream, cut into blocks. The others leave gaps, and need FlashAttention.

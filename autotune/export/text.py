@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from autotune.export.carried import comments
 from autotune.export.exporter import Exporter
 from autotune.export.mapping import TrainerFile
 from autotune.export.mapping_write import keys_of, says_method, unsaid
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.dataset import Dataset
 from autotune.space.learning_rates import default_rate
 
 
-def exporter_of(target: TrainerFile, *, filename: str, yours: Mapping[str, Any]) -> Exporter:
-    """Return the exporter of a trainer's file; `yours` are values for the user to fill in."""
+def exporter_of(
+    target: TrainerFile,
+    *,
+    filename: str,
+    yours: Mapping[str, Any],
+    data: Callable[[Dataset], Mapping[str, Any]],
+    data_lines: Callable[[Dataset], list[str]] = lambda _: [],
+) -> Exporter:
+    """Return the exporter of a trainer's file.
+
+    `yours` are values for the user to fill in, `data` those that a dataset has filled in; `data_lines` are
+    comments on it.
+    """
 
     def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
         keys = {target.model_key: workload.model, **keys_of(target, config)}
-        return as_yaml(
-            target, config, keys, yours, extra=workload.extra, evidence=result["evidence"]
+        dataset = workload.dataset
+        known = {} if dataset is None else data(dataset)
+        users = {**yours, **known}
+        text = as_yaml(
+            target, config, keys, users, extra=workload.extra, evidence=result["evidence"]
         )
+        return comments([] if dataset is None else data_lines(dataset)) + text
 
     return Exporter(
         name=target.name.casefold(),
@@ -57,7 +74,7 @@ def as_yaml(
     lines = [f"For {target.name} ({target.source}), written by autotune: {evidence}."]
     lines += [f"Not carried: {words}" for words in (*unsaid(target, config), *lost)]
     lines += caveats_of(target, config)
-    comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+    said = "".join(f"# {' '.join(line.split())}\n" for line in lines)
     settings = {
         key: value
         for key, value in keys.items()
@@ -65,7 +82,7 @@ def as_yaml(
     }
     users = {key: value for key, value in {**yours, **carried}.items() if key not in settings}
     parts = (yaml.safe_dump(nested(part), sort_keys=False) for part in (settings, users))
-    return f"{comments}\n" + "\n# Yours: what is trained on, and how.\n".join(parts)
+    return f"{said}\n" + "\n# Yours: what is trained on, and how.\n".join(parts)
 
 
 def caveats_of(target: TrainerFile, config: TrainConfig) -> list[str]:

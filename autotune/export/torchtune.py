@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.export import dataset_entries
 from autotune.export.carried import Unsaid, comments, heading, one_line, unsaid, words_of
 from autotune.export.exporter import Exporter
 from autotune.space.adapters import lora_alpha
@@ -103,7 +104,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
 
     found = _find(workload)
     assert found is not None  # lacks() says so beforehand
-    content = _content(*found, config, learning_rate(config, workload.extra))
+    content = _content(*found, config, workload)
     recipe = f"{'full' if config.method == 'full' else 'lora'}_finetune_{_where(config)}"
     launch = "" if config.num_gpus == 1 else f"--nproc_per_node {config.num_gpus} "
     what = f"tune run {launch}{recipe} --config"
@@ -148,10 +149,13 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
 def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
     """Return words for TrainingArguments that the user set, which are Trainer's."""
     others = (pair for pair in workload.extra.items() if pair[0] != "learning_rate")
-    return tuple(Unsaid(key, f"{value}") for key, value in others)
+    extra = tuple(Unsaid(key, f"{value}") for key, value in others)
+    return (*dataset_entries.unsaid_by_torchtune(workload.dataset), *extra)
 
 
-def _content(family: _Family, builder: str, config: TrainConfig, rate: float) -> dict[str, object]:
+def _content(
+    family: _Family, builder: str, config: TrainConfig, workload: Workload
+) -> dict[str, object]:
     models = "torchtune.models"
     model: dict[str, object] = {"_component_": f"{models}.{family.folder}.{builder}"}
     if config.method != "full":
@@ -174,10 +178,7 @@ def _content(family: _Family, builder: str, config: TrainConfig, rate: float) ->
         },
         "resume_from_checkpoint": False,
         "dataset": {
-            "_component_": "torchtune.datasets.text_completion_dataset",
-            "source": "json",
-            "data_files": "data.jsonl",
-            "column": "text",
+            **dataset_entries.torchtune(workload.dataset),
             "packed": config.batching == "packed",
         },
         "seed": 42,
@@ -188,7 +189,7 @@ def _content(family: _Family, builder: str, config: TrainConfig, rate: float) ->
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "optimizer": {
             **OPTIMIZERS.get(config.optimizer, OPTIMIZERS[_NEAREST_OPTIMIZER]),
-            "lr": rate,
+            "lr": learning_rate(config, workload.extra),
         },
         "lr_scheduler": {
             "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",

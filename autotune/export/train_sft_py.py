@@ -12,7 +12,14 @@ from autotune.export.carried import Unsaid, heading, keywords
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
-from autotune.export.sft_config import applies, lacks, sft_arguments, sft_fields, unsaid_by_trl
+from autotune.export.sft_config import (
+    applies,
+    has_no_words_for,
+    lacks,
+    sft_arguments,
+    sft_fields,
+    unsaid_by_trl,
+)
 from autotune.export.training_args import set_environment
 from autotune.space.adapters import peft_fields
 from autotune.space.config import TrainConfig, Workload
@@ -23,7 +30,7 @@ _PROGRAM = Path(__file__).with_name("train_sft.py.template")
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """Return a Python program. Every value in it is an ASCII literal."""
-    arguments, known = sft_arguments(config, workload.extra), sft_fields()
+    arguments, known = sft_arguments(config, workload), sft_fields()
     values = {key: arguments[key] for key in arguments if known is None or key in known}
     values["model_init_kwargs"] = {
         "dtype": PRECISIONS[config.precision].parameter_dtype,
@@ -38,7 +45,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         fields = keywords(quantization_fields(config, workload.task))
         quantization = f"quantization = BitsAndBytesConfig(\n{fields})"
     imports.append("from trl import SFTConfig, SFTTrainer\n")
-    head = heading("A run of TRL's SFTTrainer", config, result["evidence"], cannot_express(config))
+    lost = (*cannot_express(config), *has_no_words_for(workload))
+    head = heading("A run of TRL's SFTTrainer", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
         imports="".join(imports),
         environment=set_environment(config),
@@ -66,4 +74,5 @@ EXPORTER = Exporter(
     applies=applies,
     lacks=lacks,
     cannot_express=cannot_express,
+    has_no_words_for=has_no_words_for,
 )

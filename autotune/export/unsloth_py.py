@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from autotune.export import dataset_entries
 from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, heading, keywords, unsaid, words_of
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
@@ -57,7 +58,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         model += f"        quantization_config=BitsAndBytesConfig(\n{quantization}        ),\n"
     if config.method != "full":
         adapter = _ADAPTER.format(arguments=keywords(_adapter_arguments(config), indent=8))
-    head = heading("A run of Unsloth", config, result["evidence"], cannot_express(config))
+    lost = (*cannot_express(config), *has_no_words_for(workload))
+    head = heading("A run of Unsloth", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
         imports=imports,
         model=model,
@@ -78,6 +80,10 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
         words = f"{words_of(config, 'activation_checkpointing')} (every layer here)"
         lost.append(Unsaid("activation_checkpointing", words))
     return (*lost, *unsaid(config, carried))
+
+
+def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
+    return dataset_entries.unsaid_by_trl(workload.dataset)
 
 
 def _model_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]:
@@ -117,6 +123,7 @@ def _sft_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]
         "packing": config.batching == "packed",
         "packing_strategy": "wrapped",
         "padding_free": config.batching == "padding-free",
+        **dataset_entries.trl_loss(workload.dataset),
     }
 
 
@@ -127,4 +134,5 @@ EXPORTER = Exporter(
     applies=applies,
     lacks=lacks,
     cannot_express=cannot_express,
+    has_no_words_for=has_no_words_for,
 )

@@ -8,13 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
+from trl import DatasetMixtureConfig
 
+from autotune.export import sft_config
 from autotune.export.encode import ALPACA, IGNORED, encode
 from autotune.export.samples import Columns, Sample, Samples, UnusableData, read_samples
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.dataset import Dataset
 
 pytestmark = pytest.mark.worker
 
@@ -162,6 +169,41 @@ def test_a_template_that_does_not_do_is_said(
     assert "\n" not in str(error.value)
 
 
+def test_trl_reads_the_datasets_entry_and_what_is_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.TrainingArguments, "__post_init__", lambda _: None)
+    path = tmp_path / "sft_config.yaml"
+    data = Dataset(
+        name="someone/chats:en:train_sft",
+        format="chat",
+        loss_on="answers",
+        text_field="messages",
+        tokenizer="mine",
+    )
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_length=64,
+        precision="fp32",
+        optimizer="adamw_torch",
+    )
+    text = sft_config.write(
+        workload=Workload(model="tiny", memory_budget_bytes=1, dataset=data),
+        config=config,
+        result={"evidence": "predicted"},
+    )
+    path.write_text(text)
+    parser = trl.TrlParser(
+        (trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, DatasetMixtureConfig)
+    )
+    _, arguments, _, mixture = parser.parse_args_and_config(["--config", str(path)])
+    (entry,) = mixture.datasets
+    assert (entry.path, entry.name, entry.split) == ("someone/chats", "en", "train_sft")
+    assert arguments.assistant_only_loss is True
+
+
 def test_batches_pad_labels_and_flatten_them(tmp_path: Path) -> None:
     """The collators of the exported program keep what is not learnt so."""
     tokenizer = make_tokenizer()
@@ -179,3 +221,42 @@ def test_batches_pad_labels_and_flatten_them(tmp_path: Path) -> None:
     assert padded["attention_mask"].sum(dim=1).tolist() == [6, 3]
     flat = transformers.DataCollatorWithFlattening()(features)
     assert flat["labels"][0].tolist() == [label for each in features for label in each["labels"]]
+
+
+class Operations(TorchDispatchMode):
+    """Every operation with the shapes of what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        shapes = [tuple(each.shape) for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+        self.made.append((str(func), shapes))
+        return made
+
+
+def test_what_is_learnt_changes_no_operation_of_a_step() -> None:
+    """So the tracer needs to know nothing of it."""
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.arange(32).view(2, 16)
+    some = ids.masked_fill(ids % 16 < 12, IGNORED)
+
+    def operations(labels: torch.Tensor) -> list[Any]:
+        with Operations() as seen:
+            num_learnt = (labels[:, 1:] != IGNORED).sum()
+            model(input_ids=ids, labels=labels, num_items_in_batch=num_learnt).loss.backward()
+        model.zero_grad()
+        return seen.made
+
+    whole = operations(ids)
+    assert len(whole) > 100
+    assert operations(some) == whole

@@ -22,6 +22,7 @@ from autotune.export.base.mapping_read import read
 from autotune.export.base.read import edited_base, read_base
 from autotune.export.mapping import same
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.dataset import Dataset
 from autotune.space.precisions import PRECISIONS
 
 pytestmark = [pytest.mark.slow, loaders.needs("axolotl")]
@@ -145,14 +146,36 @@ def edited(config: TrainConfig) -> dict[str, Any]:
     return content
 
 
+DATASETS = {
+    "chat": Dataset(
+        name="chat.jsonl",
+        format="chat",
+        loss_on="answers",
+        text_field="conversations",
+        is_sharegpt=True,
+        tokenizer="mine",
+    ),
+    "instruction": Dataset(
+        name="someone/tasks:train",
+        format="instruction",
+        loss_on="all",
+        text_field="instruction",
+        answer_field="output",
+        tokenizer="mine",
+    ),
+}
+
+
 def contents() -> dict[str, dict[str, Any]]:
-    return {
+    files = {
         name: (edited if name in EDITED else written)(config) for name, config in CONFIGS.items()
     }
+    return files | {f"on {name}": written(LORA, each) for name, each in DATASETS.items()}
 
 
-def written(config: TrainConfig) -> dict[str, Any]:
-    text = axolotl.EXPORTER.write(workload=WORKLOAD, config=config, result=RESULT)
+def written(config: TrainConfig, dataset: Dataset | None = None) -> dict[str, Any]:
+    workload = dataclasses.replace(WORKLOAD, dataset=dataset)
+    text = axolotl.EXPORTER.write(workload=workload, config=config, result=RESULT)
     content: dict[str, Any] = yaml.safe_load(text)
     return content
 
@@ -176,8 +199,16 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_no_key_is_unknown_to_it(asked: dict[str, Any]) -> None:
-    assert set(asked["unknown"]) == set(CONFIGS)
+    assert set(asked["unknown"]) == {*CONFIGS, "on chat", "on instruction"}
     assert not any(asked["unknown"].values())
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_it_keeps_the_datasets_entry(name: str, asked: dict[str, Any]) -> None:
+    said, values = written(LORA, DATASETS[name]), asked["read"][f"on {name}"]
+    (entry,) = said["datasets"]
+    assert entry.items() <= values["datasets"][0].items()
+    assert values["train_on_inputs"] is said["train_on_inputs"] is (name == "instruction")
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in EDITED])

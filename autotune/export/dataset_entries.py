@@ -1,0 +1,162 @@
+"""The dataset of a run in the words of other trainers: their entry for it, and what they learn of it.
+
+Keys are those of the versions that each exporter names. None of them writes a sample quite as train.py does:
+they have templates of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from autotune.export.carried import Unsaid
+from autotune.export.samples import HUB_NAME, READERS, ending_of, read_texts
+from autotune.space.dataset import Dataset
+
+
+def load_arguments(dataset: Dataset) -> dict[str, str]:
+    """Return arguments of `datasets.load_dataset`, as the name alone has them."""
+    ending = ending_of(dataset.name)
+    if ending is not None:
+        reader = READERS[ending]
+        in_words = reader if isinstance(reader, str) else "json"
+        builder = "text" if reader is read_texts else in_words
+        return {"path": builder, "data_files": dataset.name, "split": "train"}
+    match = HUB_NAME.fullmatch(dataset.name)
+    config, _, split = ((match and match["names"]) or "").rpartition(":")
+    named = {"name": config} if config else {}
+    return {"path": match["id"] if match else dataset.name, **named, "split": split or "train"}
+
+
+def trl_loss(dataset: Dataset | None) -> dict[str, object]:
+    """Return SFTConfig's arguments for what is learnt and where the text is."""
+    if dataset is None or dataset.format not in ("chat", "prompt-completion", "text"):
+        return {}
+    answers_only = dataset.loss_on == "answers"
+    if dataset.format == "text":
+        return {"dataset_text_field": dataset.text_field}
+    name = "assistant_only_loss" if dataset.format == "chat" else "completion_only_loss"
+    return {name: answers_only}
+
+
+def trl_dataset(dataset: Dataset | None) -> dict[str, object]:
+    """Return the keys of `trl sft` for the dataset."""
+    return {} if dataset is None else {"datasets": [load_arguments(dataset)]}
+
+
+def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
+    """Name the dataset where SFTTrainer does not know its fields."""
+    if dataset is None:
+        return ()
+    usual = {"chat": ("messages", "conversations"), "prompt-completion": ("prompt",), "text": None}
+    fields = usual.get(dataset.format, ())
+    if fields is None or (
+        dataset.text_field in fields and dataset.answer_field in (None, "completion")
+    ):
+        return ()
+    held = " and ".join(name for name in (dataset.text_field, dataset.answer_field) if name)
+    words = f"{held} (TRL reads messages, prompt and completion, or a text: rename them)"
+    return (Unsaid("dataset", words),)
+
+
+def unsaid_by_torchtune(dataset: Dataset | None) -> tuple[Unsaid, ...]:
+    """Name a dataset of three fields, which none of the builders here takes."""
+    if dataset is None or dataset.format != "instruction":
+        return ()
+    return (Unsaid("dataset", f"{dataset.name}: its instructions and inputs are two fields"),)
+
+
+def axolotl(dataset: Dataset) -> dict[str, Any]:
+    """Return axolotl's keys for the dataset (axolotl 0.19.0 utils/schemas/datasets.py, prompt_strategies)."""
+    arguments = load_arguments(dataset)
+    entry: dict[str, Any] = {"path": arguments["path"], "split": arguments["split"]}
+    if "data_files" in arguments:
+        entry = {"path": dataset.name, "ds_type": arguments["path"]}
+    if "name" in arguments:
+        entry["name"] = arguments["name"]
+    keys: dict[str, Any] = {"train_on_inputs": dataset.loss_on == "all"}
+    if dataset.format == "chat":
+        entry |= {"type": "chat_template", "field_messages": dataset.text_field}
+        if dataset.is_sharegpt:
+            entry["message_property_mappings"] = {"role": "from", "content": "value"}
+        keys["chat_template"] = "tokenizer_default"
+    elif dataset.format == "text":
+        return {"datasets": [{**entry, "type": "completion", "field": dataset.text_field}]}
+    else:
+        shape = "{instruction}"
+        entry["type"] = {
+            "field_instruction": dataset.text_field,
+            "field_output": dataset.answer_field,
+            "format": shape,
+            "no_input_format": shape,
+        }
+        if dataset.format == "instruction":
+            entry["type"] |= {"field_input": "input", "format": "{instruction}\n\n{input}"}
+    return {"datasets": [entry], **keys}
+
+
+def llama_factory(dataset: Dataset) -> dict[str, Any]:
+    """Return LLaMA-Factory's key for what is learnt (llamafactory 0.9.5 hparams/data_args.py)."""
+    return {"train_on_prompt": True} if dataset.loss_on == "all" and dataset.answer_field else {}
+
+
+def llama_factory_lines(dataset: Dataset) -> list[str]:
+    """Return the entry of data/dataset_info.json, where LLaMA-Factory has what its YAML cannot say."""
+    return [
+        f"data/dataset_info.json has to hold: {json.dumps({'my_dataset': dataset_info(dataset)})}"
+    ]
+
+
+def dataset_info(dataset: Dataset) -> dict[str, Any]:
+    """Return LLaMA-Factory's description of the dataset (llamafactory 0.9.5 data/parser.py)."""
+    arguments = load_arguments(dataset)
+    entry: dict[str, Any] = {"hf_hub_url": arguments["path"], "split": arguments["split"]}
+    if "data_files" in arguments:
+        entry = {"file_name": dataset.name}
+    if "name" in arguments:
+        entry["subset"] = arguments["name"]
+    if dataset.format == "chat":
+        entry |= {"formatting": "sharegpt", "columns": {"messages": dataset.text_field}}
+        if not dataset.is_sharegpt:
+            tags = {"role": "role", "content": "content"}
+            entry["tags"] = {f"{name}_tag": word for name, word in tags.items()} | {
+                f"{role}_tag": role for role in ("user", "assistant", "system")
+            }
+        return entry
+    columns = {"prompt": dataset.text_field, "response": dataset.answer_field}
+    if dataset.format == "instruction":
+        columns["query"] = "input"
+    return {**entry, "columns": {name: field for name, field in columns.items() if field}}
+
+
+def torchtune(dataset: Dataset | None) -> dict[str, Any]:
+    """Return torchtune's builder of the dataset with its arguments (torchtune 0.6.1 datasets/)."""
+    component = "torchtune.datasets.text_completion_dataset"
+    if dataset is None or dataset.format == "instruction":
+        return {
+            "_component_": component,
+            "source": "json",
+            "data_files": "data.jsonl",
+            "column": "text",
+        }
+    arguments = load_arguments(dataset)
+    source = {"source": arguments.pop("path"), **arguments}
+    train_on_input = {"train_on_input": dataset.loss_on == "all"}
+    if dataset.format == "chat":
+        style = "sharegpt" if dataset.is_sharegpt else "openai"
+        column = {"conversation_column": dataset.text_field, "conversation_style": style}
+        return {
+            "_component_": "torchtune.datasets.chat_dataset",
+            **source,
+            **column,
+            **train_on_input,
+        }
+    if dataset.answer_field is not None:
+        columns = {"column_map": {"input": dataset.text_field, "output": dataset.answer_field}}
+        return {
+            "_component_": "torchtune.datasets.instruct_dataset",
+            **source,
+            **columns,
+            **train_on_input,
+        }
+    return {"_component_": component, **source, "column": dataset.text_field}

@@ -1,0 +1,144 @@
+"""The dataset in other trainers' words, as each file has it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from autotune.export import ALL, dataset_entries, unsaid
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.dataset import Dataset
+
+CONFIG = TrainConfig(
+    method="lora",
+    micro_batch_size=4,
+    gradient_accumulation_steps=8,
+    sequence_length=1024,
+    precision="bf16-autocast",
+    optimizer="adamw_torch_fused",
+    lora_rank=16,
+    lora_targets="all-linear",
+)
+CHAT = Dataset(
+    name="talk/chat.jsonl",
+    format="chat",
+    loss_on="answers",
+    text_field="conversations",
+    is_sharegpt=True,
+    tokenizer="mine",
+)
+HUB = dataclasses.replace(
+    CHAT, name="someone/chats:en:train_sft", text_field="messages", is_sharegpt=False
+)
+PAIRS = Dataset(
+    name="pairs.csv",
+    format="prompt-completion",
+    loss_on="all",
+    text_field="prompt",
+    answer_field="completion",
+    tokenizer="mine",
+)
+ALPACA = dataclasses.replace(
+    PAIRS, format="instruction", loss_on="answers", text_field="instruction", answer_field="output"
+)
+
+TEXT = Dataset(name="a.txt", format="text", loss_on="all", text_field="text", tokenizer="mine")
+GZIPPED = dataclasses.replace(TEXT, name="x.jsonl.gz")
+
+
+def workload_of(dataset: Dataset) -> Workload:
+    return Workload(model="meta-llama/Llama-3.2-1B", memory_budget_bytes=10**10, dataset=dataset)
+
+
+def written(name: str, dataset: Dataset) -> str:
+    evidence = {"evidence": "predicted"}
+    return ALL[name].write(workload=workload_of(dataset), config=CONFIG, result=evidence)
+
+
+def values(name: str, dataset: Dataset) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(written(name, dataset))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments"),
+    [
+        (CHAT, {"path": "json", "data_files": "talk/chat.jsonl", "split": "train"}),
+        (HUB, {"path": "someone/chats", "name": "en", "split": "train_sft"}),
+        (PAIRS, {"path": "csv", "data_files": "pairs.csv", "split": "train"}),
+        (TEXT, {"path": "text", "data_files": "a.txt", "split": "train"}),
+        (dataclasses.replace(CHAT, name="./folder"), {"path": "./folder", "split": "train"}),
+        (GZIPPED, {"path": "json", "data_files": "x.jsonl.gz", "split": "train"}),
+    ],
+)  # fmt: skip
+def test_what_load_dataset_takes(dataset: Dataset, arguments: dict[str, str]) -> None:
+    assert dataset_entries.load_arguments(dataset) == arguments
+
+
+def test_train_py_has_it_as_defaults() -> None:
+    (recipe,) = re.findall(r'"?\'data\': (\{.*?\})', written("train", CHAT), re.DOTALL)
+    assert ast.literal_eval(recipe) == {
+        "format": "chat",
+        "text_field": "conversations",
+        "loss_on": "answers",
+    }
+
+
+@pytest.mark.parametrize(
+    ("dataset", "keys", "is_known"),
+    [
+        (CHAT, {"assistant_only_loss": True}, True),
+        (dataclasses.replace(CHAT, loss_on="all"), {"assistant_only_loss": False}, True),
+        (PAIRS, {"completion_only_loss": False}, True),
+        (TEXT, {"dataset_text_field": "text"}, True),
+        (ALPACA, {}, False),
+    ],
+)
+def test_trl_learns_the_same(dataset: Dataset, keys: dict[str, Any], is_known: bool) -> None:
+    said = values("sft", dataset)
+    losses = {"assistant_only_loss", "completion_only_loss", "dataset_text_field"}
+    assert {key: said[key] for key in losses & said.keys()} == keys
+    assert said["datasets"] == [dataset_entries.load_arguments(dataset)]
+    for name in ("sft", "sft-python", "unsloth"):
+        lost = [each.setting for each in unsaid(ALL[name], workload_of(dataset), CONFIG)]
+        assert ("dataset" in lost) is not is_known
+
+
+def test_axolotl_has_an_entry_with_its_type() -> None:
+    said = values("axolotl", CHAT)
+    assert said["train_on_inputs"] is False
+    assert said["chat_template"] == "tokenizer_default"
+    assert said["datasets"] == [
+        {
+            "path": "talk/chat.jsonl",
+            "ds_type": "json",
+            "type": "chat_template",
+            "field_messages": "conversations",
+            "message_property_mappings": {"role": "from", "content": "value"},
+        }
+    ]
+    pairs = values("axolotl", PAIRS)
+    assert pairs["train_on_inputs"] is True
+    assert pairs["datasets"][0]["type"]["field_output"] == "completion"
+    assert values("axolotl", TEXT)["datasets"][0]["type"] == "completion"
+
+
+def test_llama_factory_is_told_what_its_list_of_datasets_needs() -> None:
+    text = written("llama-factory", HUB)
+    assert '"hf_hub_url": "someone/chats", "split": "train_sft"' in text.splitlines()[0]
+    assert "train_on_prompt" not in yaml.safe_load(text)
+    assert values("llama-factory", PAIRS)["train_on_prompt"] is True
+
+
+def test_torchtune_builds_it() -> None:
+    said = values("torchtune", CHAT)["dataset"]
+    assert said["_component_"] == "torchtune.datasets.chat_dataset"
+    assert (said["conversation_style"], said["train_on_input"]) == ("sharegpt", False)
+    pairs = values("torchtune", PAIRS)["dataset"]
+    assert pairs["column_map"] == {"input": "prompt", "output": "completion"}
+    assert "Not in this file: dataset: pairs.csv" in written("torchtune", ALPACA)
