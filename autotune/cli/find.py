@@ -115,8 +115,8 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     "--enqueue",
     is_flag=True,
     help="Leave it to a machine that runs `autotune worker` and has the --gpu: prints a job's number. Of a "
-    "--dataset only how long its samples are goes there; of a --base its text, without what looks like a "
-    "secret.",
+    "--dataset its name, its format and how long its samples are go there; of a --base its text, without "
+    "what looks like a secret.",
 )
 @click.option(
     "--wait", is_flag=True, help="With --enqueue: until it is answered; writes its files."

@@ -187,7 +187,7 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
         ),
         click.option(
             "--format",
-            type=click.Choice(FORMATS),
+            type=one_of(FORMATS),
             help="What the dataset's samples are [default: recognised].",
         ),
         click.option(
@@ -200,7 +200,7 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
         ),
         click.option(
             "--loss-on",
-            type=click.Choice(LOSS_ON),
+            type=one_of(LOSS_ON),
             help="What a language model learns [default: answers, where the format has some].",
         ),
         click.option(

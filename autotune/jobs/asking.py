@@ -1,8 +1,8 @@
 """A question on its way to another machine: checked here, answered there, its files written here.
 
 It carries what the other machine may not have: the model's configuration; the search space, where that is
-a file; how long a dataset's samples are, and nothing else of it; the texts of the base's files, without
-what looks like a secret. The dataset stays where it is, so a loader is not timed.
+a file; a dataset's name, its format and how long its samples are, and nothing else of it; the texts of the
+base's files, without what looks like a secret. The dataset stays where it is, so a loader is not timed.
 """
 
 from __future__ import annotations
