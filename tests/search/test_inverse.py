@@ -29,6 +29,7 @@ from autotune.search.inverse import pricing, questions
 from autotune.search.inverse.pricing import LimitProblem, thrift
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig
+from autotune.space.headroom import NO_HEADROOM, Headroom
 
 pytestmark = pytest.mark.worker
 
@@ -91,6 +92,7 @@ def asked(
         "card": ChosenCard(
             gpu=gpu or tiny_model.gpu(), source=CardSource.NAMED, budget_bytes=budget_bytes
         ),
+        "headroom": NO_HEADROOM,
         "sequence_length": tiny_model.SEQUENCE_LENGTH,
         "methods": METHODS,
         "space": tiny_model.SPACE,
@@ -127,7 +129,7 @@ def traces_by_length(server: here.Workers) -> dict[int, Mapping[TraceSpec, Trace
 
 @pytest.mark.parametrize(
     ("budget_bytes", "methods"),
-    [(1_800_000_000, METHODS), (1_600_000_000, ("lora",)), (1_500_000_000, ("full",))],
+    [(1_262_000_000, METHODS), (1_062_000_000, ("lora",)), (962_000_000, ("full",))],
 )
 def test_the_longest_sequence_is_that_of_a_full_search(
     server: here.Workers,
@@ -414,6 +416,18 @@ def test_a_model_that_cannot_be_traced_does_not_end_the_search(
     monkeypatch.setattr(models, "catalogue", lambda: (few[-1],))
     with pytest.raises(ConfigError, match="jetmoe cannot be traced"):
         questions.answer("model", ask, server)
+
+
+def test_the_value_leaves_the_room_that_was_asked_for(server: here.Workers) -> None:
+    headroom = Headroom(odds=0.999)
+    found = questions.answer(
+        "sequence-length", asked(budget_bytes=1262 * 10**6, headroom=headroom), server
+    )
+    assert found.best.fits_with(1262 * 10**6) >= 0.999 - 1e-6
+    assert found.beyond is not None
+    # The next one may fit, but with less room.
+    lacking = found.beyond.smallest.over_bytes(1262 * 10**6, headroom)
+    assert found.beyond.lacks_bytes == lacking > 0
 
 
 def test_settings_that_exclude_each_other_are_refused(server: here.Workers) -> None:
