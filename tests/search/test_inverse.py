@@ -44,7 +44,7 @@ def traced(
     specs: Iterable[TraceSpec],
     *,
     server: here.Workers,
-    table: object = None,
+    cache: object = None,
 ) -> dict[TraceSpec, Any]:
     """What trace_all makes, once for all tests of this file: a trace follows from these alone."""
     kernels = tuple(of_card(card).items())
@@ -202,7 +202,7 @@ def test_the_largest_micro_batch_is_that_of_a_full_search(
 def test_the_highest_rank_is_that_of_a_full_search(
     server: here.Workers, traces_by_length: dict[int, Mapping[TraceSpec, Trace]]
 ) -> None:
-    budget_bytes = 1_400_000_000
+    budget_bytes = 862_000_000
     found = questions.answer("lora-rank", asked(budget_bytes=budget_bytes), server)
     assert isinstance(found.value, int)
     configs = [c for c in every_config() if c.method != "full" and c.lora_rank == 8]
