@@ -53,7 +53,11 @@ from autotune.store.database import DEFAULT_URL
 if TYPE_CHECKING:
     from autotune.search.inverse.questions import Limit
     from autotune.worker.given.callback import WatchCallback
-    from autotune.worker.given.objects import BitsAndBytesConfig, PeftConfig, TrainingArguments
+    from autotune.worker.given.objects import (
+        PeftConfig,
+        QuantizationConfigMixin,
+        TrainingArguments,
+    )
 
 StrPath = str | os.PathLike[str]
 
@@ -148,11 +152,19 @@ class Result:
             self.config, self.workload.task, model_config=config, model=model
         )
 
-    def quantization_config(self) -> BitsAndBytesConfig | None:
-        """How the frozen base is stored; None where it is not quantised."""
+    def quantization_config(self) -> QuantizationConfigMixin | None:
+        """How the frozen base is stored, or the checkpoint unpacked; None where neither is quantised."""
         from autotune.worker.given import objects
 
-        return objects.quantization_config(self.config, self.workload.task)
+        return objects.quantization_config(self.config, self.workload.task, self._unpacked_by)
+
+    @property
+    def _unpacked_by(self) -> str | None:
+        """Class that unpacks a checkpoint which is quantised already."""
+        with contextlib.suppress(ConfigError):  # a model that is not here can be loaded by nobody
+            checkpoint = models.resolve(self.workload.model, asks_hub=False).checkpoint
+            return None if checkpoint is None else checkpoint.unpacked_by
+        return None
 
     def model_kwargs(self) -> dict[str, Any]:
         """For `from_pretrained`: dtype, attn_implementation, and quantization_config where there is one.
@@ -161,7 +173,7 @@ class Result:
         """
         from autotune.worker.given import objects
 
-        return objects.model_kwargs(self.config, self.workload.task)
+        return objects.model_kwargs(self.config, self.workload.task, self._unpacked_by)
 
     def callback(
         self,

@@ -24,9 +24,9 @@ from autotune import cli
 from autotune.catalogue import gpus, models
 from autotune.common.units import GIB
 from autotune.errors import ConfigError
+from autotune.export.samples import Columns, UnusableData, read_samples
 from autotune.search import predict_best
 from autotune.space import adapters
-from autotune.worker.lengths import UnreadableDataset, count_lengths
 
 pytestmark = pytest.mark.worker
 
@@ -503,10 +503,12 @@ def test_a_night_that_no_file_can_be(fail: Fail) -> None:
     assert "There is no matrix" in err
 
 
-@pytest.mark.parametrize("name", [LONG, f"{LONG}.json"])
-def test_a_dataset_that_no_file_can_be(name: str) -> None:
-    with pytest.raises(UnreadableDataset, match="File name too long"):
-        count_lengths(name, "text", "")
+@pytest.mark.parametrize(
+    ("name", "why"), [(LONG, "File name too long"), (f"{LONG}.json", "no such file")]
+)
+def test_a_dataset_that_no_file_can_be(name: str, why: str) -> None:
+    with pytest.raises(UnusableData, match=why):
+        read_samples(name, Columns(None, None, None), "causal-lm")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from peft import PeftConfig
 from transformers import BitsAndBytesConfig, TrainingArguments
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from autotune.errors import ConfigError, nearest
 from autotune.export.quantization_config import quantization_fields
@@ -171,8 +173,16 @@ def needs_model(config: TrainConfig) -> bool:
     )
 
 
-def quantization_config(config: TrainConfig, task: str) -> BitsAndBytesConfig | None:
-    """The quantisation of the frozen base for `from_pretrained`; None where it is not quantised."""
+def quantization_config(
+    config: TrainConfig, task: str, unpacked_by: str | None = None
+) -> QuantizationConfigMixin | None:
+    """The quantisation of the frozen base for `from_pretrained`; None where it is not quantised.
+
+    `unpacked_by`: the class that loads a quantised checkpoint in 16 bits.
+    """
+    if unpacked_by is not None:
+        unpacking: QuantizationConfigMixin = getattr(transformers, unpacked_by)(dequantize=True)
+        return unpacking
     if config.quantization == "none":
         return None
     fields = quantization_fields(config, task)
@@ -181,7 +191,7 @@ def quantization_config(config: TrainConfig, task: str) -> BitsAndBytesConfig | 
     return BitsAndBytesConfig(**fields)
 
 
-def model_kwargs(config: TrainConfig, task: str) -> dict[str, Any]:
+def model_kwargs(config: TrainConfig, task: str, unpacked_by: str | None = None) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained`: dtype, attention, and the quantisation where there is one.
 
     Loading quantised weights is the first use of CUDA, so the environment variables are set here.
@@ -191,7 +201,7 @@ def model_kwargs(config: TrainConfig, task: str) -> dict[str, Any]:
         "dtype": getattr(torch, PRECISIONS[config.precision].parameter_dtype),
         "attn_implementation": config.attention,
     }
-    quantization = quantization_config(config, task)
+    quantization = quantization_config(config, task, unpacked_by)
     if quantization is not None:
         kwargs["quantization_config"] = quantization
     return kwargs
