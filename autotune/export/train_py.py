@@ -130,9 +130,13 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
 
 
 def _data(dataset: Dataset | None) -> dict[str, object]:
-    """Defaults of the program's options."""
-    names = ("format", "text_field", "answer_field", "loss_on")
-    values = {} if dataset is None else {name: getattr(dataset, name) for name in names}
+    """What its options are for this dataset; the loss only where it is not on what it usually is."""
+    if dataset is None:
+        return {}
+    names = ["format", "text_field", "answer_field"]
+    if dataset.loss_on == "all" and dataset.format != "text":
+        names.append("loss_on")
+    values = {name: getattr(dataset, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -41,7 +41,7 @@ def read_dataset(
     answer = end.answers[-1]
     if "problem" in answer:
         raise ConfigError(
-            f"The dataset {question.dataset} cannot be read",
+            f"The dataset {question.dataset} cannot be used",
             why=answer["problem"],
             remedy=answer["remedy"],
         )

@@ -21,9 +21,11 @@ from typing import Any
 import pytest
 
 from autotune import export
+from autotune.export import train_py
 from autotune.export.extra_arguments import read_extra_arguments
 from autotune.space.adapters import read_peft
 from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.dataset import Dataset
 
 pytestmark = pytest.mark.slow
 
@@ -470,6 +472,35 @@ def test_a_checkpoint_that_is_quantised_already_is_unpacked(
     for name, weight in model.state_dict().items():
         assert weight.dtype in (torch.bfloat16, torch.float32)
         torch.testing.assert_close(weight.float(), original[name], rtol=0.1, atol=1e-3)
+
+
+@pytest.mark.parametrize("loss_on", ["answers", "all"])
+def test_another_dataset_than_the_recipes_is_recognised_anew(tmp_path: Path, loss_on: str) -> None:
+    known = Dataset(
+        name="chats.jsonl",
+        format="chat",
+        loss_on=loss_on,
+        text_field="messages",
+        tokenizer="m",
+    )
+    program = tmp_path / "train.py"
+    workload = Workload(model="m", dataset=known, memory_budget_bytes=1)
+    program.write_text(
+        train_py.write(workload=workload, config=FULL, result={"evidence": "predicted"})
+    )
+    names = runpy.run_path(str(program), run_name="imported")
+    assert names["RECIPE"]["data"].get("loss_on") == (None if loss_on == "answers" else "all")
+    rows = {
+        "chats": {"messages": CHAT[0]},
+        "others": {"instruction": "w1", "output": "w2"},
+    }
+    found = {}
+    for name, row in rows.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(row))
+        options = argparse.Namespace(format=None, text_field=None, answer_field=None)
+        found[name] = names["read_data"](str(path), options).format
+    assert found == {"chats": "chat", "others": "instruction"}
 
 
 def test_what_a_full_fine_tune_saves(runs: Path, models: Path) -> None:

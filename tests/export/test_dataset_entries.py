@@ -85,7 +85,6 @@ def test_train_py_has_it_as_defaults() -> None:
     assert ast.literal_eval(recipe) == {
         "format": "chat",
         "text_field": "conversations",
-        "loss_on": "answers",
     }
 
 
