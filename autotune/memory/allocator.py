@@ -374,7 +374,10 @@ class _ExpandableHeap(_Heap):
         A block before a hole counts as large as it may grow: the next larger one that may grow to
         less is taken in its place.
         """
-        room = self._room(free[index])
+        key = free[index]
+        if (key & _ADDRESS_MASK) + (key >> _ADDRESS_BITS) not in self._holes:
+            return index  # It cannot grow, and those behind it are no smaller.
+        room = self._room(key)
         while index + 1 < len(free) and (next_room := self._room(free[index + 1])) < room:
             index += 1
             room = next_room

@@ -132,6 +132,11 @@ class Estimator:
         self._forward_backward = functools.cache(self._price_forward_backward)
         self._accumulation = functools.cache(self._price_accumulation)
         self._exchange = functools.cache(self._find_exchange)
+        self._floor = functools.cache(self._find_floor)
+        self._estimates: dict[tuple[TrainConfig, int], Estimate] = {}
+        """Estimates by configuration and budget."""
+        self._replays: dict[tuple[TrainConfig, int | None], Replay] = {}
+        """Replays by configuration, and by budget where segments grow."""
 
     def with_budget(self, memory_budget_bytes: int) -> Estimator:
         """The same estimator with another budget; what is priced already is shared."""
@@ -158,18 +163,26 @@ class Estimator:
 
     def floor_bytes(self, config: TrainConfig) -> int:
         """A lower bound of peak_device_bytes: live tensors and the context, nothing cached."""
-        spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        in_backward = bool(OPTIMIZERS[config.optimizer].updates)
-        micro = self._micro_step(spec, config.micro_batch_size, rank, in_backward)
-        optimizer = self._update(spec, rank, config.optimizer)
+        return self._floor(
+            TraceSpec.of(config),
+            config.micro_batch_size,
+            config.lora_rank or 0,
+            config.optimizer,
+            config.gradient_accumulation_steps,
+        )
+
+    def _find_floor(
+        self, spec: TraceSpec, micro_batch: int, rank: int, optimizer_name: str, accumulation: int
+    ) -> int:
+        in_backward = bool(OPTIMIZERS[optimizer_name].updates)
+        micro = self._micro_step(spec, micro_batch, rank, in_backward)
+        optimizer = self._update(spec, rank, optimizer_name)
         above = max(
             micro.peak_first_bytes,
             micro.gradients_bytes + micro.step_buffers_bytes + optimizer.temporary_peak_bytes,
-            micro.gradients_bytes + micro.peak_next_bytes
-            if config.gradient_accumulation_steps > 1
-            else 0,
+            micro.gradients_bytes + micro.peak_next_bytes if accumulation > 1 else 0,
         )
-        above += config.gradient_accumulation_steps * micro.batch_bytes
+        above += accumulation * micro.batch_bytes
         state = optimizer.state_bytes
         outside = self._outside_bytes(spec)
         return outside + micro.weights_bytes + micro.workspace_bytes + state + above
@@ -241,7 +254,14 @@ class Estimator:
         return self._useful_share(config) * config.tokens_per_step / seconds.total_seconds
 
     def estimate(self, config: TrainConfig) -> Estimate:
-        """Predicted peaks, breakdown and time by a full replay."""
+        """Predicted peaks, breakdown and time by a full replay, which is made once."""
+        key = config, self.memory_budget_bytes
+        found = self._estimates.get(key)
+        if found is None:
+            found = self._estimates[key] = self._find_estimate(config)
+        return found
+
+    def _find_estimate(self, config: TrainConfig) -> Estimate:
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         trace, precision = self._traces[spec], PRECISIONS[config.precision]
         optimizer = self._update(spec, rank, config.optimizer)
@@ -330,10 +350,17 @@ class Estimator:
     def replayed(self, config: TrainConfig) -> tuple[Steps, Replay]:
         """The events of the first steps, and the allocator's replay of them within the budget."""
         steps = self._steps(config)
+        key = config, self.memory_budget_bytes if config.expandable_segments else None
+        found = self._replays.get(key)
+        if found is None:
+            found = self._replays[key] = self._replay(config, steps)
+        return steps, found
+
+    def _replay(self, config: TrainConfig, steps: Steps) -> Replay:
         if not config.expandable_segments:
-            return steps, steps.replay()
+            return steps.replay()
         outside = self._outside_bytes(TraceSpec.of(config))
-        return steps, grown(steps, self.room_for(config) - outside)
+        return grown(steps, self.room_for(config) - outside)
 
     def trace_of(self, config: TrainConfig) -> Trace | RankTrace:
         """The trace that the configuration is priced by."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ MOST_STEPS = 8
 third."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Update:
     """One optimizer on one list of trainable parameters."""
 
@@ -37,8 +38,8 @@ class Update:
     """Events before the first forward pass, when the optimizer is made: those of its state, or none."""
     first: list[int]
     """Events of the first step, which makes the state that is not there."""
-    later: list[list[int]]
-    """Events of each step after the first: they are alike, but a part of the state may be made anew."""
+    write_later: Callable[[], list[list[int]]]
+    """Writes what `later` lists."""
     device_state_bytes: int
     state_bytes: int
     """Bytes of the state on the device, in the allocator's blocks."""
@@ -46,6 +47,12 @@ class Update:
     temporary_peak_bytes: int
     """Peak of an update above weights, gradients and state."""
     cost: StepCost
+
+    # Few of a search's updates are replayed: for the others two steps are enough.
+    @functools.cached_property
+    def later(self) -> list[list[int]]:
+        """Events of each step after the first: they are alike, but a part of the state may be made anew."""
+        return self.write_later()
 
 
 def priced_update(row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool) -> Update:
@@ -58,15 +65,13 @@ def priced_update(row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool) 
     if row.updates:
         # What a weight's update allocates comes and goes within the backward pass.
         row.write_state(tape, specs)
-        first, later = tape.events, [list[int]()]
+        first, second = tape.events, list[int]()
+        write_later: Callable[[], list[list[int]]] = functools.partial(list, [second])
     else:
-        first, norm, states = _write_step(tape, specs, row.algorithm, None, scaled=scaled)
-        later = list[list[int]]()
-        for _ in range(1, MOST_STEPS):
-            events, norm, states = _write_step(
-                tape, specs, row.algorithm, states, norm=norm, scaled=scaled
-            )
-            later.append(events)
+        write = functools.partial(_write_step, tape, specs, row.algorithm, scaled=scaled)
+        first, norm, states = write(None)
+        second, norm, states = write(states, norm=norm)
+        write_later = functools.partial(_write_later, write, second, norm, states)
         costs.append(clip_cost(specs))
     if scaled:
         costs.append(unscale_cost(specs))
@@ -77,18 +82,31 @@ def priced_update(row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool) 
         made = [event for event in first if _is_state(tape, event)]
         first = [event for event in first if not _is_state(tape, event)]
     is_state = np.asarray(tape.categories) == "optimizer_state"
-    temporaries = running(np.asarray(later[0], dtype=np.int64), in_blocks(sizes))
+    temporaries = running(np.asarray(second, dtype=np.int64), in_blocks(sizes))
     return Update(
         tape=tape,
         made=made,
         first=first,
-        later=later,
+        write_later=write_later,
         device_state_bytes=int(changes(both, np.where(is_state, sizes, 0)).sum()),
         state_bytes=int(changes(both, np.where(is_state, in_blocks(sizes), 0)).sum()),
         managed_bytes=row.managed_bytes(specs),
         temporary_peak_bytes=int(temporaries.max(initial=0)),
         cost=sum(costs, NO_COST),
     )
+
+
+def _write_later(
+    write: Callable[..., tuple[list[int], int, States]],
+    second: list[int],
+    norm: int,
+    states: States,
+) -> list[list[int]]:
+    later = [second]
+    for _ in range(2, MOST_STEPS):
+        events, norm, states = write(states, norm=norm)
+        later.append(events)
+    return later
 
 
 def _is_state(tape: Tape, event: int) -> bool:

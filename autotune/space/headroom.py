@@ -10,6 +10,7 @@ Not modelled: what a display or another program takes of the card, LLM.int8's ou
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -60,11 +61,13 @@ NO_HEADROOM = Headroom(spare_bytes=0)
 """All of the budget, as what is measured may take."""
 
 
+@functools.cache
 def reserved_share(odds: float) -> float:
     """Share of the predicted reserved bytes by which a run reserves more, at most, with these odds."""
     return max(0.0, RESERVED_OVER_SHARE * math.log(RESERVED_OVER_ODDS / (1 - odds)))
 
 
+@functools.cache
 def context_spread_bytes(odds: float) -> int:
     """Bytes by which a process holds more outside torch's allocator, at most, with these odds."""
     return max(0, round(CONTEXT_SPREAD_BYTES * NormalDist().inv_cdf(odds)))
