@@ -1,4 +1,4 @@
-"""Answers what tensors on `meta` cannot say, or say slowly: values that are asked for, shapes of results."""
+"""Answers what tensors on `meta` cannot say: values that are asked for, shapes of some results."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ import torch
 
 aten = torch.ops.aten
 
-_ELEMENTWISE = {
-    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar,
-    aten.pow.Tensor_Scalar, aten.neg.default, aten.rsqrt.default, aten.abs.default,
-    aten.silu.default, aten.gelu.default, aten.tanh.default, aten.sigmoid.default,
-}  # fmt: skip
 
-
-def quick_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation on `meta` without PyTorch's shape functions; None: ask them."""
-    if func in _ELEMENTWISE:
-        return _like_first(args, kwargs)
+def result_instead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of an operation that `meta` has none for, or another than CUDA; None: ask PyTorch."""
     if func is aten._grouped_mm.default:
         return _grouped_product(*args, **kwargs)
     # Before 2.13 PyTorch has none for it; nothing is computed there.
@@ -53,39 +45,6 @@ def _grouped_product(
         dtype=dtype,
         device=a.device,
     )
-
-
-def _like_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The result of an elementwise operation that looks like its first operand; None: ask PyTorch.
-
-    PyTorch's own shape functions for these are written in Python and take most of a trace's time.
-    TensorIterator lays a result out like its first operand when that has the full shape and is dense.
-    """
-    first = args[0]
-    if not isinstance(first, torch.Tensor) or not first.is_floating_point() or kwargs:
-        return None
-    shape = first.shape
-    for other in args[1:]:
-        if isinstance(other, torch.Tensor):
-            if other.dim() and (other.dtype != first.dtype or not _broadcasts(other.shape, shape)):
-                return None
-            if not other.dim() and other.is_floating_point() and other.device.type != "cpu":
-                return None
-        elif isinstance(other, complex):
-            return None
-    if not first.dim() or not aten.is_non_overlapping_and_dense.default(first):
-        return None
-    if first.is_contiguous():
-        return torch.empty(shape, dtype=first.dtype, device=first.device)
-    return torch.empty_strided(shape, first.stride(), dtype=first.dtype, device=first.device)
-
-
-def _broadcasts(small: torch.Size, shape: torch.Size) -> bool:
-    """Whether `small` expands to `shape`."""
-    if small == shape:
-        return True
-    offset = len(shape) - len(small)
-    return offset >= 0 and all(n in (1, shape[offset + i]) for i, n in enumerate(small))
 
 
 def labelled_rows(mask: torch.Tensor) -> Any:

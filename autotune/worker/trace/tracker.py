@@ -34,9 +34,10 @@ from autotune.worker.trace.meta_values import (
     QUESTIONS,
     note_fault,
     note_question,
-    quick_result,
+    result_instead,
     scalar_of,
 )
+from autotune.worker.trace.repeated_calls import result_of
 
 aten = torch.ops.aten
 
@@ -258,8 +259,11 @@ class Tracker(TorchDispatchMode):
             # What was picked by places gets its gradient in place, were no mode on (torch 2.13
             # FunctionsManual.cpp, index_backward).
             func = aten._index_put_impl_.default
-        out = quick_result(func, args, kwargs) if self._device_type == "meta" else None
-        if out is None:
+        if self._device_type == "meta":
+            out = result_instead(func, args, kwargs)
+            if out is None:
+                out = result_of(func, args, kwargs)
+        else:
             out = func(*args, **kwargs)
         if self.has_padding and func in QUESTIONS:
             note_question(args[0], out)
