@@ -29,6 +29,8 @@ THREADS_PER_SM = {(7, 5): 1024, **dict.fromkeys([(8, 6), (8, 7), (8, 9), (12, 0)
 """Threads of a multiprocessor by compute capability, where they are not MOST_THREADS_PER_SM (CUDA C++
 Programming Guide 13.0, "Technical Specifications per Compute Capability")."""
 MOST_THREADS_PER_SM = 2048
+USUAL_NUM_SMS = 108
+"""Number of multiprocessors of a card of which it is not known: an A100's."""
 
 CONTEXT_BYTES = 50 * MIB
 CONTEXT_BYTES_PER_THREAD = 2208

@@ -15,11 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from autotune.catalogue.attention import without
+from autotune.catalogue.gpu_rows import USUAL_NUM_SMS
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import log
 from autotune.errors import ConfigError, HardwareError, WorkerError
-from autotune.memory.traces import BrokenTrace, Trace
+from autotune.memory.traces import BrokenTrace, Trace, on_card_with
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.records.estimate import TraceSpec
 from autotune.store.trace_cache import TraceCache
@@ -73,7 +74,12 @@ def trace_all(
     run = run_many if server is None else functools.partial(_run_forked, server)
     assert cache is None or not operations
     specs = set(specs)
-    jobs = _Jobs({_of_one_gpu(spec) for spec in specs}, on_trace, operations=operations)
+    jobs = _Jobs(
+        {_of_one_gpu(spec) for spec in specs},
+        on_trace,
+        operations=operations,
+        num_sms=shared["num_sms"],
+    )
     if cache is not None:
         jobs.take_known(cache, shared)
     for _ in range(_MAX_ROUNDS):
@@ -127,7 +133,7 @@ def of_card(gpu: Gpu) -> dict[str, Any]:
     return {
         "compute_capability": gpu.compute_capability,
         "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
-        "num_sms": gpu.num_sms,
+        "num_sms": gpu.num_sms or USUAL_NUM_SMS,
         "backend": gpu.backend,
     }
 
@@ -151,8 +157,10 @@ class _Jobs:
         on_trace: Callable[[int, int], None] | None,
         *,
         operations: bool,
+        num_sms: int,
     ) -> None:
         self._operations = operations
+        self._num_sms = num_sms
         self._specs = sorted(specs, key=repr)
         self._whole: set[int] = set()
         self._answered: set[int] = set()
@@ -187,7 +195,11 @@ class _Jobs:
                 _log.debug("%s", line)
 
     def _request(self, number: int, shared: Mapping[str, Any]) -> str:
-        return json.dumps([shared, _plain(self._specs[number])], sort_keys=True)
+        """What a trace is kept by: cards that differ in their multiprocessors share it."""
+        spec = self._specs[number]
+        # Liger's kernels are launched by their number.
+        asked = dict(shared) if spec.liger else {**shared, "num_sms": None}
+        return json.dumps([asked, _plain(spec)], sort_keys=True)
 
     def left(self) -> list[dict[str, Any]]:
         """List what is left to ask for."""
@@ -219,6 +231,7 @@ class _Jobs:
             self._tracebacks[answer["crashed"]] = answer["traceback"]
         else:
             try:
+                on_card_with(self._num_sms, answer["trace"]["tensors"])
                 trace = Trace(answer["trace"])
                 total, _ = trace.num_parameters(1)
                 if total > MAX_PARAMETERS:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from autotune.catalogue.models import resolve
-from autotune.memory.traces import SETUP_PHASES, Trace, evaluate
+from autotune.memory.traces import SETUP_PHASES, Trace, evaluate, on_card_with
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
@@ -124,7 +124,9 @@ def layers_of(architecture: Architecture, spec: TraceSpec) -> int:
     return max(architecture.num_layers, 9 if spec.activation_checkpointing == 2 else 0)
 
 
-def traced(architecture: Architecture, spec: TraceSpec, *, whole: bool = False) -> dict[str, Any]:
+def traced(
+    architecture: Architecture, spec: TraceSpec, *, whole: bool = False, device: Device = ADA
+) -> dict[str, Any]:
     config = models.load_config(resolve(architecture.model).config)
     if architecture.attention is not None:
         spec = dataclasses.replace(spec, attention=architecture.attention)
@@ -133,7 +135,7 @@ def traced(architecture: Architecture, spec: TraceSpec, *, whole: bool = False) 
         architecture.task,
         spec,
         sequence_length=architecture.sequence_length,
-        device=ADA,
+        device=device,
         whole=whole,
     )
     loaded: dict[str, Any] = json.loads(json.dumps(answer))
@@ -226,6 +228,34 @@ def test_few_layers_make_the_events_of_all(architecture: Architecture, spec: Tra
     assert kernels_of(extrapolated, micro_batch, RANK) == kernels_of(whole, micro_batch, RANK)
     assert extrapolated.trainable(RANK) == whole.trainable(RANK)
     assert extrapolated.num_parameters(RANK) == whole.num_parameters(RANK)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "single", "differs"),
+    [
+        # 512 blocks of queries leave the larger card half empty: flash attention splits the keys.
+        ("llama", SPECS["lora"], True, True),
+        ("llama", ADAPTER_SPECS["int8"], False, False),
+        # Sums over a micro-batch's tokens are shared among as many blocks as the card can hold.
+        ("bert", ADAPTER_SPECS["ia3, checkpointed"], False, True),
+    ],
+)
+def test_cards_share_a_trace_but_for_their_multiprocessors(
+    name: str, spec: TraceSpec, single: bool, differs: bool
+) -> None:
+    spec, micro_batch = dataclasses.replace(spec, single=single), 1 if single else 2
+    small, large = (dataclasses.replace(ADA, num_sms=number) for number in (24, 400))
+    theirs = Trace(traced(ARCHITECTURES[name], spec, device=small))
+    answer = traced(ARCHITECTURES[name], spec, device=large)
+    as_asked = Trace(answer).sizes(micro_batch, RANK)
+    assert (as_asked != theirs.sizes(micro_batch, RANK)) == differs
+    on_card_with(24, answer["tensors"])
+    mine = Trace(answer)
+    assert mine.sizes(micro_batch, RANK) == theirs.sizes(micro_batch, RANK)
+    for events in ("setup", "batch", "count", "first", "again", "next", "released"):
+        assert getattr(mine, events) == getattr(theirs, events)
+    assert mine.launches(micro_batch, RANK) == theirs.launches(micro_batch, RANK)
+    assert mine.trainable(RANK) == theirs.trainable(RANK)
 
 
 @pytest.mark.parametrize(

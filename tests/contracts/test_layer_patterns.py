@@ -140,7 +140,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[dict[str, 
         "sequence_length": 64,
         "compute_capability": (9, 0),
         "cublas_workspace_bytes": 1,
-        "num_sms": None,
+        "num_sms": 132,
         "backend": "cuda",
         "traces": [{"id": number, "spec": spec, "whole": False} for number in (0, 1)],
     }
@@ -181,7 +181,7 @@ def _answer_of_a_step_that_raises(
         "sequence_length": 64,
         "compute_capability": (9, 0),
         "cublas_workspace_bytes": 1,
-        "num_sms": None,
+        "num_sms": 132,
         "backend": "cuda",
         "traces": [{"id": 0, "spec": dataclasses.asdict(FULL), "whole": False}],
     }

@@ -249,6 +249,26 @@ def test_what_a_worker_answered_is_not_asked_for_again(
     assert asked == [1, 0, 1]
 
 
+def test_cards_that_differ_in_their_multiprocessors_share_what_is_kept_but_for_liger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = find_gpu("rtx-4070"), find_gpu("rtx-4080")
+    first, second = (tracing.of_card(card) for card in cards)
+    assert {name for name in first if first[name] != second[name]} == {"num_sms"}
+    asked = []
+    for liger in (False, True):
+        spec = dataclasses.replace(TraceSpec.of(FULL), liger=liger)
+        for card in cards:
+            worker = Worker({"unsupported": "has no layers"})
+            monkeypatch.setattr(tracing, "run_many", worker)
+            with pytest.raises(ConfigError, match="has no layers"):
+                trace_all(
+                    tiny_model.MODEL, "causal-lm", 512, card, {spec}, cache=TraceCache(tmp_path)
+                )
+            asked.append(len(worker.requests))
+    assert asked == [1, 0, 1, 1]
+
+
 def test_a_crash_is_told_by_its_reason_and_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

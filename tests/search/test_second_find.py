@@ -130,6 +130,16 @@ def test_a_second_prediction_needs_no_process(
     assert found.answer.best == before.answer.best
 
 
+@pytest.mark.usefixtures("_no_process")
+def test_another_card_of_the_family_needs_none_either(
+    predicted: tuple[Question, str, Finding],
+) -> None:
+    options, url, before = predicted
+    found = find(dataclasses.replace(options, gpu="rtx-4090"), storage=url)
+    assert found.answer.gpu != before.answer.gpu
+    assert found.answer.best.state == before.answer.best.state
+
+
 @pytest.mark.parametrize("command", ["estimate", "max --what micro-batch --space quick"])
 def test_a_second_estimate_needs_no_process(
     command: str, options: Question, tmp_path: Path, request: pytest.FixtureRequest

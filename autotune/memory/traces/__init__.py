@@ -25,7 +25,7 @@ from autotune.memory.traces.phases import (
     Place,
 )
 from autotune.memory.traces.terms import Sums, Term, Terms, evaluate
-from autotune.memory.traces.trace import Launch, Trace, TracedParameter
+from autotune.memory.traces.trace import Launch, Trace, TracedParameter, on_card_with
 
 __all__ = [
     "EMBED_PHASES",
@@ -44,4 +44,5 @@ __all__ = [
     "TracedKernel",
     "TracedParameter",
     "evaluate",
+    "on_card_with",
 ]

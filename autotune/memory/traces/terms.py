@@ -105,6 +105,9 @@ RULES = {
 }
 """Bytes by name of the rule, from the terms beside it."""
 
+NUM_SMS_AT = {"flash splits": 5, "reduction": 5}
+"""Place of the card's number of multiprocessors among a rule's numbers, where it is one of them."""
+
 
 def _liger_rows(num_tokens: int, num_parts: int) -> int:
     """Tokens of a chunk of Liger's fused loss: as many as make its logits as large as its input.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from autotune.memory.traces.phases import (
 from autotune.memory.traces.running import in_blocks
 from autotune.memory.traces.terms import (
     CHUNK_ROWS,
+    NUM_SMS_AT,
     RULES,
     Array,
     Sums,
@@ -377,6 +378,14 @@ class Trace:
         left = set(self._categories[stays]) - {"gradient", "workspace"}
         if left:
             raise BrokenTrace(f"{', '.join(sorted(left))} tensors outlive the step")
+
+
+def on_card_with(num_sms: int, tensors: Iterable[dict[str, Any]]) -> None:
+    """Make the tensors of an answer those of a card with so many multiprocessors, in place."""
+    for tensor in tensors:
+        name, *_ = tensor.get("rule", ("",))
+        if name in NUM_SMS_AT:
+            tensor["rule"][1 + NUM_SMS_AT[name]] = [num_sms, 0, 0]
 
 
 def listed(values: npt.NDArray[Any]) -> list[int]:

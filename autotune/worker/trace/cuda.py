@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM
+from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM, USUAL_NUM_SMS
 from autotune.worker.trace import sdpa
 from autotune.worker.trace.autocast import HALF, POLICIES, Autocast
 from autotune.worker.trace.kernel_buffers import Multiprocessors
@@ -35,8 +35,8 @@ class Device:
 
     compute_capability: tuple[int, int]
     cublas_workspace_bytes: int
-    num_sms: int = 108
-    """Number of multiprocessors, an A100's unless known. Liger's norms make a row of fp32 for each: 1.7 MB at
+    num_sms: int = USUAL_NUM_SMS
+    """Number of multiprocessors. Liger's norms make a row of fp32 for each: 1.7 MB at
     a width of 4,096."""
     backend: str = "cuda"
     """The backend whose kernels run: cuda or cpu."""

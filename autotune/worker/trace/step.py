@@ -57,8 +57,8 @@ def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     device = Device(
         compute_capability=tuple(request["compute_capability"]),
         cublas_workspace_bytes=request["cublas_workspace_bytes"],
+        num_sms=request["num_sms"],
         backend=request["backend"],
-        **({"num_sms": request["num_sms"]} if request["num_sms"] else {}),
     )
     wanted = request["traces"]
     with contextlib.suppress(Exception):  # Tracing will say it.
