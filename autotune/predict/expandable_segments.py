@@ -9,8 +9,12 @@ fixed size.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from autotune.memory.allocator import OVERSHOOT_BYTES, PAGE_BYTES, Replay, replay
+import numpy as np
+
+from autotune.memory.allocator import EMPTY_CACHE, OVERSHOOT_BYTES, PAGE_BYTES, Replay, replay
+from autotune.memory.traces.running import in_blocks, running
 from autotune.predict.steps import Steps
 
 _NUM_STEADY = 2
@@ -20,9 +24,9 @@ _NUM_STEADY = 2
 def grown(steps: Steps, room_bytes: int) -> Replay:
     """The replay of the steps within so many reserved bytes.
 
-    Where the steps do not fit, the replay's reserved bytes pass the room: by what is live, or by what the
-    request that failed lacked, or by a page where the last of two steady steps still has to give back what is
-    cached. The steps may need more than that.
+    Where the steps do not fit, the replay ends at the request that failed, but its peaks are those of all
+    steps, and its reserved bytes pass the room: by what is live, or by what that request lacked, or by a page
+    where the last of two steady steps still has to give back what is cached. The steps may need more.
     """
     most = max(steps.sure_step, 1) + _NUM_STEADY
     parts = [part for part in steps.parts if part.step <= most]
@@ -38,10 +42,22 @@ def grown(steps: Steps, room_bytes: int) -> Replay:
         within.failed_request_bytes is None and within.last_retry_event < settled
     ):
         return within
-    alone = replay(steps.sizes, events, expandable_segments=True)
+    live_bytes, event = _live_peak(steps.sizes, events)
     needed = room_bytes + PAGE_BYTES
     if within.failed_request_bytes is not None:
         needed = within.final_reserved_bytes + within.failed_request_bytes + OVERSHOOT_BYTES
     return dataclasses.replace(
-        alone, peak_reserved_bytes=max(needed, alone.peak_allocated_bytes + OVERSHOOT_BYTES)
+        within,
+        peak_allocated_bytes=live_bytes,
+        peak_allocated_event=event,
+        peak_reserved_bytes=max(needed, live_bytes + OVERSHOOT_BYTES),
     )
+
+
+def _live_peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:
+    """Peak of live bytes, and its event: of allocated ones, too, since every block is split that can be."""
+    order = np.asarray(events, dtype=np.int64)
+    positions = np.flatnonzero(order != EMPTY_CACHE)
+    live = running(order[positions], in_blocks(sizes))
+    at = int(live.argmax())
+    return int(live[at]), int(positions[at])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
 from autotune.common.units import MIB
-from autotune.memory.allocator import OVERSHOOT_BYTES, PAGE_BYTES, replay
+from autotune.memory.allocator import EMPTY_CACHE, OVERSHOOT_BYTES, PAGE_BYTES, replay
 from autotune.predict.expandable_segments import grown
 from autotune.predict.steps import StepPart, Steps
 
@@ -53,6 +54,29 @@ def test_what_does_not_fit_lacks_what_its_request_lacked() -> None:
 def test_what_does_not_fit_lacks_what_is_live_at_least() -> None:
     """The first request that fails is of X alone."""
     assert grown(steps(ONCE), room(200)).peak_reserved_bytes == room(700)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_its_peak_is_that_of_a_replay_without_a_limit(seed: int) -> None:
+    """With sizes of both pools, none among them, and a cache that is emptied in between."""
+    chance = random.Random(seed)
+    sizes = [chance.choice([0, 1, 700, MIB, MIB + 1, 9 * MIB, 47 * MIB + 5]) for _ in range(60)]
+    live: list[int] = []
+    events: list[int] = []
+    for tensor in range(60):
+        events.append(tensor)
+        live.append(tensor)
+        while live and chance.random() < 0.45:
+            events.append(~live.pop(chance.randrange(len(live))))
+        if chance.random() < 0.1:
+            events.append(EMPTY_CACHE)
+    events += [~tensor for tensor in live]
+    parts = [StepPart(0, "forward", events)]
+    alone = replay(sizes, events, expandable_segments=True)
+    found = grown(Steps(sizes=sizes, categories=[], parts=parts, sure_step=0), MIB)
+    assert found.failed_event is not None
+    assert found.peak_allocated_bytes == alone.peak_allocated_bytes
+    assert found.peak_allocated_event == alone.peak_allocated_event
 
 
 def test_what_is_given_back_in_every_step_does_not_fit() -> None:
