@@ -195,7 +195,7 @@ class _Jobs:
                 _log.debug("%s", line)
 
     def _request(self, number: int, shared: Mapping[str, Any]) -> str:
-        """What a trace is kept by: cards that differ in their multiprocessors share it."""
+        """Return the text that a trace is kept by, which cards of any number of multiprocessors share."""
         spec = self._specs[number]
         # Liger's kernels are launched by their number.
         asked = dict(shared) if spec.liger else {**shared, "num_sms": None}
