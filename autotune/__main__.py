@@ -9,8 +9,8 @@ from typing import NoReturn
 from autotune.errors import EXIT_INTERRUPTED
 
 _OBJECTS_BEFORE_COLLECTING = 50_000
-"""New objects after which cycles are looked for. Python's own number, some hundreds, costs a fifth of a
-prediction from kept traces: it makes a million lists, none of them in a cycle."""
+"""New objects after which cycles are looked for. [judgement] With Python's own, some hundreds, it looks
+through the many lists of kept traces again and again; none is in a cycle."""
 
 
 def main() -> NoReturn:
