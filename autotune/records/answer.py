@@ -206,6 +206,9 @@ class Answer:
     counts: Counts
     invalid_by_rule: dict[str, int]
     elapsed_seconds: float
+    further: Estimate | None = None
+    """The fastest of all that is predicted to fit, where further trades make it faster than the best of every
+    class."""
     classes_outside: tuple[str, ...] = ()
     """Classes that no point of the space belongs to, whatever fits."""
     left_out: tuple[LeftOut, ...] = ()
@@ -303,6 +306,7 @@ class Answer:
             "baseline": None if self.baseline is None else self.baseline.to_dict(budget),
             "speedup": self.speedup,
             "best_by_class": {k: e.to_dict(budget) for k, e in self.best_by_class.items()},
+            "further": None if self.further is None else self.further.to_dict(budget),
             "tied": [e.to_dict(budget) for e in self.tied],
             "changes": [
                 {

@@ -15,7 +15,7 @@ from autotune.records.measurement import Measurement
 from autotune.report import words
 from autotune.report.data import ReportData
 from autotune.report.words import printable
-from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, description
 
 
@@ -287,16 +287,15 @@ def _change_words(step: Step) -> str:
 
 
 def class_rows(answer: Answer) -> tuple[ClassRow, ...]:
-    """The best of each class, the lowest first."""
+    """The best of each class, the lowest first, and what further trades would bring."""
     rows = []
-    for name in TRADEOFF_CLASSES:
-        estimate = answer.best_by_class.get(name)
+    for name, meaning, estimate in words.class_rows(answer):
         is_answer = estimate is not None and estimate.config == answer.best.config
         rows.append(
             ClassRow(
                 name=name,
-                meaning=words.CLASS_MEANINGS[name],
-                entry=printable(words.class_entry(name, answer)),
+                meaning=meaning,
+                entry=printable(words.class_entry(name, estimate, answer)),
                 tokens_per_second=None if estimate is None else estimate.tokens_per_second,
                 peak_device_bytes=None if estimate is None else estimate.peak_device_bytes,
                 against_answer=""

@@ -25,7 +25,6 @@ from autotune.report.explain import SumLine
 from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
 from autotune.space import requirements
-from autotune.space.config import TRADEOFF_CLASSES
 from autotune.space.knobs import describe
 
 if TYPE_CHECKING:
@@ -365,11 +364,11 @@ def _print_bar(console: Console, estimate: Estimate, budget_bytes: int) -> None:
 
 
 def _print_classes(console: Console, answer: Answer) -> None:
-    """Print the best of each trade-off class beside the winner."""
+    """Print the best of each trade-off class beside the winner, and what further trades would bring."""
     unit, unit_bytes = unit_for(answer.workload.memory_budget_bytes)
     table = _table("class", "fastest of its class", "tokens/s>", f"{unit}>", "speed>")
-    for name in TRADEOFF_CLASSES:
-        estimate = answer.best_by_class.get(name)
+    rows = words.class_rows(answer)
+    for name, _, estimate in rows:
         figures = ["", "", ""]
         if estimate is not None:
             figures = [
@@ -377,7 +376,7 @@ def _print_classes(console: Console, answer: Answer) -> None:
                 f"{estimate.peak_device_bytes / unit_bytes:.1f}",
                 "" if estimate.config == answer.best.config else words.gain(estimate, answer.best),
             ]
-        _add_row(table, [name, words.class_entry(name, answer), *figures])
+        _add_row(table, [name, words.class_entry(name, estimate, answer), *figures])
     console.print(table)
-    meanings = (f"{name}: {meaning}" for name, meaning in words.CLASS_MEANINGS.items())
+    meanings = (f"{name}: {meaning}" for name, meaning, _ in rows)
     console.print("; ".join(meanings), style="dim")

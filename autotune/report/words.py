@@ -20,6 +20,11 @@ CLASS_MEANINGS = {
     "numerics": "other rounding",
     "recipe": "another training run",
 }
+FURTHER = "further"
+FURTHER_MEANING = (
+    "a recipe that gives up more: other ranks or targets, 4-bit weights where 16 bits fit, another family "
+    "of optimizers"
+)
 LIMITS = "torch.compile, overlapping streams, data loading, evaluation, logging"
 """Parts of training that no prediction contains; autotune.predict.estimator and autotune.speed.roofline name
 the finer ones."""
@@ -489,9 +494,16 @@ def widened(answer: Answer) -> str:
     return f"{nothing}, so another recipe was allowed."
 
 
-def class_entry(name: str, answer: Answer) -> str:
-    """The best configuration of a class, as a row of the table words it."""
-    estimate = answer.best_by_class.get(name)
+def class_rows(answer: Answer) -> list[tuple[str, str, Estimate | None]]:
+    """Rows of the table of classes: name, meaning, and the best; then what further trades would bring."""
+    rows = [
+        (name, meaning, answer.best_by_class.get(name)) for name, meaning in CLASS_MEANINGS.items()
+    ]
+    return [*rows, (FURTHER, FURTHER_MEANING, answer.further)] if answer.further else rows
+
+
+def class_entry(name: str, estimate: Estimate | None, answer: Answer) -> str:
+    """The best configuration of a row of that table, in words."""
     if estimate is None:
         return "none in this space" if name in answer.classes_outside else "none fits"
     if estimate.config == answer.best.config:

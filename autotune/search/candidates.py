@@ -20,7 +20,7 @@ from autotune.records.measurement import NOISE
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.lengths import vary
-from autotune.space.tradeoffs import LEVEL, gives_up, tradeoff_class
+from autotune.space.tradeoffs import LEVEL, form, gives_up, tradeoff_class
 
 _SAVES_MEMORY = ("expandable_segments", "activation_offloading")
 """Settings that are switched on for memory alone, and with which PyTorch's allocator may reserve more
@@ -45,6 +45,9 @@ off by."""
 
 SCARCE_SHARE = 0.1
 """Share of the budget that memory is scarce below. [judgement]"""
+
+_Ranked = list[tuple[float, TrainConfig]]
+"""Tokens per second at most, with the configuration; fastest first."""
 
 
 class Candidates:
@@ -71,7 +74,11 @@ class Candidates:
             ranked.append((speed, config))
         # The order among equals must not depend on the order of the space's file.
         ranked.sort(key=lambda pair: (-pair[0], repr(pair[1])))
-        self._ranked: list[tuple[float, TrainConfig]] = ranked
+        self._ranked: _Ranked = ranked
+        by_form: dict[tuple[int, bool], _Ranked] = {}
+        for pair in ranked:
+            by_form.setdefault(form(pair[1], base), []).append(pair)
+        self._by_form = sorted(by_form.items())
 
     @property
     def num_possible(self) -> int:
@@ -114,10 +121,27 @@ class Candidates:
             found = self._estimates[config] = self._estimator.estimate(config)
         return found
 
+    def in_form_of(self, config: TrainConfig) -> Callable[[TrainConfig], bool]:
+        """Whether a configuration makes no further trades than this one."""
+        most = form(config, self._base)
+        return lambda other: form(other, self._base) <= most
+
     def fastest(self, wanted: Callable[[TrainConfig], bool]) -> Estimate | None:
-        """The fastest that fits; None when nothing wanted does."""
+        """The fastest of the first form in which something wanted fits; None when nothing does."""
+        return next(
+            (best for _, ranked in self._by_form if (best := self._fastest(ranked, wanted))), None
+        )
+
+    def further(self, wanted: Callable[[TrainConfig], bool], *others: Estimate) -> Estimate | None:
+        """The fastest of any form, where it is faster than these; of those tied the least is given up."""
+        fastest = self._fastest(self._ranked, wanted)
+        if fastest is None or speed_of(fastest) * (1 - NOISE) <= max(map(speed_of, others)):
+            return None
+        return self._giving_up_least(self._ranked, wanted, speed_of(fastest) * (1 - NOISE))
+
+    def _fastest(self, ranked: _Ranked, wanted: Callable[[TrainConfig], bool]) -> Estimate | None:
         best: Estimate | None = None
-        for speed, config in self._ranked:
+        for speed, config in ranked:
             if best is not None and speed <= speed_of(best):
                 break
             if not wanted(config):
@@ -132,18 +156,26 @@ class Candidates:
 
         The rule: docs/ARCHITECTURE.md, "What fastest means".
 
-        Among configurations within NOISE of the fastest the one that gives up least: the lowest
-        class, the base's family of optimizers, an unquantised base, the highest rank, the fewest
-        changes, in this order. Then the most headroom where memory is scarce, else the highest speed.
+        Of the first form in which something fits, among configurations within NOISE of the fastest, the
+        one that gives up least: the lowest class, the usual rank, the fewest changes, in this order. Then
+        the most headroom where memory is scarce, else the highest speed.
         What the winner has of its own is put back to the base's, as long as the whole stays within
         NOISE of the fastest: so it is never slower than a base that is wanted and fits.
         """
-        fastest = self.fastest(wanted)
-        if fastest is None:
-            return None
-        least = speed_of(fastest) * (1 - NOISE)
+        for _, ranked in self._by_form:
+            fastest = self._fastest(ranked, wanted)
+            if fastest is not None:
+                least = speed_of(fastest) * (1 - NOISE)
+                winner = self._giving_up_least(ranked, wanted, least)
+                return winner, *self._tied(winner, least)
+        return None
+
+    def _giving_up_least(
+        self, ranked: _Ranked, wanted: Callable[[TrainConfig], bool], least: float
+    ) -> Estimate:
+        """The winner among those that are as fast as `least`, one at least of which fits."""
         groups: dict[tuple[object, ...], list[TrainConfig]] = {}
-        for speed, config in self._ranked:
+        for speed, config in ranked:
             if speed < least:
                 break
             if wanted(config):
@@ -157,8 +189,7 @@ class Candidates:
             if fitting:
                 winner = min(fitting, key=lambda e: (self._scarce_bytes(e), -speed_of(e)))
                 winner = self._better_without(winner) or winner
-                winner = self._with_what_pays(winner, wanted, least)
-                return winner, *self._tied(winner, least)
+                return self._with_what_pays(winner, wanted, least)
         raise AssertionError("the fastest is in one of the groups")
 
     def _scarce_bytes(self, estimate: Estimate) -> int:
@@ -219,6 +250,7 @@ class Candidates:
             and self.fits(estimate)
             and speed_of(estimate) >= threshold
             and self.class_of(estimate.config) == self.class_of(winner.config)
+            and form(estimate.config, self._base) == form(winner.config, self._base)
         ]
         return sorted(others, key=lambda e: (-speed_of(e), repr(e.config)))[:10]
 

@@ -102,8 +102,11 @@ class Prediction:
     def pool(self) -> Sequence[Estimate]:
         """The candidates for probes, fastest first, the base at the end if not before; a replay each."""
         baseline = self.answer.baseline
-        return self._candidates.pool(
-            self._candidates.at_most(self.answer.allow),
+        candidates = self._candidates
+        is_allowed = candidates.at_most(self.answer.allow)
+        is_in_form = candidates.in_form_of(self.answer.best.config)
+        return candidates.pool(
+            lambda config: is_in_form(config) and is_allowed(config),
             POOL_SIZE,
             always=None if baseline is None else baseline.config,
         )
@@ -257,6 +260,7 @@ def find(
         base=reference,
         baseline=baseline,
         best_by_class=best_by_class,
+        further=candidates.further(lambda _: True, best, *best_by_class.values()),
         tied=tuple(tied),
         changes=_changes(estimator, best, reference, context),
         more_memory=_more_memory(estimator, supported, reference, best, candidates.at_most(chosen)),

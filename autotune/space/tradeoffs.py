@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
+import operator
+from typing import Any
 
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
-from autotune.space.knobs import KNOBS
+from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.optimizers import OPTIMIZERS
 
 LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
@@ -30,14 +33,66 @@ def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
 
 def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
     """Return a key that orders configurations by what they give up, least first; headroom aside."""
-    family = OPTIMIZERS[config.optimizer].family
     return (
         LEVEL[tradeoff_class(config, base)],
-        family != OPTIMIZERS[base.optimizer].family,
-        config.quantization != "none",
-        -(config.lora_rank or 0),
+        *form(config, base),
+        *_from_usual_rank(config, base),
         *_num_changes(config, base),
     )
+
+
+def form(config: TrainConfig, base: TrainConfig) -> tuple[int, bool]:
+    """Return the number of further trades, and whether weights are quantised that are not in the base.
+
+    Of two configurations the one with the lower pair is chosen, however fast the other is.
+    """
+    is_quantized = config.quantization not in ("none", base.quantization)
+    return len(further_trades(config, base)), is_quantized
+
+
+def further_trades(config: TrainConfig, base: TrainConfig) -> tuple[str, ...]:
+    """Return the settings that give up more than another training run has to, quantisation aside.
+
+    Another run is full fine-tuning, LoRA or QLoRA with the base's family of optimizers, the base's adapter
+    settings, and KNOBS' defaults where it has none: rank 16 on all linear layers.
+    """
+    return _trades(_settings_of_form(config), _settings_of_form(base))
+
+
+_USUAL_METHODS = ("full", "lora", "qlora")
+_KNOBS_OF_FORM = tuple(
+    knob
+    for knob in KNOBS.values()
+    if knob.tradeoff == "recipe" and knob.name not in ("batching", "quantization")
+)
+"""Knobs of which a change is a further trade. How samples fill a batch is none: it gives up no quality."""
+_settings_of_form = operator.attrgetter(
+    "method", "optimizer", *(knob.name for knob in _KNOBS_OF_FORM)
+)
+
+
+@functools.cache
+def _trades(settings: tuple[Any, ...], base_settings: tuple[Any, ...]) -> tuple[str, ...]:
+    method, optimizer, *values = settings
+    base_method, base_optimizer, *base_values = base_settings
+    trades = []
+    if method not in (*_USUAL_METHODS, base_method):
+        trades.append("method")
+    if OPTIMIZERS[optimizer].family != OPTIMIZERS[base_optimizer].family:
+        trades.append("optimizer")
+    for knob, value, base_value in zip(_KNOBS_OF_FORM, values, base_values, strict=True):
+        usual = base_value if base_method in knob.methods else knob.default_for(method)
+        if method in knob.methods and usual is not REQUIRED and value != usual:
+            trades.append(knob.name)
+    return tuple(trades)
+
+
+def _from_usual_rank(config: TrainConfig, base: TrainConfig) -> tuple[float, int]:
+    """Return how often the rank is doubled or halved from the usual one; of two alike the higher is less."""
+    if config.lora_rank is None:
+        return 0.0, 0
+    usual = base.lora_rank or KNOBS["lora_rank"].default_for(config.method)
+    return abs(math.log2(config.lora_rank / usual)), -config.lora_rank
 
 
 def _num_changes(config: TrainConfig, base: TrainConfig) -> list[int]:

@@ -189,6 +189,16 @@ def test_a_widened_answer_and_empty_classes_are_said() -> None:
     assert "1.50 B parameters" in shown
 
 
+def test_further_trades_have_a_row_of_their_own() -> None:
+    attention = dataclasses.replace(answers.ADAPTER, lora_targets="attention")
+    further = answers.estimate(attention, step_seconds=2.0)
+    shown = one_line(drawn(answers.answer(further=further)))
+    assert "further LoRA r=64 on attention, " in shown
+    assert "16,384 10.0 +300 %" in shown
+    assert "further: a recipe that gives up more" in shown
+    assert "further" not in drawn(answers.answer())
+
+
 def test_a_class_that_is_not_in_the_space_is_not_said_not_to_fit() -> None:
     recipe = answers.estimate(answers.ADAPTER)
     answer = answers.answer(

@@ -9,7 +9,7 @@ import pytest
 from autotune.space.config import LOADER_SETTINGS, TRADEOFF_CLASSES, TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.optimizers import OPTIMIZERS, Optimizer
-from autotune.space.tradeoffs import gives_up, tradeoff_class
+from autotune.space.tradeoffs import form, further_trades, gives_up, tradeoff_class
 
 FULL = TrainConfig(
     method="full",
@@ -107,9 +107,48 @@ def test_of_one_class_fewer_settings_give_up_less() -> None:
     eight = dataclasses.replace(LORA, optimizer="adamw_bnb_8bit")
     assert tradeoff_class(eight, FULL) == tradeoff_class(LORA, FULL) == "recipe"
     assert gives_up(LORA, FULL) < gives_up(eight, FULL)
-    # A higher rank comes before either.
-    small, large = (dataclasses.replace(LORA, lora_rank=rank) for rank in (16, 32))
-    assert gives_up(dataclasses.replace(large, lora_dropout=0.1), FULL) < gives_up(small, FULL)
+    # The usual rank comes before others, then those nearer to it, of two alike the higher.
+    ranks = sorted((8, 16, 24, 32, 64), key=lambda r: gives_up(with_rank(r), FULL))
+    assert ranks == [16, 24, 32, 8, 64]
+    assert gives_up(with_rank(64), with_rank(64)) < gives_up(with_rank(16), with_rank(64))
+
+
+def with_rank(rank: int) -> TrainConfig:
+    return dataclasses.replace(LORA, lora_rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("config", "base", "expected"),
+    [
+        (LORA, FULL, ()),
+        (QLORA, FULL, ()),
+        (FULL, LORA, ()),
+        (dataclasses.replace(FULL, optimizer="adamw_bnb_8bit", batching="padded"), FULL, ()),
+        (dataclasses.replace(FULL, optimizer="lion_8bit"), FULL, ("optimizer",)),
+        (with_rank(128), FULL, ("lora_rank",)),
+        (dataclasses.replace(LORA, lora_targets="attention"), FULL, ("lora_targets",)),
+        (
+            dataclasses.replace(LORA, lora_variant="dora", lora_rank=8),
+            FULL,
+            ("lora_rank", "lora_variant"),
+        ),
+        # VeRA's usual rank is its own.
+        (dataclasses.replace(LORA, method="vera", lora_rank=256), FULL, ("method",)),
+        # What the base has is no trade, and its own size is the usual one.
+        (with_rank(64), with_rank(64), ()),
+        (dataclasses.replace(QLORA, lora_rank=64), with_rank(64), ()),
+        (LORA, with_rank(64), ("lora_rank",)),
+        (dataclasses.replace(LORA, lora_dropout=0.1), LORA, ("lora_dropout",)),
+    ],
+)
+def test_further_trades(config: TrainConfig, base: TrainConfig, expected: tuple[str, ...]) -> None:
+    assert set(further_trades(config, base)) == set(expected)
+
+
+def test_quantised_weights_come_after_16_bits_and_before_further_trades() -> None:
+    attention = dataclasses.replace(LORA, lora_targets="attention")
+    assert form(LORA, FULL) < form(QLORA, FULL) < form(attention, FULL)
+    assert form(QLORA, QLORA) == form(LORA, FULL)
 
 
 def test_of_the_highest_class_the_number_of_changes_is_counted_first() -> None:
