@@ -173,6 +173,15 @@ class Change:
     estimate: Estimate
     fits: bool
 
+    def to_dict(self, budget_bytes: int) -> dict[str, object]:
+        """The fields of `find --json`."""
+        return {
+            **self.estimate.to_dict(budget_bytes),
+            "setting": self.setting,
+            "value": self.value,
+            "fits": self.fits,
+        }
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
@@ -209,6 +218,9 @@ class Answer:
     further: Estimate | None = None
     """The fastest of all that is predicted to fit, where further trades make it faster than the best of every
     class."""
+    safer: Change | None = None
+    """Where the answer loses small updates to rounding: the fastest that keeps them, or where none fits the
+    one that needs least."""
     classes_outside: tuple[str, ...] = ()
     """Classes that no point of the space belongs to, whatever fits."""
     left_out: tuple[LeftOut, ...] = ()
@@ -309,14 +321,10 @@ class Answer:
             "further": None if self.further is None else self.further.to_dict(budget),
             "tied": [e.to_dict(budget) for e in self.tied],
             "changes": [
-                {
-                    **change.estimate.to_dict(budget),
-                    "setting": change.setting,
-                    "value": change.value,
-                    "fits": change.fits,
-                }
+                change.to_dict(budget)
                 for change in [*self.changes, *([self.more_memory] if self.more_memory else [])]
             ],
+            "safer": None if self.safer is None else self.safer.to_dict(budget),
             "counts": dataclasses.asdict(self.counts),
             "invalid_by_rule": self.invalid_by_rule,
             "classes_outside": list(self.classes_outside),

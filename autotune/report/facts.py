@@ -323,8 +323,7 @@ def reasons(answer: Answer) -> list[str]:
         said.append(words.widened(answer))
     if best.state.optimizer_state_managed_bytes:
         said.append(words.paging(best))
-    if note := best.unquantized_note:
-        said.append(note)
+    said += filter(None, (words.rounding(answer), best.unquantized_note))
     if answer.tied:
         said.append(f"Tied: {words.tied(answer)}.")
     said.append(f"Learning rate: {words.learning_rate(answer)}.")

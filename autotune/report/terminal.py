@@ -103,7 +103,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
     rows += [("note", words.bound(text)) for text in requirements.unpredicted(best.config)]
-    notes = (words.unfused_casts(best.config), best.unquantized_note)
+    notes = (words.rounding(answer), words.unfused_casts(best.config), best.unquantized_note)
     rows += [("note", note) for note in notes if note]
     if answer.tied:
         rows.append(("tied", words.tied(answer)))

@@ -14,6 +14,7 @@ from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.headroom import DEFAULT_ODDS
 from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, difference
 from autotune.space.precisions import PRECISIONS
+from autotune.space.tradeoffs import loses_small_updates
 
 CLASS_MEANINGS = {
     "exact": "the mathematics of the base",
@@ -21,10 +22,7 @@ CLASS_MEANINGS = {
     "recipe": "another training run",
 }
 FURTHER = "further"
-FURTHER_MEANING = (
-    "a recipe that gives up more: other ranks or targets, 4-bit weights where 16 bits fit, another family "
-    "of optimizers"
-)
+FURTHER_MEANING = "another run that gives up more"
 LIMITS = "torch.compile, overlapping streams, data loading, evaluation, logging"
 """Parts of training that no prediction contains; autotune.predict.estimator and autotune.speed.roofline name
 the finer ones."""
@@ -402,7 +400,7 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
 
 
 def why(answer: Answer) -> str:
-    """The reason why nothing is faster, and what each setting that was changed is good for."""
+    """The reason why nothing is faster, and what changed settings are good for, the largest lever first."""
     best, more = answer.best, answer.more_memory
     more_gb = f"{MORE_MEMORY_BYTES / 10**9:.0f} GB more"
     if more is None:
@@ -416,19 +414,51 @@ def why(answer: Answer) -> str:
             f"{gain(more.estimate, best)}."
         ]
     budget_bytes = answer.workload.memory_budget_bytes
-    return " ".join([*sentences, *(changed(c, best, budget_bytes) for c in answer.changes)])
+    levers = sorted(answer.changes, key=lambda c: _lever(c, best, budget_bytes), reverse=True)
+    telling = [c for c in levers if _lever(c, best, budget_bytes) >= NOISE] or levers[:1]
+    return " ".join([*sentences, *(changed(c, best, budget_bytes) for c in telling)])
+
+
+def _lever(change: Change, best: Estimate, budget_bytes: int) -> float:
+    """Share of the speed that is lost, or of the budget that is lacking, without a setting of the answer."""
+    if not change.fits:
+        return (change.estimate.resident_bytes - budget_bytes) / budget_bytes
+    assert change.estimate.tokens_per_second is not None
+    assert best.tokens_per_second is not None
+    return 1 - change.estimate.tokens_per_second / best.tokens_per_second
 
 
 def changed(change: Change, best: Estimate, budget_bytes: int) -> str:
     """The effect of putting one setting of the answer back."""
-    words = KNOBS[change.setting].words(change.value)
+    if change.setting == "method":
+        words = METHOD_WORDS[str(change.value)].replace("full", "full fine-tuning")
+    else:
+        words = KNOBS[change.setting].words(change.value)
+    return f"With {words} instead: {_outcome(change, best, budget_bytes)}."
+
+
+def _outcome(change: Change, best: Estimate, budget_bytes: int) -> str:
+    """The speed against the answer's, or what is lacking."""
     if change.fits:
-        return f"With {words} instead: {gain(change.estimate, best)}."
+        return gain(change.estimate, best)
     excess_bytes = change.estimate.resident_bytes - budget_bytes
     if excess_bytes <= 0:
         odds = _odds(change.estimate.fits_with(budget_bytes))
-        return f"With {words} instead: too little room, it fits with {odds}."
-    return f"With {words} instead: {format_bytes(excess_bytes)} too much."
+        return f"too little room, it fits with {odds}"
+    return f"{format_bytes(excess_bytes)} too much"
+
+
+def rounding(answer: Answer) -> str:
+    """What training bfloat16 weights as they are loses, and what keeping it costs; empty elsewhere."""
+    best, safer = answer.best, answer.safer
+    if not loses_small_updates(best.config):
+        return ""
+    said = "bfloat16 weights: an update below about 1/256 of its weight is lost to rounding."
+    if safer is None:
+        return said
+    what = describe(safer.estimate.config) if safer.fits else KNOBS["precision"].words(safer.value)
+    lost = _outcome(safer, best, answer.workload.memory_budget_bytes)
+    return f"{said} Safe: {what}: {lost}{'' if safer.fits else ' at least'}."
 
 
 def gain(estimate: Estimate, best: Estimate) -> str:

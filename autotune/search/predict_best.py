@@ -50,7 +50,7 @@ from autotune.space.search_space import (
     with_precision_of,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.tradeoffs import tradeoff_class
+from autotune.space.tradeoffs import loses_small_updates, tradeoff_class
 from autotune.store.trace_cache import TraceCache
 
 _log = log.logger(__name__)
@@ -263,6 +263,7 @@ def find(
         further=candidates.further(lambda _: True, best, *best_by_class.values()),
         tied=tuple(tied),
         changes=_changes(estimator, best, reference, context),
+        safer=_safer(estimator, candidates, supported, best.config),
         more_memory=_more_memory(estimator, supported, reference, best, candidates.at_most(chosen)),
         counts=Counts(
             enumerated=points.num_enumerated,
@@ -375,8 +376,15 @@ def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate 
 def _changes(
     estimator: Estimator, best: Estimate, base: TrainConfig, context: Context
 ) -> tuple[Change, ...]:
-    """The answer with one setting put back to the base's, where that is valid and was traced."""
+    """The answer with one setting put back to the base's, where that is valid and was traced.
+
+    Of another method nothing can be put back: there it is the base itself.
+    """
     changes = []
+    if best.config.method != base.method and estimator.supports(base):
+        estimate = estimator.estimate(base)
+        fits = estimator.fits(estimate)
+        changes.append(Change(setting="method", value=base.method, estimate=estimate, fits=fits))
     for setting, config in put_back(best.config, base):
         if setting == "micro_batch_size":
             continue
@@ -387,6 +395,36 @@ def _changes(
         value = getattr(base, setting)
         changes.append(Change(setting=setting, value=value, estimate=estimate, fits=fits))
     return tuple(changes)
+
+
+def _safer(
+    estimator: Estimator,
+    candidates: Candidates,
+    supported: Iterable[TrainConfig],
+    config: TrainConfig,
+) -> Change | None:
+    """What keeps the small updates that the answer loses, of any class.
+
+    None where none are lost, or nothing that keeps them was traced.
+    """
+    if not loses_small_updates(config):
+        return None
+
+    def keeps_updates(other: TrainConfig) -> bool:
+        return other.method == config.method and not loses_small_updates(other)
+
+    best = candidates.best(keeps_updates)
+    if best is None:
+        smallest = min(filter(keeps_updates, supported), key=estimator.floor_bytes, default=None)
+        if smallest is None:
+            return None
+        best = (estimator.estimate(smallest),)
+    return Change(
+        setting="precision",
+        value=best[0].config.precision,
+        estimate=best[0],
+        fits=estimator.fits(best[0]),
+    )
 
 
 def _more_memory(

@@ -50,6 +50,8 @@ class Optimizer:
     Empty: after it."""
     only_full: bool = False
     """Whether it is of use, and built by the Trainer as priced, only where whole weights train."""
+    keeps_rounding: bool = False
+    """Whether it makes up in later steps for what rounding to 16-bit weights loses."""
     only_cuda: bool = False
     """Whether its code calls CUDA, or is compiled, which a probe's tracker cannot watch: none on a CPU."""
     arguments: tuple[tuple[str, object], ...] = ()
@@ -416,6 +418,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             moments=2,
             # Where Triton is installed it is taken, whatever the device (optimi 0.3, stableadamw.py).
             only_cuda=True,
+            keeps_rounding=True,
             algorithm=StableAdamW(),
             state_note="the rounding error of 16-bit weights is kept too",
             summary="AdamW with Adafactor's clipping; 16-bit weights keep their rounding error too",

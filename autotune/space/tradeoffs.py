@@ -10,6 +10,7 @@ from typing import Any
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import PRECISIONS
 
 LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
 
@@ -48,6 +49,15 @@ def form(config: TrainConfig, base: TrainConfig) -> tuple[int, bool]:
     """
     is_quantized = config.quantization not in ("none", base.quantization)
     return len(further_trades(config, base)), is_quantized
+
+
+def loses_small_updates(config: TrainConfig) -> bool:
+    """Whether weights train in bfloat16, so that updates far smaller than a weight are rounded away."""
+    return (
+        config.method == "full"
+        and PRECISIONS[config.precision].parameter_dtype == "bfloat16"
+        and not OPTIMIZERS[config.optimizer].keeps_rounding
+    )
 
 
 def further_trades(config: TrainConfig, base: TrainConfig) -> tuple[str, ...]:

@@ -291,3 +291,33 @@ def test_unscaling_allocates_and_frees_as_predicted(case: str) -> None:
     tape = Tape()
     write_unscale(tape)
     assert seen(tracker.recording, len(parameters) + 1) == written(tape)
+
+
+@pytest.mark.parametrize(
+    ("name", "moves"), [("adamw_torch", False), ("stable_adamw", True), ("sgd", False)]
+)
+def test_which_optimizer_keeps_updates_that_bfloat16_rounds_away(name: str, moves: bool) -> None:
+    """A hundred steps of 1/1000 of the weight each, which float32 adds up to a tenth of it."""
+    from optimi import StableAdamW
+
+    classes: dict[str, Any] = {
+        "adamw_torch": torch.optim.AdamW,
+        "stable_adamw": StableAdamW,
+        "sgd": torch.optim.SGD,
+    }
+    arguments = {"triton": False} if name == "stable_adamw" else {}
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = classes[name]([weight], lr=1e-3, weight_decay=0.0, **arguments)
+    for _ in range(100):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert OPTIMIZERS[name].class_name == classes[name].__name__
+    assert bool((weight < 0.95).all()) == moves == OPTIMIZERS[name].keeps_rounding
+    assert moves or bool((weight == 1).all())
+
+
+def test_bfloat16_rounds_away_what_is_less_than_a_256th_of_a_weight() -> None:
+    one = torch.tensor(1.0, dtype=torch.bfloat16)
+    lost, kept = (torch.tensor(1 / n, dtype=torch.bfloat16) for n in (257, 255))
+    assert one + lost == one
+    assert one + kept > one

@@ -20,6 +20,7 @@ from autotune.records.answer import USERS_BASE, Answer, Change
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
+from autotune.space.knobs import describe
 from autotune.space.lengths import Lengths
 
 
@@ -42,7 +43,7 @@ def one_line(text: str) -> str:
 
 def test_the_answer_says_everything_on_one_screen() -> None:
     text = drawn(answers.answer())
-    assert len(text.splitlines()) <= 24
+    assert len(text.splitlines()) <= 25
     shown = one_line(text)
     for part in (
         "Qwen/Qwen2.5-1.5B, 1.50 B parameters. PREDICTED, not measured.",
@@ -169,6 +170,32 @@ def test_where_memory_does_not_bind_the_bound_is_said() -> None:
     assert "memory limits" not in shown
 
 
+def test_why_names_the_largest_lever_first_and_no_detail() -> None:
+    def lever(setting: str, value: object, *, device_gib: float, step_seconds: float) -> Change:
+        estimate = answers.estimate(device_gib=device_gib, step_seconds=step_seconds)
+        fits = device_gib < 11
+        return Change(setting=setting, value=value, estimate=estimate, fits=fits)
+
+    detail = lever("expandable_segments", False, device_gib=11.2, step_seconds=8.0)
+    half = lever("optimizer", "adamw_torch", device_gib=10.0, step_seconds=16.0)
+    tenth = lever("liger", False, device_gib=10.0, step_seconds=8.9)
+    too_large = lever("activation_checkpointing", 0, device_gib=14.0, step_seconds=8.0)
+    method = lever("method", "lora", device_gib=30.0, step_seconds=8.0)
+    answer = answers.answer(changes=(detail, tenth, too_large, half, method))
+    shown = one_line(drawn(answer))
+    named = [
+        "With LoRA",
+        "With adamw_torch instead: -50 %",
+        "With no checkpointing",
+        "With no Liger",
+    ]
+    places = [shown.index(each) for each in named]
+    assert places == sorted(places)
+    assert "segments of fixed size" not in shown
+    # A detail is better than nothing.
+    assert "segments of fixed size" in one_line(drawn(answers.answer(changes=(detail,))))
+
+
 def test_a_widened_answer_and_empty_classes_are_said() -> None:
     recipe = answers.estimate(answers.ADAPTER)
     shown = one_line(
@@ -195,8 +222,29 @@ def test_further_trades_have_a_row_of_their_own() -> None:
     shown = one_line(drawn(answers.answer(further=further)))
     assert "further LoRA r=64 on attention, " in shown
     assert "16,384 10.0 +300 %" in shown
-    assert "further: a recipe that gives up more" in shown
+    assert "further: another run that gives up more" in shown
     assert "further" not in drawn(answers.answer())
+
+
+def test_updates_lost_to_rounding_are_said_with_what_keeps_them() -> None:
+    mixed = dataclasses.replace(answers.CONFIG, precision="bf16-mixed")
+    shown = one_line(drawn(answers.answer()))
+    assert (
+        "bfloat16 weights: an update below about 1/256 of its weight is lost to rounding. " in shown
+    )
+
+    def with_safer(device_gib: float, **changed: Any) -> str:
+        estimate = answers.estimate(mixed, device_gib=device_gib, step_seconds=16.0)
+        safer = Change(
+            setting="precision", value="bf16-mixed", estimate=estimate, fits=device_gib < 11
+        )
+        return one_line(drawn(answers.answer(safer=safer, **changed)))
+
+    assert f"Safe: {describe(mixed)}: -50 %." in with_safer(10.0)
+    budget_gib = answers.BUDGET_BYTES / GIB
+    lacking = f"Safe: bf16-mixed: {14 - budget_gib:.2f} GiB too much at least."
+    assert lacking in with_safer(14.0)
+    assert "rounding." not in with_safer(10.0, best=answers.estimate(mixed))
 
 
 def test_a_class_that_is_not_in_the_space_is_not_said_not_to_fit() -> None:
