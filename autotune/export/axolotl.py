@@ -100,7 +100,10 @@ TARGET = TrainerFile(
         ),
         *lora_rows(
             targets_row(
-                ("lora_target_linear", "lora_target_modules"), _say_targets, _hear_targets
+                ("lora_target_linear", "lora_target_modules"),
+                _say_targets,
+                _hear_targets,
+                unheard=("lora_target_modules",),
             ),
             rank="lora_r",
             variant="peft_use_dora peft_use_rslora",
@@ -113,6 +116,7 @@ TARGET = TrainerFile(
             keys=("optimizer", "optim_target_modules", "lr_scheduler"),
             say=_say_optimizer,
             hear=lambda said: said["optimizer"],
+            unheard=("optim_target_modules", "lr_scheduler"),
         ),
         # With bf16 or fp16 the weights are loaded in 16 bits, whatever trains; else in float32.
         # "auto" is for bf16 what the card has, and off beside fp16.
@@ -237,8 +241,8 @@ TARGET = TrainerFile(
         name: {"lr_scheduler": "lr_scheduler_type", "num_epochs": "num_train_epochs"}.get(name, name)
         for name in (
             "adam_beta1", "adam_beta2", "adam_epsilon", *LOADER_SETTINGS, "learning_rate",
-            "lr_scheduler", "max_grad_norm", "max_steps", "num_epochs", "seed", "warmup_steps",
-            "weight_decay",
+            "lr_scheduler", "max_grad_norm", "max_steps", "num_epochs", "seed", "warmup_ratio",
+            "warmup_steps", "weight_decay",
         )
     },
     caveats=(

@@ -65,6 +65,8 @@ class Row:
     """Further settings that `say` is given: what it writes depends on them."""
     nearest: Mapping[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
     """Values written instead of what no choice says; the empty key is for all others."""
+    unheard: tuple[str, ...] = ()
+    """Keys that `say` writes and `hear` does not ask for."""
 
     def says(self, value: Any) -> bool:
         return self.can_say is None or self.can_say(value)

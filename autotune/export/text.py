@@ -64,6 +64,8 @@ def as_yaml(
     import yaml
 
     extra = {"learning_rate": default_rate(config), **extra, **config.loader_arguments}
+    if target.has_own_names and 0 < extra.get("warmup_steps", 0) < 1:
+        extra["warmup_ratio"] = extra.pop("warmup_steps")
     names = {argument: key for key, argument in target.arguments.items()}
     carried = {
         names.get(name, name): value

@@ -57,6 +57,7 @@ OPTIMIZER = Row(
     keys=("optim", "optim_target_modules", "lr_scheduler_type"),
     say=_say_optimizer,
     hear=lambda said: said["optim"],
+    unheard=("optim_target_modules", "lr_scheduler_type"),
 )
 
 

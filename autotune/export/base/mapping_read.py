@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.errors import nearest
-from autotune.export.mapping import NotLiteral, Row, TrainerFile, entries, same, value_at
+from autotune.export.mapping import NotLiteral, Row, Spelling, TrainerFile, entries, same, value_at
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
 from autotune.space.values import positive
@@ -63,7 +63,10 @@ def notes(target: TrainerFile, content: Mapping[str, Any]) -> tuple[str, ...]:
     }
     switched = {key: value_at(content, key) for key in target.unpredicted if _is_on(content, key)}
     return (
-        *(f"{key}: {_shown(value)} {target.unpredicted[key]}" for key, value in switched.items()),
+        *(
+            f"{in_words(key)}: {_shown(value)} {target.unpredicted[key]}"
+            for key, value in switched.items()
+        ),
         *(
             f"{key}: {_shown(', '.join(map(str, left)))} may change the model, which is not predicted"
             for key, left in added.items()
@@ -95,12 +98,20 @@ def _read_row(target: TrainerFile, row: Row, content: Mapping[str, Any]) -> tupl
             return (check(0 if value is None else value),)
         except ValueError as error:
             raise ValueError(f"{in_words(key)} {error}") from error
+    choice = choice_read(row, said)
+    if choice is None:
+        raise ValueError(_unknown(row, said, content))
+    return choice.ours
+
+
+def choice_read(row: Row, said: Mapping[str, Any]) -> Spelling | None:
+    """Return the first of the row's choices that the values say; None where none does."""
     for choice in row.choices:
         if all(same(said[key], value) for key, value in choice.theirs.items()) and all(
             entry in entries(said[key]) for key, entry in choice.within.items()
         ):
-            return choice.ours
-    raise ValueError(_unknown(row, said, content))
+            return choice
+    return None
 
 
 def _check_kind(key: str, content: Mapping[str, Any], value: object) -> None:

@@ -6,7 +6,7 @@ What a file leaves out takes the trainer's own default; what it has beyond our s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from autotune.export.base.mapping_read import in_current_words, notes, read
 from autotune.export.base.opening import open_base
 from autotune.export.base.parts import RunFile, all_of
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
+from autotune.export.base.uncarried import uncarried
 from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
 from autotune.export.mapping import NotLiteral, Row, TrainerFile, entries, same, value_at
@@ -87,9 +88,9 @@ def read_base(
         )
     values, problems = read(target, content)
     problems = [*opened.problems, *problems]
-    extra_arguments = "{}"
+    arguments, extra_arguments = arguments_of(target, content), "{}"
     try:
-        extra_arguments = read_extra_arguments(arguments_of(target, content), place="")
+        extra_arguments = read_extra_arguments(arguments, place="")
     except ValueError as error:
         problems.append(str(error))
     if problems:
@@ -116,13 +117,22 @@ def read_base(
         config=config,
         extra_arguments=extra_arguments,
         model=_model_of(target, content),
-        notes=(*opened.notes, *notes(target, content), *caveats_of(target, config)),
+        notes=(
+            *opened.notes,
+            *notes(target, content),
+            *_left_notes(uncarried(target, content, config, arguments)),
+            *caveats_of(target, config),
+        ),
         target=target,
         has_length="sequence_length" in values,
         has_gpus="num_gpus" in values,
         taken=tuple(taken),
         parts=opened.parts,
     )
+
+
+def _left_notes(keys: Sequence[str]) -> tuple[str, ...]:
+    return (f"only its edited copy keeps {', '.join(keys)}",) if keys else ()
 
 
 def _as_ours(
@@ -182,6 +192,12 @@ def arguments_of(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, A
     found = {theirs: value_at(content, key) for key, theirs in target.arguments.items()}
     if not target.has_own_names:
         found |= {key: value for key, value in content.items() if key in fields}
+    if "warmup_ratio" not in fields:
+        found.pop("warmup_ratio", None)
+        share = content.get("warmup_ratio")
+        if isinstance(share, float) and 0 < share < 1:
+            # Transformers 5 takes a share for the steps (TrainingArguments.get_warmup_steps).
+            found["warmup_steps"] = found.get("warmup_steps") or share
     decided = {*DECIDED, *target.renamed, *target.flags}
     if found.get("per_device_eval_batch_size") == found.get("per_device_train_batch_size"):
         # As our own files have it: it goes with the micro-batch, which is decided.
