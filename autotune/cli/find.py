@@ -193,6 +193,7 @@ def find(
             answer=found.answer,
             dataset=str(typed["dataset"] or ""),
             report=report,
+            command=delivered.command,
             unsaid=delivered.unsaid,
         )
     for note in delivered.notes:

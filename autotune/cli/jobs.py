@@ -200,6 +200,7 @@ def _deliver(job: Job, *, folder: Path | None, storage: str, as_json: bool) -> N
             sys.stdout,
             answer=answered.answer,
             report=report,
+            command=answered.command if files else "",
             unsaid=answered.unsaid,
         )
     for words in (*notes, *answered.notes):

@@ -88,6 +88,7 @@ TARGET = TrainerFile(
     name="axolotl",
     source="axolotl 0.19.0",
     model_key="base_model",
+    launch="axolotl train {file}",
     auto_bf16="bf16",
     rows=(
         # Where no storage is named axolotl takes bfloat16, float32 for some models: the bytes of uint8.

@@ -56,6 +56,7 @@ TARGET = TrainerFile(
     name="LLaMA-Factory",
     source="llamafactory 0.9.5",
     model_key="model_name_or_path",
+    launch="llamafactory-cli train {file}",
     rows=(
         method_row(
             {"finetuning_type": "full", "quantization_bit": None},

@@ -99,6 +99,11 @@ class TrainerFile:
     model_key: str = ""
     model_of: Callable[[Mapping[str, Any]], str | None] | None = None
     """Returns the model, where no key names it as it is."""
+    launch: str = ""
+    """Command that trains from a file: `{file}` is its path, `{gpus}` what several GPUs add. Empty: only
+    train.py does."""
+    launch_several: str = ""
+    """Text for `{gpus}` where there are several: `{number}` is how many."""
     several_gpus: str = "ddp"
     """Parallelism of a run with several GPUs whose file does not say."""
     fixed: Mapping[str, Any] = field(default_factory=dict)

@@ -83,6 +83,13 @@ class AnswerFiles:
         return tuple(own_run.changed(self.run, self.answer.base, self.answer.exported))
 
     @property
+    def command(self) -> str:
+        """The command that trains with the user's edited file; empty where train.py does."""
+        if self.run is None or self.folder is None:
+            return ""
+        return own_run.command(self.run, self.folder, self.answer.exported)
+
+    @property
     def unsaid(self) -> Mapping[str, tuple[str, ...]]:
         """Settings that some of the files do not carry, and which; each file says more at its top."""
         return export.unsaid_names(self.exporters, self.answer.workload, self.answer.exported)

@@ -50,6 +50,8 @@ class Delivered:
     """Errors that kept something from being written; the answer is not lost by them."""
     notes: tuple[str, ...] = ()
     """Changes in the user's own file, in words."""
+    command: str = ""
+    """Command that trains with the user's edited file; empty where train.py does."""
     unsaid: Mapping[str, tuple[str, ...]]
     """Settings that some of the files do not carry, and which; each file says at its top what it is."""
 
@@ -95,6 +97,7 @@ def deliver(
         report=report,
         problems=problems,
         notes=notes,
+        command=answered.command if files else "",
         unsaid=answered.unsaid,
     )
 

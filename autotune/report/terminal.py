@@ -120,15 +120,16 @@ def draw_outcome(
     answer: Answer | None = None,
     dataset: str = "",
     report: str = "",
+    command: str = "",
     unsaid: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
     """Draw where files were written, what to do next, and what a prediction leaves out.
 
     No files, or an empty study: they could not be written. `answer`: what the files are of; `dataset`: the
-    one that was given. `report`: the command that draws one. `unsaid`: settings that some files do not
-    carry, and which.
+    one that was given. `report`: the command that draws one; `command`: the one that trains, where it is not
+    train.py. `unsaid`: settings that some files do not carry, and which.
     """
-    options = f"--dataset {printable(shlex.quote(dataset)) if dataset else 'FILE.jsonl'}"
+    options = f"--dataset {shlex.quote(dataset) if dataset else 'FILE.jsonl'}"
     # A configuration alone cannot be trained.
     if answer is not None and os.path.isfile(model_reference(answer.workload.model)):
         options += " --model FOLDER"
@@ -147,19 +148,25 @@ def draw_outcome(
         rows.append(("stored", f"as study {printable(study)}"))
     if report:
         rows.append(("report", printable(report).replace(" ", words.GLUE)))
-    for path in files:
-        if path.name == "train.py":
-            command = f"python {printable(shlex.quote(str(path)))} {options}"
-            if any(other.name == "accelerate_config.yaml" for other in files):
-                command = (
-                    f"cd {printable(shlex.quote(str(path.parent)))} && accelerate launch "
-                    f"--config_file accelerate_config.yaml {path.name} {options}"
-                )
-            rows.append(("next", command.replace(" ", words.GLUE), "bold"))
+    train = next((path for path in files if path.name == "train.py"), None)
+    if not command and train is not None:
+        command = _of_train_py(train, files, options)
+    if command:
+        rows.append(("next", printable(command).replace(" ", words.GLUE), "bold"))
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
     console = console_on(file)
     console.print()
     _print_rows(console, rows)
+
+
+def _of_train_py(path: Path, files: Sequence[Path], options: str) -> str:
+    """The command that trains with our own script."""
+    if any(other.name == "accelerate_config.yaml" for other in files):
+        return (
+            f"cd {shlex.quote(str(path.parent))} && accelerate launch "
+            f"--config_file accelerate_config.yaml {path.name} {options}"
+        )
+    return f"python {shlex.quote(str(path))} {options}"
 
 
 def _places(files: Sequence[Path]) -> str:
@@ -167,8 +174,16 @@ def _places(files: Sequence[Path]) -> str:
     folder = files[0].parent
     names = [printable(path.name) for path in files if path.parent == folder]
     below = Counter(path.parent.name for path in files if path.parent != folder)
-    counts = [f"{printable(name)}/ ({number} more)" for name, number in below.items()]
+    counts = [
+        f"{printable(name)}/ ({number} more)" if number > 1 else _only(name, files)
+        for name, number in below.items()
+    ]
     return "  ".join([f"{printable(str(folder))}/", *names, *counts])
+
+
+def _only(folder: str, files: Sequence[Path]) -> str:
+    """The one file of a folder, by name."""
+    return next(printable(f"{folder}/{path.name}") for path in files if path.parent.name == folder)
 
 
 def draw_estimate(

@@ -613,7 +613,7 @@ def test_another_trainers_file_comes_back_with_the_answer(
     assert {section.method for section in asked[0]["space"].methods} == {"full", "lora", "qlora"}
     assert path.read_text(encoding="utf-8") == text
     # The made-up answer: micro-batch 4 x 8, where the base of it has 1 x 8.
-    written = (tmp_path / "out" / "mine.yaml").read_text(encoding="utf-8")
+    written = (tmp_path / "out" / "yours" / "mine.yaml").read_text(encoding="utf-8")
     assert "micro_batch_size: 4\n" in written
     assert written.startswith("base_model: Qwen/Qwen2.5-1.5B  # ours\n")
     assert "note: your mine.yaml is written" in " ".join(ran.err.split())
@@ -638,11 +638,12 @@ def test_a_program_comes_back_with_the_answer(
     assert asked[0]["workload"].model == "Qwen/Qwen2.5-1.5B"
     assert {section.method for section in asked[0]["space"].methods} == {"full"}
     assert path.read_text(encoding="utf-8") == text
-    written = (tmp_path / "out" / "mine.py").read_text(encoding="utf-8")
+    written = (tmp_path / "out" / "yours" / "mine.py").read_text(encoding="utf-8")
     assert "    per_device_train_batch_size=4,  # of 24 GB\n" in written
     assert "    learning_rate=args.lr,\n" in written
     said = " ".join(ran.err.split())
     assert "note: your mine.py is written" in said
+    assert "next python out/yours/mine.py" in " ".join(ran.out.split())
     assert "not literal values, so not in the other files: learning_rate: args.lr (line 6)" in said
 
 

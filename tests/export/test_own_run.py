@@ -139,18 +139,22 @@ def test_a_space_that_names_alphas_keeps_them() -> None:
 def test_theirs_is_never_written_over(tmp_path: Path) -> None:
     run, _ = read("axolotl.yaml")
     (*_, copy) = own_run.with_edited(EXPORTERS, tmp_path, run, run.config)
-    assert copy.filename == "axolotl.yaml"
-    (*_, copy) = own_run.with_edited(EXPORTERS, FILES, run, run.config)
-    assert copy.filename == "axolotl.answer.yaml"
+    assert copy.filename == "yours/axolotl.yaml"
+    again = tmp_path / "yours" / "axolotl.yaml"
+    again.parent.mkdir()
+    again.write_bytes((FILES / "axolotl.yaml").read_bytes())
+    run = read_base(again)
+    (*_, copy) = own_run.with_edited(EXPORTERS, tmp_path, run, run.config)
+    assert copy.filename == "yours/axolotl.answer.yaml"
 
 
 @pytest.mark.parametrize("path", ["axolotl.yaml", "./axolotl.yaml", "{folder}/axolotl.yaml"])
-@pytest.mark.parametrize("out", [".", "../theirs", "{folder}"])
+@pytest.mark.parametrize("out", ["..", "../../theirs", "{folder}/.."])
 def test_theirs_is_not_written_over_however_file_and_folder_are_named(
     path: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
+    folder = tmp_path / "theirs" / "yours"
+    folder.mkdir(parents=True)
     theirs = (FILES / "axolotl.yaml").read_bytes()
     (folder / "axolotl.yaml").write_bytes(theirs)
     monkeypatch.chdir(folder)
@@ -161,19 +165,56 @@ def test_theirs_is_not_written_over_however_file_and_folder_are_named(
     assert (folder / "axolotl.yaml").resolve() not in places
     assert (folder / "axolotl.answer.yaml").resolve() in places
     # And a link to the folder is the folder.
-    (tmp_path / "link").symlink_to(folder)
-    written = own_run.with_edited(EXPORTERS, Path("../link"), run, run.config)
-    assert written[-1].filename == "axolotl.answer.yaml"
+    (tmp_path / "link").symlink_to(folder.parent)
+    written = own_run.with_edited(EXPORTERS, tmp_path / "link", run, run.config)
+    assert written[-1].filename == "yours/axolotl.answer.yaml"
 
 
-def test_their_file_takes_the_place_of_ours_of_that_name(tmp_path: Path) -> None:
+def test_ours_is_not_put_in_the_place_of_theirs(tmp_path: Path) -> None:
     path = tmp_path / "train_config.yaml"
     path.write_bytes((FILES / "axolotl.yaml").read_bytes())
     run = read_base(path)
-    exporters = own_run.with_edited(EXPORTERS, tmp_path / "out", run, run.config)
-    names = [exporter.filename for exporter in exporters]
-    assert names.count("train_config.yaml") == 1
-    assert exporters[-1].filename == "train_config.yaml"
+    names = [each.filename for each in own_run.with_edited(EXPORTERS, tmp_path, run, run.config)]
+    assert "train_config.yaml" not in names
+    names = [
+        each.filename for each in own_run.with_edited(EXPORTERS, tmp_path / "out", run, run.config)
+    ]
+    assert names == [*(each.filename for each in EXPORTERS), "yours/train_config.yaml"]
+
+
+PROGRAM = """from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B", dtype="bfloat16")
+Trainer(model, TrainingArguments(output_dir="out", bf16=True)).train()
+"""
+
+
+def test_a_train_py_of_theirs_stands_beside_ours_and_is_what_is_run(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    run = read_base(path)
+    out = tmp_path / "my out"
+    written = own_run.with_edited(EXPORTERS, out, run, run.config)
+    assert [each.filename for each in written if each.filename.endswith(".py")] == [
+        "train.py",
+        "yours/train.py",
+    ]
+    assert own_run.command(run, out, run.config) == f"python '{out}/yours/train.py'"
+    two = dataclasses.replace(run.config, num_gpus=2, parallelism="ddp")
+    assert own_run.command(run, out, two).startswith("python -m torch.distributed.run --nproc")
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("axolotl.yaml", "axolotl train out/yours/axolotl.yaml"),
+        ("llama_factory.yaml", "llamafactory-cli train out/yours/llama_factory.yaml"),
+        ("sft.yaml", "trl sft --config out/yours/sft.yaml"),
+        ("training_arguments.yaml", ""),  # arguments alone train nothing: train.py does
+    ],
+)
+def test_what_is_next_is_the_files_own_trainer(name: str, command: str) -> None:
+    run, _ = read(name)
+    assert own_run.command(run, Path("out"), run.config) == command
 
 
 def test_what_was_changed_is_said() -> None:
@@ -183,7 +224,7 @@ def test_what_was_changed_is_said() -> None:
     )
     said = own_run.changed(run, run.config, answer)
     assert said == [
-        "your axolotl.yaml is written beside the other files, with micro_batch_size: 4.",
+        "your axolotl.yaml is written into yours/, with micro_batch_size: 4.",
         "not put into it: precision: bf16-true.",
         "not put into it: activation_checkpointing: checkpoint every 2nd layer.",
     ]

@@ -328,7 +328,7 @@ def test_a_base_that_has_changed_since_comes_back_as_it_was_asked_about(
     assert "with *** for its secrets" in note
     (copy,) = (file for file in here.write() if file.name.startswith("secret"))
     # Never over what is there now.
-    assert copy.name == "secret.answer.yaml"
+    assert copy == tmp_path / "yours" / "secret.yaml"
     assert copy.read_text() == (
         "base_model: x\nhub_token: '***'  # mine\nsequence_len: 512\nmicro_batch_size: 2\n"
     )

@@ -438,6 +438,15 @@ def test_what_is_next_names_the_dataset_and_plan_b() -> None:
     assert "python out/train.py --dataset 'my data/chat.jsonl' limits" in shown
 
 
+def test_what_is_next_fits_the_file_of_the_base() -> None:
+    files = [Path("out/train.py"), Path("out/yours/train.py"), Path("out/exports/a.json")]
+    file = io.StringIO()
+    terminal.draw_outcome(files, "", file, command="python out/yours/train.py")
+    shown = one_line(file.getvalue())
+    assert "next python out/yours/train.py limits" in shown
+    assert "written out/ train.py yours/train.py exports/a.json" in shown
+
+
 def test_nothing_written_promises_nothing() -> None:
     file = io.StringIO()
     terminal.draw_outcome([], "", file)

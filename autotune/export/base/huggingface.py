@@ -135,6 +135,8 @@ SFT = TrainerFile(
     name="TRL's SFTConfig",
     source="trl 1.16",
     model_key="model_name_or_path",
+    launch="trl sft --config {file}{gpus}",
+    launch_several=" --num_processes {number}",
     rows=(
         method_row(
             _bits(False, None),

@@ -18,7 +18,7 @@ from autotune.export import axolotl, llama_factory, train_config
 from autotune.export.base import huggingface, launch, torchtune
 from autotune.export.base.edit import parsed
 from autotune.export.base.parts import OURS, RunFile, all_of, read_folder, read_part
-from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
+from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
 from autotune.export.mapping import NotLiteral, TrainerFile
 from autotune.export.training_args import installed_fields
@@ -166,6 +166,13 @@ def _open_program(part: RunFile, method: str) -> Opened:
             remedy="Name the file that makes them",
         )
     target = _fitted(part.path, None, lambda: target_for(shape, content, method))
+    if RECIPE not in shape.sections:
+        # Ours is run anew: its plan B is of the earlier answer.
+        target = dataclasses.replace(
+            target,
+            launch="python {gpus}{file}",
+            launch_several="-m torch.distributed.run --nproc_per_node {number} ",
+        )
     read_keys = {*(key for row in target.rows for key in row.keys), *target.renamed}
     others = (installed_fields() or {}).keys() - read_keys
     left = [

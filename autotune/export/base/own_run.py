@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -11,11 +12,15 @@ from autotune.common.files import Files
 from autotune.export import export_paths, mapping_write
 from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_words
+from autotune.export.base.parts import RunFile
 from autotune.export.base.read import BaseRun, changes, edited_base, read_base
 from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.search_space import SearchSpace, around, usual_batching
+
+YOURS = "yours"
+"""Folder, beside the answer's files, for the edited copies of the user's."""
 
 
 def read_run(
@@ -84,23 +89,36 @@ def searched(
 def with_edited(
     exporters: Sequence[Exporter], folder: Path, run: BaseRun, base: TrainConfig
 ) -> tuple[Exporter, ...]:
-    """Return the exporters, and the user's file among them: in the place of ours if it has that name."""
+    """Return the exporters, and the user's files among them, in YOURS: none has the place of ours."""
     if run.target is None:
         return tuple(exporters)
-    copies = []
     theirs = {part.path.resolve() for part in run.parts}
-    for part in run.parts:
-        name = part.path.name
-        if (folder / name).resolve() in theirs:
-            name = f"{part.path.stem}.answer{part.path.suffix}"  # theirs is never written over
-        copies.append(edited_base(run, base, part, name))
-    names = {copy.filename for copy in copies}
+    copies = (
+        edited_base(run, base, part, f"{YOURS}/{name_of_copy(part, folder)}") for part in run.parts
+    )
     kept = (
         each
         for each, path in zip(exporters, export_paths(folder, exporters), strict=True)
-        if each.filename not in names and path.resolve() not in theirs
+        if path.resolve() not in theirs
     )
     return (*kept, *copies)
+
+
+def name_of_copy(part: RunFile, folder: Path) -> str:
+    """Return the name of a file's edited copy: another where the file itself lies there."""
+    path = part.path
+    is_theirs = (folder / YOURS / path.name).resolve() == path.resolve()
+    return f"{path.stem}.answer{path.suffix}" if is_theirs else path.name
+
+
+def command(run: BaseRun, folder: Path, answer: TrainConfig) -> str:
+    """Return the command that trains with the edited copy; empty where only train.py does."""
+    if run.target is None or not run.target.launch:
+        return ""
+    number = answer.num_gpus
+    gpus = run.target.launch_several.format(number=number) if number > 1 else ""
+    file = shlex.quote(str(folder / YOURS / name_of_copy(run.parts[0], folder)))
+    return run.target.launch.format(file=file, gpus=gpus)
 
 
 def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
@@ -114,7 +132,7 @@ def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
         ours = [change for change in made if part.has(change.key)]
         words = _listed(change for change in ours if change not in left)
         notes.append(
-            f"your {part.path.name} is written beside the other files, with {words or 'no change'}."
+            f"your {part.path.name} is written into {YOURS}/, with {words or 'no change'}."
         )
         if left:
             notes.append(f"change {part.path.name} there yourself: {_listed(left)}.")

@@ -53,8 +53,17 @@ def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG
             _every_layer(row) if "activation_checkpointing" in row.ours else row for row in rows
         ]
     # A recipe for several GPUs alone has this key.
-    several = "fsdp2-offload" if value_at(content, "fsdp_cpu_offload") else "fsdp2"
-    return dataclasses.replace(TARGET, rows=tuple(rows), fixed=fixed, several_gpus=several)
+    is_offloaded = value_at(content, "fsdp_cpu_offload")
+    recipe = "full" if fixed.get("method") == "full" else "lora"
+    where = "single_device" if is_offloaded is None else "distributed"
+    return dataclasses.replace(
+        TARGET,
+        rows=tuple(rows),
+        fixed=fixed,
+        several_gpus="fsdp2-offload" if is_offloaded else "fsdp2",
+        launch=f"tune run{{gpus}} {recipe}_finetune_{where} --config {{file}}",
+        launch_several=" --nproc_per_node {number}",
+    )
 
 
 def _every_layer(row: Row) -> Row:
