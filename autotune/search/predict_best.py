@@ -175,7 +175,7 @@ def find(
     changing.to(with_attentions(changing.space, model.attentions), "what attention the model has")
     space, left_out = predictable(changing.space, workload.methods, has=has)
     changing.to(space, "what is installed and predicted")
-    changing.to(with_batchings(changing.space, workload), "what batches the dataset allows")
+    changing.to(with_batchings(changing.space, workload, base), "what batches the dataset allows")
     changing.to(for_gpus(changing.space, workload.num_gpus), "the number of GPUs")
     for change in changing.changes:
         _log.info("space: %s", change)

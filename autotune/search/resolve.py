@@ -21,7 +21,7 @@ from autotune.export.base.read import BaseRun
 from autotune.probe import compiled
 from autotune.records.measurement import BACKENDS
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, Question
-from autotune.search import budget
+from autotune.search import budget, nearest_base
 from autotune.search.budget import CHOOSERS, CardSource, ChosenCard, choose_card
 from autotune.search.dataset import read_dataset
 from autotune.space import space_file
@@ -242,7 +242,7 @@ def read_run(
     """The run of the question' base; None where they name none. Raises ConfigError."""
     if question.base is None:
         return None
-    return own_run.read_run(
+    run = own_run.read_run(
         question.base,
         seq_len=question.seq_len,
         methods=_methods(question),
@@ -253,6 +253,7 @@ def read_run(
         note=note,
         files=files,
     )
+    return nearest_base.on_card(run, card, note)
 
 
 def _methods(question: Question) -> tuple[str, ...]:

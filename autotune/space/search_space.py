@@ -103,14 +103,17 @@ def with_precision_of(base: TrainConfig, space: SearchSpace) -> SearchSpace:
     return with_domains(space, with_base)
 
 
-def with_batchings(space: SearchSpace, workload: Workload) -> SearchSpace:
-    """The space for what is known of the samples: without their lengths there is nothing to pad."""
+def with_batchings(
+    space: SearchSpace, workload: Workload, base: TrainConfig | None = None
+) -> SearchSpace:
+    """The space for what is known of the samples: without their lengths batches are filled as in the base."""
     usual = usual_batching(workload.task)
+    filled = usual if base is None else base.batching
 
     def left(section: MethodSpace) -> Domains:
         offered = () if workload.lengths is None else section.domains.get("batching", ())
         names = tuple(name for name in offered if name != "packed" or name == usual)
-        return {"batching": names or (usual,)}
+        return {"batching": names or (filled,)}
 
     return with_domains(space, left)
 

@@ -662,7 +662,7 @@ def test_what_a_part_leaves_open_is_taken_and_said(
     base = asked[0]["base"]
     assert (base.lora_rank, base.lora_targets, base.effective_batch_size) == (8, "q_proj", 64)
     assert "does not say how it trains: micro_batch_size: 1" in " ".join(ran.err.split())
-    assert (tmp_path / "out" / "adapter_config.json").exists()
+    assert (tmp_path / "out" / "yours" / "adapter_config.json").exists()
 
 
 def test_a_model_is_needed_where_no_file_names_one(

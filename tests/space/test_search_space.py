@@ -9,7 +9,8 @@ from typing import Any
 import answers
 import pytest
 
-from autotune.space.config import METHODS, Workload
+from autotune.space import space_file
+from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.search_space import (
     MethodSpace,
@@ -19,6 +20,7 @@ from autotune.space.search_space import (
     for_gpus,
     unlisted,
     with_attentions,
+    with_batchings,
     with_precision_of,
 )
 
@@ -47,6 +49,23 @@ def section(**changes: object) -> MethodSpace:
 
 def space(*sections: MethodSpace) -> SearchSpace:
     return SearchSpace(name="test", description="", methods=sections)
+
+
+def test_without_lengths_batches_are_filled_as_in_the_base() -> None:
+    space = space_file.load("default")
+    workload = Workload(model="m", memory_budget_bytes=1)
+    padded = TrainConfig(
+        method="full",
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_length=8,
+        precision="fp32",
+        optimizer="sgd",
+        batching="padded",
+    )
+    for base, filled in ((None, "packed"), (padded, "padded")):
+        found = with_batchings(space, workload, base)
+        assert {each.domains["batching"] for each in found.methods} == {(filled,)}
 
 
 def test_micro_batch_times_accumulation_is_the_effective_batch() -> None:

@@ -77,11 +77,11 @@ def searched(
 ) -> tuple[SearchSpace, TrainConfig]:
     """Return the space as far as the run's trainer has words for it, and the base to compare with.
 
-    Without a dataset nobody knows what padding costs: then how batches are filled is left alone.
+    Without a dataset nobody knows what padding costs: then batches are filled as the run has it.
     """
     if run.target is None:
         return space, base
-    if not has_lengths:
+    if not has_lengths and base.batching == "packed":
         base = dataclasses.replace(base, batching=usual_batching(task))
     return around(space, base, functools.partial(mapping_write.allows, run.target)), base
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ class BaseRun:
     """Settings that every run has and the file does not say."""
     parts: tuple[RunFile, ...] = ()
     """Files of the run, where they are not ours."""
+    replaced: Mapping[str, Any] = field(default_factory=dict)
+    """Values that the file says and the card cannot have: `config` has others."""
 
 
 def read_base(
@@ -210,8 +212,12 @@ def arguments_of(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, A
 
 
 def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[KeyEdit]:
-    """Return the keys of the run's file that the answer is written with. `base` is what the file says."""
+    """Return the keys of the run's file that the answer is written with.
+
+    `base` is what the file says, but for what the card could not have.
+    """
     assert run.target is not None
+    base = dataclasses.replace(base, **run.replaced)
     target = run.target
     content = all_of(run.parts)
     current = in_current_words(target, content)
