@@ -11,7 +11,7 @@ import click
 
 from autotune.cli.options import Minutes, command_line, json_option, one_of, storage_option
 from autotune.cli.output import note, print_json, say
-from autotune.records.measurement import BACKENDS
+from autotune.records.question import BACKENDS
 
 MATRIX = Path("studies") / "nightly.yaml"
 STUDIES = Path("studies")

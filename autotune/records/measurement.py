@@ -22,9 +22,6 @@ OUTCOMES = ("ok", "oom", "slow", "timeout", "crashed", "invalid", "full_disk")
 at its deadline; its process died or it talked nonsense; what was asked for was not really on; the disk has no
 room for a confirmation's checkpoint."""
 
-BACKENDS = ("cuda", "cpu")
-"""Devices on which a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
-
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
 """Seconds of timed steps per probe, at most."""
 CONFIRM_STEPS = {"cuda": 50, "cpu": 10}
@@ -58,7 +55,7 @@ class ProbeSpec:
 
     task: str
     backend: str
-    """One of BACKENDS."""
+    """One of autotune.records.question.BACKENDS."""
     memory_budget_bytes: int
     """Bytes that peak_device_bytes may not pass: the allocator is capped so that it cannot."""
     max_seconds: float

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import ConfigError, nearest
-from autotune.records.measurement import BACKENDS
 from autotune.space.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
 from autotune.space.dataset import FORMATS, LOSS_ON
 from autotune.space.headroom import MOST_ODDS
 
+BACKENDS = ("cuda", "cpu")
+"""Devices on which a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
 EFFORTS = ("quick", "normal", "thorough")
 """The keys of autotune.search.predict_best.EFFORTS, whose import is slow."""
 SEQUENCE_LENGTH = 1024

@@ -20,8 +20,7 @@ from autotune.common import files
 from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError
 from autotune.memory.kv_cache import KvCache, kv_cache
-from autotune.records.measurement import BACKENDS
-from autotune.records.question import Question
+from autotune.records.question import BACKENDS, Question
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM, Headroom
 from autotune.space.knobs import KNOBS

@@ -19,8 +19,7 @@ from autotune.errors import ConfigError
 from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun
 from autotune.probe import compiled
-from autotune.records.measurement import BACKENDS
-from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, Question
+from autotune.records.question import BACKENDS, EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, Question
 from autotune.search import budget, nearest_base
 from autotune.search.budget import CHOOSERS, CardSource, ChosenCard, choose_card
 from autotune.search.dataset import read_dataset

@@ -95,6 +95,8 @@ SHARED = {
 FROZEN: dict[str, dict[str, Any]] = {
     "find": {
         **SHARED,
+        "--odds": None,
+        "--headroom": None,
         "--backend": "auto",
         "--effective-batch": 32,
         "--method": None,
@@ -114,6 +116,8 @@ FROZEN: dict[str, dict[str, Any]] = {
     },
     "estimate": {
         **SHARED,
+        "--odds": None,
+        "--headroom": None,
         "--micro-batch": None,
         "--accumulation": 1,
         "--method": "full",
@@ -146,6 +150,8 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--context": None,
     },
     "max": {
+        "--odds": None,
+        "--headroom": None,
         "--what": None,
         "--model": None,
         "--task": None,
@@ -206,6 +212,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--storage": "sqlite:///studies/autotune.db",
         "--json": False,
     },
+    "cache": {"--clear": False, "--json": False},
     "gpus": {},
     "models": {},
     "spaces": {},

@@ -51,7 +51,7 @@ def values(folder: Path, line: str) -> list[str]:
 def test_models_cards_and_spaces(tmp_path: Path) -> None:
     assert values(tmp_path, "autotune find --model qwen/qwen2.5-1.5") == ["Qwen/Qwen2.5-1.5B"]
     assert values(tmp_path, "autotune estimate --model Qwen2.5-1.5") == ["Qwen2.5-1.5B"]
-    assert values(tmp_path, "autotune max --gpu rtx-409") == ["rtx-4090"]
+    assert values(tmp_path, "autotune max --gpu rtx-pro") == ["rtx-pro-6000-blackwell"]
     assert values(tmp_path, "autotune find --space ql") == ["qlora"]
     # What is no known name may be a file.
     assert completed(tmp_path, "autotune find --model ./mod") == ["file,./mod"]
@@ -137,7 +137,7 @@ def test_bash_completes_with_it(tmp_path: Path) -> None:
     (tmp_path / "autotune").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m autotune "$@"\n')
     (tmp_path / "autotune").chmod(0o755)
     asked = (
-        'eval "$(autotune completion bash)"; COMP_WORDS=(autotune find --gpu rtx-409); COMP_CWORD=3; '
+        'eval "$(autotune completion bash)"; COMP_WORDS=(autotune find --gpu rtx-pro); COMP_CWORD=3; '
         '_autotune_completion autotune; echo "${COMPREPLY[@]}"'
     )
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
@@ -149,4 +149,4 @@ def test_bash_completes_with_it(tmp_path: Path) -> None:
         timeout=60,
         check=False,
     )
-    assert bash.stdout.split() == ["rtx-4090"], bash.stderr
+    assert bash.stdout.split() == ["rtx-pro-6000-blackwell"], bash.stderr

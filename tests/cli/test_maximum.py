@@ -84,7 +84,7 @@ def test_the_answer_is_drawn_first_and_all_of_it_is_predicted(main: Main) -> Non
 
 def test_nothing_fits_is_exit_code_4(main: Main) -> None:
     code, _, err = main(
-        *("max", "--gpu", "rtx-4070", "--gpu-mem", "730MB", "--what", "lora-rank"),
+        *("max", "--gpu", "rtx-4070", "--gpu-mem", "280MB", "--what", "lora-rank"),
         *("--model", TINY, "--seq-len", "64", "--method", "lora", "--micro-batch", "1"),
     )
     assert code == 4

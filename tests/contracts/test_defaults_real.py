@@ -153,7 +153,7 @@ def test_batches_that_a_worker_has_ready() -> None:
 
 
 def test_what_a_search_improves_on_is_what_the_trainer_does_by_itself() -> None:
-    """But for the batch, which is the user's, and for what is written out."""
+    """But for the batch, which is the user's, the method's learning rate, and for what is written out."""
     workload = Workload(model="gpt2", memory_budget_bytes=1)
     base = default_base(workload, find_gpu("rtx-4090"), resolve("qwen2.5-1.5b"))
     assert base.optimizer == OPTIMIZER
@@ -162,6 +162,7 @@ def test_what_a_search_improves_on_is_what_the_trainer_does_by_itself() -> None:
         "per_device_train_batch_size",
         "per_device_eval_batch_size",
         "gradient_accumulation_steps",
+        "learning_rate",
         "output_dir",
     }
     defaults = of_transformers()

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import optuna
 
-from autotune.records.measurement import BACKENDS
+from autotune.records.question import BACKENDS
 from tools.gpu_check.processes import device_state, has_returned
 
 MARK = "AUTOTUNE_KILL_STUDY"

@@ -317,7 +317,7 @@ def test_what_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_backends_of_the_command() -> None:
     from autotune.cli import worker
-    from autotune.records.measurement import BACKENDS
+    from autotune.records.question import BACKENDS
 
     assert ("auto", *BACKENDS) == worker.BACKENDS
 

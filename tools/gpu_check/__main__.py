@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.errors import AutotuneError
-from autotune.records.measurement import BACKENDS
+from autotune.records.question import BACKENDS
 from autotune.worker.client.forkserver import ForkServer
 from tools.gpu_check.check import ROOT, Check, card_and_budget, say
 from tools.gpu_check.deadline import Deadline

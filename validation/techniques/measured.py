@@ -22,7 +22,8 @@ from autotune.predict.tracing import trace_all
 from autotune.probe import loop
 from autotune.probe.run_one import Prober
 from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
-from autotune.records.measurement import BACKENDS, Measurement, ProbeSpec
+from autotune.records.measurement import Measurement, ProbeSpec
+from autotune.records.question import BACKENDS
 from autotune.search import budget
 from autotune.space import requirements
 from autotune.space.config import METHODS, TrainConfig
