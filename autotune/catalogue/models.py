@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from autotune.catalogue import liger
 from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS, without
 from autotune.catalogue.checkpoint import Checkpoint, checkpoint_of
 from autotune.common import user_text
@@ -165,6 +166,12 @@ class ModelSource:
             # What else they have is FlashAttention with soft caps, or sinks, which no trace has seen.
             lacks |= set(FLASH_ATTENTIONS)
         return tuple(name for name in ATTENTIONS if name not in lacks)
+
+    @property
+    def has_liger(self) -> bool:
+        """Whether Liger has kernels and a loss for the family, as causal language models."""
+        model_type = self.text_config.get("model_type", self.config["model_type"])
+        return model_type in liger.families()
 
     @property
     def max_sequence_length(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from autotune.common import json_records
@@ -183,6 +184,15 @@ class Change:
         }
 
 
+class Tip(StrEnum):
+    """A technique outside the space that may be worth more than anything in it."""
+
+    LIGER = "liger"
+    FLASH_ATTENTION = "flash attention"
+    EXPANDABLE_SEGMENTS = "expandable segments"
+    COMPILE = "torch.compile"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """The numbers of an answer: what the terminal draws and `find --json` prints.
@@ -219,8 +229,9 @@ class Answer:
     """The fastest of all that is predicted to fit, where further trades make it faster than the best of every
     class."""
     safer: Change | None = None
-    """Where the answer loses small updates to rounding: the fastest that keeps them, or where none fits the
-    one that needs least."""
+    """The fastest that keeps the small updates which the answer loses to rounding; where none fits, the one
+    that needs least. None where none are lost."""
+    tip: Tip | None = None
     classes_outside: tuple[str, ...] = ()
     """Classes that no point of the space belongs to, whatever fits."""
     left_out: tuple[LeftOut, ...] = ()
@@ -325,6 +336,7 @@ class Answer:
                 for change in [*self.changes, *([self.more_memory] if self.more_memory else [])]
             ],
             "safer": None if self.safer is None else self.safer.to_dict(budget),
+            "tip": self.tip,
             "counts": dataclasses.asdict(self.counts),
             "invalid_by_rule": self.invalid_by_rule,
             "classes_outside": list(self.classes_outside),

@@ -12,7 +12,7 @@ from autotune.records.answer import Answer
 from autotune.records.charts import Step
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
-from autotune.report import words
+from autotune.report import tips, words
 from autotune.report.data import ReportData
 from autotune.report.words import printable
 from autotune.space.config import TrainConfig
@@ -324,6 +324,8 @@ def reasons(answer: Answer) -> list[str]:
     if best.state.optimizer_state_managed_bytes:
         said.append(words.paging(best))
     said += filter(None, (words.rounding(answer), best.unquantized_note))
+    if tip := tips.tip(answer):
+        said.append(f"Tip: {tip}")
     if answer.tied:
         said.append(f"Tied: {words.tied(answer)}.")
     said.append(f"Learning rate: {words.learning_rate(answer)}.")

@@ -20,7 +20,7 @@ from autotune.common.units import GIB, format_bytes, format_seconds, unit_for
 from autotune.export.references import model_reference
 from autotune.records.answer import Answer, Measured
 from autotune.records.estimate import Estimate
-from autotune.report import words
+from autotune.report import tips, words
 from autotune.report.explain import SumLine
 from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
@@ -105,6 +105,8 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     rows += [("note", words.bound(text)) for text in requirements.unpredicted(best.config)]
     notes = (words.rounding(answer), words.unfused_casts(best.config), best.unquantized_note)
     rows += [("note", note) for note in notes if note]
+    if text := tips.tip(answer):
+        rows.append(("tip", text))
     if answer.tied:
         rows.append(("tied", words.tied(answer)))
     _print_rows(console, rows)

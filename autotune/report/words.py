@@ -449,7 +449,7 @@ def _outcome(change: Change, best: Estimate, budget_bytes: int) -> str:
 
 
 def rounding(answer: Answer) -> str:
-    """What training bfloat16 weights as they are loses, and what keeping it costs; empty elsewhere."""
+    """Updates that bfloat16 weights lose, and the cost of keeping them; empty where none are lost."""
     best, safer = answer.best, answer.safer
     if not loses_small_updates(best.config):
         return ""
@@ -458,7 +458,7 @@ def rounding(answer: Answer) -> str:
         return said
     what = describe(safer.estimate.config) if safer.fits else KNOBS["precision"].words(safer.value)
     lost = _outcome(safer, best, answer.workload.memory_budget_bytes)
-    return f"{said} Safe: {what}: {lost}{'' if safer.fits else ' at least'}."
+    return f"{said} Safe: {what} ({lost}{'' if safer.fits else ' at least'})."
 
 
 def gain(estimate: Estimate, best: Estimate) -> str:

@@ -35,6 +35,7 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import NOISE
 from autotune.search import waterfall
 from autotune.search.candidates import Candidates, put_back, speed_of
+from autotune.search.tips import best_tip
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.knobs import describe
@@ -265,6 +266,7 @@ def find(
         changes=_changes(estimator, best, reference, context),
         safer=_safer(estimator, candidates, supported, best.config),
         more_memory=_more_memory(estimator, supported, reference, best, candidates.at_most(chosen)),
+        tip=best_tip(best, model, changing.space, context, chosen),
         counts=Counts(
             enumerated=points.num_enumerated,
             invalid=points.num_enumerated - len(points.configs),
@@ -349,6 +351,7 @@ def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "")
         tied=(),
         changes=(),
         more_memory=None,
+        tip=answer.tip if best.config == answer.best.config else None,
         # What is not predicted was measured.
         left_out=tuple(
             LeftOut(each.words, Reason.NOT_COMPILED, not_compiled)
@@ -403,7 +406,7 @@ def _safer(
     supported: Iterable[TrainConfig],
     config: TrainConfig,
 ) -> Change | None:
-    """What keeps the small updates that the answer loses, of any class.
+    """The best, of any class, that keeps the small updates which the answer loses.
 
     None where none are lost, or nothing that keeps them was traced.
     """

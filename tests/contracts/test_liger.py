@@ -19,6 +19,7 @@ import transformers
 from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 
+from autotune.catalogue.liger import families
 from autotune.common.units import MIB
 from autotune.memory.allocator import replay
 from autotune.memory.traces import Trace
@@ -215,3 +216,9 @@ def test_what_liger_does_not_patch_is_refused(
     config = models.load_config({**SMALL, **change})
     with pytest.raises(UnsupportedModel, match=message):
         trace_module.trace_step(config, task, SPEC, sequence_length=32, device=A100)
+
+
+def test_the_families_are_those_that_liger_names() -> None:
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    assert families() == set(MODEL_TYPE_TO_APPLY_LIGER_FN)

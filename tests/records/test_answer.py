@@ -11,7 +11,7 @@ import answers
 import pytest
 
 from autotune.errors import ConfigError, StorageError
-from autotune.records.answer import answer_from_dict, stored_record
+from autotune.records.answer import Tip, answer_from_dict, stored_record
 from autotune.records.estimate import PerGpu
 from autotune.records.loader_times import LoaderTime, LoaderTimes
 from autotune.space.lengths import Lengths
@@ -42,6 +42,11 @@ CASES: dict[str, dict[str, Any]] = {
         "workload": dataclasses.replace(
             answers.WORKLOAD, extra_arguments='{"seed": 7, "learning_rate": 0.001}'
         )
+    },
+    "tip, further and safer": {
+        "tip": Tip.LIGER,
+        "further": answers.estimate(answers.ADAPTER),
+        "safer": answers.answer().changes[0],
     },
     "classes that the space has not": {"classes_outside": ("exact", "numerics")},
     "several GPUs": {

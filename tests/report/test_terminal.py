@@ -16,7 +16,7 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
-from autotune.records.answer import USERS_BASE, Answer, Change
+from autotune.records.answer import USERS_BASE, Answer, Change, Tip
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
@@ -226,6 +226,11 @@ def test_further_trades_have_a_row_of_their_own() -> None:
     assert "further" not in drawn(answers.answer())
 
 
+def test_a_tip_has_a_row() -> None:
+    assert "tip logits take 0.25 GiB of 10.00 GiB" in one_line(drawn(answers.answer(tip=Tip.LIGER)))
+    assert "tip " not in one_line(drawn(answers.answer()))
+
+
 def test_updates_lost_to_rounding_are_said_with_what_keeps_them() -> None:
     mixed = dataclasses.replace(answers.CONFIG, precision="bf16-mixed")
     shown = one_line(drawn(answers.answer()))
@@ -240,9 +245,9 @@ def test_updates_lost_to_rounding_are_said_with_what_keeps_them() -> None:
         )
         return one_line(drawn(answers.answer(safer=safer, **changed)))
 
-    assert f"Safe: {describe(mixed)}: -50 %." in with_safer(10.0)
+    assert f"Safe: {describe(mixed)} (-50 %)." in with_safer(10.0)
     budget_gib = answers.BUDGET_BYTES / GIB
-    lacking = f"Safe: bf16-mixed: {14 - budget_gib:.2f} GiB too much at least."
+    lacking = f"Safe: bf16-mixed ({14 - budget_gib:.2f} GiB too much at least)."
     assert lacking in with_safer(14.0)
     assert "rounding." not in with_safer(10.0, best=answers.estimate(mixed))
 

@@ -1,0 +1,41 @@
+"""The tip of an answer in words: what it is worth, and how to have it."""
+
+from __future__ import annotations
+
+from autotune.catalogue.installed import is_installed
+from autotune.common.units import format_bytes
+from autotune.records.answer import Answer, Tip
+
+
+def tip(answer: Answer) -> str:
+    """Return the tip in a sentence or two; empty where there is none."""
+    best = answer.best
+    peak = format_bytes(best.peak_device_bytes)
+    match answer.tip:
+        case Tip.LIGER:
+            return (
+                f"logits take {format_bytes(best.breakdown.logits_bytes)} of {peak}, and Liger's loss makes "
+                f"none: {_installed('liger-kernel')}search it with --space everything."
+            )
+        case Tip.FLASH_ATTENTION:
+            return (
+                "eager attention keeps all scores, of the length squared; FlashAttention keeps none: "
+                f"{_installed('flash-attn')}attention: [flash_attention_2] in a --space searches it."
+            )
+        case Tip.EXPANDABLE_SEGMENTS:
+            idle_bytes = best.peak_reserved_bytes - best.peak_allocated_bytes
+            return (
+                f"{format_bytes(idle_bytes)} of {peak} lie idle in the allocator: "
+                "expandable_segments: [false, true] in a --space searches what gives them back."
+            )
+        case Tip.COMPILE:
+            return (
+                f"the step is bound by {best.bound}, which torch.compile may lower: it is not predicted, "
+                "--space everything --backend cuda measures it."
+            )
+        case None:
+            return ""
+
+
+def _installed(library: str) -> str:
+    return "" if is_installed(library) else f"pip install {library}, then "

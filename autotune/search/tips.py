@@ -1,0 +1,92 @@
+"""The one thing outside the space that an answer should hear of: told by what its estimate spends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.catalogue.models import ModelSource
+from autotune.records.answer import Tip
+from autotune.records.estimate import Estimate
+from autotune.space.config import TASKS
+from autotune.space.rules import Context, broken_rules
+from autotune.space.search_space import SearchSpace
+from autotune.space.tradeoffs import LEVEL, tradeoff_class
+
+LARGE_SHARE = 0.1
+"""Share of the peak from which a part is worth a tip. [judgement]"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Candidate:
+    tip: Tip
+    changes: dict[str, Any]
+    """Settings of TrainConfig that it stands for."""
+    pays: Callable[[Estimate], bool]
+    model_has_it: Callable[[ModelSource], bool] = lambda _: True
+    tasks: tuple[str, ...] = TASKS
+
+
+_CANDIDATES = (
+    _Candidate(
+        tip=Tip.FLASH_ATTENTION,
+        changes={"attention": "flash_attention_2"},
+        pays=lambda best: best.config.attention == "eager",
+        model_has_it=lambda model: "flash_attention_2" in model.attentions,
+    ),
+    _Candidate(
+        tip=Tip.LIGER,
+        changes={"liger": True},
+        pays=lambda best: (
+            best.breakdown.logits_bytes >= LARGE_SHARE * best.peak_device_bytes
+            and best.config.trainer == "transformers"
+        ),
+        model_has_it=lambda model: model.has_liger,
+        tasks=("causal-lm",),
+    ),
+    _Candidate(
+        tip=Tip.EXPANDABLE_SEGMENTS,
+        changes={"expandable_segments": True},
+        pays=lambda best: (
+            best.peak_reserved_bytes - best.peak_allocated_bytes
+            >= LARGE_SHARE * best.peak_device_bytes
+        ),
+    ),
+    _Candidate(
+        tip=Tip.COMPILE,
+        changes={"torch_compile": "default"},
+        pays=lambda best: best.bound in ("memory bandwidth", "launch"),
+    ),
+)
+"""Tips in the order of what they save, most first."""
+
+
+def best_tip(
+    best: Estimate, model: ModelSource, space: SearchSpace, context: Context, allow: str
+) -> Tip | None:
+    """Return what the answer should hear of; None where the space has it or it would not pay.
+
+    `space`: what was searched. `allow`: the highest trade-off class that is wanted.
+    """
+    offered = {
+        (name, value)
+        for section in space.methods
+        if section.method == best.config.method
+        for name, values in section.domains.items()
+        for value in values
+    }
+    for candidate in _CANDIDATES:
+        config = dataclasses.replace(best.config, **candidate.changes)
+        if (
+            config != best.config
+            and offered.isdisjoint(candidate.changes.items())
+            and candidate.pays(best)
+            and candidate.model_has_it(model)
+            and context.task in candidate.tasks
+            and LEVEL[tradeoff_class(config, best.config)] <= LEVEL[allow]
+            and not broken_rules(config, context)
+        ):
+            return candidate.tip
+    return None

@@ -1,0 +1,93 @@
+"""search/tips.py: which tip, where it pays, and nowhere else; report/tips.py: in two lines at most."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import answers
+import pytest
+import tiny_model
+
+from autotune.common.units import GIB
+from autotune.records.answer import Tip
+from autotune.records.estimate import Breakdown, Estimate
+from autotune.report import tips
+from autotune.search.tips import best_tip
+from autotune.space.rules import Context
+
+CONTEXT = Context(effective_batch_size=32, compute_capability=(8, 9), task="causal-lm")
+T4 = dataclasses.replace(CONTEXT, compute_capability=(7, 5))
+
+
+def spending(
+    *, logits: float = 0.0, idle: float = 0.0, bound: str = "compute", **settings: Any
+) -> Estimate:
+    """10 GiB, of which these shares are logits, and idle."""
+    parts = {field.name: 0 for field in dataclasses.fields(Breakdown)}
+    return dataclasses.replace(
+        answers.estimate(dataclasses.replace(answers.CONFIG, **settings)),
+        breakdown=Breakdown(**parts | {"logits_bytes": int(10 * GIB * logits)}),
+        peak_reserved_bytes=9 * GIB,
+        nontorch_bytes=GIB,
+        peak_allocated_bytes=int(9 * GIB - 10 * GIB * idle),
+        bound=bound,
+    )
+
+
+def tip_of(
+    best: Estimate, *, model_type: str = "llama", context: Context = CONTEXT, **offered: Any
+) -> Tip | None:
+    model = dataclasses.replace(
+        tiny_model.MODEL, config={**tiny_model.MODEL.config, "model_type": model_type}
+    )
+    sections = [
+        dataclasses.replace(section, domains={**section.domains, **offered})
+        for section in tiny_model.SPACE.methods
+    ]
+    space = dataclasses.replace(tiny_model.SPACE, methods=tuple(sections))
+    return best_tip(best, model, space, context, "numerics")
+
+
+def test_liger_where_logits_are_a_large_share_and_nothing_else_stands_against_it() -> None:
+    large = spending(logits=0.11)
+    assert tip_of(large) is Tip.LIGER
+    assert tip_of(spending(logits=0.09)) is None
+    assert tip_of(large, liger=(False, True)) is None
+    assert tip_of(spending(logits=0.5, liger=True)) is None
+    assert tip_of(large, context=T4) is None
+    assert tip_of(large, model_type="gpt2") is None
+    masked = dataclasses.replace(CONTEXT, task="masked-lm")
+    assert tip_of(large, context=masked) is None
+
+
+def test_flash_attention_instead_of_eager() -> None:
+    eager = spending(attention="eager", logits=0.5)
+    assert tip_of(eager) is Tip.FLASH_ATTENTION
+    assert tip_of(eager, context=T4) is None
+    # gpt_oss has sinks, which no trace has seen.
+    assert tip_of(eager, model_type="gpt_oss") is Tip.LIGER
+
+
+def test_segments_that_grow_and_torch_compile() -> None:
+    assert tip_of(spending(idle=0.11)) is Tip.EXPANDABLE_SEGMENTS
+    assert tip_of(spending(idle=0.11), expandable_segments=(False, True)) is None
+    assert tip_of(spending(idle=0.09)) is None
+    assert tip_of(spending(bound="launch")) is Tip.COMPILE
+    assert tip_of(spending(bound="memory bandwidth"), torch_compile=("default",)) is None
+
+
+@pytest.mark.parametrize("tip", Tip)
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_tip_takes_two_lines_at_most(
+    tip: Tip, is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tips, "is_installed", lambda _: is_installed)
+    best = spending(logits=0.25, idle=0.125, bound="memory bandwidth")
+    said = tips.tip(answers.answer(best=best, tip=tip))
+    assert len(said) <= 2 * 88
+    library = {Tip.LIGER: "liger-kernel", Tip.FLASH_ATTENTION: "flash-attn"}.get(tip)
+    assert (f"pip install {library}" in said) == (library is not None and not is_installed)
+    figures = {Tip.LIGER: "2.50 GiB of 10.00 GiB", Tip.EXPANDABLE_SEGMENTS: "1.25 GiB of 10.00 GiB"}
+    assert figures.get(tip, "") in said
+    assert tips.tip(answers.answer(best=best)) == ""
