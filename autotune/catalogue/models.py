@@ -184,6 +184,12 @@ class ModelSource:
         return None
 
     @property
+    def positions(self) -> int | None:
+        """Tokens that the model is made for; None where the configuration does not say it."""
+        positions = self.text_config.get("max_position_embeddings")
+        return positions if isinstance(positions, int) and positions > 0 else None
+
+    @property
     def head_size(self) -> int | None:
         """Elements of an attention head, as far as the usual keys tell."""
         config = self.text_config

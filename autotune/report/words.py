@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autotune.common.units import counted, format_bytes, format_count, format_seconds, unit_for
+from autotune.common.units import GIB, counted, format_bytes, format_count, format_seconds, unit_for
 from autotune.records.answer import MORE_MEMORY_BYTES, Answer, Change, Measured
 from autotune.records.estimate import Estimate
 from autotune.records.loader_times import LoaderTime
@@ -386,6 +386,7 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
         ("host memory", share.host_bytes),
     )
     parts += [f"{name} {format_bytes(size_bytes)}" for name, size_bytes in others if size_bytes]
+    parts[-1] += beyond_host(share.host_bytes)
     rows = [("per GPU", "all figures of memory are of each GPU. It keeps " + ", ".join(parts))]
     seconds, best = share.communication_seconds, estimate.overlapped_step_seconds
     if seconds is not None and best is not None:
@@ -474,12 +475,26 @@ def bound(setting: str) -> str:
     return f"{setting} is not predicted: the figures are those without it, a bound to be measured"
 
 
+SANE_HOST_BYTES = 32 * GIB
+"""Host memory for each card that most machines have. [judgement]"""
+
+
 def paging(estimate: Estimate) -> str:
+    """The optimizer state that may leave the card, and the host memory that it takes then."""
     managed_bytes = estimate.state.optimizer_state_managed_bytes
+    host_bytes = managed_bytes - estimate.paged_in_bytes
+    waits = f"{format_bytes(host_bytes)} find no room on the card and wait in host memory"
     return (
-        f"{format_bytes(managed_bytes)} of optimizer state is paged: what finds no room on the card "
-        "waits in host memory, and its transfers are in the step time."
+        f"{format_bytes(managed_bytes)} of optimizer state is paged: {waits}{beyond_host(host_bytes)}; "
+        "the transfers are in the step time."
     )
+
+
+def beyond_host(host_bytes: int) -> str:
+    """A warning where a card's share of the host may be too small; empty where it is large enough."""
+    if host_bytes <= SANE_HOST_BYTES:
+        return ""
+    return f", more than the {format_bytes(SANE_HOST_BYTES)} that many machines have"
 
 
 def unfused_casts(config: TrainConfig) -> str:

@@ -122,6 +122,8 @@ def resolve(
     run = read_run(question, card.gpu, note=note, files=brought.files)
     base = None if run is None else run.config
     source = brought.source or find_model(_model_of(question, run))
+    if base is None:
+        _note_float16(source, card.gpu, note)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
     if base is not None:
         num_gpus = budget.agreed("--num-gpus", num_gpus, base.num_gpus)
@@ -131,6 +133,7 @@ def resolve(
     budget.check_backend(question.backend, num_gpus)
     task = question.task or source.task
     length = _possible_length(source, length, note)
+    _note_untrained_positions(source, length, note)
     budget.check_length(task, length)
     data, lengths = None, None
     if question.dataset is not None:
@@ -209,6 +212,7 @@ def resolve_configuration(
         source, question.seq_len or SEQUENCE_LENGTH, is_given=question.seq_len is not None
     )
     budget.check_length(task, length)
+    _note_untrained_positions(source, length, note)
     data, lengths = None, None
     if question.dataset is not None:
         data, lengths = read_dataset(question, source, task, length)
@@ -281,3 +285,24 @@ def _possible_length(source: ModelSource, length: int | None, note: Callable[[st
             f"{source.short_name} has positions for {possible} tokens: --seq-len {possible} is taken."
         )
     return possible
+
+
+def _note_float16(source: ModelSource, card: Gpu, note: Callable[[str], None]) -> None:
+    """Say that float16 takes the place of bfloat16 on a card without it."""
+    if not card.has_bfloat16 and not source.is_float32:
+        note(
+            f"{card.name} has no bfloat16 (it came with compute capability 8.0): float16 with loss scaling "
+            "is searched instead."
+        )
+
+
+def _note_untrained_positions(
+    source: ModelSource, length: int, note: Callable[[str], None]
+) -> None:
+    """Warn of a length beyond the positions that the model was made for."""
+    positions = source.positions
+    if positions is not None and length > positions:
+        note(
+            f"{length:,} tokens are more than the {positions:,} positions that {source.short_name} is made "
+            "for (max_position_embeddings): without RoPE scaling it knows nothing of later ones."
+        )

@@ -310,7 +310,13 @@ def test_paged_state_is_named() -> None:
     )
     paged = answers.estimate(state=state, device_gib=11.0, paged_in_bytes=GIB)
     shown = one_line(drawn(answers.answer(best=paged)))
-    assert "4.00 GiB of optimizer state is paged" in shown
+    assert "4.00 GiB of optimizer state is paged: 3.00 GiB find no room" in shown
+    assert "more than" not in shown
+    huge = dataclasses.replace(state, optimizer_state_managed_bytes=33 * GIB + 1)
+    said = words.paging(dataclasses.replace(paged, state=huge))
+    assert "wait in host memory, more than the 32.00 GiB that many machines have" in said
+    huge = dataclasses.replace(state, optimizer_state_managed_bytes=33 * GIB)
+    assert "more than" not in words.paging(dataclasses.replace(paged, state=huge))
     assert "CUDA 0.5 | paged state 1.0" in shown
     # It gives way: what has to be there is a GiB less than the peak.
     assert "memory 10.0 of 11.2 GiB" in shown

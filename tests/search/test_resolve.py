@@ -9,7 +9,7 @@ import pytest
 
 from autotune.errors import ConfigError
 from autotune.records.question import Question
-from autotune.search.resolve import resolve_configuration
+from autotune.search.resolve import resolve, resolve_configuration
 
 QUESTION = Question(model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", gpu_mem="12GB", accumulation=4)
 
@@ -48,3 +48,26 @@ def test_a_length_that_was_asked_for_is_refused_where_the_model_ends_before() ->
         resolve_configuration(dataclasses.replace(gpt2, seq_len=2048))
     bert = dataclasses.replace(QUESTION, model="google-bert/bert-base-uncased")
     assert resolve_configuration(bert).config.sequence_length == 512
+
+
+def test_a_card_without_bfloat16_is_said_to_train_in_float16() -> None:
+    def notes_on(card: str, model: str = "Qwen/Qwen2.5-0.5B") -> str:
+        notes: list[str] = []
+        resolve(Question(model=model, gpu=card), note=notes.append)
+        return " ".join(notes)
+
+    assert "T4 has no bfloat16" in notes_on("t4")
+    assert "float16 with loss scaling is searched instead" in notes_on("t4")
+    assert "bfloat16" not in notes_on("rtx-4090")
+    # Its checkpoint is in float32.
+    assert "bfloat16" not in notes_on("t4", "google-bert/bert-base-uncased")
+
+
+@pytest.mark.parametrize(("length", "is_told"), [(32_768, False), (32_769, True)])
+def test_a_context_beyond_the_models_own_is_warned_of(length: int, is_told: bool) -> None:
+    """Qwen2.5-0.5B: max_position_embeddings 32768."""
+    asked = dataclasses.replace(QUESTION, seq_len=length)
+    for ask in (resolve, resolve_configuration):
+        notes: list[str] = []
+        ask(asked, note=notes.append)
+        assert any("32,768 positions" in note for note in notes) == is_told
