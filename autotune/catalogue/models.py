@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ _WIDTH = re.compile(
     r"(\w+_)?(size|dim|embd|inner|heads?|experts|rank|d_model|d_ff|d_kv|hidden)", re.ASCII
 )
 """Keys that say how wide a layer is."""
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ENCODERS = frozenset(
     {
         "albert",
@@ -188,6 +190,15 @@ class ModelSource:
         """Tokens that the model is made for; None where the configuration does not say it."""
         positions = self.text_config.get("max_position_embeddings")
         return positions if isinstance(positions, int) and positions > 0 else None
+
+    @property
+    def expert_inputs(self) -> int | None:
+        """Inputs of all experts in all layers: layers x experts x hidden size; None without experts."""
+        config = self.text_config
+        experts = next((config[key] for key in _NUM_EXPERTS if config.get(key)), None)
+        sizes = (self.num_layers, experts, config.get("hidden_size"))
+        known = [size for size in sizes if isinstance(size, int)]
+        return math.prod(known) if len(known) == len(sizes) else None
 
     @property
     def head_size(self) -> int | None:

@@ -232,6 +232,8 @@ class Answer:
     """The fastest that keeps the small updates which the answer loses to rounding; where none fits, the one
     that needs least. None where none are lost."""
     tip: Tip | None = None
+    reaches_experts: bool | None = None
+    """Whether LoRA on all-linear trains a mixture's experts; None for other adapters and models."""
     classes_outside: tuple[str, ...] = ()
     """Classes that no point of the space belongs to, whatever fits."""
     left_out: tuple[LeftOut, ...] = ()
@@ -337,6 +339,7 @@ class Answer:
             ],
             "safer": None if self.safer is None else self.safer.to_dict(budget),
             "tip": self.tip,
+            "reaches_experts": self.reaches_experts,
             "counts": dataclasses.asdict(self.counts),
             "invalid_by_rule": self.invalid_by_rule,
             "classes_outside": list(self.classes_outside),

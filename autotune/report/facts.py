@@ -323,7 +323,7 @@ def reasons(answer: Answer) -> list[str]:
         said.append(words.widened(answer))
     if best.state.optimizer_state_managed_bytes:
         said.append(words.paging(best))
-    said += filter(None, (words.rounding(answer), best.unquantized_note))
+    said += filter(None, (words.rounding(answer), words.experts(answer), best.unquantized_note))
     if tip := tips.tip(answer):
         said.append(f"Tip: {tip}")
     if answer.tied:

@@ -103,7 +103,12 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
     rows += [("note", words.bound(text)) for text in requirements.unpredicted(best.config)]
-    notes = (words.rounding(answer), words.unfused_casts(best.config), best.unquantized_note)
+    notes = (
+        words.rounding(answer),
+        words.experts(answer),
+        words.unfused_casts(best.config),
+        best.unquantized_note,
+    )
     rows += [("note", note) for note in notes if note]
     if text := tips.tip(answer):
         rows.append(("tip", text))

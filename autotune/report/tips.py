@@ -31,7 +31,7 @@ def tip(answer: Answer) -> str:
         case Tip.COMPILE:
             return (
                 f"the step is bound by {best.bound}, which torch.compile may lower: it is not predicted, "
-                "--space everything --backend cuda measures it."
+                "--compile default --backend cuda measures it."
             )
         case None:
             return ""

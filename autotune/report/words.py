@@ -497,6 +497,19 @@ def beyond_host(host_bytes: int) -> str:
     return f", more than the {format_bytes(SANE_HOST_BYTES)} that many machines have"
 
 
+def experts(answer: Answer) -> str:
+    """The experts' part in what LoRA trains; empty where there are none."""
+    if answer.reaches_experts is None:
+        return ""
+    count = format_count(answer.best.parameters.trainable)
+    if answer.reaches_experts:
+        return f"LoRA on all-linear reaches the experts too, which PEFT targets by name: {count} train."
+    return (
+        f"LoRA on all-linear does not reach the experts: they are tensors of their own, no linear layers. "
+        f"{count} weights train, those of the other layers."
+    )
+
+
 def unfused_casts(config: TrainConfig) -> str:
     """A note on fp8 without torch.compile; empty for other configurations."""
     if not PRECISIONS[config.precision].fp8 or config.torch_compile != "none":

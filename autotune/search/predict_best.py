@@ -266,6 +266,7 @@ def find(
         changes=_changes(estimator, best, reference, context),
         safer=_safer(estimator, candidates, supported, best.config),
         more_memory=_more_memory(estimator, supported, reference, best, candidates.at_most(chosen)),
+        reaches_experts=_reaches_experts(best, model),
         tip=best_tip(best, model, changing.space, context, chosen),
         counts=Counts(
             enumerated=points.num_enumerated,
@@ -351,6 +352,9 @@ def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "")
         tied=(),
         changes=(),
         more_memory=None,
+        reaches_experts=answer.reaches_experts
+        if best.config.lora_targets == answer.best.config.lora_targets
+        else None,
         tip=answer.tip if best.config == answer.best.config else None,
         # What is not predicted was measured.
         left_out=tuple(
@@ -398,6 +402,18 @@ def _changes(
         value = getattr(base, setting)
         changes.append(Change(setting=setting, value=value, estimate=estimate, fits=fits))
     return tuple(changes)
+
+
+def _reaches_experts(best: Estimate, model: ModelSource) -> bool | None:
+    """Whether the adapters are so many that a mixture's experts must have some.
+
+    An expert has two matrices at least, and an adapter of each as many weights as rank x hidden size.
+    PEFT 0.21 (utils/transformers_weight_conversion.py) reaches the experts of some families only.
+    """
+    inputs, rank = model.expert_inputs, best.config.lora_rank
+    if inputs is None or rank is None or best.config.lora_targets != "all-linear":
+        return None
+    return best.parameters.trainable >= 2 * rank * inputs
 
 
 def _safer(

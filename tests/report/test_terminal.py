@@ -226,6 +226,18 @@ def test_further_trades_have_a_row_of_their_own() -> None:
     assert "further" not in drawn(answers.answer())
 
 
+def test_what_lora_reaches_in_a_mixture_is_said() -> None:
+    best = answers.estimate(answers.ADAPTER)
+    reached, missed, dense = (
+        one_line(drawn(answers.answer(best=best, reaches_experts=each)))
+        for each in (True, False, None)
+    )
+    assert "reaches the experts too, which PEFT targets by name: 50.0 M train." in reached
+    assert "does not reach the experts" in missed
+    assert "50.0 M weights train" in missed
+    assert "experts" not in dense
+
+
 def test_a_tip_has_a_row() -> None:
     assert "tip logits take 0.25 GiB of 10.00 GiB" in one_line(drawn(answers.answer(tip=Tip.LIGER)))
     assert "tip " not in one_line(drawn(answers.answer()))

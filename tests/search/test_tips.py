@@ -9,10 +9,12 @@ import answers
 import pytest
 import tiny_model
 
+from autotune.catalogue import models
 from autotune.common.units import GIB
 from autotune.records.answer import Tip
-from autotune.records.estimate import Breakdown, Estimate
+from autotune.records.estimate import Breakdown, Estimate, ParameterCount
 from autotune.report import tips
+from autotune.search import predict_best
 from autotune.search.tips import best_tip
 from autotune.space.rules import Context
 
@@ -75,6 +77,29 @@ def test_segments_that_grow_and_torch_compile() -> None:
     assert tip_of(spending(idle=0.09)) is None
     assert tip_of(spending(bound="launch")) is Tip.COMPILE
     assert tip_of(spending(bound="memory bandwidth"), torch_compile=("default",)) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "trainable", "expected"),
+    [
+        # What PEFT 0.21 trains of each, as `autotune estimate --method lora` counts it.
+        ("mistralai/Mixtral-8x7B-v0.1", 359_665_664, True),
+        ("Qwen/Qwen3-30B-A3B", 996_507_648, True),
+        ("openai/gpt-oss-20b", 7_962_624, False),
+        # Adapters on Mixtral's attention alone.
+        ("mistralai/Mixtral-8x7B-v0.1", 13_631_488, False),
+        ("Qwen/Qwen2.5-1.5B", 18_464_768, None),
+    ],
+)
+def test_experts_are_reached_where_adapters_are_many(
+    model: str, trainable: int, expected: bool | None
+) -> None:
+    config = dataclasses.replace(answers.ADAPTER, lora_rank=16)
+    count = ParameterCount(total=50 * 10**9, trainable=trainable)
+    best = answers.estimate(config, parameters=count)
+    assert predict_best._reaches_experts(best, models.resolve(model)) is expected
+    attention = dataclasses.replace(best, config=dataclasses.replace(config, lora_targets="q_proj"))
+    assert predict_best._reaches_experts(attention, models.resolve(model)) is None
 
 
 @pytest.mark.parametrize("tip", Tip)
