@@ -130,7 +130,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
 
 
 def _data(dataset: Dataset | None) -> dict[str, object]:
-    """What its options are for this dataset; the loss only where it is not on what it usually is."""
+    """Options of the program for this dataset; the loss only where it is not on what it usually is."""
     if dataset is None:
         return {}
     names = ["format", "text_field", "answer_field"]
