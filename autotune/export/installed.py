@@ -43,6 +43,16 @@ def defaults(package: str, file: str, class_name: str) -> Mapping[str, Any] | No
     )
 
 
+@functools.cache
+def literal(package: str, file: str, name: str) -> object:
+    """Return the value that a file of a library gives to a name; None where that is not to be read."""
+    source = _source(package, file)
+    for node in () if source is None else ast.parse(source).body:
+        if isinstance(node, ast.Assign) and name in [ast.unparse(each) for each in node.targets]:
+            return ast.literal_eval(node.value) if _is_literal(node.value) else None
+    return None
+
+
 def _defaults_in(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:

@@ -104,6 +104,8 @@ class TrainerFile:
     train.py does."""
     launch_several: str = ""
     """Text for `{gpus}` where there are several: `{number}` is how many."""
+    peft_names: str = ""
+    """Key of LoRA's modules, which PEFT chooses by the model where the file does not name them."""
     several_gpus: str = "ddp"
     """Parallelism of a run with several GPUs whose file does not say."""
     fixed: Mapping[str, Any] = field(default_factory=dict)

@@ -253,6 +253,7 @@ def read_run(
         effective_batch=question.effective_batch or EFFECTIVE_BATCH_SIZE,
         has_bf16=card.has_bfloat16,
         usual_length=SEQUENCE_LENGTH,
+        model=question.model,
         note=note,
         files=files,
     )

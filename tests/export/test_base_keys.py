@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,3 +209,77 @@ def test_the_share_of_warm_up_steps_goes_on_as_each_trainer_says_it(tmp_path: Pa
     run = read_base(path)
     assert json.loads(run.extra_arguments) == {"warmup_steps": 0.03}
     assert run.notes == ()
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B", "openai-community/gpt2"])
+def test_targets_that_nobody_names_are_pefts_for_the_model(model: str, tmp_path: Path) -> None:
+    constants = pytest.importorskip("peft.utils.constants")
+    table = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    names = table["gpt2" if "gpt2" in model else "qwen2"]
+    yaml_file, program = tmp_path / "sft.yaml", tmp_path / "mine.py"
+    content = {**SFT, "model_name_or_path": model}
+    del content["lora_target_modules"]
+    yaml_file.write_text(yaml.safe_dump(content))
+    text = PROGRAM.format(quantization="load_in_4bit=True", adapter="r=8, lora_alpha=8")
+    program.write_text(text.replace("Qwen/Qwen2.5-0.5B", model))
+    for path in (yaml_file, program):
+        run = read_base(path)
+        assert run.config.lora_targets == ",".join(names)
+        assert any("PEFT's own" in note for note in run.notes)
+    # A model that nothing here knows: named as before.
+    yaml_file.write_text(yaml.safe_dump({**content, "model_name_or_path": "nobody/nothing"}))
+    with pytest.raises(ConfigError, match="lora_target_modules is missing"):
+        read_base(yaml_file)
+
+
+@pytest.mark.parametrize(
+    ("said", "variable", "batch"),
+    [
+        ('int(os.environ.get("MY_BATCH", "4"))', None, 4),
+        ('int(os.environ.get("MY_BATCH", 4))', "16", 16),
+        ('int(os.getenv("MY_BATCH", "2"))', None, 2),
+        ('int(os.environ["MY_BATCH"])', "8", 8),
+    ],
+)
+def test_a_script_that_reads_the_environment_is_read_with_it(
+    said: str,
+    variable: str | None,
+    batch: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("MY_BATCH", variable)
+    path = tmp_path / "mine.py"
+    text = PROGRAM.format(
+        quantization="load_in_4bit=True", adapter="r=8, target_modules=['q_proj']"
+    )
+    line = f"bf16=True, per_device_train_batch_size={said}"
+    path.write_text(text.replace("bf16=True", line))
+    assert read_base(path).config.micro_batch_size == batch
+    assert eval(said, {"os": os}) == batch  # the very expression
+
+
+def test_a_variable_that_is_not_set_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    text = PROGRAM.format(
+        quantization="load_in_4bit=True", adapter="r=8, target_modules=['q_proj']"
+    )
+    line = 'bf16=True, per_device_train_batch_size=int(os.environ["NOT_SET_HERE"])'
+    path.write_text(text.replace("bf16=True", line))
+    with pytest.raises(ConfigError, match="per_device_train_batch_size"):
+        read_base(path)
+
+
+def test_a_secret_of_the_environment_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "not-for-files")
+    path = tmp_path / "mine.py"
+    text = PROGRAM.format(
+        quantization="load_in_4bit=True", adapter="r=8, target_modules=['q_proj']"
+    )
+    path.write_text(text.replace("bf16=True", 'bf16=True, hub_token=os.environ["HF_TOKEN"]'))
+    run = read_base(path)
+    assert json.loads(run.extra_arguments) == {"output_dir": "out"}
+    assert not any("not-for-files" in note for note in run.notes)

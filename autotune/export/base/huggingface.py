@@ -135,6 +135,7 @@ SFT = TrainerFile(
     name="TRL's SFTConfig",
     source="trl 1.16",
     model_key="model_name_or_path",
+    peft_names="lora_target_modules",
     launch="trl sft --config {file}{gpus}",
     launch_several=" --num_processes {number}",
     rows=(

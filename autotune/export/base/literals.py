@@ -1,17 +1,19 @@
 """Literals of a Python program, which is parsed and never run.
 
-A value that is not a literal, no name bound once to one, no dtype of torch and no question for bfloat16 is a
-NotLiteral.
+A value that is not a literal, no name bound once to one, no dtype of torch, no question for bfloat16 and no
+variable of the environment is a NotLiteral.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.common.secrets import redacted
 from autotune.export.base.sections import Shape
 from autotune.export.mapping import NotLiteral
 
@@ -70,6 +72,8 @@ class Program:
             and name_of(node.value) == "torch"
         ):
             return DTYPES[node.attr]
+        if (said := of_environment(node)) is not None:
+            return said
         is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
         asked = node.operand if isinstance(node, ast.UnaryOp) and is_not else node
         if isinstance(asked, ast.Call) and name_of(asked.func) in _ASKS_BF16:
@@ -154,6 +158,45 @@ def entries_of(node: ast.expr) -> dict[str | None, ast.expr] | None:
     if isinstance(node, ast.Call) and name_of(node.func) == "dict" and not node.args:
         return {keyword.arg: keyword.value for keyword in node.keywords}
     return None
+
+
+_CONVERTERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+
+
+def of_environment(node: ast.expr) -> Any:
+    """Return what the environment, or the default beside it, says where a program asks for a variable.
+
+    os.environ["NAME"], os.environ.get("NAME", default), os.getenv("NAME", default), within int(...),
+    float(...) or str(...). None for anything else, and for secrets.
+    """
+    if isinstance(node, ast.Call) and len(node.args) == 1 and name_of(node.func) in _CONVERTERS:
+        said = of_environment(node.args[0])
+        try:
+            return None if said is None else _CONVERTERS[name_of(node.func)](said)
+        except ValueError:
+            return None
+    if isinstance(node, ast.Subscript) and name_of(node.value) == "environ":
+        return _variable(getattr(node.slice, "value", ""), None)
+    asks = isinstance(node, ast.Call) and (
+        name_of(node.func) == "getenv"
+        or (
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr == "get"
+            and name_of(node.func.value) == "environ"
+        )
+    )
+    if not asks:
+        return None
+    assert isinstance(node, ast.Call)
+    name, *default = (getattr(each, "value", None) for each in node.args)
+    return _variable(name, default[0] if default else None)
+
+
+def _variable(name: object, default: object) -> object:
+    """Return a variable's value; None for what looks like a secret, which would go into files."""
+    value = os.environ.get(str(name), default)
+    said = f"{name}={value}"
+    return value if redacted(said) == said else None
 
 
 def name_of(node: ast.expr) -> str:

@@ -32,6 +32,7 @@ def read_run(
     effective_batch: int,
     has_bf16: bool,
     usual_length: int,
+    model: str | None = None,
     note: Callable[[str], None],
     files: Files | None = None,
 ) -> BaseRun:
@@ -48,6 +49,7 @@ def read_run(
         has_bf16=has_bf16,
         samples=effective_batch,
         num_gpus=num_gpus,
+        model=model,
         files=files,
     )
     if run.target is None:

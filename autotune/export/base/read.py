@@ -17,6 +17,7 @@ from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_current_words, notes, read
 from autotune.export.base.opening import open_base
 from autotune.export.base.parts import RunFile, all_of
+from autotune.export.base.peft_targets import with_default_targets
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.base.uncarried import uncarried
 from autotune.export.exporter import Exporter
@@ -70,12 +71,14 @@ def read_base(
     has_bf16: bool = True,
     samples: int = 1,
     num_gpus: int = 1,
+    model: str | None = None,
     files: Files | None = None,
 ) -> BaseRun:
     """Return the run of a file or folder.
 
     `sequence_length`, `method`, `samples` per optimizer step and `num_gpus` are for formats that say nothing
-    of them, `has_bf16` for those that leave the precision to the card. `files` None: the disk's.
+    of them, `has_bf16` for those that leave the precision to the card. `model` None: the file's. `files`
+    None: the disk's.
 
     Raises ConfigError, which names every problem with its key.
     """
@@ -88,6 +91,7 @@ def read_base(
             config=ours.config,
             extra_arguments=ours.extra_arguments,
         )
+    content, chosen = with_default_targets(target, content, model or _model_of(target, content))
     values, problems = read(target, content)
     problems = [*opened.problems, *problems]
     arguments, extra_arguments = arguments_of(target, content), "{}"
@@ -121,6 +125,7 @@ def read_base(
         model=_model_of(target, content),
         notes=(
             *opened.notes,
+            *chosen,
             *notes(target, content),
             *_left_notes(uncarried(target, content, config, arguments)),
             *caveats_of(target, config),

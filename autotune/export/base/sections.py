@@ -29,7 +29,7 @@ from autotune.export.base.section_rows import (
     with_products,
 )
 from autotune.export.mapping import Row, Spelling, TrainerFile, of_key, of_values, table, value_at
-from autotune.export.trainer_rows import attention
+from autotune.export.trainer_rows import LORA, attention
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.config import PEFT_TASK_TYPES, TRAINERS, TrainConfig
@@ -149,6 +149,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         source="transformers 5.23",
         rows=tuple(rows),
         defaults=_defaults(shape, fixed.get("method", method), loading),
+        peft_names=f"{ADAPTER}target_modules" if fixed.get("method") in LORA else "",
         model_key=(
             f"{ADAPTER}base_model_name_or_path"
             if ADAPTER in shape.sections and shape.is_part
