@@ -114,8 +114,10 @@ def _chosen(formats: tuple[str, ...], stored: StoredAnswer) -> list[Exporter]:
 
 
 def _text(exporter: Exporter, stored: StoredAnswer) -> str:
+    from autotune.export import text_of
+
     answer = stored.answer
-    return exporter.write(workload=answer.workload, config=answer.exported, result=stored.result)
+    return text_of(exporter, workload=answer.workload, config=answer.exported, result=stored.result)
 
 
 def _places(out: Path, exporters: list[Exporter], *, is_folder: bool) -> dict[Exporter, Path]:

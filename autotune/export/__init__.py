@@ -33,6 +33,7 @@ from autotune.export import (
 )
 from autotune.export.carried import Unsaid
 from autotune.export.exporter import Exporter
+from autotune.export.own_modules import with_own_modules
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe
 
@@ -170,11 +171,20 @@ def export_files(
     """
     exporters = exporters_for(config, workload) if exporters is None else exporters
     texts = {
-        path: exporter.write(workload=workload, config=config, result=result)
+        path: text_of(exporter, workload=workload, config=config, result=result)
         for path, exporter in zip(export_paths(folder, exporters), exporters, strict=True)
     }
     write_texts(texts)
     return list(texts)
+
+
+def text_of(
+    exporter: Exporter, *, workload: Workload, config: TrainConfig, result: Mapping[str, object]
+) -> str:
+    """Return the text of a file; those of other programs have the model's own names for modules."""
+    if exporter in FURTHER:
+        config = with_own_modules(config, workload.model)
+    return exporter.write(workload=workload, config=config, result=result)
 
 
 def write_texts(texts: Mapping[Path, str]) -> None:

@@ -44,8 +44,15 @@ def exporter_of(
         filename=filename,
         write=write,
         applies=lambda config: says_method(target, config.method),
+        lacks=lambda workload: _lacks(target, workload),
         cannot_express=functools.partial(unsaid, target),
     )
+
+
+def _lacks(target: TrainerFile, workload: Workload) -> str:
+    if workload.task == "causal-lm":
+        return ""
+    return f"A file of {target.name} as it is written here trains a causal language model"
 
 
 def as_yaml(

@@ -299,16 +299,16 @@ def test_a_folder_without_our_own_file_is_their_union(tmp_path: Path) -> None:
         for copy in copies
         if copy.name == "base"
     }
-    assert {*texts} == {"training_args.json", "adapter_config.json", "quantization_config.json"}
-    assert [copy.filename for copy in copies].count("training_args.json") == 1
+    names = ("training_args.json", "adapter_config.json", "quantization_config.json")
+    assert {*texts} == {f"yours/{name}" for name in names}
+    (out / "yours").mkdir(parents=True)
     for name, text in texts.items():
-        out.mkdir(exist_ok=True)
         (out / name).write_text(text)
-    assert read_base(out, sequence_length=1024).config == answer
+    assert read_base(out / "yours", sequence_length=1024).config == answer
     # Its own files are never written over.
     again = own_run.with_edited(export.EXPORTERS, folder, run, run.config)
     assert "training_args.json" not in [each.filename for each in again]
-    assert "training_args.answer.json" in [each.filename for each in again]
+    assert "yours/training_args.json" in [each.filename for each in again]
 
 
 def test_a_folder_with_our_own_file_alone_is_that_file(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Modules that a model has of those that `attention` stands for, for files that name modules.
+
+Read from the syntax tree of the installed Transformers' code for the model's type: nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from autotune.catalogue import models
+from autotune.errors import AutotuneError
+from autotune.space.adapters import ATTENTION_PROJECTIONS
+from autotune.space.config import TrainConfig
+
+
+def with_own_modules(config: TrainConfig, model: str) -> TrainConfig:
+    """Return the configuration with the model's own names for `attention`.
+
+    It stays as it is where Transformers is not installed or the model is not known here.
+    """
+    if config.lora_targets != "attention":
+        return config
+    names = attention_modules(model)
+    return dataclasses.replace(config, lora_targets=",".join(names)) if names else config
+
+
+@functools.cache
+def attention_modules(model: str) -> tuple[str, ...]:
+    """Return the names of the attention projections that the model has; none where that is not known."""
+    try:
+        kind = models.resolve(model, asks_hub=False).config["model_type"]
+    except AutotuneError:
+        return ()
+    return tuple(name for name in ATTENTION_PROJECTIONS if name in _made_by(kind))
+
+
+@functools.cache
+def _made_by(kind: str) -> frozenset[str]:
+    """Return the attributes that the layers of a model type make by a call, such as nn.Linear.
+
+    The heads of other tasks are left out: a model of this task has none of them.
+    """
+    return frozenset(
+        name
+        for path in _files_of(kind)
+        for layer in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(layer, ast.ClassDef) and not layer.name.endswith("Head")
+        for node in ast.walk(layer)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        for name in _attribute(target)
+    )
+
+
+def _attribute(target: ast.expr) -> Iterator[str]:
+    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+        yield from (target.attr,) if target.value.id == "self" else ()
+
+
+def _files_of(kind: str) -> list[Path]:
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return []
+    folder = Path(spec.origin).parent / "models"
+    names = (kind.replace("-", "_"), kind.removesuffix("_text").replace("-", "_"))
+    for name in names:
+        if (folder / name).is_dir():
+            return sorted((folder / name).glob("modeling_*.py"))
+    return []

@@ -1,0 +1,41 @@
+"""The modules that exports name are those that Transformers' own models have."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune.catalogue.models import catalogue, resolve
+from autotune.export.own_modules import attention_modules
+from autotune.space.adapters import ATTENTION_PROJECTIONS
+
+FAMILIES = {
+    source.config["model_type"]: source
+    for source in (resolve(entry.hub_id) for entry in reversed(catalogue()))
+}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_attention_is_what_the_model_has_of_it(family: str) -> None:
+    torch = pytest.importorskip("torch")
+    from autotune.records.estimate import TraceSpec
+    from autotune.space.config import TrainConfig
+    from autotune.worker.build.model import build_base, load_config
+
+    source = FAMILIES[family]
+    plain = TrainConfig(
+        method="full",
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_length=8,
+        precision="fp32",
+        optimizer="sgd",
+        attention="eager",
+    )
+    model = build_base(load_config(dict(source.config)), source.task, TraceSpec.of(plain))
+    leaves = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+    }
+    own = tuple(name for name in ATTENTION_PROJECTIONS if name in leaves)
+    assert attention_modules(source.name) == own

@@ -1,0 +1,53 @@
+"""What files say of modules and of tasks is what the model and the other program have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from autotune import export
+from autotune.export.base.read import read_base
+from autotune.space.config import TrainConfig, Workload
+
+LORA = TrainConfig(
+    method="lora",
+    micro_batch_size=1,
+    gradient_accumulation_steps=8,
+    sequence_length=512,
+    precision="bf16-autocast",
+    optimizer="adamw_torch",
+    lora_rank=8,
+    lora_targets="attention",
+)
+QWEN = Workload(model="Qwen/Qwen2.5-0.5B", memory_budget_bytes=1)
+OF_QWEN = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def test_files_of_other_programs_name_the_models_own_modules(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    paths = export.export_files(
+        tmp_path, workload=QWEN, config=LORA, result={"evidence": "predicted"}
+    )
+    texts = {path.name: path.read_text() for path in paths}
+    assert json.loads(texts["adapter_config.json"])["target_modules"] == OF_QWEN
+    assert yaml.safe_load(texts["axolotl.yaml"])["lora_target_modules"] == OF_QWEN
+    assert yaml.safe_load(texts["llama_factory.yaml"])["lora_target"] == ",".join(OF_QWEN)
+    assert yaml.safe_load(texts["sft_config.yaml"])["lora_target_modules"] == OF_QWEN
+    assert f"target_modules={OF_QWEN}" in texts["train_sft.py"]
+    assert f"target_modules={OF_QWEN}" in texts["train_unsloth.py"]
+    # Our own file means every model's, and its folder is still the same run.
+    assert yaml.safe_load(texts["train_config.yaml"])["config"]["lora_targets"] == "attention"
+    assert read_base(tmp_path).config == LORA
+
+
+@pytest.mark.parametrize("task", ["masked-lm", "sequence-classification"])
+def test_no_file_is_written_for_what_a_program_does_not_train(task: str) -> None:
+    bert = Workload(model="google-bert/bert-base-uncased", task=task, memory_budget_bytes=1)
+    names = {each.name for each in export.exporters_for(LORA, bert)}
+    assert names.isdisjoint({"axolotl", "llama-factory", "torchtune", "unsloth", "sft"})
+    assert {"train", "training-args", "peft"} <= names
+    for name in ("axolotl", "llama-factory"):
+        assert "causal language model" in export.why_not(export.ALL[name], bert, LORA)
