@@ -134,6 +134,7 @@ def find(
     **typed: Any,
 ) -> None:
     """Find the fastest configuration that fits, and write it as files that a trainer loads."""
+    from autotune.common.files import check_folder
     from autotune.report import terminal
     from autotune.report.deliver import deliver
     from autotune.report.progress import on_stderr
@@ -145,6 +146,11 @@ def find(
     command = command_line(context)
     if wait and not enqueue:
         raise click.UsageError("--wait goes with --enqueue.")
+    check_folder(
+        out or jobs.STUDIES,
+        what="The files",
+        remedy="Check its permissions, or name another folder with --out",
+    )
     if enqueue:
         jobs.enqueue(
             Question(**typed),

@@ -162,6 +162,26 @@ def _keep(path: Path, name: Path) -> None:
         shutil.copy2(path, name, follow_symlinks=False)
 
 
+def check_folder(folder: Path, *, what: str, remedy: str) -> None:
+    """Check that files can be written into the folder, which need not be there yet; nothing is made.
+
+    Raises StorageError: "`what` cannot be written to the folder".
+    """
+    why = ""
+    try:
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        if not place.is_dir():
+            why = f"{place} is a file"
+        elif not os.access(place, os.W_OK | os.X_OK):
+            why = f"There is no permission to write into {place}"
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    if why:
+        raise StorageError(
+            f"{what} cannot be written to {str(folder)[:200]}", why=why, remedy=remedy
+        )
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder, and what is missing above it; there to stay, whatever happens next. Raises OSError."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.space.config import TrainConfig
@@ -35,6 +35,15 @@ class Unsaid:
     setting: str
     """The name of a field of TrainConfig, or of another program's option."""
     words: str
+    in_part: bool = field(default=False, compare=False)
+    """Whether the file says the setting, but for what the words say."""
+
+    @property
+    def line(self) -> str:
+        """The line at the top of the file that does not carry it."""
+        if self.in_part:
+            return f"Not in this file, of {self.setting}: {self.words}"
+        return f"Not in this file: {self}"
 
     def __str__(self) -> str:
         return f"{self.setting}: {self.words}"
@@ -71,7 +80,7 @@ def words_of(config: TrainConfig, name: str) -> str:
 def heading(what: str, config: TrainConfig, evidence: object, lost: Iterable[Unsaid] = ()) -> str:
     """Return comments in `#` for the top of a file: what it is, the configuration, and what is not in it."""
     said = [f"{what}, written by autotune ({evidence}).", describe(config)]
-    return comments([*said, *(f"Not in this file: {each}" for each in lost)])
+    return comments([*said, *(each.line for each in lost)])
 
 
 def comments(lines: Iterable[str]) -> str:

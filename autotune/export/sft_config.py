@@ -77,6 +77,7 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
                 "precision",
                 f"products of the 4-bit weights in {precision.compute_dtype} "
                 f"(trl takes {precision.parameter_dtype}, the dtype of the others)",
+                in_part=True,
             ),
         )
     return (

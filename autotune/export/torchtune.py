@@ -139,7 +139,7 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     carried |= {setting for setting, is_said in simple.items() if is_said}
     if config.quantization == "nf4":
         words = f"{words_of(config, 'quantization')} (torchao quantises its scales as well)"
-        lost.append(Unsaid("quantization", words))
+        lost.append(Unsaid("quantization", words, in_part=True))
     if config.num_gpus > 1:
         words = f"{words_of(config, 'num_gpus')} (--nproc_per_node of tune run)"
         lost.append(Unsaid("num_gpus", words))

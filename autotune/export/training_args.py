@@ -99,7 +99,7 @@ def cannot_express(config: TrainConfig, carried: Collection[str] = ()) -> tuple[
     fp8 = ", products in float8: accelerate_config.yaml" if PRECISIONS[config.precision].fp8 else ""
     batching = {"batching"} if config.batching == "grouped" else set()
     return (
-        Unsaid("precision", f"weights in {dtype}{fp8}"),
+        Unsaid("precision", f"weights in {dtype}{fp8}", in_part=True),
         *unsaid(config, {*CARRIED, *carried, "precision", *batching}),
         *installed.unknown(training_arguments(config, fields), fields, "transformers"),
         *unknown_values(training_arguments(config, fields)),

@@ -78,7 +78,7 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
         carried.add("batching")
     if config.activation_checkpointing > 1:
         words = f"{words_of(config, 'activation_checkpointing')} (every layer here)"
-        lost.append(Unsaid("activation_checkpointing", words))
+        lost.append(Unsaid("activation_checkpointing", words, in_part=True))
     return (*lost, *unsaid(config, carried))
 
 

@@ -26,6 +26,9 @@ from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.rules import Context, broken_rules
 
 _GB = 10**9
+_QUOTED_BYTES = {"AdamW": 4 + 4 + 4, "8-bit AdamW": 4 + 1 + 1}
+"""Bytes per parameter that guides quote: a float32 copy of the weights, then two moments. Source: EleutherAI,
+Transformer Math 101, Optimizer States."""
 _SIDE = 4096
 """Side of the matrix whose optimizer state is looked at: what is kept per row or per block hardly counts."""
 
@@ -184,11 +187,30 @@ def draw_textbook(book: Textbook, file: TextIO) -> None:
         )
     gradients = book.stated_gradients_bytes, book.gradients_bytes
     rows.append(("", _sum("gradients", f"{each}{letter}", *gradients)))
+    rows.append(("", _quoted(book, letter)))
     file.write("\n")
     terminal.draw_rows(rows, file)
     file.write("\n")
     headers = ("GB (10^9)", "keeps>", "taught>", "exactly>", "sum>", "peak>", "peak less the sum")
     terminal.draw_table(headers, (_cells(row, letter) for row in book.optimizers), file)
+
+
+def _quoted(book: Textbook, letter: str) -> str:
+    """Say the 12 and 6 bytes that are often quoted, and what of them lives here."""
+    stated, kept = book.stated_trainable, {row.optimizer: row for row in book.optimizers}
+    is_32_bit = book.gradient_bytes_per_parameter == 4
+    copy = "the weights are float32 themselves" if is_32_bit else "no float32 copy of weights lives"
+    said = (
+        f"{bytes_each}{letter} = {_gb(bytes_each * stated)} GB with {name}"
+        for name, bytes_each in _QUOTED_BYTES.items()
+    )
+    live = (
+        f"{kept[optimizer].state_bytes_per_parameter}{letter} of {optimizer}"
+        for optimizer in ("adamw_torch", "adamw_bnb_8bit")
+    )
+    return (
+        f"often quoted, a float32 copy included: {', '.join(said)}; here {copy}: {', '.join(live)}"
+    )
 
 
 def _sum(name: str, formula: str, stated_bytes: int, exact_bytes: int) -> str:

@@ -13,6 +13,7 @@ from autotune.space import learning_rates
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.headroom import DEFAULT_ODDS
 from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, difference
+from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS
 from autotune.space.tradeoffs import loses_small_updates
 
@@ -241,10 +242,17 @@ def data(workload: Workload) -> str:
     return (
         f"{f'{dataset.format}, ' if dataset else ''}{lengths.num_samples:,} samples"
         f"{', of which the answers are learnt' if is_partial else ''}; "
-        f"{format_count(lengths.num_tokens)} tokens: "
-        f"{lengths.num_tokens / lengths.num_samples:,.0f} on average, {lengths.percentiles[50]:,} in the "
-        f"middle, at most {lengths.longest:,} after cutting off"
+        f"{format_count(lengths.num_tokens)} tokens"
+        f"{_kept(lengths)}: {lengths.num_kept_tokens / lengths.num_samples:,.0f} on average, "
+        f"{lengths.percentiles[50]:,} in the middle, at most {lengths.longest:,}"
     )
+
+
+def _kept(lengths: Lengths) -> str:
+    """The tokens that are left of samples that are cut off; empty where none is."""
+    if lengths.num_kept_tokens == lengths.num_tokens:
+        return ""
+    return f", {format_count(lengths.num_kept_tokens)} after cutting off"
 
 
 def carried(workload: Workload) -> str:

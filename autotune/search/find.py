@@ -22,7 +22,7 @@ from autotune.search.listener import SILENT, Listener
 from autotune.search.predict_best import Prediction
 from autotune.search.resolve import Brought, Problem, resolve
 from autotune.store import optuna_study, stored_answers, study_names
-from autotune.store.database import parse_url
+from autotune.store.database import check_place, parse_url
 from autotune.store.recommendations import question_of
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
@@ -70,7 +70,7 @@ def find(
     from another machine. `server` runs the probes; None: one of their own. Raises NotMeasuredError where
     the database fails what is to be measured.
     """
-    parse_url(storage)  # an address that cannot be used is said before a search, not after it
+    check_place(parse_url(storage))  # what cannot be used is said before a search, not after it
     problem = resolve(question, note=listener.note, brought=brought)
     if problem.backend is not None:
         _note_unmeasured(question, listener)

@@ -161,6 +161,18 @@ def make_folder(url: URL) -> None:
         ) from error
 
 
+def check_place(url: URL) -> None:
+    """Check that a database can be kept there, before anything is. Raises StorageError."""
+    refuse_memory(url)
+    file = file_of(url)
+    if file is not None and not file.exists():
+        files.check_folder(
+            file.parent,
+            what=f"The database {named(url)}",
+            remedy=f"Check its permissions, {ELSEWHERE}",
+        )
+
+
 def refuse_memory(url: URL) -> None:
     """Refuse an SQLite database in memory: whoever opens it has an empty one of their own.
 

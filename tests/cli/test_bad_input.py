@@ -795,6 +795,21 @@ def test_a_corrupt_database_is_left_as_it_is(fail: Fail, tmp_path: Path) -> None
     assert (tmp_path / "studies" / "qwen2.5-1.5b-12gb" / "train.py").is_file()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [("--out", "taken"), ("--storage", "sqlite:///taken/x.db"), ("--storage", "sqlite://")],
+)
+def test_where_the_answer_goes_is_checked_before_the_search(
+    options: tuple[str, ...], fail: Fail, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.search.find.resolve", lambda *_, **__: pytest.fail("it searched"))
+    (tmp_path / "taken").write_text("a file", encoding="utf-8")
+    code, err = fail(*FIND, *options)
+    assert code == 6
+    assert "cannot be" in err
+    assert not (tmp_path / "studies").exists()
+
+
 @pytest.mark.usefixtures("answered")
 def test_a_folder_that_cannot_be_written(fail: Fail, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file", encoding="utf-8")

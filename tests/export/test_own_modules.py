@@ -51,3 +51,12 @@ def test_no_file_is_written_for_what_a_program_does_not_train(task: str) -> None
     assert {"train", "training-args", "peft"} <= names
     for name in ("axolotl", "llama-factory"):
         assert "causal language model" in export.why_not(export.ALL[name], bert, LORA)
+
+
+def test_no_file_says_that_it_lacks_what_it_sets() -> None:
+    evidence: dict[str, object] = {"evidence": "predicted"}
+    text = export.ALL["training-args-yaml"].write(workload=QWEN, config=LORA, result=evidence)
+    assert yaml.safe_load(text)["bf16"] is True
+    assert "# Not in this file, of precision: weights in bfloat16\n" in text
+    assert "Not in this file: precision" not in text
+    assert "# Not in this file: lora_rank:" in text

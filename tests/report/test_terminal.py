@@ -470,6 +470,19 @@ def test_what_is_next_fits_the_file_of_the_base() -> None:
     assert "written out/ train.py yours/train.py exports/a.json" in shown
 
 
+def test_the_average_length_is_of_what_is_left_after_cutting_off() -> None:
+    lengths = Lengths.of({100: 1, 3000: 3}, 1024, num_samples=4, longest=3000)
+    workload = dataclasses.replace(answers.WORKLOAD, lengths=lengths)
+    # (100 + 3 x 1,024) / 4 = 793 of the (100 + 3 x 3,000) / 4 = 2,275 that the samples have whole.
+    shown = words.data(workload)
+    assert "4 samples; 9.10 k tokens, 3.17 k after cutting off: 793 on average" in shown
+    assert shown.endswith("1,024 in the middle, at most 1,024")
+    whole = Lengths.of({100: 2, 300: 2}, 1024, num_samples=4, longest=300)
+    shown = words.data(dataclasses.replace(workload, lengths=whole))
+    assert "tokens: 200 on average" in shown
+    assert "cutting off" not in shown
+
+
 def test_nothing_written_promises_nothing() -> None:
     file = io.StringIO()
     terminal.draw_outcome([], "", file)

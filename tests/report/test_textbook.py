@@ -86,6 +86,10 @@ def test_the_drawing_has_the_figures_of_the_record(seventy: Textbook) -> None:
     text = file.getvalue()
     assert "P = 70.0 B parameters, as the model is named; 70,553,706,496 exactly" in text
     assert "weights 2P = 140.0 GB; 141.1 exactly" in text
+    # 70e9 parameters: 12 and 6 bytes each, as guides quote; 16-bit weights have no float32 copy.
+    quoted = "12P = 840.0 GB with AdamW, 6P = 420.0 GB with 8-bit AdamW; here no float32 copy"
+    assert quoted in " ".join(text.split())
+    assert "4P of adamw_torch, 2P of adamw_bnb_8bit" in " ".join(text.split())
     (line,) = (line for line in text.splitlines() if line.startswith("adamw_torch_fused"))
     assert line.split()[1:5] == ["4P", "280.0", "282.2", "560.0"]
 
