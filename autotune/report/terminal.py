@@ -388,7 +388,8 @@ def _print_bar(console: Console, estimate: Estimate, budget_bytes: int) -> None:
 def _print_classes(console: Console, answer: Answer) -> None:
     """Print the best of each trade-off class beside the winner, and what further trades would bring."""
     unit, unit_bytes = unit_for(answer.workload.memory_budget_bytes)
-    table = _table("class", "fastest of its class", "tokens/s>", f"{unit}>", "speed>")
+    what = "fastest of its class" if answer.measured is None else "fastest of its class, predicted"
+    table = _table("class", what, "tokens/s>", f"{unit}>", "speed>")
     rows = words.class_rows(answer)
     for name, _, estimate in rows:
         figures = ["", "", ""]

@@ -162,7 +162,7 @@ def test_what_is_not_in_a_file_is_said_at_its_top(name: str, config: TrainConfig
         )
     )
     for lost in export.unsaid(exporter, WORKLOAD, config):
-        assert any(line.endswith(f": {one_line(str(lost))}") for line in head)
+        assert any(line.endswith(f" {one_line(str(lost))}") for line in head)
 
 
 def test_a_user_is_told_in_few_lines() -> None:

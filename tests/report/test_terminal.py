@@ -483,6 +483,13 @@ def test_the_average_length_is_of_what_is_left_after_cutting_off() -> None:
     assert "cutting off" not in shown
 
 
+def test_the_classes_of_a_measured_answer_are_marked_as_predicted() -> None:
+    assert "fastest of its class, predicted" in one_line(
+        drawn(answers.answer(measured=answers.measured()))
+    )
+    assert "class, predicted" not in one_line(drawn(answers.answer()))
+
+
 def test_nothing_written_promises_nothing() -> None:
     file = io.StringIO()
     terminal.draw_outcome([], "", file)
