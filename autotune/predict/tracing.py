@@ -125,6 +125,8 @@ def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> C
     if all(family in without().get(name, ()) for name in attentions):
         reason = f"Transformers has no {' and no '.join(attentions)} attention for {family}"
         remedy = "Give --attention eager"
+    elif any(spec.lora_targets not in (None, "all-linear", "attention") for spec in specs):
+        remedy = "Name modules that it has with --targets, or another model or method"
     return ConfigError(f"{model.name} cannot be traced", why=reason, remedy=remedy)
 
 

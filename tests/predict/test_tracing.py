@@ -81,6 +81,15 @@ def test_an_attention_that_the_model_lacks_is_an_error_with_one_that_it_has(
     )
 
 
+def test_targets_that_the_model_lacks_are_an_error_with_the_option_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "run_many", Worker({"unsupported": "it has q_proj, v_proj"}))
+    lora = dataclasses.replace(FULL, method="lora", lora_rank=8, lora_targets="wrong")
+    with pytest.raises(ConfigError, match=r"it has q_proj, v_proj.*with --targets"):
+        trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(lora)})
+
+
 def test_another_reason_is_not_taken_for_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "run_many", Worker({"unsupported": "has no layers"}))
     gemma = dataclasses.replace(tiny_model.MODEL, name="gemma", config={"model_type": "gemma2"})

@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autotune.records.estimate import TraceSpec
@@ -47,7 +48,11 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(
             f"model_type {model_type!r} is not known to transformers {transformers.__version__}"
-            + ("; its remote code is never run" if "auto_map" in config else "")
+            + (
+                "; its remote code is never run"
+                if "auto_map" in config
+                else ": a newer one may know it (pip install --upgrade transformers)"
+            )
         )
     values = {k: v for k, v in config.items() if k not in ("model_type", "auto_map")}
     values.pop("quantization_config", None)
@@ -55,6 +60,23 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:
         raise UnsupportedModel(f"transformers refuses the configuration: {error}") from error
+
+
+_OF_KIND: dict[str, Any] = {
+    "images and text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+}
+"""Transformers' models by what they read beside text."""
+
+
+def _kind_of(model_type: str) -> str:
+    """Say what a model is that has no class for the task."""
+    kind = next((kind for kind, names in _OF_KIND.items() if model_type in names), "")
+    if not kind:
+        return "another task may be its own (--task)"
+    return f"it is a model for {kind}, and models are trained on text alone here"
 
 
 def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Module:
@@ -73,7 +95,7 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModel(
                 f"transformers {transformers.__version__} has no {auto.__name__} of the type "
-                f"{config.model_type}: another task may be its own"
+                f"{config.model_type}: {_kind_of(config.model_type)}"
             ) from error
         raise UnsupportedModel(first_line(error)) from error
     of_text = model.config.get_text_config()

@@ -1,0 +1,38 @@
+"""A model that cannot be trained here is refused with what it is, and what can be done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from autotune.records.estimate import TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.worker.build.model import UnsupportedModel, build_base, load_config
+
+PLAIN = TrainConfig(
+    method="full",
+    micro_batch_size=1,
+    gradient_accumulation_steps=1,
+    sequence_length=8,
+    precision="fp32",
+    optimizer="sgd",
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "task", "said"),
+    [
+        ({"model_type": "vit"}, "causal-lm", "it is a model for images, and"),
+        ({"model_type": "whisper"}, "seq2seq-lm", "it is a model for speech, and"),
+        ({"model_type": "wav2vec2"}, "causal-lm", "it is a model for audio, and"),
+        ({"model_type": "llava"}, "causal-lm", "it is a model for images and text, and"),
+        ({"model_type": "t5"}, "causal-lm", r"another task may be its own \(--task\)"),
+        ({"model_type": "not-out-yet"}, "causal-lm", "pip install --upgrade transformers"),
+    ],
+)
+def test_it_says_what_the_model_is(config: dict[str, Any], task: str, said: str) -> None:
+    with pytest.raises(UnsupportedModel, match=said):
+        build_base(load_config(config), task, TraceSpec.of(PLAIN))
