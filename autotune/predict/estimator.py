@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
-from autotune.memory.allocator import Replay
+from autotune.memory.allocator import Replay, replay
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
-from autotune.predict.expandable_segments import grown
+from autotune.predict.expandable_segments import grown, replay_within
 from autotune.predict.optimizer_update import Update, kernels_of, priced_update
 from autotune.predict.sharding.rank_trace import Exchange, RankTrace
 from autotune.predict.steps import Steps, first_steps
@@ -137,6 +137,8 @@ class Estimator:
         """Estimates by configuration and budget."""
         self._replays: dict[tuple[TrainConfig, int | None], Replay] = {}
         """Replays by configuration, and by budget where segments grow."""
+        self._starts_of_misfits: dict[tuple[object, ...], bool | None] = {}
+        """Whether a start of steps that do not fit passes the room by itself; None: not replayed yet."""
 
     def with_budget(self, memory_budget_bytes: int) -> Estimator:
         """The same estimator with another budget; what is priced already is shared."""
@@ -259,7 +261,45 @@ class Estimator:
         found = self._estimates.get(key)
         if found is None:
             found = self._estimates[key] = self._find_estimate(config)
+            if not self.fits(found) and (start := self._start_of(config)) is not None:
+                self._starts_of_misfits.setdefault(start)
         return found
+
+    def is_known_not_to_fit(self, config: TrainConfig) -> bool:
+        """Whether something was replayed that does not fit and begins alike, and that start passes the room.
+
+        Optimizers differ in the first update at the earliest: one start stands for many of them.
+        """
+        start = self._start_of(config)
+        if start is None or start not in self._starts_of_misfits:
+            return False
+        passes = self._starts_of_misfits[start]
+        if passes is None:
+            passes = self._starts_of_misfits[start] = self._passes_room_at_start(config)
+        return passes
+
+    def _start_of(self, config: TrainConfig) -> tuple[object, ...] | None:
+        """What the steps depend on before the first update; None where that is more than is listed here."""
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        if OPTIMIZERS[config.optimizer].updates or self._update(spec, rank, config.optimizer).made:
+            return None
+        return (
+            spec,
+            rank,
+            config.micro_batch_size,
+            config.gradient_accumulation_steps,
+            config.torch_empty_cache_steps,
+            config.expandable_segments,
+            self.room_for(config),
+        )
+
+    def _passes_room_at_start(self, config: TrainConfig) -> bool:
+        steps = self._steps(config)
+        room_bytes = self.room_for(config) - self._outside_bytes(TraceSpec.of(config))
+        events = steps.events_before_update()
+        if config.expandable_segments:
+            return replay_within(steps.sizes, events, room_bytes).failed_event is not None
+        return replay(steps.sizes, events).peak_reserved_bytes > room_bytes
 
     def _find_estimate(self, config: TrainConfig) -> Estimate:
         spec, rank = TraceSpec.of(config), config.lora_rank or 0

@@ -32,12 +32,7 @@ def grown(steps: Steps, room_bytes: int) -> Replay:
     parts = [part for part in steps.parts if part.step <= most]
     events = [event for part in parts for event in part.events]
     settled = sum(len(part.events) for part in parts if part.step < parts[-1].step)
-    within = replay(
-        steps.sizes,
-        events,
-        cap_bytes=max(room_bytes - OVERSHOOT_BYTES, 0),
-        expandable_segments=True,
-    )
+    within = replay_within(steps.sizes, events, room_bytes)
     if within.last_retry_event is None or (
         within.failed_request_bytes is None and within.last_retry_event < settled
     ):
@@ -52,6 +47,12 @@ def grown(steps: Steps, room_bytes: int) -> Replay:
         peak_allocated_event=event,
         peak_reserved_bytes=max(needed, live_bytes + OVERSHOOT_BYTES),
     )
+
+
+def replay_within(sizes: Sequence[int], events: Sequence[int], room_bytes: int) -> Replay:
+    """Replay events in segments that grow, and end where they would reserve more than there is room for."""
+    cap_bytes = max(room_bytes - OVERSHOOT_BYTES, 0)
+    return replay(sizes, events, cap_bytes=cap_bytes, expandable_segments=True)
 
 
 def _live_peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, takewhile
 
 from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay, together
 from autotune.memory.optimizers.core import LOW_PRECISION, States
@@ -72,6 +72,10 @@ class Steps:
 
     def events(self) -> list[int]:
         return _events_of(self.parts)
+
+    def events_before_update(self) -> list[int]:
+        """Return the events that lead up to the first optimizer step."""
+        return _events_of(takewhile(lambda part: part.phase != StepPhase.OPTIMIZER, self.parts))
 
     def replay(self) -> Replay:
         """Replay the steps through an allocator without a cap; it may not come to the last steps."""

@@ -39,6 +39,7 @@ class Counts:
     feasible: int
     """All other points: those that could win were replayed, the others were not excluded."""
     replayed: int
+    """Points that a replay has judged: their own, or one that begins alike and does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

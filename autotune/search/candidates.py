@@ -59,6 +59,8 @@ class Candidates:
         self._estimator = estimator
         self._base = base
         self._estimates: dict[TrainConfig, Estimate] = {}
+        self._rejected: set[TrainConfig] = set()
+        """Those that another one's replay shows not to fit."""
         self._classes: dict[TrainConfig, str] = {}
         ranked = []
         for config in configs:
@@ -91,11 +93,13 @@ class Candidates:
 
     @property
     def num_replayed(self) -> int:
-        return len(self._estimates)
+        """Configurations that a replay has judged, their own or another's."""
+        return len(self._estimates) + len(self._rejected - self._estimates.keys())
 
     @property
     def num_replayed_oom(self) -> int:
-        return sum(not self.fits(e) for e in self._estimates.values())
+        misfits = {config for config, e in self._estimates.items() if not self.fits(e)}
+        return len(misfits | self._rejected)
 
     def class_of(self, config: TrainConfig) -> str:
         """Trade-off class against the base."""
@@ -120,6 +124,14 @@ class Candidates:
         if found is None:
             found = self._estimates[config] = self._estimator.estimate(config)
         return found
+
+    def _fitting(self, config: TrainConfig) -> Estimate | None:
+        """The configuration's estimate; None where it does not fit."""
+        if config not in self._estimates and self._estimator.is_known_not_to_fit(config):
+            self._rejected.add(config)
+            return None
+        estimate = self.estimate(config)
+        return estimate if self.fits(estimate) else None
 
     def in_form_of(self, config: TrainConfig) -> Callable[[TrainConfig], bool]:
         """Whether a configuration makes no further trades than this one."""
@@ -146,8 +158,8 @@ class Candidates:
                 break
             if not wanted(config):
                 continue
-            estimate = self.estimate(config)
-            if self.fits(estimate) and (best is None or speed_of(estimate) > speed_of(best)):
+            estimate = self._fitting(config)
+            if estimate is not None and (best is None or speed_of(estimate) > speed_of(best)):
                 best = estimate
         return best
 
@@ -183,8 +195,8 @@ class Candidates:
         for _, configs in sorted(groups.items(), key=operator.itemgetter(0)):
             fitting = [
                 estimate
-                for estimate in map(self.estimate, configs)
-                if self.fits(estimate) and speed_of(estimate) >= least
+                for estimate in map(self._fitting, configs)
+                if estimate is not None and speed_of(estimate) >= least
             ]
             if fitting:
                 winner = min(fitting, key=lambda e: (self._scarce_bytes(e), -speed_of(e)))
@@ -300,7 +312,7 @@ class Candidates:
         return tuple(found)
 
     def considered(self, limit: int) -> tuple[Estimate, ...]:
-        """Return what was replayed: what fits first, fastest first."""
+        """Return what has a replay of its own: what fits first, fastest first."""
         return tuple(
             sorted(
                 self._estimates.values(),

@@ -117,6 +117,29 @@ def test_lomo_gives_a_gradient_up_once_its_copy_in_32_bits_is_there(
         assert steps.sizes[copy] == 2 * steps.sizes[gradient]
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_is_known_not_to_fit_does_not(
+    traces: Mapping[TraceSpec, Trace], roomy: Estimator, grows: bool
+) -> None:
+    first = dataclasses.replace(split(FULL, 1, 2), optimizer="adamw_torch")
+    first = dataclasses.replace(first, expandable_segments=grows)
+    others = [dataclasses.replace(first, optimizer=name) for name in OPTIMIZERS]
+    others = [dataclasses.replace(c, gradient_accumulation_steps=1) for c in others] + others
+    peak = roomy.estimate(first).peak_device_bytes
+    num_known = list[int]()
+    for share in (0.3, 0.6, 0.7, 0.8, 0.9, 0.95):
+        estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=int(share * peak))
+        assert not any(map(estimator.is_known_not_to_fit, others))
+        estimator.estimate(first)
+        known = list(filter(estimator.is_known_not_to_fit, others))
+        # Adagrad makes its state first, LOMO updates in the backward pass: they begin in their own way.
+        assert not {"adagrad", "lomo"} & {config.optimizer for config in known}
+        assert not any(estimator.fits(estimator.estimate(config)) for config in known)
+        num_known.append(len(known))
+    # Of use where little fits; where the update alone is too large, nothing is known of other optimizers.
+    assert num_known[0] > 10 > num_known[-1] == 0
+
+
 @pytest.mark.parametrize("budget_bytes", [1 * GB, 2 * GB, ROOMY])
 def test_no_configuration_is_faster_than_it_was_ranked(roomy: Estimator, budget_bytes: int) -> None:
     estimator = roomy.with_budget(budget_bytes)

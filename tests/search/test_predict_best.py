@@ -297,6 +297,11 @@ class FakeEstimator:
     def fits(self, estimate: Estimate) -> bool:
         return estimate.peak_device_bytes <= self.memory_budget_bytes
 
+    def is_known_not_to_fit(self, config: TrainConfig) -> bool:
+        """Whether it does not, nor did the same with another optimizer."""
+        begins_alike = (dataclasses.replace(c, optimizer=config.optimizer) for c in self.replayed)
+        return config in begins_alike and self.prices[config][1] > self.memory_budget_bytes
+
     def tokens_per_second(self, config: TrainConfig) -> float:
         return self.prices[config][2]
 
@@ -410,6 +415,19 @@ def test_what_cannot_win_is_not_replayed() -> None:
     search, estimator = candidates(table, 100)
     assert search.best(search.at_most("recipe")) is None
     assert (search.num_possible, estimator.replayed) == (0, [])
+
+
+def test_what_is_known_not_to_fit_is_counted_and_not_replayed() -> None:
+    others = [
+        dataclasses.replace(BASE, optimizer=name) for name in ("adamw_torch", "adamw_bnb_8bit")
+    ]
+    table = dict.fromkeys((BASE, *others), (0, 200, 1000.0, 1000.0))
+    search, estimator = candidates({**table, variants()[1]: (0, 50, 500.0, 500.0)}, 100)
+    best = search.fastest(lambda _: True)
+    assert best is not None
+    assert best.config == variants()[1]
+    assert len(estimator.replayed) == 2
+    assert (search.num_replayed, search.num_replayed_oom) == (4, 3)
 
 
 def test_among_the_tied_the_least_is_given_up() -> None:
