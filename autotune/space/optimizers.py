@@ -73,6 +73,8 @@ class Optimizer:
 
     def managed_bytes(self, specs: Sequence[TensorSpec]) -> int:
         """Bytes of its state that live in CUDA managed memory."""
+        if not self.paged:
+            return 0
         states = (state for spec in specs for state in self.algorithm.state(spec))
         return sum(state.size_bytes for state in states if state.place == "managed")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -168,7 +169,10 @@ def total_bytes(specs: Iterable[TensorSpec]) -> int:
 
 
 def total_state_bytes(algorithm: Algorithm, specs: Iterable[TensorSpec]) -> int:
-    return sum(tensor.size_bytes for spec in specs for tensor in algorithm.state(spec))
+    return sum(
+        count * sum(tensor.size_bytes for tensor in algorithm.state(spec))
+        for spec, count in Counter(specs).items()
+    )
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

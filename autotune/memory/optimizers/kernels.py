@@ -65,12 +65,13 @@ class BitsAndBytes(Algorithm):
         if states is not None:
             return states
         kept = empty_states(specs)
+        state_of = {spec: self.state(spec) for spec in set(specs)}
         has_code_books = False
         for i in in_group_order(specs):
-            if self.quantises(specs[i]) and not has_code_books:
+            if not has_code_books and self.quantises(specs[i]):
                 self.write_code_books(tape)
                 has_code_books = True
-            kept[i] = alloc_state(tape, self.state(specs[i]))
+            kept[i] = alloc_state(tape, state_of[specs[i]])
         return kept
 
     def write_code_books(self, tape: Tape) -> None:

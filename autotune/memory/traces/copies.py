@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Layers:
         return layer - extra
 
     def instances(self, traced_layer: int) -> list[int]:
-        return [layer for layer in range(self.full) if self.source(layer) == traced_layer]
+        return _instances(self).get(traced_layer, [])
 
     def copies(self, traced_layer: int) -> int:
         return 1 if traced_layer < 0 else len(self.instances(traced_layer))
@@ -50,6 +51,15 @@ class Layers:
     def period_of(self, layer: Any) -> Any:
         """Number of a traced layer's period, from 0; negative before the pattern."""
         return (layer - self.first) // self.period
+
+
+@functools.cache
+def _instances(layers: Layers) -> dict[int, list[int]]:
+    """Layers of the whole model by the traced layer that they copy."""
+    found: dict[int, list[int]] = {}
+    for layer in range(layers.full):
+        found.setdefault(layers.source(layer), []).append(layer)
+    return found
 
 
 def numbers_of(events: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -135,34 +145,37 @@ class Copies:
         """
         located = {index: self._locate(index, events) for index, events in traced.items()}
         copied = {index: self._seen_from_within(index, located) for index in traced}
+        own_columns = {index: self._columns(homes, index) for index, (_, homes) in located.items()}
+        columns_of = {index: self._columns(homes, index) for index, (_, homes) in copied.items()}
         parts, columns = [], []
         starts, position = [], 0
         for index, layer in self._order:
             if index in located:
                 shift = layer - self._layer_of_block[index]
-                events, homes = (copied if shift else located)[index]
+                events, _ = (copied if shift else located)[index]
+                fixed, moves = (columns_of if shift else own_columns)[index]
                 starts.append((index, layer, position))
                 position += len(events)
                 parts.append(events)
-                columns.append(self._columns(homes, index, shift))
+                columns.append(fixed + shift * moves)
         if not parts:
             return np.zeros(0, dtype=np.int32), starts
         return self._resolve(np.concatenate(parts), np.concatenate(columns)), starts
 
-    def _columns(self, homes: Events, index: int, shift: int) -> Events:
-        """Layers that a copy of a block refers to: neighbours move with it.
+    def _columns(self, homes: Events, index: int) -> tuple[Events, Events]:
+        """Layers that a block refers to, and which of them (1) move with a copy of it: neighbours.
 
         What is two periods away and more is no neighbour, but at the other end: what the first
         layer made for all, or the last was the first to need in the backward pass.
         """
         layer = self._layer_of_block[index]
         if layer < 0:
-            return homes
+            return homes, np.zeros_like(homes)
         distance = self._layers.period_of(homes) - self._layers.period_of(layer)
         extra = self._layers.full - self._layers.traced
-        columns = np.where(distance >= 2, homes + extra, homes + shift)
-        columns = np.where(distance <= -2, homes, columns)
-        return np.where(homes < 0, homes, columns)
+        is_inside = homes >= 0
+        fixed: Events = np.where(is_inside & (distance >= 2), homes + extra, homes)
+        return fixed, (is_inside & (abs(distance) < 2)).astype(homes.dtype)
 
     def _locate(self, index: int, events: list[int]) -> tuple[Events, Events]:
         """A block's events, and the layer of each; outside the layers a block means all copies."""

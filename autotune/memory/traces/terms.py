@@ -128,10 +128,11 @@ class Terms:
         table = np.asarray(terms, dtype=np.int64).reshape(-1, 3)
         self._coefficients, self._batch_powers, self._rank_powers = table.T
         self._largest: dict[tuple[int, int], int] = {}
-        for coefficient, *powers in table.tolist():
-            batch_power, rank_power = powers
-            before = self._largest.get((batch_power, rank_power), 0)
-            self._largest[batch_power, rank_power] = max(before, coefficient)
+        for batch_power in np.unique(self._batch_powers).tolist():
+            of_batch = table[self._batch_powers == batch_power]
+            for rank_power in np.unique(of_batch[:, 2]).tolist():
+                coefficients = of_batch[of_batch[:, 2] == rank_power, 0]
+                self._largest[batch_power, rank_power] = int(coefficients.max(initial=0))
 
     def at(self, micro_batch: int, rank: int) -> Array:
         largest = max(

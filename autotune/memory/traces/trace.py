@@ -74,7 +74,7 @@ class Trace:
         layers = Layers(**answer["layers"])
         blocks = [{**block, "phase": Phase(block["phase"])} for block in answer["blocks"]]
         self._tensors: list[dict[str, Any]] = answer["tensors"]
-        self._rules = [(i, t["rule"]) for i, t in enumerate(self._tensors) if "rule" in t]
+        self._rules = _by_rule(self._tensors)
         self._terms = Terms([tensor["size"] for tensor in self._tensors])
         self._chunks: tuple[str, Term, int, int] | None = answer.get("chunks")
         self._chunked = [i for i, tensor in enumerate(self._tensors) if tensor.get("chunked")]
@@ -252,14 +252,14 @@ class Trace:
         return in_blocks(self._traced_sizes(micro_batch, rank))
 
     def _work_out_sizes(self, micro_batch: int, rank: int) -> Array:
-        of_rules = {
-            index: RULES[name]([evaluate(t, micro_batch, rank) for t in terms])
-            for index, (name, *terms) in self._rules
-        }
+        of_rules = [
+            (RULES[name]([evaluate(t, micro_batch, rank) for t in terms]), indices)
+            for (name, *terms), indices in self._rules
+        ]
         traced = self._terms.at(micro_batch, rank)
-        traced = holding(traced, max(of_rules.values(), default=0))
-        for index, num_bytes in of_rules.items():
-            traced[index] = num_bytes
+        traced = holding(traced, max((num_bytes for num_bytes, _ in of_rules), default=0))
+        for num_bytes, indices in of_rules:
+            traced[indices] = num_bytes
         if self._chunked:
             rows = self._chunk_rows(micro_batch)[0]
             traced = holding(traced, rows * int(traced[self._chunked].max()))
@@ -322,13 +322,9 @@ class Trace:
 
     @staticmethod
     def _spec(entry: Mapping[str, Any], rank: int) -> TensorSpec:
-        return TensorSpec(
-            shape=tuple(evaluate(term, 1, rank) for term in entry["shape"]),
-            dtype=entry["dtype"],
-            group=entry["group"],
-            embedding=entry["embedding"],
-            linear=entry["linear"],
-        )
+        shape = tuple(evaluate(term, 1, rank) for term in entry["shape"])
+        kind = operator.itemgetter("dtype", "group", "embedding", "linear")(entry)
+        return _tensor_spec(shape, *kind)
 
     def num_parameters(self, rank: int) -> tuple[int, int]:
         """Return (all, trainable) elements, 4-bit weights counted unpacked."""
@@ -386,6 +382,23 @@ def on_card_with(num_sms: int, tensors: Iterable[dict[str, Any]]) -> None:
         name, *_ = tensor.get("rule", ("",))
         if name in NUM_SMS_AT:
             tensor["rule"][1 + NUM_SMS_AT[name]] = [num_sms, 0, 0]
+
+
+@functools.cache
+def _tensor_spec(
+    shape: tuple[int, ...], dtype: str, group: int, embedding: bool, linear: bool
+) -> TensorSpec:
+    """One object for all parameters that are alike: they are compared often."""
+    return TensorSpec(shape=shape, dtype=dtype, group=group, embedding=embedding, linear=linear)
+
+
+def _by_rule(tensors: Sequence[dict[str, Any]]) -> list[tuple[list[Any], list[int]]]:
+    """Rules with the tensors that each of them sizes: layers are alike, so there are few."""
+    found: dict[str, tuple[list[Any], list[int]]] = {}
+    for index, tensor in enumerate(tensors):
+        if rule := tensor.get("rule"):
+            found.setdefault(repr(rule), (rule, []))[1].append(index)
+    return list(found.values())
 
 
 def listed(values: npt.NDArray[Any]) -> list[int]:
