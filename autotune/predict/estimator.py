@@ -279,7 +279,7 @@ class Estimator:
         return passes
 
     def _start_of(self, config: TrainConfig) -> tuple[object, ...] | None:
-        """Facts that the steps depend on before the first update; None where that is more than is listed here."""
+        """Facts that the steps before the first update depend on; None where they are more than these."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         if OPTIMIZERS[config.optimizer].updates or self._update(spec, rank, config.optimizer).made:
             return None
