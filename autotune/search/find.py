@@ -89,14 +89,20 @@ def find(
             server=server,
         )
     except StorageError as error:
-        predicted = _finding(problem, prediction, prediction.answer)
-        raise NotMeasuredError(error, predicted) from error
+        raise NotMeasuredError(error, _predicted(problem, listener)) from error
     except (HardwareError, WorkerError) as error:
         if question.backend != "auto":
             raise
         listener.note(f"nothing could be measured, so the answer is predicted. {error}")
-        answer = prediction.answer
+        return _predicted(problem, listener)
     return _finding(problem, prediction, answer)
+
+
+def _predicted(problem: Problem, listener: Listener) -> Finding:
+    """Answer by prediction what could not be measured: with the room that a prediction needs."""
+    problem = problem.predicted()
+    prediction = predict(problem, listener=listener)
+    return _finding(problem, prediction, prediction.answer)
 
 
 def predict(problem: Problem, *, listener: Listener) -> Prediction:

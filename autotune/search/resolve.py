@@ -78,13 +78,18 @@ class Problem:
         """Whether the user's run needs nothing of this machine: what it needs is there already."""
         return self.backend is None and self.run is not None and self.run.target is not None
 
+    def predicted(self) -> Problem:
+        """The same with nothing measured, so that the answer leaves the room that a prediction needs."""
+        workload = dataclasses.replace(self.workload, headroom=budget.headroom_of(self.question))
+        return dataclasses.replace(self, backend=None, workload=workload)
+
     @property
     def study(self) -> str:
         """The name of the study of a prediction; that of a measurement says so, too."""
         # Only a planned card follows from the budget; another one needs a study of its own.
         is_planned = self.card.source is CardSource.PLANNED
         name = study_names.default_study_name(
-            self.workload, gpu=None if is_planned else self.card.gpu.name
+            self.predicted().workload, gpu=None if is_planned else self.card.gpu.name
         )
         own_values = unlisted(self.space, self.workload.methods)
         if self.question.peft is not None:

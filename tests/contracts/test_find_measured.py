@@ -239,3 +239,7 @@ def test_a_card_that_torch_cannot_use_is_planned_for_unless_measuring_was_asked_
     assert ran.returncode == 0, ran.stderr
     assert "note: nothing could be measured, so the answer is predicted." in ran.stderr
     assert "PREDICTED, not measured" in ran.stdout
+    # What is predicted leaves room, as what is measured need not.
+    result = json.loads((folder / backend / "result.json").read_text(encoding="utf-8"))
+    assert result["headroom"] == {"odds": 0.99, "spare_bytes": None}
+    assert "room0" not in ran.stdout
