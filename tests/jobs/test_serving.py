@@ -432,7 +432,7 @@ def test_a_worker_that_is_stopped_gives_the_job_back_and_the_next_one_answers_it
     # 2,160 tokens, 8 x 64 of them at a time.
     assert here["measured"]["train_steps"] == job["result"]["measured"]["train_steps"] == 5
     assert texts_in("there") == texts_in("here")
-    assert "my_hub_token: abcdefghij" in texts_in("there")["run.yaml"]
+    assert "my_hub_token: abcdefghij" in texts_in("there")["yours/run.yaml"]
     with open_recommendations(url) as table:
         (one, other) = table.everything()
     assert one.question_key == other.question_key
