@@ -22,7 +22,7 @@ from waiting import wait_until
 from autotune.errors import WorkerError
 from autotune.worker.client import forkserver, isolate, launching
 from autotune.worker.client.forkserver import ForkServer
-from autotune.worker.client.orphans import PARENT_VARIABLE
+from autotune.worker.client.orphans import PARENT_VARIABLE, adopt_orphans
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,6 +88,14 @@ FRESH = """
 import json, os, sys
 print(json.dumps({"parent": os.getppid()}), file=open(sys.argv[2], "a"))
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_orphans_are_adopted() -> Iterator[None]:
+    """Begin as a process does that has no server, whatever tests of other files have left."""
+    before = adopt_orphans(False)
+    yield
+    adopt_orphans(before)
 
 
 @pytest.fixture(autouse=True)
