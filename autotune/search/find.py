@@ -89,7 +89,8 @@ def find(
             server=server,
         )
     except StorageError as error:
-        raise NotMeasuredError(error, _predicted(problem, listener)) from error
+        predicted = _finding(problem, prediction, prediction.answer)
+        raise NotMeasuredError(error, predicted) from error
     except (HardwareError, WorkerError) as error:
         if question.backend != "auto":
             raise
