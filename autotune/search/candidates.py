@@ -60,7 +60,7 @@ class Candidates:
         self._base = base
         self._estimates: dict[TrainConfig, Estimate] = {}
         self._rejected: set[TrainConfig] = set()
-        """Those that another one's replay shows not to fit."""
+        """Configurations that another one's replay shows not to fit."""
         self._classes: dict[TrainConfig, str] = {}
         ranked = []
         for config in configs:
