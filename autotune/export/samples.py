@@ -6,6 +6,8 @@ with the same functions. So: the standard library only, and `datasets` for what 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import re
@@ -329,17 +331,21 @@ def read_with_datasets(name: str, builder: str | None = None) -> Iterable[Any]:
 
 def load(datasets: Any, name: str, builder: str | None) -> tuple[Any, str | None]:
     """Load what the name stands for; return it and the split that is named. Nothing of it is executed."""
+    load_dataset = datasets.load_dataset
+    if "trust_remote_code" in inspect.signature(load_dataset).parameters:
+        # A library before version 4, which can run a dataset's own code.
+        load_dataset = functools.partial(load_dataset, trust_remote_code=False)
     if builder is not None:
         separator = {"sep": "\t"} if name.lower().endswith(".tsv") else {}
-        return datasets.load_dataset(builder, data_files=name, **separator), None
+        return load_dataset(builder, data_files=name, **separator), None
     if not os.path.isdir(name) and not os.path.isdir(name.rpartition(":")[0]):
         match = HUB_NAME.fullmatch(name)
         assert match is not None
         config, _, split = (match["names"] or "").rpartition(":")
-        return datasets.load_dataset(match["id"], config or None), split or None
+        return load_dataset(match["id"], config or None), split or None
     folder, _, split = (name, "", "") if os.path.isdir(name) else name.rpartition(":")
     is_saved = any(os.path.exists(os.path.join(folder, each)) for each in SAVED)
-    read = datasets.load_from_disk if is_saved else datasets.load_dataset
+    read = datasets.load_from_disk if is_saved else load_dataset
     return read(folder), split or None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autotune.export.samples import FORMATS, Columns, Samples, UnusableData, read_samples
+from autotune.export.samples import FORMATS, Columns, Samples, UnusableData, load, read_samples
 from autotune.space import dataset
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -180,3 +180,18 @@ def test_what_is_wrong_with_a_file_is_said(
     with pytest.raises(UnusableData) as error:
         read_samples(str(tmp_path / name), Columns(), "causal-lm")
     assert part in str(error.value)
+
+
+def test_an_older_library_runs_no_code_of_a_dataset(tmp_path: Path) -> None:
+    """Those before datasets 4 run a folder's own script unless they are told not to."""
+    told = []
+
+    class Older:
+        @staticmethod
+        def load_dataset(name: str, trust_remote_code: bool | None = None, **_: Any) -> list[Any]:
+            told.append(trust_remote_code)
+            return []
+
+    load(Older, str(tmp_path), None)
+    load(Older, str(tmp_path / "a.csv"), "csv")
+    assert told == [False, False]
