@@ -136,8 +136,11 @@ def cpu_as_card(name: str | None, size: str | None) -> ChosenCard:
     return ChosenCard(gpu=card, source=CardSource.CPU, budget_bytes=budget_bytes)
 
 
-def headroom_of(question: Question) -> Headroom:
-    """The room to leave, by the odds or the bytes that were asked for. Raises ConfigError."""
+def headroom_of(question: Question, budget_bytes: int | None) -> Headroom:
+    """The room to leave, by the odds or the bytes that were asked for. Raises ConfigError.
+
+    `budget_bytes` None: it is another for each card that is asked about.
+    """
     if question.headroom is None:
         return USUAL_HEADROOM if question.odds is None else Headroom(odds=question.odds)
     if question.odds is not None:
@@ -148,7 +151,14 @@ def headroom_of(question: Question) -> Headroom:
         )
     if question.headroom.strip() == "0":
         return NO_HEADROOM
-    return Headroom(spare_bytes=parse_bytes(question.headroom))
+    spare_bytes = parse_bytes(question.headroom)
+    if budget_bytes is not None and spare_bytes >= budget_bytes:
+        raise ConfigError(
+            f"--headroom {question.headroom} leaves nothing of the budget",
+            why=f"That is {format_bytes(budget_bytes)}",
+            remedy="Lower --headroom",
+        )
+    return Headroom(spare_bytes=spare_bytes)
 
 
 def agreed(option: str, value: int | None, of_base: int) -> int:

@@ -80,7 +80,9 @@ class Problem:
 
     def predicted(self) -> Problem:
         """The same with nothing measured, so that the answer leaves the room that a prediction needs."""
-        workload = dataclasses.replace(self.workload, headroom=budget.headroom_of(self.question))
+        workload = dataclasses.replace(
+            self.workload, headroom=budget.headroom_of(self.question, self.card.budget_bytes)
+        )
         return dataclasses.replace(self, backend=None, workload=workload)
 
     @property
@@ -168,7 +170,9 @@ def resolve(
         methods=methods,
         memory_budget_bytes=card.budget_bytes,
         # What is measured needs no room beyond its own.
-        headroom=budget.headroom_of(question) if backend is None else NO_HEADROOM,
+        headroom=budget.headroom_of(question, card.budget_bytes)
+        if backend is None
+        else NO_HEADROOM,
         num_gpus=num_gpus,
         extra_arguments="{}" if run is None else run.extra_arguments,
     )
@@ -232,7 +236,7 @@ def resolve_configuration(
         effective_batch_size=given.get("micro_batch_size", 1) * question.accumulation * num_gpus,
         methods=(method,),
         memory_budget_bytes=card.budget_bytes,
-        headroom=budget.headroom_of(question),
+        headroom=budget.headroom_of(question, card.budget_bytes),
         num_gpus=num_gpus,
     )
     config = dataclasses.replace(

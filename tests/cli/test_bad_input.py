@@ -115,6 +115,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--method", "qlora", "--space", "full"), 2, ("It has full", "default or everything")),
         (("--num-gpus", "2", "--backend", "cpu"), 2, ("Probes run on one GPU",)),
         (("--effective-batch", "1e3"), 2, ("--effective-batch",)),
+        (("--headroom", "99GB"), 2, ("--headroom 99GB leaves nothing of the budget",)),
         (("--base", "nowhere.yaml"), 2, ("nowhere.yaml cannot be read",)),
         (("--base", "."), 2, ("cannot be read",)),
         (("--speed", "high"), 2, ("--speed",)),

@@ -53,7 +53,7 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         question=question,
         source=source,
         card=card,
-        headroom=budget.headroom_of(question),
+        headroom=budget.headroom_of(question, None if card is None else card.budget_bytes),
         sequence_length=length,
         methods=methods,
         space=space,
