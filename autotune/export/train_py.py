@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autotune.catalogue.checkpoint import UNPACKED_BY
 from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import CHANGES_STEP, DECIDED
 from autotune.export.quantization_config import quantization_fields
@@ -120,6 +121,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         "quantization": None
         if config.quantization == "none"
         else quantization_fields(config, workload.task),
+        "unpacked_by": UNPACKED_BY,
         "adapter": peft_fields(config) if config.method in ADAPTERS else None,
         "data": _data(workload.dataset),
         "environment": environment(config),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from autotune.catalogue.checkpoint import UNPACKED_BY
 from autotune.export.carried import Unsaid, heading, keywords
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
@@ -54,6 +55,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         arguments=keywords(values),
         adapter=adapter,
         quantization=quantization,
+        unpacked_by=UNPACKED_BY,
     )
 
 

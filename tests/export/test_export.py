@@ -408,6 +408,7 @@ def test_the_recipe_of_qlora() -> None:
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": "float16",
         },
+        "unpacked_by": {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"},
         "adapter": {
             "peft_type": "LORA",
             "r": 64,
